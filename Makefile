@@ -1,0 +1,75 @@
+# Each target installs what it needs into an environment of its own, once; a changed pyproject.toml or
+# constraints.txt installs again. PYTHON names the interpreter, VENV the environment:
+#
+#     make test PYTHON=python3.12 VENV=.venv-3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+HOST_VENV ?= $(VENV)-host
+PROMPT ?= In the beginning
+
+BIN := $(VENV)/bin
+HOST_BIN := $(HOST_VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The build tool is pinned too, by the same file.
+PIP_BUILD := --build-constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test host-test check format wheel clean
+
+help: ## show the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.package ## install, then stream text from the model in the package
+	@echo
+	$(BIN)/orca generate "$(PROMPT)" --max-tokens 80 --temperature 0.8 --seed 7
+
+test: $(VENV)/.dev ## run every test: host, device, whole
+	$(BIN)/python -m pytest
+
+host-test: $(HOST_VENV)/.host ## run the host floor's tests where no JAX is installed
+	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'
+	$(HOST_BIN)/python -m pytest tests/host
+
+check: $(VENV)/.dev ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.dev ## format, and mend what lint can mend by itself
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+wheel: $(VENV)/.pip ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps $(PIP_BUILD) --wheel-dir dist .
+
+clean: ## remove environments, caches and builds
+	rm -rf $(VENV) $(HOST_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+%/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit("orca_jax needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $*
+
+# pip itself comes first: an older one knows neither dependency groups nor build constraints.
+%/.pip: %/bin/python constraints.txt
+	$*/bin/python $(PIP_INSTALL) --upgrade pip
+	@touch $@
+
+$(VENV)/.package: pyproject.toml $(VENV)/.pip
+	@echo "Installing the package into $(VENV)"
+	$(BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.pip
+	@echo "Installing the package and its development tools into $(VENV)"
+	$(BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e '.[dev]'
+	@touch $(VENV)/.package $@
+
+$(HOST_VENV)/.host: pyproject.toml $(HOST_VENV)/.pip
+	@echo "Installing the host floor, without JAX, into $(HOST_VENV)"
+	$(HOST_BIN)/python $(PIP_INSTALL) --group host
+	$(HOST_BIN)/python $(PIP_INSTALL) $(PIP_BUILD) --no-deps -e .
+	@touch $@
+
+.PRECIOUS: %/bin/python %/.pip

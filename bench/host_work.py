@@ -1,0 +1,270 @@
+"""The host's work of one iteration: all that happens between two launches on the device, and no device.
+
+The real request pool, scheduler, K/V manager and engine master run on a worker that returns tokens at once.
+Every iteration has the given number of rows; in each, one request ends, one is admitted from the front of the
+queue, and one arrives (that one is not timed). The aim is 500 microseconds at 256 rows, linear in rows and
+flat in the number of requests that wait.
+
+    python -m bench.host_work [--iterations N]
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from orca_jax.buckets import bucket_for, bucket_sizes
+from orca_jax.config import ServingConfig
+from orca_jax.control import ControlMessage
+from orca_jax.engine_master import EngineMaster
+from orca_jax.flat_batch import FlatBatch, flat_batch
+from orca_jax.kv_manager import KVManager, round_up
+from orca_jax.request import Request, SamplingParams
+from orca_jax.request_pool import RequestPool
+from orca_jax.scheduler import Scheduler, select
+from orca_jax.timeline import Timeline
+
+AIM_US = 500.0  # at 256 rows
+CASES = ((256, 0), (256, 1_000), (256, 100_000), (32, 0), (64, 0), (128, 0), (512, 0))  # rows, waiting
+N_INPUT = 64
+BLOCK_SIZE = 16
+MODEL_LENGTH = 2048  # tokens: the width of the block table
+WARM_UP = 20
+
+# What a part is called, and which methods of which of the engine's objects it is made of.
+PARTS = {
+    "blocks": (("kv", "reserve"), ("kv", "release")),
+    "pool": (("pool", "admit"), ("pool", "take_ending"), ("pool", "remove"), ("pool", "deliver")),
+    "timeline": (("timeline", "issued"), ("timeline", "returned"), ("timeline", "delivered")),
+    "issue": (("engine", "issue"),),
+    "wait": (("engine", "wait"),),
+}
+COLUMNS = (
+    "select",
+    "control message",
+    "flat batch",
+    "wait",
+    "blocks",
+    "pool",
+    "timeline",
+    "states and tokens",
+)
+
+
+class InstantTokens:
+    """Tokens that are ready."""
+
+    def __init__(self, token_ids: npt.NDArray[np.int32]) -> None:
+        self._token_ids = token_ids
+
+    def is_ready(self) -> bool:
+        """Always."""
+        return True
+
+    def fetch(self) -> npt.NDArray[np.int32]:
+        """The tokens, int32 `[R]`."""
+        return self._token_ids
+
+
+class InstantWorker:
+    """Returns tokens at once, and keeps the newest message."""
+
+    def __init__(self) -> None:
+        self.message: ControlMessage | None = None
+
+    def issue(self, message: ControlMessage, flat: FlatBatch) -> InstantTokens:
+        """Zero for every row."""
+        self.message = message
+        return InstantTokens(np.zeros(flat.layout.n_rows, np.int32))
+
+
+class Serving:
+    """An engine in its steady state: `n_rows` requests run, `n_waiting` wait."""
+
+    def __init__(self, n_rows: int, n_waiting: int) -> None:
+        self.n_rows = n_rows
+        self.n_requests = 0
+        per_request = round_up(N_INPUT + n_rows, BLOCK_SIZE)
+        self.config = ServingConfig(
+            max_batch_size=n_rows,
+            n_slots=n_rows * per_request,
+            max_batch_tokens=n_rows * N_INPUT,  # so that the first iteration admits all
+            block_size=BLOCK_SIZE,
+        )
+        self.kv = KVManager(
+            n_blocks=self.config.n_blocks,
+            block_size=BLOCK_SIZE,
+            n_rows=n_rows,
+            max_blocks_per_row=MODEL_LENGTH // BLOCK_SIZE,
+        )
+        self.bucket_sizes = bucket_sizes(self.config.max_batch_tokens)
+        self.timeline = Timeline(lambda: perf_counter_ns() * 1e-9, bucket_sizes=self.bucket_sizes)
+        self.pool = RequestPool(
+            max_waiting=self.config.max_queue,
+            on_arrival=self.timeline.arrived,
+            on_deliveries=lambda deliveries: None,
+        )
+        self.worker = InstantWorker()
+        self.engine = EngineMaster(self.worker, self.kv, config=self.config, bucket_sizes=self.bucket_sizes)
+        self.scheduler = Scheduler(
+            self.pool, self.engine, self.kv, config=self.config, timeline=self.timeline
+        )
+        # One ends in each iteration: those that are there first have 1, 2, ... tokens to go.
+        for i in range(n_rows):
+            self.arrive(n_output=i + 1)
+        for _ in range(n_waiting):
+            self.arrive(n_output=n_rows)
+
+    def arrive(self, n_output: int) -> None:
+        """A request with sampling of its own enters the pool."""
+        sampling = SamplingParams(max_tokens=n_output, temperature=0.8, top_p=0.95, top_k=40)
+        name = f"request-{self.n_requests}"
+        prompt_ids = tuple(range(1, N_INPUT + 1))
+        self.pool.add(Request(name, prompt_ids, N_INPUT + n_output, sampling, seed=self.n_requests))
+        self.n_requests += 1
+
+    def step(self) -> int:
+        """One iteration and, not timed, one arrival; returns nanoseconds."""
+        start = perf_counter_ns()
+        self.scheduler.step()
+        elapsed = perf_counter_ns() - start
+        self.arrive(n_output=self.n_rows)
+        return elapsed
+
+    def time_select(self) -> int:
+        """Nanoseconds of the next iteration's select, which changes nothing."""
+        start = perf_counter_ns()
+        batch, _ = select(
+            self.pool.in_arrival_order(),
+            self.scheduler.n_rsrv,
+            max_bs=self.config.max_batch_size,
+            n_slots=self.config.n_slots,
+            max_batch_tokens=self.config.max_batch_tokens,
+            block_size=self.config.block_size,
+        )
+        elapsed = perf_counter_ns() - start
+        assert len(batch) == self.n_rows
+        return elapsed
+
+    def time_flat_batch(self) -> int:
+        """Nanoseconds of laying the last iteration's batch out once more."""
+        message = self.worker.message
+        assert message is not None and len(message.row) == self.n_rows
+        bucket = bucket_for(len(message.token_ids), self.bucket_sizes)
+        start = perf_counter_ns()
+        flat_batch(
+            message,
+            bucket=bucket,
+            max_bs=self.config.max_batch_size,
+            block_size=BLOCK_SIZE,
+            n_slots=self.config.n_blocks * BLOCK_SIZE,
+            n_rows=self.kv.n_rows,
+        )
+        return perf_counter_ns() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Microseconds of one iteration's host work: median, 99th percentile, and the medians of its parts."""
+
+    n_rows: int
+    n_waiting: int
+    median_us: float
+    p99_us: float
+    parts_us: dict[str, float]
+
+
+def measure(n_rows: int, n_waiting: int, n_iterations: int) -> Figures:
+    """The whole first, with nothing in between; then its parts on a second engine, with timers in."""
+    serving = Serving(n_rows, n_waiting)
+    for _ in range(WARM_UP):
+        serving.step()
+    whole = sorted(serving.step() / 1e3 for _ in range(n_iterations))
+    return Figures(
+        n_rows=n_rows,
+        n_waiting=n_waiting,
+        median_us=statistics.median(whole),
+        p99_us=whole[int(0.99 * (len(whole) - 1))],
+        parts_us=measure_parts(Serving(n_rows, n_waiting), n_iterations),
+    )
+
+
+def measure_parts(serving: Serving, n_iterations: int) -> dict[str, float]:
+    """Median microseconds of each part; `states and tokens` is what is left of the scheduler's step."""
+    spent = dict.fromkeys(PARTS, 0)
+
+    def timed(part: str, method: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            start = perf_counter_ns()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[part] += perf_counter_ns() - start
+
+        return call
+
+    for part, methods in PARTS.items():
+        for owner, name in methods:
+            whose = getattr(serving, owner)
+            setattr(whose, name, timed(part, getattr(whose, name)))
+    for _ in range(WARM_UP):
+        serving.step()
+    samples: dict[str, list[float]] = {column: [] for column in COLUMNS}
+    for _ in range(n_iterations):
+        found = {"select": serving.time_select()}
+        spent.update(dict.fromkeys(spent, 0))
+        whole = serving.step()
+        found |= spent
+        found["flat batch"] = serving.time_flat_batch()
+        found["states and tokens"] = whole - found["select"] - sum(spent.values())
+        found["control message"] = found["issue"] - found["flat batch"]
+        for column in COLUMNS:
+            samples[column].append(found[column] / 1e3)
+    return {column: statistics.median(values) for column, values in samples.items()}
+
+
+def main() -> None:
+    """Measure every case; a table, and last one line of JSON."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.host_work", description="The host's work of one iteration"
+    )
+    parser.add_argument("--iterations", type=int, default=300, help="iterations measured in each case")
+    n_iterations = parser.parse_args().iterations
+    progress = Console(stderr=True)
+    figures = [
+        measure(n_rows, n_waiting, n_iterations)
+        for n_rows, n_waiting in track(CASES, "host work of an iteration", console=progress)
+    ]
+    table = Table(title=f"Host work of one iteration, microseconds (aim: {AIM_US:g} at 256 rows)")
+    for heading in ("rows", "waiting", "median", "p99", "per row", *COLUMNS):
+        table.add_column(heading, justify="right")
+    for f in figures:
+        numbers = [f.median_us, f.p99_us, f.median_us / f.n_rows, *f.parts_us.values()]
+        table.add_row(
+            f"{f.n_rows:,}", f"{f.n_waiting:,}", *(f"{n:.3g}" if n < 10 else f"{n:.0f}" for n in numbers)
+        )
+    Console(width=140).print(table)
+    cases = [
+        {
+            "rows": f.n_rows,
+            "waiting": f.n_waiting,
+            "median_us": round(f.median_us, 1),
+            "p99_us": round(f.p99_us, 1),
+            "parts_us": {name: round(us, 1) for name, us in f.parts_us.items()},
+        }
+        for f in figures
+    ]
+    worst = max(f.median_us for f in figures if f.n_rows == 256)
+    print(json.dumps({"benchmark": "host_work", "aim_us": AIM_US, "met": worst <= AIM_US, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()

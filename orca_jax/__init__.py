@@ -1,0 +1,34 @@
+"""ORCA (Yu et al., OSDI 2022) in JAX: iteration-level scheduling and selective batching.
+
+The path of a request:
+
+1. `LLM` or an endpoint turns a prompt into token ids (tokenizer.py) and gives it to the service (service.py).
+2. The request pool (request_pool.py) gives it an arrival number; it waits there.
+3. The scheduler (scheduler.py, Algorithm 1) selects a batch anew for every iteration. A request comes in when
+   slots for all its tokens can be reserved; the K/V manager (kv_manager.py) gives it blocks and a row.
+4. The engine master (engine_master.py) makes a control message (control.py) and a flat batch (flat_batch.py).
+5. The worker (sharding/worker.py) starts the programs of its stage (sharding/stage.py, model/) and returns at
+   once. Attention looks at each request by itself, every other operation at all tokens together.
+6. The engine master waits for the tokens; the scheduler ends what is finished and gives its slots back.
+7. The pool delivers an iteration's tokens, and each becomes text (tokenizer.py) in its `Generation`.
+8. Back to 3: the next iteration, with whoever is there then. timeline.py knows what happened when.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from orca_jax.request import SamplingParams
+
+if TYPE_CHECKING:
+    from orca_jax.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """The one lazy name: LLM brings JAX in, which takes a while, so importing the package does not."""
+    if name == "LLM":
+        from orca_jax.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""The error tree. Every mistake a user can make is a leaf here; `assert` is for our own invariants.
+
+A message says what came, what is allowed, and what to do. `InvalidRequest.param` names the field at
+fault, so that an endpoint can put it into its own error shape.
+"""
+
+
+class OrcaError(Exception):
+    """Anything this package raises on purpose."""
+
+
+class ConfigError(OrcaError, ValueError):
+    """A configuration that cannot work, found when it is made."""
+
+
+class EngineError(OrcaError, RuntimeError):
+    """The engine failed while it ran; the requests in flight end with the reason `error`."""
+
+
+class ServiceClosed(OrcaError, RuntimeError):
+    """A request came after the service was closed."""
+
+
+class QueueFull(OrcaError, RuntimeError):
+    """As many requests wait as the pool may hold; try again later."""
+
+
+class InvalidRequest(OrcaError, ValueError):
+    """A request that can never be run, found when it is added; nothing else is disturbed."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidPrompt(InvalidRequest):
+    """A prompt that is neither text nor token ids, or not valid text."""
+
+
+class EmptyPrompt(InvalidRequest):
+    """A prompt without a token."""
+
+
+class PromptTooLong(InvalidRequest):
+    """A prompt that leaves no room for one output token within the model's positions."""
+
+
+class TokenOutOfRange(InvalidRequest):
+    """A token id that is not in the vocabulary."""
+
+
+class RequestTooLarge(InvalidRequest):
+    """`max_tokens` that could never be reserved, whatever else runs."""
+
+
+class InvalidSamplingParameter(InvalidRequest):
+    """A sampling parameter outside its range."""
+
+
+class NotSupported(InvalidRequest):
+    """A parameter that is understood but not built; refused rather than ignored."""
+
+
+class CheckpointError(OrcaError):
+    """A checkpoint that cannot be read. The message names file, tensor, expected and found."""
+
+
+class NotACheckpoint(CheckpointError):
+    """No checkpoint at that place: the path or a needed file is missing."""
+
+
+class UnsupportedModel(CheckpointError):
+    """A checkpoint of an architecture, or with an option, that this engine does not compute."""
+
+
+class BadModelConfig(CheckpointError):
+    """A config.json with absurd, contradictory or missing values, or files that disagree."""
+
+
+class CorruptFile(CheckpointError):
+    """A truncated, malformed or hostile file."""
+
+
+class UnsafeFile(CheckpointError):
+    """A pickle (.bin, .pt, .pth, .ckpt ...): reading one runs code, so it is refused."""
+
+
+class TensorMismatch(CheckpointError):
+    """A tensor that is missing, or has another shape or dtype than the config says."""

@@ -1,0 +1,362 @@
+# pyright: standard
+"""The composition root: the one place that builds an engine, and the offline API on top of it."""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.buckets import bucket_sizes
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.cost_model import kv_bytes_per_slot, weight_bytes_total
+from orca_jax.engine_master import EngineMaster
+from orca_jax.errors import (
+    ConfigError,
+    EngineError,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSamplingParameter,
+    NotACheckpoint,
+    ServiceClosed,
+)
+from orca_jax.kv_manager import KVManager, round_up
+from orca_jax.model.gpt import Parameters, init_parameters
+from orca_jax.model.presets import PRESETS
+from orca_jax.request import SamplingParams
+from orca_jax.service import Generation, GenerationResult, Orca
+from orca_jax.sharding.checkpoint import find_directory, load_checkpoint
+from orca_jax.sharding.hf_config import read_config
+from orca_jax.sharding.worker import Worker
+from orca_jax.tokenizer import TextStream, Tokenizer
+
+Device = Any  # a jax.Device
+Prompt = str | Sequence[int]
+LoadFormat = Literal["auto", "dummy"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+DEFAULT_KV_BYTES = (
+    2 << 30
+)  # what `n_slots` takes at most by default, where the device does not say what it has
+_KV_SHARE = 0.6  # and of the memory that the weights leave, where it does: the rest is for activations
+
+_N_WORKERS = 1
+
+
+class LLM:
+    """A model, ready to continue prompts; a context manager.
+
+    `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
+    `load_format="dummy"` a preset's name: random weights, drawn from `seed` (0 without one), and no
+    tokenizer, so that prompts are token ids and texts come out empty. `dtype` is float32 on a CPU and
+    bfloat16 elsewhere unless said. `seed` also starts the seeds of requests that have none.
+
+    `max_batch_size`, `n_slots`, `max_batch_tokens` and `block_size` are those of ServingConfig. By default
+    `n_slots` holds a full batch of the longest requests, but on a CPU no more than DEFAULT_KV_BYTES of keys
+    and values, and `max_batch_tokens` is 2048, or the model's positions where they are more.
+
+    One device runs the model: `tensor_parallel` and `pipeline_parallel` must be 1. Iterations do not overlap
+    yet: `overlap` may be None (as built) or False.
+
+    Raises ConfigError or a CheckpointError. All methods may be called from many threads.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        max_batch_size: int = 32,
+        n_slots: int | None = None,
+        max_batch_tokens: int | None = None,
+        dtype: Dtype | None = None,
+        load_format: LoadFormat = "auto",
+        seed: int | None = None,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+        overlap: bool | None = None,
+        block_size: int = 16,
+    ) -> None:
+        _refuse_what_is_not_built(tensor_parallel, pipeline_parallel, overlap)
+        _one_of("load_format", load_format, get_args(LoadFormat))
+        if dtype is not None:
+            _one_of("dtype", dtype, get_args(Dtype))
+        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+            raise ConfigError(f"seed is {seed!r}; it must be a whole number or None")
+        device: Device = jax.devices()[0]
+        self.dtype: str = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+        self.device: str = device.device_kind if device.platform != "cpu" else "cpu"
+        loaded = _load(model, load_format, jnp.dtype(self.dtype), seed or 0, device)
+        self.name = loaded.name
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.serving = _serving_config(
+            self.config,
+            jnp.dtype(self.dtype).itemsize,
+            device,
+            max_batch_size,
+            n_slots,
+            max_batch_tokens,
+            block_size,
+        )
+        self._service: Orca | None = _service(self.config, loaded.parameters, self.serving, seed)
+        self._service.start()
+        self._finalizer = weakref.finalize(self, _close_quietly, self._service)
+
+    @property
+    def service(self) -> Orca:
+        """The service inside, with its scheduler and timeline. Raises ServiceClosed after `close`."""
+        if self._service is None:
+            raise ServiceClosed("this LLM is closed; make a new one")
+        return self._service
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_result: Callable[[int, GenerationResult], object] | None = None,
+    ) -> list[GenerationResult]:
+        """Continue a prompt (a text or token ids) or a list of them; results in the order of the prompts.
+
+        `sampling_params` is one for all or one for each. `on_result(index, result)` is told each result in
+        order, as soon as it and those before it are there. All is checked before anything runs; what is
+        raised then is a leaf of InvalidRequest and names the prompt. Raises EngineError if the engine fails,
+        and ServiceClosed after `close`. Whatever is raised, nothing is left running.
+        """
+        service = self.service
+        listed = _listed(prompts)
+        sampling = _one_for_each(sampling_params, len(listed))
+        prepared: list[tuple[list[int], SamplingParams]] = []
+        for i, (prompt, params) in enumerate(zip(listed, sampling, strict=True)):
+            try:
+                token_ids = self._token_ids(prompt)
+                service.check(token_ids, params, self._text_stream(params))
+            except InvalidRequest as error:
+                if len(listed) == 1:
+                    raise
+                raise type(error)(f"prompt {i}: {error}", param=error.param) from error
+            prepared.append((token_ids, params))
+        results: list[GenerationResult] = []
+        with ExitStack() as running:
+            generations = [
+                running.enter_context(service.submit(token_ids, params, stream=self._text_stream(params)))
+                for token_ids, params in prepared
+            ]
+            for i, generation in enumerate(generations):
+                results.append(generation.result())
+                if on_result is not None:
+                    on_result(i, results[i])
+        return results
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> Generation:
+        """Continue one prompt, in pieces as they come: an iterator of `Piece`, and the whole in its `result`.
+
+        The request runs from this call on, beside all others. Closing or dropping the iterator cancels it.
+        Raises as `generate` does.
+        """
+        (params,) = _one_for_each(sampling_params, 1)
+        service = self.service
+        token_ids = self._token_ids(prompt)
+        return service.submit(token_ids, params, request_id=request_id, stream=self._text_stream(params))
+
+    def close(self) -> None:
+        """Cancel what runs and free the device's memory; nothing the second time."""
+        if self._service is not None:
+            service, self._service = self._service, None
+            self._finalizer.detach()
+            service.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _token_ids(self, prompt: object) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                message = f"{self.name} has no tokenizer, so a prompt must be a list of token ids"
+                raise InvalidPrompt(message, param="prompt")
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            message = f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+            raise InvalidPrompt(message, param="prompt")
+        for i, token_id in enumerate(prompt):
+            if not isinstance(token_id, int | np.integer) or isinstance(token_id, bool):
+                message = f"element {i} of the prompt is {token_id!r}; token ids are whole numbers"
+                raise InvalidPrompt(message, param="prompt")
+        return [int(token_id) for token_id in prompt]
+
+    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+        return None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
+
+
+def _listed(prompts: Any) -> list[Any]:
+    """One prompt or many as many: a sequence that begins with a number is one prompt's token ids."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        return [prompts]
+    prompts = list(prompts)
+    first_is_prompt = not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
+    return prompts if first_is_prompt else [prompts]
+
+
+def _one_for_each(params: Any, n_prompts: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    listed = [params] * n_prompts if isinstance(params, SamplingParams) else params
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, SamplingParams) for one in listed):
+        message = f"sampling_params is {params!r}; it must be a SamplingParams or a list of them"
+        raise InvalidSamplingParameter(message, param="sampling_params")
+    if len(listed) != n_prompts:
+        message = (
+            f"there are {len(listed)} sampling_params for {n_prompts} prompts; give one, or one for each"
+        )
+        raise InvalidSamplingParameter(message, param="sampling_params")
+    return list(listed)
+
+
+def _refuse_what_is_not_built(tensor_parallel: int, pipeline_parallel: int, overlap: bool | None) -> None:
+    for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
+        if value != 1 or isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; only 1 is built so far: one device runs the model")
+    if overlap is not None and overlap is not False:
+        raise ConfigError(
+            f"overlap is {overlap!r}; overlapping iterations are not built yet, so leave it out"
+        )
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    name: str
+    config: ModelConfig
+    parameters: Parameters
+    tokenizer: Tokenizer | None
+
+
+def _load(
+    model: str | Path | None, load_format: LoadFormat, dtype: jnp.dtype, seed: int, device: Device
+) -> _Loaded:
+    place = DEMO_MODEL if model is None else model
+    name = "the demo model" if model is None else str(model)
+    if not isinstance(place, str | Path):
+        raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
+    if load_format == "dummy":
+        if str(place) in PRESETS:
+            config, tokenizer = PRESETS[str(place)], None
+        else:
+            directory = find_directory(place)
+            config, tokenizer = read_config(directory), _tokenizer(directory)
+        _check_memory("the weights", weight_bytes_total(config, dtype.itemsize), device)
+        return _Loaded(name, config, init_parameters(config, jax.random.key(seed), dtype), tokenizer)
+    try:
+        checkpoint = load_checkpoint(place, dtype=dtype)
+    except NotACheckpoint as error:
+        if str(place) not in PRESETS:
+            raise
+        hint = f'{place} is also a preset: load_format="dummy" runs it with random weights'
+        raise NotACheckpoint(f"{error}; {hint}") from error
+    return _Loaded(name, checkpoint.config, checkpoint.parameters, _tokenizer(checkpoint.directory))
+
+
+def _tokenizer(directory: Path) -> Tokenizer | None:
+    path = directory / "tokenizer.json"
+    return Tokenizer.from_file(path) if path.exists() else None
+
+
+def _serving_config(
+    config: ModelConfig,
+    itemsize: int,
+    device: Device,
+    max_batch_size: int,
+    n_slots: int | None,
+    max_batch_tokens: int | None,
+    block_size: int,
+) -> ServingConfig:
+    """Fill in what was not said, and hold what was against the model and the device."""
+    longest = config.n_positions
+    if max_batch_tokens is None:
+        max_batch_tokens = max(2048, longest, max_batch_size)
+    # Checks the types and ranges of what was said before it is used to compute the rest.
+    serving = ServingConfig(
+        max_batch_size=max_batch_size,
+        n_slots=block_size if n_slots is None else n_slots,
+        max_batch_tokens=max_batch_tokens,
+        block_size=block_size,
+    )
+    if max_batch_tokens < longest:
+        raise ConfigError(
+            f"max_batch_tokens is {max_batch_tokens}; it must be at least the model's {longest} positions, "
+            "so that the longest prompt fits into one iteration"
+        )
+    slot_bytes = kv_bytes_per_slot(config, itemsize)
+    if n_slots is None:
+        whole_request = round_up(longest, block_size)
+        free = _free_bytes(device)
+        budget = DEFAULT_KV_BYTES if device.platform == "cpu" or free is None else int(free * _KV_SHARE)
+        n_slots = max(whole_request, min(max_batch_size * whole_request, budget // slot_bytes))
+        serving = ServingConfig(
+            max_batch_size=max_batch_size,
+            n_slots=n_slots,
+            max_batch_tokens=max_batch_tokens,
+            block_size=block_size,
+        )
+    _check_memory(f"the keys and values of n_slots = {n_slots}", n_slots * slot_bytes, device)
+    return serving
+
+
+def _free_bytes(device: Device) -> int | None:
+    """What the device's memory still holds, None where it does not say; for a CPU all of the machine's."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    stats = device.memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+
+
+def _check_memory(what: str, n_bytes: int, device: Device) -> None:
+    """Refuse what can never fit, before the machine grinds to a halt over it."""
+    free = _free_bytes(device)
+    if free is not None and n_bytes > free:
+        raise ConfigError(f"{what} take {n_bytes / 1e9:.1f} GB; the device has {free / 1e9:.1f} GB for them")
+
+
+def _service(config: ModelConfig, parameters: Parameters, serving: ServingConfig, seed: int | None) -> Orca:
+    kv = KVManager(
+        n_blocks=serving.n_blocks,
+        block_size=serving.block_size,
+        n_rows=(_N_WORKERS + 1) * serving.max_batch_size,
+        max_blocks_per_row=-(-config.n_positions // serving.block_size),
+    )
+    sizes = bucket_sizes(serving.max_batch_tokens)
+    worker = Worker(config, parameters, serving, n_rows=kv.n_rows)
+    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=_N_WORKERS)
+    return Orca(engine, kv, config=serving, model=config, bucket_sizes=sizes, seed=seed)
+
+
+def _close_quietly(service: Orca) -> None:
+    """For an LLM that was dropped, or the end of the program: nobody is there to be told."""
+    try:
+        service.close(timeout=10.0)
+    except EngineError:
+        pass

@@ -1,0 +1,75 @@
+"""The operations that selective batching runs on all tokens at once (ORCA 3.2), and their weights.
+
+Each takes token-major arrays [T, ...] and does not look at which request a token is from. The modules
+hold weights and nothing else.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from orca_jax.config import Activation
+
+# Up to this many rows the CPU's matrix library is memory-bound or nearly so, and weights @ x.T runs at
+# 1.3 to 1.7 times the speed of x @ weights.T; beyond it the two are equal.
+_FEW_ROWS = 64
+
+
+def _rows_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+
+def _weights_first(x: jax.Array, weight: jax.Array) -> jax.Array:
+    # The barrier keeps XLA from turning the product around again.
+    product = lax.dot_general(weight, lax.optimization_barrier(x.T), (((1,), (0,)), ((), ())))
+    return lax.optimization_barrier(product).T
+
+
+def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [T, in] times weight [out, in], giving [T, out] in x's dtype."""
+    if x.shape[0] > _FEW_ROWS:
+        return _rows_first(x, weight)
+    return lax.platform_dependent(x, weight, cpu=_weights_first, default=_rows_first)
+
+
+class Linear(nnx.Module):
+    """A weight [out, in] and perhaps a bias [out]."""
+
+    def __init__(self, weight: jax.Array, bias: jax.Array | None) -> None:
+        self.weight = nnx.Param(weight)
+        self.bias = None if bias is None else nnx.Param(bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, in] to [T, out]."""
+        y = matmul(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class LayerNorm(nnx.Module):
+    """Scale and bias [H]; the statistics are float32 whatever the dtype of the input."""
+
+    def __init__(self, scale: jax.Array, bias: jax.Array, eps: float) -> None:
+        self.scale = nnx.Param(scale)
+        self.bias = nnx.Param(bias)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, H] to [T, H] in the input's dtype."""
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        variance = jnp.square(centred).mean(axis=-1, keepdims=True)
+        normal = centred * lax.rsqrt(variance + self.eps)
+        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        return (normal * scale + bias).astype(x.dtype)
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The activation function of the feed-forward layer, elementwise."""
+    match activation:
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "relu":
+            return jax.nn.relu(x)

@@ -1,0 +1,71 @@
+"""The oracle: the same model for one request, dense, without cache, padding or batching.
+
+It shares no code with the engine but the names of the parameters, and is written to be compared with the
+papers line by line (GPT-2; OPT for the position offset, post-LayerNorm and the projections). Everything is
+float32.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.config import ModelConfig
+
+Parameters = Mapping[str, jax.Array]
+
+
+def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -> jax.Array:
+    """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32."""
+    p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
+    n_tokens = token_ids.shape[0]
+
+    x = p["token_embedding"][token_ids]  # [T, E]
+    if "project_in" in p:
+        x = x @ p["project_in"].T
+    x = x + p["position_embedding"][jnp.arange(n_tokens) + config.position_offset]  # [T, H]
+
+    def norm(name: str, value: jax.Array) -> jax.Array:
+        mean = value.mean(axis=-1, keepdims=True)
+        variance = ((value - mean) ** 2).mean(axis=-1, keepdims=True)
+        return (value - mean) / jnp.sqrt(variance + config.layer_norm_eps) * p[f"{name}.scale"] + p[
+            f"{name}.bias"
+        ]
+
+    def linear(name: str, value: jax.Array) -> jax.Array:
+        product = value @ p[f"{name}.weight"].T
+        return product + p[f"{name}.bias"] if config.use_bias else product
+
+    def attention(name: str, value: jax.Array) -> jax.Array:
+        shape = (n_tokens, 3, config.n_heads, config.head_size)
+        q, k, v = linear(f"{name}.qkv", value).reshape(shape).transpose(1, 2, 0, 3)  # each [N, T, D]
+        scores = q @ k.transpose(0, 2, 1) / jnp.sqrt(config.head_size)  # [N, T, T]
+        causal = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+        merged = (weights @ v).transpose(1, 0, 2).reshape(n_tokens, config.hidden_size)
+        return linear(f"{name}.out", merged)
+
+    def feed_forward(name: str, value: jax.Array) -> jax.Array:
+        up = linear(f"{name}.up", value)
+        active = {
+            "gelu_tanh": lambda u: 0.5 * u * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (u + 0.044715 * u**3))),
+            "gelu": lambda u: 0.5 * u * (1 + jax.scipy.special.erf(u / jnp.sqrt(2.0))),
+            "relu": lambda u: jnp.maximum(u, 0),
+        }[config.activation](up)
+        return linear(f"{name}.down", active)
+
+    for i in range(config.n_layers):
+        name = f"layers.{i}"
+        if config.norm == "pre":
+            x = x + attention(name, norm(f"{name}.attn_norm", x))
+            x = x + feed_forward(name, norm(f"{name}.mlp_norm", x))
+        else:
+            x = norm(f"{name}.attn_norm", x + attention(name, x))
+            x = norm(f"{name}.mlp_norm", x + feed_forward(name, x))
+
+    if config.final_norm:
+        x = norm("final_norm", x)
+    if "project_out" in p:
+        x = x @ p["project_out"].T
+    head = p["token_embedding"] if config.tie_embeddings else p["head.weight"]
+    return (x @ head.T)[:, : config.vocab_size]

@@ -1,0 +1,199 @@
+"""The request pool: every live request in arrival order, behind the engine's one lock (ORCA 4, Figure 4).
+
+Any thread may add requests or ask for their end; the scheduler's thread alone does everything else. A
+request waits until the scheduler admits it, and is admitted from then until it is removed. Both kinds stand
+in arrival order, and the admitted ones all came before the waiting ones, because the scheduler admits from
+the front.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
+from orca_jax.request import FinishReason, Request
+
+
+class Delivery(NamedTuple):
+    """What a request's user is to see: a token, the reason of its end, or both at once.
+
+    A tuple, because one is made for every row of every iteration, and a frozen dataclass costs twice that.
+    """
+
+    request: Request
+    token_id: int | None
+    finish_reason: FinishReason | None
+
+
+class InArrivalOrder:
+    """Live requests, oldest first, read no further than the reader goes: a long queue costs nothing.
+
+    For the scheduler's thread, which must not admit or remove while it reads. Requests that others add
+    meanwhile are seen at the end, or next time.
+    """
+
+    def __init__(self, admitted: Iterable[Request], waiting_after: Callable[[int], list[Request]]) -> None:
+        self._admitted = admitted
+        self._waiting_after = waiting_after
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._admitted
+        n_read = 0
+        while chunk := self._waiting_after(n_read):
+            yield from chunk
+            n_read += len(chunk)
+
+
+def _no_op(_: Request) -> None:
+    pass
+
+
+class RequestPool:
+    """Every live request, in arrival order; add, end and deliver.
+
+    `max_waiting` bounds the requests that wait. `check` raises an InvalidRequest for one that must not
+    enter; `on_arrival` hears of each that did, before the scheduler can see it; `on_deliveries` takes all
+    deliveries of an iteration in one call. The last is called on the scheduler's thread, the others on
+    the adder's.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_waiting: int,
+        on_deliveries: Callable[[Sequence[Delivery]], None],
+        on_arrival: Callable[[Request], None] = _no_op,
+        check: Callable[[Request], None] = _no_op,
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._on_deliveries = on_deliveries
+        self._on_arrival = on_arrival
+        self._check = check
+        self._lock = threading.Condition()
+        # All below is changed under the lock. `_admitted` is changed by the scheduler's thread alone, which
+        # may so read it without. Ordered dictionaries: leaving from anywhere costs O(1), leaving no gap.
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._admitted: OrderedDict[str, Request] = OrderedDict()
+        self._ending: dict[str, tuple[Request, FinishReason]] = {}
+        self._n_arrivals = 0
+        self._activity = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        """Live requests, waiting or admitted."""
+        with self._lock:
+            return len(self._waiting) + len(self._admitted)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that the scheduler has not admitted yet."""
+        return len(self._waiting)
+
+    # For any thread.
+
+    def add(self, request: Request) -> None:
+        """Take a new request in: it gets its arrival number and waits.
+
+        Raises InvalidRequest (a request that may not enter, or whose id is that of a live one), QueueFull,
+        ServiceClosed. Nothing has changed then.
+        """
+        self._check(request)
+        with self._lock:
+            if self._closed:
+                raise ServiceClosed("the request came after the service was closed")
+            if self._find(request.request_id) is not None:
+                message = f"request_id {request.request_id!r} is that of a live request; give each its own"
+                raise InvalidRequest(message, param="request_id")
+            if len(self._waiting) >= self._max_waiting:
+                raise QueueFull(f"{len(self._waiting)} requests wait, as many as may; try again later")
+            request.arrival = self._n_arrivals
+            self._on_arrival(request)
+            self._n_arrivals += 1
+            self._waiting[request.request_id] = request
+            self._tell()
+
+    def end(self, request_id: str, reason: FinishReason) -> bool:
+        """Ask a request to end (cancelled, timeout); False when none of that id is live.
+
+        The scheduler acts on it within one iteration, and tells the reason in a delivery. The first reason
+        counts; a request that finishes on its own meanwhile keeps its own reason.
+        """
+        with self._lock:
+            request = self._find(request_id)
+            if request is None:
+                return False
+            if request.ending is None:
+                request.ending = reason
+                self._ending[request_id] = (request, reason)
+                self._tell()
+            return True
+
+    def close(self) -> None:
+        """Let nobody in any more; what is live goes on."""
+        with self._lock:
+            self._closed = True
+            self._tell()
+
+    def activity(self) -> int:
+        """A count that grows whenever a request arrives or is asked to end."""
+        return self._activity
+
+    def wait_for_work(self, timeout: float) -> bool:
+        """Wait until a request is live, the pool is closed, or `timeout` seconds; whether one is live."""
+        with self._lock:
+            self._lock.wait_for(lambda: len(self) > 0 or self._closed, timeout)
+            return len(self) > 0
+
+    # For the scheduler's thread.
+
+    def in_arrival_order(self) -> InArrivalOrder:
+        """The live requests, oldest first (Algorithm 1, line 20)."""
+        return InArrivalOrder(self._admitted.values(), self._waiting_after)
+
+    def admit(self, requests: Iterable[Request]) -> None:
+        """These wait no longer: the oldest waiting ones, in their order."""
+        with self._lock:
+            for request in requests:
+                oldest_id, oldest = self._waiting.popitem(last=False)
+                assert oldest is request, f"{request.request_id} admitted before {oldest_id}"
+                self._admitted[oldest_id] = oldest
+
+    def take_ending(self) -> list[tuple[Request, FinishReason]]:
+        """The live requests that were asked to end since the last call, each with the reason."""
+        if not self._ending:  # the usual case; what comes this moment is taken next time
+            return []
+        with self._lock:
+            ending = list(self._ending.values())
+            self._ending.clear()
+            return ending
+
+    def remove(self, request: Request) -> None:
+        """Take a request out that has ended; its id is free again."""
+        with self._lock:
+            home = self._waiting if request.request_id in self._waiting else self._admitted
+            del home[request.request_id]
+            self._ending.pop(request.request_id, None)
+
+    def deliver(self, deliveries: Sequence[Delivery]) -> None:
+        """Hand an iteration's deliveries out, all in one call; nothing is handed out if there is none."""
+        if deliveries:
+            self._on_deliveries(deliveries)
+
+    # Under the lock.
+
+    def _find(self, request_id: str) -> Request | None:
+        return self._waiting.get(request_id) or self._admitted.get(request_id)
+
+    def _tell(self) -> None:
+        self._activity += 1
+        self._lock.notify_all()
+
+    def _waiting_after(self, n: int) -> list[Request]:
+        """Some of the waiting requests behind the first `n`, ever more of them: reading all is so linear.
+
+        Others add at the back only, so what stands behind the first `n` stays there while it is read.
+        """
+        with self._lock:
+            return list(islice(self._waiting.values(), n, 2 * n + 8))

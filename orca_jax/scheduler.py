@@ -1,0 +1,235 @@
+"""Algorithm 1 of ORCA (4.2): which requests run in the next iteration, and when the next one is issued.
+
+`select` is lines 17 to 28, `Scheduler.step` one turn of the loop of lines 3 to 15; the paper's line numbers
+stand beside the code. The property they keep is iteration-level first-come-first-served: of two requests
+in the pool the one that came earlier has run the same number of iterations or more.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.errors import EmptyPrompt, PromptTooLong, RequestTooLarge, TokenOutOfRange
+from orca_jax.kv_manager import KVManager, round_up
+from orca_jax.request import FinishReason, Request, RequestState
+from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
+from orca_jax.timeline import Timeline
+
+INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
+
+
+class Returned(NamedTuple):
+    """A batch whose iteration is done, and the token that it computed for each request, `[len(batch)]`."""
+
+    batch: Sequence[Request]
+    token_ids: Sequence[int] | npt.NDArray[np.int32]
+
+
+class Engine(Protocol):
+    """Runs iterations, up to `n_workers` of them in flight, and returns them in the order they were issued.
+
+    Both methods raise EngineError; nothing is in flight any more then.
+    """
+
+    @property
+    def n_workers(self) -> int:
+        """Inter-layer partitions: how many batches keep all of them busy."""
+        ...
+
+    def issue(self, batch: Sequence[Request]) -> None:
+        """Start one iteration of the model for `batch`, without waiting for a device.
+
+        A request's state is still INITIATION or INCREMENT, and its row and blocks are reserved.
+        """
+        ...
+
+    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+        """Wait for the oldest issued batch; None if `interrupted` turned true before it was done."""
+        ...
+
+
+def input_length(req: Request) -> int:
+    """Tokens that go into the request's next iteration: all that are known, or the last one."""
+    return req.n_tokens if req.state is INITIATION else 1
+
+
+def select(
+    pool: Iterable[Request],
+    n_rsrv: int,
+    *,
+    max_bs: int,
+    n_slots: int,
+    max_batch_tokens: int | None = None,
+    block_size: int = 1,
+) -> tuple[list[Request], int]:
+    """The batch of the next iteration, and the slots that are reserved with it (Algorithm 1, lines 17 to 28).
+
+    Changes nothing. With the defaults it is the paper's to the letter. `max_batch_tokens` bounds the tokens
+    of the batch, and with `block_size` a reservation is of whole blocks, so that it can be allocated;
+    `n_rsrv` is then a multiple of the block, and `n_slots` counts as if it were rounded down to one.
+    """
+    batch: list[Request] = []  # line 18
+    if not isinstance(pool, InArrivalOrder):  # in order already; sorting it would read all that wait
+        pool = sorted(pool, key=lambda req: req.arrival)  # line 20
+    ready = (req for req in pool if req.state is not RUNNING)  # line 19
+    n_tokens = 0
+    token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
+    for req in ready:  # line 21
+        if len(batch) == max_bs:  # line 22
+            break
+        new_n_tokens = n_tokens + input_length(req)
+        if new_n_tokens > token_limit:  # a break, as in line 25, so that no later request overtakes
+            break
+        # One that has a row already runs again after a fault, and holds its reservation.
+        if req.state is INITIATION and req.row < 0:  # line 23
+            new_n_rsrv = n_rsrv + round_up(req.max_tokens, block_size)  # line 24
+            if new_n_rsrv > n_slots:  # line 25
+                break
+            n_rsrv = new_n_rsrv  # line 26
+        n_tokens = new_n_tokens
+        batch.append(req)  # line 27
+    return batch, n_rsrv  # line 28
+
+
+class Scheduler:
+    """The loop of Algorithm 1 over a pool, an engine and a K/V manager; all on one thread.
+
+    It alone changes the state of requests and reserves for them. `n_rsrv` counts reserved slots,
+    `n_scheduled` batches in flight.
+    """
+
+    def __init__(
+        self, pool: RequestPool, engine: Engine, kv: KVManager, *, config: ServingConfig, timeline: Timeline
+    ) -> None:
+        self.pool = pool
+        self.engine = engine
+        self.kv = kv
+        self.config = config
+        self.timeline = timeline
+        self.n_scheduled = 0  # line 1
+        self.n_rsrv = 0  # line 2
+
+    def step(self) -> bool:
+        """One turn of the loop (line 3); False when no request is live, so that there was nothing to do.
+
+        Raises what the engine raises; `fail_all` is the way on from there.
+        """
+        seen = self.pool.activity()  # taken before the pool is looked at: what comes later interrupts
+        ended = self._end_asked()
+        batch, self.n_rsrv = select(  # line 4
+            self.pool.in_arrival_order(),
+            self.n_rsrv,
+            max_bs=self.config.max_batch_size,
+            n_slots=self.config.n_slots,
+            max_batch_tokens=self.config.max_batch_tokens,
+            block_size=self.config.block_size,
+        )
+        if batch:  # an empty batch is never issued
+            self._issue(batch)  # lines 5 to 8
+        elif self.n_scheduled == 0:
+            return ended
+        if self.n_scheduled == self.engine.n_workers:  # line 9
+            self._take_return(interrupted=lambda: False)  # lines 10 to 15
+        elif not batch:  # a worker is free: wait for something to select as well
+            self._take_return(interrupted=lambda: self.pool.activity() != seen)
+        return True
+
+    def fail_all(self) -> None:
+        """After an EngineError: what is in flight is lost, and all that is live ends with reason `error`."""
+        self.n_scheduled = 0
+        self.timeline.lost()
+        live = list(self.pool.in_arrival_order())
+        self._deliver([self._end(req, FinishReason.ERROR) for req in live])
+
+    def _issue(self, batch: list[Request]) -> None:
+        """Lines 5 to 8, and before them rows and blocks for the requests that line 26 reserved for."""
+        new = [req for req in batch if req.row < 0]
+        self.pool.admit(new)
+        for req in new:
+            req.row = self.kv.reserve(req.max_tokens)
+        self.timeline.issued(batch, [input_length(req) for req in batch])
+        self.engine.issue(batch)  # line 5
+        for req in batch:  # line 6
+            req.state = RUNNING  # line 7
+            req.n_iterations += 1
+        self.n_scheduled += 1  # line 8
+
+    def _take_return(self, interrupted: Callable[[], bool]) -> None:
+        """Lines 10 to 15, unless the wait is interrupted; tokens and ends go out in one delivery."""
+        returned = self.engine.wait(interrupted)  # line 10
+        if returned is None:
+            return
+        self.timeline.returned()
+        deliveries: list[Delivery] = []
+        try:
+            for req, token_id in zip(returned.batch, returned.token_ids, strict=True):  # line 11
+                deliveries.append(self._take_token(req, int(token_id)))  # lines 12 to 14
+        finally:  # when a request's sink raises, those before it have still ended and must be told
+            self._deliver(deliveries)
+        self.n_scheduled -= 1  # line 15
+
+    def _take_token(self, req: Request, token_id: int) -> Delivery:
+        """Lines 12 to 14 for one request of a returned batch."""
+        req.state = INCREMENT  # line 12
+        if req.ending is not None:  # asked to end while it ran: the token comes too late
+            return self._end(req, req.ending)
+        reason = req.accept(token_id)
+        if reason is not None:  # line 13
+            self._end(req, reason)  # line 14
+        return Delivery(req, token_id, reason)
+
+    def _end_asked(self) -> bool:
+        """End what was asked to end (cancelled, timeout); what is RUNNING ends when it returns."""
+        asked = self.pool.take_ending()
+        ended = [self._end(req, reason) for req, reason in asked if req.state is not RUNNING]
+        self._deliver(ended)
+        return bool(ended)
+
+    def _end(self, req: Request, reason: FinishReason) -> Delivery:
+        """The one way out for every request; the slots it held can be reserved again at once (line 14)."""
+        if req.row >= 0:
+            self.n_rsrv -= round_up(req.max_tokens, self.config.block_size)  # line 14
+            self.kv.release(req.row)
+            req.row = -1
+        req.state = FINISHED
+        req.finish_reason = reason
+        self.pool.remove(req)
+        return Delivery(req, None, reason)
+
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        self.timeline.delivered(deliveries)
+        self.pool.deliver(deliveries)
+
+
+def admissible(request: Request, *, config: ServingConfig, model: ModelConfig) -> None:
+    """Refuse a request that the model cannot take or `select` would break at for ever; the pool's `check`.
+
+    Raises EmptyPrompt, TokenOutOfRange, PromptTooLong or RequestTooLarge.
+    """
+    if not request.prompt_ids:
+        raise EmptyPrompt("the prompt has no token; it needs at least one", param="prompt")
+    for token_id in (min(request.prompt_ids), max(request.prompt_ids)):
+        if not 0 <= token_id < model.vocab_size:
+            message = f"token id {token_id} is not in the vocabulary, which has 0 to {model.vocab_size - 1}"
+            raise TokenOutOfRange(message, param="prompt")
+    n_input = len(request.prompt_ids)
+    if n_input >= model.n_positions:
+        message = f"the prompt has {n_input} tokens; the model's {model.n_positions} positions must hold "
+        message += f"an output token as well, so give it at most {model.n_positions - 1}"
+        raise PromptTooLong(message, param="prompt")
+    assert request.max_tokens > n_input, "max_tokens counts input and output"
+    limit, source = min(
+        (model.n_positions, "the model's positions"),
+        (config.n_blocks * config.block_size, "n_slots in whole blocks"),
+        # After a fault a request runs again with all its tokens but the last in one iteration.
+        (config.max_batch_tokens + 1, "max_batch_tokens"),
+    )
+    if request.max_tokens > limit:
+        message = f"{n_input} input and {request.max_tokens - n_input} output tokens are asked for, and "
+        message += f"{source} allow {limit} together; "
+        message += f"ask for at most {limit - n_input}" if n_input < limit else "shorten the prompt"
+        raise RequestTooLarge(message, param="max_tokens")

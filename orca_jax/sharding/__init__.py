@@ -1,0 +1,1 @@
+"""The model laid over devices: programs, workers, checkpoints."""

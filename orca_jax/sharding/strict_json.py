@@ -1,0 +1,75 @@
+"""JSON from files that nobody vouches for: bounded in size, objects only, nothing said twice."""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from orca_jax.errors import CorruptFile, NotACheckpoint
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a regular file; anything else (missing, a folder, a pipe) is NotACheckpoint."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        raise NotACheckpoint(f"{shown(path)} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise NotACheckpoint(f"{shown(path)} is not a regular file")
+    return status.st_size
+
+
+def shown(value: object) -> str:
+    """A value from a file the way a message can carry it: short, and with no control characters.
+
+    Text, a path included, keeps its plain look where it can be printed and is not long.
+    """
+    text = str(value) if isinstance(value, str | Path) else repr(value)
+    if not text.isprintable():
+        text = text.encode("unicode_escape").decode("ascii")
+    return text if len(text) <= 200 else f"{text[:120]}... ({len(text)} characters)"
+
+
+def parse_object(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in `data`, which was read from `path`.
+
+    Raises CorruptFile, naming the file, where it is not UTF-8 or not JSON, is another kind of value, nests
+    too deep, repeats a key, or holds NaN or an infinity.
+    """
+
+    def refuse_constant(name: str) -> NoReturn:
+        raise ValueError(f"it holds {name}, which is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            seen = set[str]()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(f"the key '{shown(twice)}' stands there twice")
+        return values
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+    except RecursionError as error:
+        raise CorruptFile(f"{shown(path)} is not usable JSON: it is nested too deep") from error
+    except ValueError as error:  # bad UTF-8 and numbers of too many digits too
+        raise CorruptFile(f"{shown(path)} is not usable JSON: {shown(str(error))}") from error
+    if not isinstance(value, dict):
+        raise CorruptFile(f"{shown(path)}: expected a JSON object, found {shown(value)}")
+    return value
+
+
+def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The JSON object of a file of at most `max_bytes`; NotACheckpoint or CorruptFile, naming the file."""
+    size = file_size(path)
+    if size > max_bytes:
+        raise CorruptFile(f"{shown(path)} has {size} bytes; at most {max_bytes} are expected there")
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise NotACheckpoint(f"{shown(path)} cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:  # it grew meanwhile
+        raise CorruptFile(f"{shown(path)} has more than {max_bytes} bytes")
+    return parse_object(data, path)

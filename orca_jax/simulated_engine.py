@@ -1,0 +1,125 @@
+"""An engine on a cost model and a virtual clock: whole servings play in moments, and can be replayed."""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from orca_jax.config import ModelConfig
+from orca_jax.cost_model import Device, IterationShape, floor, operations
+from orca_jax.errors import EngineError
+from orca_jax.request import Request
+from orca_jax.scheduler import Returned, input_length
+
+
+class VirtualClock:
+    """Time that moves only when it is told to, and things that happen at their times, in their order."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._n_events = 0  # of two events at one time, the one that was set first comes first
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return self._now
+
+    def call_at(self, time: float, action: Callable[[], object]) -> None:
+        """Let `action` happen when the clock comes to `time`."""
+        assert time >= self._now, f"{time} is past: it is {self._now}"
+        heapq.heappush(self._events, (time, self._n_events, action))
+        self._n_events += 1
+
+    def next_event(self) -> float:
+        """The time of the next event; infinity when there is none."""
+        return self._events[0][0] if self._events else math.inf
+
+    def run_next(self) -> None:
+        """Go on to the next event and let it happen."""
+        time, _, action = heapq.heappop(self._events)
+        self._now = time
+        action()
+
+    def advance_to(self, time: float) -> None:
+        """Go on to `time`, with no event on the way."""
+        assert self._now <= time < self.next_event()
+        self._now = time
+
+
+def cost_model_duration(
+    model: ModelConfig, device: Device, *, weight_bytes: int, kv_bytes: int
+) -> Callable[[IterationShape], float]:
+    """The duration of an iteration at the device's floor, in seconds; sizes are bytes of one element."""
+
+    def duration(shape: IterationShape) -> float:
+        return floor(operations(model, shape, weight_bytes=weight_bytes, kv_bytes=kv_bytes), device)
+
+    return duration
+
+
+def hashed_token(request: Request, index: int) -> int:
+    """A token from the request's seed and the token's index alone, as a real engine's tokens are."""
+    return (request.seed * 31 + index * 7919) % 50021
+
+
+class SimulatedEngine:
+    """`n_workers` equal stages in a row: a batch enters a stage when it has left the one before, and the
+    stage is free of the batch before it (ORCA 4.1, Figure 8a).
+
+    `duration` gives the seconds of a whole iteration, of which each stage takes its part; `token` the token
+    of a request and an index. `fail` makes it fail as an engine does.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        *,
+        n_workers: int = 1,
+        duration: Callable[[IterationShape], float] = lambda _: 1.0,
+        token: Callable[[Request, int], int] = hashed_token,
+    ) -> None:
+        self.n_workers = n_workers
+        self.clock = clock
+        self._duration = duration
+        self._token = token
+        self._free_at = [0.0] * n_workers
+        self._in_flight: deque[tuple[Sequence[Request], float]] = deque()
+        self._failing: Literal["issue", "wait"] | None = None
+
+    def fail(self, at: Literal["issue", "wait"]) -> None:
+        """Raise EngineError at the next call of `issue` or `wait`, once, losing what is in flight."""
+        self._failing = at
+
+    def issue(self, batch: Sequence[Request]) -> None:
+        """Send `batch` through the stages; takes no time. Raises EngineError when told to."""
+        self._fail_if_told("issue")
+        shape = IterationShape([input_length(req) for req in batch], [req.n_tokens for req in batch])
+        share = self._duration(shape) / self.n_workers
+        done_at = self.clock.now()
+        for stage, free_at in enumerate(self._free_at):
+            done_at = max(done_at, free_at) + share
+            self._free_at[stage] = done_at
+        self._in_flight.append((batch, done_at))
+
+    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+        """Go on to the time when the oldest batch is done; None if an event on the way is an interruption.
+
+        Events at that very time still happen before. Raises EngineError when told to.
+        """
+        self._fail_if_told("wait")
+        batch, done_at = self._in_flight[0]
+        while not interrupted():
+            if self.clock.next_event() > done_at:
+                self.clock.advance_to(done_at)
+                self._in_flight.popleft()
+                return Returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
+            self.clock.run_next()
+        return None
+
+    def _fail_if_told(self, at: Literal["issue", "wait"]) -> None:
+        if self._failing == at:
+            self._failing = None
+            self._in_flight.clear()
+            self._free_at = [self.clock.now()] * self.n_workers
+            raise EngineError(f"the simulated engine failed in {at}, as it was told to")

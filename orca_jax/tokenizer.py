@@ -1,0 +1,205 @@
+"""Text to token ids and back; incrementally, and cut at stop strings.
+
+Byte-level BPE alone (GPT-2, OPT): there a token is a run of bytes, whatever stands beside it, so that a text
+can be decoded token by token at a cost that does not grow, and comes out as if decoded at once.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel
+
+_MAX_FILE_BYTES = 100_000_000
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json, as the `tokenizers` library reads it. Safe to use from many threads."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Raises ValueError for a tokenizer that is not byte-level."""
+        if not isinstance(tokenizer.decoder, ByteLevel):
+            raise ValueError(f"its decoder is {type(tokenizer.decoder).__name__}, not ByteLevel")
+        tokenizer.no_truncation()  # a prompt is taken whole or refused
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._special = {
+            token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
+        }
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_file(cls, path: Path) -> "Tokenizer":
+        """Raises NotACheckpoint (cannot be read), CorruptFile or UnsupportedModel, each naming the file."""
+        try:
+            with path.open("rb") as file:
+                data = file.read(_MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise NotACheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        if len(data) > _MAX_FILE_BYTES:
+            raise CorruptFile(f"{path} has more than {_MAX_FILE_BYTES} bytes, too many for a tokenizer")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except BaseException as error:  # the library raises nothing narrower than Exception, and may panic
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise CorruptFile(f"{path} is not a tokenizer's file: {error}") from error
+        try:
+            return cls(tokenizer)
+        except ValueError as error:
+            raise UnsupportedModel(f"{path}: only byte-level BPE is supported; {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; with special tokens around it where the file's own post-processor adds them.
+
+        OPT's puts `</s>` in front, GPT-2's adds none. The name of a special token within the text is that
+        token, as in Hugging Face's tokenizers. Raises InvalidPrompt for text that is not valid Unicode (lone
+        surrogates), or that this tokenizer has no tokens for.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            message = f"the prompt is not valid Unicode: a lone surrogate at character {error.start}"
+            raise InvalidPrompt(message, param="prompt") from error
+        try:
+            return self._tokenizer.encode(text).ids
+        except Exception as error:
+            raise InvalidPrompt(f"the tokenizer cannot encode the prompt: {error}", param="prompt") from error
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of the tokens without special ones; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; none for a special token, or an id that has no token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token in self._special:
+            return b""
+        try:
+            return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+        except KeyError:  # an added token with a character outside the alphabet is plain text
+            return token.encode("utf-8")
+
+
+class StopStrings:
+    """Finds the stop string that is complete first, in a text that comes in pieces.
+
+    What is found depends on the text alone, not on its pieces: the match that ends first, and of those that
+    end at one place the longest. Knuth, Morris and Pratt's automaton for each string, so that the cost of a
+    character does not depend on the text before it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._fallback = [_fallback(stop) for stop in stops]
+        self._n_matched = [0] * len(stops)  # the longest beginning of each that the text ends with
+
+    @property
+    def n_open(self) -> int:
+        """Characters at the text's end that may yet turn out to be the beginning of a stop string."""
+        return max(self._n_matched, default=0)
+
+    def feed(self, text: str) -> tuple[int, int] | None:
+        """Where in `text` the first complete stop string ends, and its length; feed nothing after that."""
+        for end, character in enumerate(text, 1):
+            longest = 0
+            for i, stop in enumerate(self._stops):
+                n = self._n_matched[i]
+                while n and character != stop[n]:
+                    n = self._fallback[i][n - 1]
+                n += character == stop[n]
+                self._n_matched[i] = n
+                if n == len(stop):
+                    longest = max(longest, n)
+            if longest:
+                return end, longest
+        return None
+
+
+def _fallback(stop: str) -> list[int]:
+    """For each beginning of `stop` the length of its longest proper beginning that is also its end."""
+    lengths = [0] * len(stop)
+    n = 0
+    for i in range(1, len(stop)):
+        while n and stop[i] != stop[n]:
+            n = lengths[n - 1]
+        n += stop[i] == stop[n]
+        lengths[i] = n
+    return lengths
+
+
+class TextStream:
+    """A request's tokens become text as they come; an `orca_jax.request.OutputSink`.
+
+    No part of a stop string ever comes out, and nothing behind it: what may be the beginning of one is held
+    back until it is known. So is the beginning of a character until its last byte is there.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stops = StopStrings(stop)
+        self._safe: list[str] = []
+        self._n_taken = 0  # pieces of `_safe`
+        self._held = ""
+
+    @property
+    def text(self) -> str:
+        """All that has come out so far, taken or not."""
+        return "".join(self._safe)
+
+    def push(self, token_id: int) -> bool:
+        """Take one token; True when a stop string is complete, and from then on."""
+        if not self.stopped:
+            self._feed(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return self.stopped
+
+    def take(self) -> str:
+        """What has come out since the last call."""
+        text = "".join(self._safe[self._n_taken :])
+        self._n_taken = len(self._safe)
+        return text
+
+    def finish(self) -> None:
+        """The request has ended: what was held back is text after all, unless a stop string ended it."""
+        if not self.stopped:
+            self._feed(self._decoder.decode(b"", final=True))
+            self._add(self._held)
+            self._held = ""
+
+    def _feed(self, text: str) -> None:
+        held = self._held + text
+        found = self._stops.feed(text)
+        if found is not None:
+            end, length = found
+            self._add(held[: len(self._held) + end - length])
+            self._held = ""
+            self.stopped = True
+        else:
+            n_safe = len(held) - self._stops.n_open
+            self._add(held[:n_safe])
+            self._held = held[n_safe:]
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._safe.append(text)

@@ -1,0 +1,341 @@
+#!/usr/bin/env python3
+"""Make the golden files: small random GPT-2 and OPT models, and what Hugging Face computes with them.
+
+    python scripts/make_golden.py [--output tests/data/golden]
+
+needs `torch` (the CPU build does) and `transformers`; the tests that read the files need neither. Each model
+gets a directory with a checkpoint (config.json, float32 safetensors) and `golden.npz`; tests/device/golden.py
+says what is in it. Weights, prompts and therefore outputs follow from the seed below; `versions.json` holds
+the versions that made the files at hand.
+
+The greedy tokens are transformers' own forward pass and argmax over the whole sequence at every step: no
+cache, no batch, no padding. They are held against `generate()` and against the same model in float64 before
+anything is written.
+"""
+
+# pyright: reportMissingImports=false
+
+import argparse
+import json
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+import transformers
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SEED = 20221
+N_PROMPTS = 64
+MAX_OUTPUT = 16
+LOGIT_LENGTHS = (1, 7, 23)  # the prompts whose logits at every position are kept
+MARGIN = 1e-4  # two logits closer than this may change places by rounding alone
+MAX_TOTAL_BYTES = 6_000_000
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One model: its transformers config, and how its checkpoint is laid out in files."""
+
+    name: str
+    config: Any
+    shard_bytes: int | None = None  # several files and an index
+    bare_names: bool = (
+        False  # tensor names as in the file of the original GPT-2: no prefix, masks among the weights
+    )
+    generation_config: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def _gpt2(**sizes: Any) -> GPT2Config:
+    return GPT2Config(bos_token_id=0, eos_token_id=0, **sizes)
+
+
+def _opt(**sizes: Any) -> OPTConfig:
+    return OPTConfig(bos_token_id=2, eos_token_id=2, pad_token_id=1, **sizes)
+
+
+MODELS = (
+    Golden(
+        "gpt2-tied-gelu-new",
+        _gpt2(vocab_size=257, n_positions=128, n_embd=64, n_layer=3, n_head=4),
+        bare_names=True,
+    ),
+    Golden(
+        "gpt2-untied-gelu",
+        _gpt2(
+            vocab_size=1009,
+            n_positions=96,
+            n_embd=40,
+            n_layer=2,
+            n_head=2,
+            n_inner=100,
+            activation_function="gelu",
+            tie_word_embeddings=False,
+        ),
+        generation_config={"eos_token_id": [0, 7], "bos_token_id": 0},
+    ),
+    Golden(
+        "gpt2-sharded-relu",
+        _gpt2(
+            vocab_size=131,
+            n_positions=256,
+            n_embd=128,
+            n_layer=2,
+            n_head=2,
+            n_inner=192,
+            activation_function="relu",
+            layer_norm_epsilon=1e-6,
+        ),
+        shard_bytes=500_000,
+    ),
+    Golden(
+        "opt-tied-relu",
+        _opt(
+            vocab_size=509,
+            max_position_embeddings=200,
+            hidden_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=6,
+            ffn_dim=128,
+        ),
+    ),
+    Golden(
+        "opt-post-norm-projection",
+        _opt(
+            vocab_size=383,
+            max_position_embeddings=128,
+            hidden_size=64,
+            word_embed_proj_dim=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            ffn_dim=160,
+            do_layer_norm_before=False,
+        ),
+    ),
+    Golden(
+        "opt-untied-no-bias-gelu",
+        _opt(
+            vocab_size=263,
+            max_position_embeddings=64,
+            hidden_size=60,
+            num_hidden_layers=2,
+            num_attention_heads=3,
+            ffn_dim=150,
+            activation_function="gelu",
+            enable_bias=False,
+            tie_word_embeddings=False,
+        ),
+    ),
+    Golden(
+        "opt-no-final-norm-projection",
+        _opt(
+            vocab_size=997,
+            max_position_embeddings=80,
+            hidden_size=32,
+            word_embed_proj_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=1,
+            ffn_dim=96,
+            activation_function="gelu_new",
+            tie_word_embeddings=False,
+            _remove_final_layer_norm=True,
+        ),
+    ),
+)
+
+
+def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
+    """Fill a model so that its logits are well spread and its greedy text does not fall into a few tokens.
+
+    Strong layers and positions keep a tied head from giving the input token back; the weights behind the
+    activation are centred, since its positive mean would otherwise push every token the same way. Every
+    bias and norm is drawn as well, so that a loader that mixes two of them up is found.
+    """
+    conv1d = isinstance(model, GPT2LMHeadModel)  # its layers are stored [in, out]
+    without_final_norm = getattr(model.config, "_remove_final_layer_norm", False)
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+        shape = tuple(parameter.shape)
+        values = rng.standard_normal(shape, dtype=np.float32)
+        if "wpe" in name or "embed_positions" in name:
+            values *= 0.7
+        elif "wte" in name or "embed_tokens" in name or "lm_head" in name:
+            values *= 0.35
+        elif len(shape) == 2:
+            fan_in = 0 if conv1d else 1
+            if "mlp.c_proj" in name or "fc2" in name:
+                values -= values.mean(axis=fan_in, keepdims=True)
+            values *= 1.5 / np.sqrt(shape[fan_in])
+            if without_final_norm and "project_out" in name:
+                values *= 0.25
+        elif "ln_" in name or "layer_norm" in name:
+            values = values * 0.1 + (1.0 if name.endswith("weight") else 0.0)
+        else:
+            values *= 0.1
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+
+
+def prompts_of(config: Any, rng: np.random.Generator) -> list[np.ndarray]:
+    """64 prompts of 1 to `n_positions - 1` tokens, lengths evenly spread and shuffled."""
+    longest = config.max_position_embeddings - 1
+    lengths = np.linspace(1, longest, N_PROMPTS - len(LOGIT_LENGTHS)).round().astype(int)
+    lengths = rng.permutation(np.concatenate([lengths, LOGIT_LENGTHS]))
+    return [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
+
+
+def logits_of(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    """[n, vocab_size] float32 (float64 for a model in float64)."""
+    with torch.no_grad():
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        return model(input_ids=ids, use_cache=False).logits[0].numpy()
+
+
+def greedy(model: Any, prompt: np.ndarray, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """The greedy continuation, to MAX_OUTPUT tokens or the model's length, and the gaps of its logits."""
+    ids = prompt
+    gaps: list[float] = []
+    for _ in range(min(MAX_OUTPUT, n_positions - len(prompt))):
+        last = logits_of(model, ids)[-1]
+        order = np.argsort(-last, kind="stable")
+        gaps.append(float(last[order[0]] - last[order[1]]))
+        ids = np.append(ids, np.int32(order[0]))
+    return ids[len(prompt) :], np.array(gaps, np.float32)
+
+
+def check(model: Any, prompts: list[np.ndarray], outputs: np.ndarray, gaps: np.ndarray) -> float:
+    """Hold the tokens against generate() and against float64; the largest error of a float32 logit."""
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of sequence
+    for prompt, output, gap in list(zip(prompts, outputs, gaps, strict=True))[:8]:
+        n = int((output >= 0).sum())
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=n,
+            do_sample=False,
+        )[0, len(prompt) :].numpy()
+        sure = np.cumprod(gap[:n] >= MARGIN).astype(bool)
+        assert np.array_equal(generated[sure], output[:n][sure]), "generate() says something else"
+    worst = 0.0
+    single = {name: value.clone() for name, value in model.state_dict().items()}
+    model.double()
+    for prompt, output, gap in zip(prompts, outputs, gaps, strict=True):
+        n = int((output >= 0).sum())
+        ids = np.concatenate([prompt, output[:n]])[:-1]
+        exact = logits_of(model, ids)
+        model.float()
+        worst = max(worst, float(np.abs(exact - logits_of(model, ids)).max()))
+        model.double()
+        sure = gap[:n] >= MARGIN
+        assert np.array_equal(exact[-n:].argmax(-1)[sure], output[:n][sure]), "float64 says something else"
+    model.float()
+    assert all(torch.equal(value, single[name]) for name, value in model.state_dict().items())
+    assert worst < MARGIN / 2, f"rounding moves a logit by {worst}: the margin would not hold"
+    return worst
+
+
+def save(golden: Golden, model: Any, directory: Path) -> None:
+    """config.json and safetensors, the way such a checkpoint is found in the wild."""
+    if golden.shard_bytes is not None:
+        model.save_pretrained(directory, max_shard_size=golden.shard_bytes)
+    else:
+        model.save_pretrained(directory)
+    if golden.bare_names:
+        tensors = safetensors.torch.load_file(directory / "model.safetensors")
+        bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+        n = golden.config.n_positions
+        for i in range(golden.config.n_layer):
+            bare[f"h.{i}.attn.bias"] = torch.tril(torch.ones(1, 1, n, n))
+        safetensors.torch.save_file(bare, directory / "model.safetensors", metadata={"format": "pt"})
+    for path in directory.glob("*.safetensors"):
+        path.chmod(0o644)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if golden.generation_config:
+        text = json.dumps(golden.generation_config, indent=2)
+        (directory / "generation_config.json").write_text(text + "\n")
+
+
+def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
+    """Write one model's directory; a line on how its outputs look."""
+    model_class = GPT2LMHeadModel if isinstance(golden.config, GPT2Config) else OPTForCausalLM
+    golden.config._attn_implementation = "eager"
+    model = model_class(golden.config).eval().float()
+    draw_weights(model, rng)
+    save(golden, model, directory)
+    # What was written is what is computed with.
+    model = model_class.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+
+    prompts = prompts_of(golden.config, rng)
+    outputs = np.full((N_PROMPTS, MAX_OUTPUT), -1, np.int32)
+    gaps = np.zeros((N_PROMPTS, MAX_OUTPUT), np.float32)
+    for row, prompt in enumerate(prompts):
+        output, gap = greedy(model, prompt, golden.config.max_position_embeddings)
+        outputs[row, : len(output)] = output
+        gaps[row, : len(gap)] = gap
+    worst = check(model, prompts, outputs, gaps)
+
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    rows = np.array([int(np.flatnonzero(lengths == n)[0]) for n in LOGIT_LENGTHS], np.int32)
+    logits = np.concatenate([logits_of(model, prompts[row]) for row in rows])
+    np.savez_compressed(
+        directory / "golden.npz",
+        prompt_tokens=np.concatenate(prompts),
+        prompt_lengths=lengths,
+        outputs=outputs,
+        gaps=gaps,
+        logits_rows=rows,
+        logits=logits.astype(np.float32),
+    )
+    real = outputs >= 0
+    distinct = np.mean([len(set(row[row >= 0])) / (row >= 0).sum() for row in outputs])
+    return (
+        f"{golden.name:30} {int(real.sum()):5} tokens, {distinct:.2f} of a row's tokens distinct, "
+        f"{len(np.unique(outputs[real]))} of {golden.config.vocab_size} ids, "
+        f"logits' spread {logits.std():.1f}, gap below {MARGIN:g}: {int((gaps[real] < MARGIN).sum())}, "
+        f"smallest {gaps[real].min():.1e}, rounding {worst:.1e}"
+    )
+
+
+def _sizes(directory: Path) -> Iterator[int]:
+    return (path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def main() -> None:
+    """Make every model of MODELS and say how its outputs look."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "tests" / "data" / "golden")
+    output: Path = parser.parse_args().output
+    torch.manual_seed(SEED)
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+    for i, golden in enumerate(MODELS):
+        directory = output / golden.name
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        print(make(golden, directory, np.random.default_rng([SEED, i])), flush=True)
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__,
+        "numpy": np.__version__,
+        "seed": SEED,
+    }
+    (output / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+    total = sum(_sizes(output))
+    print(f"{total / 1e6:.2f} MB in {output}")
+    assert total < MAX_TOTAL_BYTES, f"more than {MAX_TOTAL_BYTES} bytes"
+
+
+if __name__ == "__main__":
+    main()

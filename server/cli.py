@@ -1,0 +1,94 @@
+"""The command `orca`."""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+import orca_jax
+from orca_jax.errors import EngineError, OrcaError
+from server import generate
+from server.flags import UsageError, add_engine_flags, add_sampling_flags
+
+INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, as every other mistake is told."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every command with its flags; `run` in the namespace is what it does."""
+    top = _Parser(prog="orca", description="ORCA (OSDI 2022) in JAX: a serving engine for language models.")
+    top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    command = commands.add_parser(
+        "generate",
+        help="continue prompts, on the terminal or from a file",
+        description="Continue each PROMPT and stream the text to the terminal, or continue every line of a "
+        "JSONL file. Notes go to stderr, so that stdout holds the text alone.",
+        epilog='A line of FILE.jsonl is {"prompt": a text or a list of token ids} and may set any sampling '
+        'flag for itself, as in {"prompt": "In the", "max_tokens": 8, "stop": ["."]}. Each gets one line in '
+        "the output, in order, with the text and the finish reason, or with an error. Blank lines are passed "
+        "over. Exit status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in how the "
+        "command was called; 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="'-', or none where stdin is a pipe: read it from stdin"
+    )
+    files = command.add_argument_group("files")
+    files.add_argument("--input", metavar="FILE.jsonl", help="continue every line of this file ('-': stdin)")
+    files.add_argument("--output", metavar="FILE.jsonl", help="write the results here (default: stdout)")
+    add_sampling_flags(command.add_argument_group("sampling"))
+    add_engine_flags(command.add_argument_group("model and engine"))
+    command.set_defaults(run=generate.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status, and never lets a user's mistake become a traceback."""
+    try:
+        with _quiet():
+            args = parser().parse_args(argv)
+            return args.run(args)
+    except SystemExit as done:  # --help and --version
+        return int(done.code or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our stdout has left: nothing more to say, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OrcaError as error:
+        print(f"orca: error: {_one_line(str(error))}", file=sys.stderr)
+        return 1 if isinstance(error, EngineError) else 2
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= 1000 else f"{line[:1000]}..."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the libraries' warnings and logs off the terminal; errors come as exceptions."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reads it when it is loaded
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

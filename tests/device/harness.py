@@ -1,0 +1,89 @@
+"""The whole engine without its faces: pool, scheduler, K/V manager, engine master, worker; on this thread."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from orca_jax.buckets import bucket_sizes
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.engine_master import EngineMaster
+from orca_jax.kv_manager import KVManager
+from orca_jax.model.gpt import Parameters
+from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.scheduler import Scheduler, admissible
+from orca_jax.sharding.stage import AttentionShapes
+from orca_jax.sharding.worker import Worker
+from orca_jax.timeline import Timeline
+
+
+@dataclass
+class Harness:
+    """One engine; `run` plays requests that arrive at given steps."""
+
+    scheduler: Scheduler
+    pool: RequestPool
+    kv: KVManager
+    deliveries: list[Delivery] = field(default_factory=list)
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        arrivals: Sequence[int] | None = None,
+        before_step: Callable[[int], None] = lambda step: None,
+    ) -> dict[str, list[int]]:
+        """Output tokens of each request id; `arrivals[i]` is the step before which request i is added."""
+        waiting = sorted(zip(arrivals or [0] * len(requests), range(len(requests)), strict=True))
+        for step in range(100_000):
+            while waiting and (waiting[0][0] <= step or len(self.pool) == 0):
+                self.pool.add(requests[waiting.pop(0)[1]])
+            before_step(step)
+            if not self.scheduler.step() and not waiting:
+                break
+        assert len(self.pool) == 0 and self.scheduler.n_rsrv == 0
+        assert self.kv.n_free_blocks == self.kv.n_blocks
+        return {request.request_id: request.output_ids for request in requests}
+
+
+def harness(
+    model: ModelConfig,
+    parameters: Parameters,
+    serving: ServingConfig,
+    *,
+    buckets: Sequence[int] | None = None,
+    attention: AttentionShapes | None = None,
+    worker: Worker | None = None,
+) -> Harness:
+    """Build one; a `worker` handed in keeps its compiled programs from case to case."""
+    n_rows = 2 * serving.max_batch_size
+    kv = KVManager(
+        n_blocks=serving.n_blocks,
+        block_size=serving.block_size,
+        n_rows=n_rows,
+        max_blocks_per_row=-(-model.n_positions // serving.block_size),
+    )
+    sizes = tuple(buckets or bucket_sizes(serving.max_batch_tokens))
+    worker = worker or Worker(model, parameters, serving, n_rows=n_rows, attention=attention)
+    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes)
+    timeline = Timeline(time.monotonic, bucket_sizes=sizes)
+    deliveries: list[Delivery] = []
+    pool = RequestPool(
+        max_waiting=serving.max_queue,
+        check=lambda request: admissible(request, config=serving, model=model),
+        on_arrival=timeline.arrived,
+        on_deliveries=deliveries.extend,
+    )
+    return Harness(Scheduler(pool, engine, kv, config=serving, timeline=timeline), pool, kv, deliveries)
+
+
+def greedy_request(name: str, prompt: Sequence[int], n_output: int) -> Request:
+    """A request for exactly `n_output` greedy tokens."""
+    sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
+    return Request(name, tuple(prompt), len(prompt) + n_output, sampling, seed=0)
+
+
+def finish_reasons(deliveries: Sequence[Delivery]) -> dict[str, FinishReason]:
+    """Why each request ended; asserts that none ended twice."""
+    ends = [(d.request.request_id, d.finish_reason) for d in deliveries if d.finish_reason is not None]
+    assert len(dict(ends)) == len(ends)
+    return dict(ends)

@@ -1,0 +1,134 @@
+"""Split attention against a dense softmax per request in float64, over random ragged batches."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax.model.attention import attention_work, split_attention
+from orca_jax.model.kv_cache import LayerCache, write
+
+
+@dataclass
+class Ragged:
+    """Requests as (query tokens, keys before them), and the sizes they run at."""
+
+    rows: list[tuple[int, int]]
+    n_tokens: int
+    n_rows: int
+    n_kv_heads: int
+    per_head: int
+    head_size: int
+    block_size: int
+    seed: int
+
+
+MOST_KEYS = 256
+SIZES = [(1, 2, 4, 8), (3, 1, 20, 16), (2, 2, 8, 128)]  # key/value heads, query heads of each, D, B
+
+
+@st.composite
+def ragged(draw: st.DrawFn) -> Ragged:
+    n_tokens = draw(st.sampled_from([8, 160]))
+    row = st.one_of(
+        st.tuples(st.just(1), st.integers(0, MOST_KEYS - 1)),
+        st.tuples(st.integers(2, n_tokens), st.sampled_from([0, 0, 1, 37])),
+    )
+    rows: list[tuple[int, int]] = []
+    for n_queries, before in draw(st.lists(row, min_size=1, max_size=11)):
+        if sum(n for n, _ in rows) + n_queries <= n_tokens:
+            rows.append((n_queries, before))
+    sizes = draw(st.sampled_from(SIZES))
+    return Ragged(rows, n_tokens, min(n_tokens, 11), *sizes, seed=draw(st.integers(0, 2**31)))
+
+
+attend_jitted = jax.jit(split_attention, static_argnames="follow_lengths")
+work_jitted = jax.jit(attention_work, static_argnums=2)
+
+
+def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(computed, expected), both [T, N, D]; every slot that no row may see holds NaN."""
+    rng = np.random.default_rng(case.seed)
+    n_heads = case.n_kv_heads * case.per_head
+    n_real = sum(q for q, _ in case.rows)
+    n_tokens, n_rows = case.n_tokens, case.n_rows
+    lengths = [q + before for q, before in case.rows]
+    blocks = [-(-length // case.block_size) for length in lengths]
+    most_blocks = -(-MOST_KEYS // case.block_size)
+    order = rng.permutation(n_rows * most_blocks + 1).astype(np.int32)
+    table = np.full((n_rows, most_blocks), order[-1], np.int32)
+    shape = (len(order), case.n_kv_heads, case.block_size, case.head_size)
+    keys, values = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    q = rng.standard_normal((n_tokens, n_heads, case.head_size)).astype(np.float32)
+    expected = np.zeros(q.shape)
+    token = taken = 0
+    for r, ((n_queries, before), n_blocks) in enumerate(zip(case.rows, blocks, strict=True)):
+        table[r, :n_blocks] = order[taken : taken + n_blocks]
+        taken += n_blocks
+        length = n_queries + before
+        own = rng.standard_normal((2, length, case.n_kv_heads, case.head_size)).astype(np.float32)
+        for position in range(length):
+            block, offset = table[r, position // case.block_size], position % case.block_size
+            keys[block, :, offset], values[block, :, offset] = own[:, position]
+        wide = own.astype(np.float64).repeat(case.per_head, axis=2)
+        for i in range(n_queries):
+            seen = wide[:, : before + i + 1]
+            scores = np.einsum("nd,cnd->nc", q[token].astype(np.float64), seen[0]) / np.sqrt(case.head_size)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            expected[token] = np.einsum("nc,cnd->nd", weights / weights.sum(axis=1, keepdims=True), seen[1])
+            token += 1
+    row_start = np.full(n_rows + 1, n_real, np.int32)
+    row_start[: len(case.rows) + 1] = np.cumsum([0] + [n for n, _ in case.rows])
+    kv_length = np.zeros(n_rows, np.int32)
+    kv_length[: len(case.rows)] = lengths
+    computed = attend_jitted(
+        jnp.asarray(q),
+        LayerCache(jnp.asarray(keys), jnp.asarray(values)),
+        jnp.asarray(table),
+        jnp.asarray(row_start),
+        jnp.asarray(kv_length),
+        work_jitted(jnp.asarray(row_start), jnp.asarray(kv_length), n_tokens),
+        follow_lengths=follow_lengths,
+    )
+    return np.asarray(computed), expected
+
+
+@settings(max_examples=60)
+@given(case=ragged(), follow_lengths=st.booleans())
+def test_equals_a_dense_softmax_for_each_request(case: Ragged, follow_lengths: bool) -> None:
+    computed, expected = attend(case, follow_lengths=follow_lengths)
+    np.testing.assert_allclose(computed, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("follow_lengths", [True, False])
+def test_full_tiles_and_groups_beside_partial_ones(follow_lengths: bool) -> None:
+    rows = [(1, 70)] * 9 + [(64, 0), (129, 3), (2, 0), (63, 64), (1, 0)]
+    case = Ragged(rows, 280, 16, 2, 2, 8, 16, seed=5)
+    computed, expected = attend(case, follow_lengths=follow_lengths)
+    np.testing.assert_allclose(computed, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_the_work_of_an_iteration_worked_by_hand() -> None:
+    # Rows: 3 tokens, 1 token at length 9, 70 tokens, 1 token at length 40, and padding; 64 queries a tile.
+    row_start = jnp.array([0, 3, 4, 74, 75, 75], jnp.int32)
+    work = attention_work(row_start, jnp.array([3, 9, 70, 40, 0], jnp.int32), 80)
+    assert work.n_groups == 1
+    assert work.group_rows.tolist() == [[3, 1, 5, 5, 5]]  # the longer context first; 5 is no row
+    assert work.n_tiles == 3
+    assert work.tile_row[:3].tolist() == [0, 2, 2]
+    assert work.tile_start[:3].tolist() == [0, 4, 68]
+    assert work.input_length.tolist() == [3, 1, 70, 1, 0]
+
+
+def test_writing_to_the_cache_drops_padding_and_leaves_the_rest() -> None:
+    empty = jnp.full((3, 2, 4, 5), -1.5)
+    keys = jnp.arange(3 * 2 * 5, dtype=jnp.float32).reshape(3, 2, 5)
+    cache = write(LayerCache(empty, empty), keys, -keys, jnp.array([6, 12, 1], jnp.int32))  # 12: nowhere
+    expected = np.full((3, 2, 4, 5), -1.5)
+    expected[1, :, 2], expected[0, :, 1] = keys[0], keys[2]
+    np.testing.assert_array_equal(cache.keys, expected)
+    np.testing.assert_array_equal(cache.values, np.where(expected == -1.5, -1.5, -expected))

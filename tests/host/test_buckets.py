@@ -1,0 +1,30 @@
+import pytest
+
+from orca_jax.buckets import bucket_for, bucket_sizes
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 63, 64, 65, 100, 512, 1000, 2048, 5000, 1 << 20])
+def test_sizes_ascend_to_the_largest_asked_for(max_tokens):
+    sizes = bucket_sizes(max_tokens)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1 and sizes[-1] == max_tokens
+
+
+def test_padding_is_bounded():
+    sizes = bucket_sizes(4096)
+    for n in range(1, 4097):
+        padding = bucket_for(n, sizes) - n
+        assert 0 <= padding < 8 if n < 64 else 0 <= padding <= n / 4
+
+
+def test_few_programs():
+    # Within a quarter of the real tokens, 16 sizes from 64 to 2048 are the fewest there can be.
+    assert len(bucket_sizes(2048)) <= 26
+
+
+def test_bucket_for_is_the_smallest_that_holds():
+    sizes = (1, 8, 16)
+    assert [bucket_for(n, sizes) for n in (1, 2, 8, 9, 16)] == [1, 8, 8, 16, 16]
+    for outside in (0, 17):
+        with pytest.raises(AssertionError, match="buckets up to 16"):
+            bucket_for(outside, sizes)

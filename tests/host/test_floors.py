@@ -1,0 +1,277 @@
+"""The floors of the house, held by reading every file's imports: who may know whom, and what a file may be.
+
+The rules are those of CONTRIBUTING.md. A new room gets its place in LAYERS or DEVICE_ROOMS below.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("orca_jax", "server", "bench", "scripts", "tests")
+
+# The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
+LAYERS = (
+    ("errors",),
+    ("config", "request", "buckets", "kv_manager", "control"),
+    ("model.presets", "tokenizer", "request_pool", "flat_batch", "cost_model"),
+    ("grammar", "control_channel", "timeline", "plan"),
+    ("scheduler",),
+    ("engine_master", "simulated_engine", "supervisor"),
+    ("simulation", "service"),
+)
+# The device floor: what each room may import of the package. `model` and `pallas` do not know each other.
+DATA = {"errors", "config", "request", "buckets", "control", "flat_batch"}
+DEVICE_ROOMS = {
+    "model": {"errors", "config", "model.presets"},
+    "pallas": {"errors", "config"},
+    "sharding": {*DATA, "control_channel", "model", "model.presets", "pallas"},
+}
+HOST_ROOMS = {room for layer in LAYERS for room in layer}
+FACE = "__init__"  # orca_jax/__init__.py
+COMPOSITION_ROOT = "llm"
+
+MAY_IMPORT: dict[str, set[str]] = {
+    **{room: {r for lower in LAYERS[:i] for r in lower} for i, layer in enumerate(LAYERS) for room in layer},
+    **DEVICE_ROOMS,
+    COMPOSITION_ROOT: HOST_ROOMS | set(DEVICE_ROOMS),
+    FACE: HOST_ROOMS | {COMPOSITION_ROOT},  # the latter inside __getattr__ alone
+}
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+KNOWS_JAX = {*DEVICE_ROOMS, COMPOSITION_ROOT}
+HOST_LIBRARIES = {"numpy", "tokenizers"}
+
+MAX_LINES = 400
+SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, and where it stands: `inside` names the function or class around it.
+
+    `inside` may also be TYPE_CHECKING, for an `if` of that name.
+    """
+
+    target: str
+    line: int
+    inside: str | None
+
+
+def imports(tree: ast.AST, modules: Mapping[str, object]) -> Iterator[Import]:
+    """Every import of a file; `from a import b` is `a.b` where that is a module of ours, else `a`."""
+
+    def walk(node: ast.AST, inside: str | None) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for name in child.names:
+                    yield Import(name.name, child.lineno, inside)
+            elif isinstance(child, ast.ImportFrom):
+                base = "." * child.level + (child.module or "")
+                for name in child.names:
+                    full = f"{base}.{name.name}"
+                    yield Import(full if full in modules else base, child.lineno, inside)
+            elif isinstance(child, ast.Call) and _name(child.func) in ("import_module", "__import__"):
+                yield Import(f"{_name(child.func)}()", child.lineno, inside)
+                yield from walk(child, inside)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from walk(child, "TYPE_CHECKING")  # a circle that only the type checker sees is one
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from walk(child, child.name)
+            else:
+                yield from walk(child, inside)
+
+    return walk(tree, None)
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def module_of(path: str) -> str:
+    """orca_jax/model/gpt.py is orca_jax.model.gpt, orca_jax/model/__init__.py is orca_jax.model."""
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == FACE else parts)
+
+
+def room_of(module: str) -> str:
+    """The room of a module of orca_jax: a file of the host floor, or a package of the device floor."""
+    inner = module.removeprefix("orca_jax").removeprefix(".")
+    return inner if inner in MAY_IMPORT else inner.split(".")[0] or FACE
+
+
+def broken_rules(sources: Mapping[str, str]) -> list[str]:
+    """What is wrong with these files (path from the repository's root, to text), one line each."""
+    modules = {module_of(path): path for path in sources}
+    found = list[str]()
+    graph = dict[str, set[str]]()
+    for path, text in sorted(sources.items()):
+        here = module_of(path)
+        edges = graph.setdefault(here, set())
+        for item in imports(ast.parse(text), modules):
+            where = f"{path}:{item.line}"
+            if reason := _why_not(path, here, item):
+                found.append(f"{where}: {reason}")
+            if item.inside is None and item.target in modules and item.target != here:
+                edges.add(item.target)
+        found += _about_the_file(path, text)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found.append("import cycle: " + " -> ".join(error.args[1]))
+    return found
+
+
+def _why_not(path: str, here: str, item: Import) -> str | None:
+    top = path.split("/")[0]
+    target_top = item.target.split(".")[0]
+    if item.target.startswith("."):
+        return "relative import"
+    if item.target.endswith("()"):
+        return f"{item.target} hides an import" if top in ("orca_jax", "server") else None
+    lazy_face = path == "orca_jax/__init__.py" and item.inside in ("__getattr__", "TYPE_CHECKING")
+    if item.inside is not None and not lazy_face:
+        return f"import of {item.target} inside {item.inside}"
+    if top == "server":
+        return f"the server imports {item.target}" if _is_device(item.target) else None
+    if path.startswith("tests/host/"):
+        return f"a host test imports {item.target}" if _is_device(item.target) else None
+    if top != "orca_jax":
+        return None
+    room = room_of(here)
+    if room not in MAY_IMPORT:
+        return f"the room {room} has no place yet: give it one in tests/host/test_floors.py"
+    if target_top == "orca_jax":
+        target = room_of(item.target)
+        if target == COMPOSITION_ROOT and room == FACE and not lazy_face:
+            return "the face of the package imports llm at once"
+        if target != room and target not in MAY_IMPORT[room]:
+            return f"{room} must not know {target}"
+        return None
+    if target_top in SOURCES:
+        return f"{room} must not know {target_top}"
+    if target_top in JAX and room not in KNOWS_JAX:
+        return f"{room} is on the host floor, which knows no {target_top}"
+    known = target_top in sys.stdlib_module_names or target_top in HOST_LIBRARIES
+    if not known and room in HOST_ROOMS | {FACE}:
+        return f"{room} imports {target_top}, which is no library of the host floor"
+    return None
+
+
+def _is_device(target: str) -> bool:
+    """Does importing it bring JAX in (the package's face does not: LLM is lazy there)?"""
+    top = target.split(".")[0]
+    return top in JAX or (top == "orca_jax" and room_of(target) in KNOWS_JAX)
+
+
+def _about_the_file(path: str, text: str) -> Iterator[str]:
+    for part in PurePosixPath(path).with_suffix("").parts:
+        if part in SAYS_NOTHING:
+            yield f"{path}: the name {part} says nothing"
+    n_lines = len(text.splitlines())
+    if n_lines > MAX_LINES and path.split("/")[0] in ("orca_jax", "server", "bench"):
+        yield f"{path}: {n_lines} lines; what is the second idea in it?"
+
+
+def test_the_house_keeps_its_rules() -> None:
+    paths = [path for top in SOURCES for path in sorted((ROOT / top).rglob("*.py"))]
+    assert paths
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    found = broken_rules(sources)
+    assert not found, "\n".join(found)
+
+
+def test_the_host_floor_imports_where_there_is_no_jax() -> None:
+    rooms = sorted(path.stem for path in (ROOT / "orca_jax").glob("*.py") if path.stem != COMPOSITION_ROOT)
+    names = ["orca_jax" if room == FACE else f"orca_jax.{room}" for room in rooms]
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(JAX)})); import {', '.join(names)}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "complaint"),
+    [
+        # floors
+        ("orca_jax/scheduler.py", "import jax.numpy as jnp", "scheduler is on the host floor"),
+        ("orca_jax/scheduler.py", "from flax import nnx", "scheduler is on the host floor"),
+        ("orca_jax/scheduler.py", "try:\n    import orbax\nexcept ImportError:\n    pass", "host floor"),
+        ("orca_jax/scheduler.py", "import requests", "no library of the host floor"),
+        ("orca_jax/__init__.py", "import jax", "__init__ is on the host floor"),
+        ("orca_jax/model/presets.py", "import jax", "model.presets is on the host floor"),
+        ("server/cli.py", "import jax", "the server imports jax"),
+        ("server/cli.py", "from orca_jax.sharding import worker", "the server imports orca_jax.sharding"),
+        ("tests/host/test_x.py", "from orca_jax.model.gpt import forward", "a host test imports"),
+        # downward
+        ("orca_jax/errors.py", "from orca_jax.config import ModelConfig", "errors must not know config"),
+        ("orca_jax/config.py", "from orca_jax.request import Request", "config must not know request"),
+        ("orca_jax/scheduler.py", "from orca_jax import engine_master", "must not know engine_master"),
+        ("orca_jax/scheduler.py", "from orca_jax import LLM", "scheduler must not know __init__"),
+        ("orca_jax/service.py", "import orca_jax.sharding.worker", "service must not know sharding"),
+        ("orca_jax/model/gpt.py", "import orca_jax.pallas.split_attention", "model must not know pallas"),
+        ("orca_jax/pallas/kernel.py", "import orca_jax.model.gpt", "pallas must not know model"),
+        ("orca_jax/model/gpt.py", "import orca_jax.sharding.mesh", "model must not know sharding"),
+        ("orca_jax/sharding/stage.py", "import orca_jax.scheduler", "sharding must not know scheduler"),
+        ("orca_jax/llm.py", "from server.cli import main", "llm must not know server"),
+        ("orca_jax/model/gpt.py", "import bench.kernels", "model must not know bench"),
+        ("orca_jax/novelty.py", "import math", "novelty has no place yet"),
+        # no dodging
+        ("orca_jax/llm.py", "def f():\n    import jax", "import of jax inside f"),
+        ("orca_jax/llm.py", "class A:\n    async def f(self):\n        import jax", "inside f"),
+        ("server/cli.py", "class A:\n    from math import pi", "import of math inside A"),
+        ("orca_jax/__init__.py", "from orca_jax.llm import LLM", "imports llm at once"),
+        ("orca_jax/__init__.py", "def g():\n    from orca_jax.llm import LLM", "inside g"),
+        ("orca_jax/config.py", "if TYPE_CHECKING:\n    import orca_jax.errors", "inside TYPE_CHECKING"),
+        ("orca_jax/scheduler.py", "importlib.import_module('jax')", "import_module() hides an import"),
+        ("orca_jax/scheduler.py", "x = __import__('jax')", "__import__() hides an import"),
+        ("orca_jax/model/gpt.py", "from . import layers", "relative import"),
+        ("orca_jax/model/gpt.py", "from ..config import ModelConfig", "relative import"),
+        # files
+        ("orca_jax/model/utils.py", "", "the name utils says nothing"),
+        ("bench/common/tables.py", "", "the name common says nothing"),
+        ("orca_jax/scheduler.py", "x = 1\n" * 401, "401 lines"),
+    ],
+)
+def test_a_broken_rule_is_found(path: str, text: str, complaint: str) -> None:
+    modules = ("config", "engine_master", "request", "model/gpt", "sharding/worker", "sharding/mesh")
+    around = {f"orca_jax/{name}.py": "" for name in modules}
+    found = broken_rules({**around, path: text})
+    assert len(found) == 1, found
+    assert complaint in found[0]
+
+
+def test_a_cycle_is_found() -> None:
+    circle = {
+        "orca_jax/model/a.py": "import orca_jax.model.b",
+        "orca_jax/model/b.py": "from orca_jax.model import c",
+        "orca_jax/model/c.py": "from orca_jax.model.a import x",
+    }
+    (found,) = broken_rules(circle)
+    assert found.startswith("import cycle")
+    assert broken_rules({**circle, "orca_jax/model/c.py": ""}) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("orca_jax/__init__.py", "def __getattr__(name):\n    from orca_jax.llm import LLM\n    return LLM"),
+        ("orca_jax/__init__.py", "if TYPE_CHECKING:\n    from orca_jax.llm import LLM"),
+        ("orca_jax/scheduler.py", "import numpy as np\nfrom orca_jax.request import Request"),
+        ("orca_jax/llm.py", "import jax\nfrom orca_jax.sharding.worker import Worker"),
+        ("orca_jax/model/gpt.py", "import jax\nfrom orca_jax.model.layers import linear"),
+        ("orca_jax/sharding/stage.py", "from orca_jax.pallas.split_attention import split_attention"),
+        ("server/cli.py", "import rich\nfrom orca_jax import LLM, SamplingParams"),
+        ("tests/host/test_x.py", "from orca_jax.model.presets import PRESETS"),
+        ("bench/iteration.py", "import jax\nimport orca_jax.model.gpt"),
+        ("orca_jax/scheduler.py", "x = 1\n" * 400),
+    ],
+)
+def test_what_is_allowed_passes(path: str, text: str) -> None:
+    assert broken_rules({path: text, "orca_jax/model/layers.py": ""}) == []
