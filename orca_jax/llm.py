@@ -3,7 +3,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from orca_jax.sharding.worker import Worker
 from orca_jax.tokenizer import TextStream, Tokenizer
 
 Device = Any  # a jax.Device
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -210,7 +210,7 @@ def _listed(prompts: Any) -> list[Any]:
     """One prompt or many as many: a sequence that begins with a number is one prompt's token ids."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
         return [prompts]
     prompts = list(prompts)
     first_is_prompt = not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)

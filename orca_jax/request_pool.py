@@ -162,8 +162,6 @@ class RequestPool:
 
     def take_ending(self) -> list[tuple[Request, FinishReason]]:
         """The live requests that were asked to end since the last call, each with the reason."""
-        if not self._ending:  # the usual case; what comes this moment is taken next time
-            return []
         with self._lock:
             ending = list(self._ending.values())
             self._ending.clear()

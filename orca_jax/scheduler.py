@@ -130,7 +130,7 @@ class Scheduler:
         )
         if batch:  # an empty batch is never issued
             self._issue(batch)  # lines 5 to 8
-        elif self.n_scheduled == 0:
+        elif not self.n_scheduled:
             return ended
         if self.n_scheduled == self.engine.n_workers:  # line 9
             self._take_return(interrupted=lambda: False)  # lines 10 to 15

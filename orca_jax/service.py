@@ -350,7 +350,10 @@ class Orca:
         except Exception as error:  # whatever it is, nobody may be left waiting
             self.failure = _as_engine_error(error)
             self.pool.close()
-            self.scheduler.fail_all()
+            try:
+                self.scheduler.fail_all()
+            except Exception as second:  # who still waits finds `failure` by himself
+                self.failure.add_note(f"then, while its requests were ended: {second!r}")
 
     def _turn(self) -> bool:
         """One turn of Algorithm 1's loop, or a wait for work; False when the service is closed and empty."""

@@ -66,7 +66,8 @@ def open_files(input_name: str, output_name: str | None) -> Iterator[tuple[Binar
             sink: BinaryIO = sys.stdout.buffer
             if output_name is not None and output_name != "-":
                 descriptor = os.open(output_name, os.O_WRONLY | os.O_CREAT, 0o666)
-                sink = opened.enter_context(os.fdopen(descriptor, "wb"))
+                # Unbuffered: a record is whole on the disk, or the user is told why not.
+                sink = opened.enter_context(os.fdopen(descriptor, "wb", buffering=0))
         except (OSError, ValueError) as error:
             name = getattr(error, "filename", None)
             raise UsageError(f"cannot open {name}: {getattr(error, 'strerror', error)}") from error
@@ -97,11 +98,14 @@ def run(llm: "LLM", source: BinaryIO, sink: BinaryIO, defaults: SamplingParams, 
     with _Report(console, source) as report:
         try:
             for line in _lines(source):
-                jobs.append(_start(llm, line, defaults))
-                if len(jobs) == most_in_flight:
-                    _finish(jobs.popleft(), sink, report)
                 if llm.service.failure is not None:
                     break
+                try:
+                    jobs.append(_start(llm, line, defaults))
+                except EngineError:  # told below, when what was in flight has its records
+                    break
+                if len(jobs) == most_in_flight:
+                    _finish(jobs.popleft(), sink, report)
             while jobs:
                 _finish(jobs.popleft(), sink, report)
         finally:
@@ -163,7 +167,9 @@ def _write(sink: BinaryIO, record: dict[str, Any]) -> None:
     except UnicodeEncodeError:  # the prompt is no valid text, and is said back as it came: escaped
         data = json.dumps(record).encode("ascii")
     try:
-        sink.write(data + b"\n")
+        data += b"\n"
+        while data:
+            data = data[sink.write(data) :]
         sink.flush()
     except BrokenPipeError:
         raise

@@ -1,15 +1,16 @@
 """Split attention over the K/V blocks, in pure JAX (ORCA 3.2: the one operation that is not batched).
 
-Every request attends to its own keys and values, which lie in the blocks that the block table names. Two
-loops share the work by phase: increment rows (one query token) go in groups, longest contexts side by side;
-initiation rows (several) go in tiles of query tokens. Inside, both walk over the keys a chunk of blocks at
-a time with a running softmax, so that no dense [T, context] array ever exists.
+Every request attends to its own keys and values, which lie in the blocks that the block table names. The work
+is cut into tiles of query tokens of one row, of one size for each phase: rows of the increment phase are
+tiles of one query, rows of the initiation phase are cut into tiles of many. A tile walks over its keys a
+chunk of blocks at a time with a running softmax, so that no dense [T, context] array ever exists.
 
-With `follow_lengths` the trip counts are the real lengths': right for the CPU, where a loop costs what it
-does. Without it they are fixed by the shapes: a GPU's host would have to read a run-time trip count back at
-each trip and so block.
+With `follow_lengths` tiles are taken a few at a time and the trip counts are the real lengths': right for a
+CPU, where a loop costs what it does. Without it all tiles go at once and the trips are fixed by the shapes:
+a GPU's host would have to read a run-time trip count back at each trip, and so block.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -18,52 +19,91 @@ from jax import lax
 
 from orca_jax.model.kv_cache import LayerCache
 
-# Measured on two cores: enough keys a trip to bury its overhead, few enough to stay in a near cache.
-_CHUNK_KEYS = 64
-_GROUP_ROWS = 8
-_TILE_QUERIES = 64
-_TILE_CHUNK_KEYS = 128
 _NOTHING = -1e30  # the score of a key that is not there; finite, so that no inf - inf arises
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The sizes of one phase's tiles: query tokens of each, keys of a chunk, tiles that go side by side."""
+
+    queries: int
+    chunk_keys: int
+    abreast: int
+
+
+class Tilings(NamedTuple):
+    """The sizes for both phases."""
+
+    increment: Tiling
+    initiation: Tiling
+
+
+_ALL = 1 << 30
+_TILINGS = {
+    # Following the lengths; measured on two cores: enough work a trip to bury its overhead, little enough to
+    # stay in a near cache.
+    True: Tilings(
+        increment=Tiling(queries=1, chunk_keys=64, abreast=8),
+        initiation=Tiling(queries=64, chunk_keys=128, abreast=1),
+    ),
+    # Static shapes: few trips of much work each. A chunk of all tiles is a temporary array.
+    False: Tilings(
+        increment=Tiling(queries=1, chunk_keys=512, abreast=_ALL),
+        initiation=Tiling(queries=64, chunk_keys=256, abreast=_ALL),
+    ),
+}
+
+
+class Tiles(NamedTuple):
+    """The tiles of one phase, `abreast` in each of the n trips; all int32."""
+
+    row: jax.Array  # [n, abreast] the tile's row; R where there is no tile
+    start: jax.Array  # [n, abreast] index of its first token
+    n_trips: jax.Array  # [] trips with a tile in them
+
+
 class AttentionWork(NamedTuple):
-    """What each loop does, made once per iteration and used by every layer. All int32."""
+    """What there is to do, made once per iteration and used by every layer."""
 
-    group_rows: jax.Array  # [n_groups, _GROUP_ROWS] increment rows, longest first; R where there is none
-    n_groups: jax.Array  # [] groups with a row in them
-    tile_row: jax.Array  # [n_tiles] row of each tile of query tokens
-    tile_start: jax.Array  # [n_tiles] index of its first token
-    n_tiles: jax.Array  # []
-    input_length: jax.Array  # [R] query tokens of each row
+    increment: Tiles
+    initiation: Tiles
 
 
-def attention_work(row_start: jax.Array, kv_length: jax.Array, n_tokens: int) -> AttentionWork:
-    """Share out the rows: `row_start` [R + 1], `kv_length` [R], of a bucket of `n_tokens`."""
+def attention_work(
+    row_start: jax.Array, kv_length: jax.Array, n_tokens: int, *, follow_lengths: bool
+) -> AttentionWork:
+    """Cut the rows into tiles: `row_start` [R + 1], `kv_length` [R] int32, of a bucket of `n_tokens`."""
     n_rows = kv_length.shape[0]
     input_length = jnp.diff(row_start)
     single = input_length == 1
 
+    # Rows of like lengths side by side, the longest first: tiles abreast take as long as the longest.
     order = jnp.argsort(jnp.where(single, -kv_length, 1)).astype(jnp.int32)
-    width = min(_GROUP_ROWS, n_rows)
-    n_groups = -(-n_rows // width)
-    rows = (
-        jnp.full(n_groups * width, n_rows, jnp.int32).at[:n_rows].set(jnp.where(single[order], order, n_rows))
-    )
+    increment_row = jnp.where(single[order], order, n_rows)
+    increment_start = row_start[order]
 
-    queries = min(_TILE_QUERIES, n_tokens)
+    tilings = _TILINGS[follow_lengths]
+    queries = min(tilings.initiation.queries, n_tokens)
     tiles_of_row = jnp.where(single, 0, -(-input_length // queries))
     tiles_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles_of_row)])
     # Each row with tiles has two tokens or more, and at most one tile that is not full.
     most_tiles = max(1, n_tokens // queries + min(n_rows, n_tokens // 2))
     tile = jnp.arange(most_tiles, dtype=jnp.int32)
-    tile_row = jnp.clip(jnp.searchsorted(tiles_before, tile, side="right") - 1, 0, n_rows - 1)
+    owner = (jnp.searchsorted(tiles_before, tile, side="right") - 1).astype(jnp.int32)
+    initiation_row = jnp.where(tile < tiles_before[-1], owner, n_rows)
+    initiation_start = row_start.at[owner].get(mode="clip") + queries * (
+        tile - tiles_before.at[owner].get(mode="clip")
+    )
+
+    def trips(row: jax.Array, start: jax.Array, n: jax.Array, tiling: Tiling) -> Tiles:
+        abreast = min(tiling.abreast, len(row))
+        short = -len(row) % abreast
+        row = jnp.pad(row, (0, short), constant_values=n_rows).reshape(-1, abreast)
+        return Tiles(row, jnp.pad(start, (0, short)).reshape(-1, abreast), -(-n // abreast))
+
     return AttentionWork(
-        group_rows=rows.reshape(n_groups, width),
-        n_groups=-(-single.sum(dtype=jnp.int32) // width),
-        tile_row=tile_row.astype(jnp.int32),
-        tile_start=row_start[tile_row] + (tile - tiles_before[tile_row]) * queries,
-        n_tiles=tiles_before[-1],
-        input_length=input_length,
+        trips(increment_row, increment_start, single.sum(dtype=jnp.int32), tilings.increment),
+        trips(initiation_row, initiation_start, tiles_before[-1], tilings.initiation),
     )
 
 
@@ -81,83 +121,71 @@ def split_attention(
 
     q [T, N, D]; cache blocks [n_blocks, K, B, D] with N a multiple of K; block_table [R, max_blocks],
     row_start [R + 1] and kv_length [R] int32. A row's queries are the last positions of its `kv_length`.
-    Sums and softmax are float32; the result [T, N, D] has q's dtype, and padding tokens get zeros.
+    Sums and softmax are float32; the result [T, N, D] has q's dtype, and padding tokens get zeros. `work` is
+    `attention_work` of the same arrays and the same `follow_lengths`.
     """
     n_tokens, _, head_size = q.shape
-    n_groups = work.n_groups if follow_lengths else work.group_rows.shape[0]
-    n_tiles = work.n_tiles if follow_lengths else work.tile_row.shape[0]
     scaled = (q.astype(jnp.float32) * head_size**-0.5).astype(q.dtype)
 
-    def group(i: jax.Array, out: jax.Array) -> jax.Array:
-        rows = work.group_rows[i]  # [G]
-        there = rows < kv_length.shape[0]
-        table = block_table.at[rows].get(mode="clip")  # [G, max_blocks]
-        length = jnp.where(there, kv_length.at[rows].get(mode="clip"), 0)
-        token = jnp.where(there, row_start.at[rows].get(mode="clip"), n_tokens)
-        queries = scaled.at[token].get(mode="clip")[:, :, None, :]  # [G, N, 1, D]
-        attended = _attend(
-            queries, cache, table, length - 1, length, chunk_keys=_CHUNK_KEYS, follow_lengths=follow_lengths
-        )
-        return out.at[token].set(attended[:, :, 0].astype(out.dtype), mode="drop")
+    def attend(out: jax.Array, tiles: Tiles, tiling: Tiling) -> jax.Array:
+        n_queries = min(tiling.queries, n_tokens)
 
-    def tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        row, start = work.tile_row[i], work.tile_start[i]
-        n_queries = min(_TILE_QUERIES, n_tokens)
-        first = jnp.minimum(start, n_tokens - n_queries)  # the slice must lie inside
-        index = first + jnp.arange(n_queries)
-        mine = (index >= start) & (index < row_start[row + 1]) & (i < work.n_tiles)
-        position = kv_length[row] - work.input_length[row] + index - row_start[row]  # [Q]
-        seen = jnp.max(jnp.where(mine, position + 1, 0))
-        queries = lax.dynamic_slice_in_dim(scaled, first, n_queries).transpose(1, 0, 2)[None]  # [1, N, Q, D]
-        attended = _attend(
-            queries,
-            cache,
-            block_table[row][None],
-            position[None],
-            seen[None],
-            chunk_keys=_TILE_CHUNK_KEYS,
-            follow_lengths=follow_lengths,
-        )[0].transpose(1, 0, 2)
-        before = lax.dynamic_slice_in_dim(out, first, n_queries)
-        merged = jnp.where(mine[:, None, None], attended.astype(out.dtype), before)
-        return lax.dynamic_update_slice_in_dim(out, merged, first, 0)
+        def trip(i: jax.Array, out: jax.Array) -> jax.Array:
+            row, start = tiles.row[i], tiles.start[i]  # [G]
+            index = start[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [G, Q]
+            end = row_start.at[row + 1].get(mode="fill", fill_value=0)[:, None]
+            mine = index < end
+            length = kv_length.at[row].get(mode="fill", fill_value=0)[:, None]
+            last_key = jnp.where(mine, length - end + index, -1)  # [G, Q] the query's own position
+            attended = _attend(
+                scaled.at[index].get(mode="clip").swapaxes(1, 2),  # [G, N, Q, D]
+                cache,
+                block_table.at[row].get(mode="clip"),
+                last_key,
+                chunk_keys=tiling.chunk_keys,
+                follow_lengths=follow_lengths,
+            )
+            where = jnp.where(mine, index, n_tokens)
+            return out.at[where].set(attended.swapaxes(1, 2).astype(out.dtype), mode="drop")
 
-    out = lax.fori_loop(0, n_groups, group, jnp.zeros_like(q))
+        return lax.fori_loop(0, tiles.n_trips if follow_lengths else len(tiles.row), trip, out)
+
+    tilings = _TILINGS[follow_lengths]
+    out = attend(jnp.zeros_like(q), work.increment, tilings.increment)
     if n_tokens == 1:  # one token cannot be an initiation of several
         return out
-    return lax.fori_loop(0, n_tiles, tile, out)
+    return attend(out, work.initiation, tilings.initiation)
 
 
 def _attend(
     queries: jax.Array,
     cache: LayerCache,
     table: jax.Array,
-    position: jax.Array,
-    seen: jax.Array,
+    last_key: jax.Array,
     *,
     chunk_keys: int,
     follow_lengths: bool,
 ) -> jax.Array:
-    """Running softmax over the chunks of G rows at once.
+    """Running softmax of G tiles at once over chunks of C keys.
 
-    queries [G, N, Q, D], scaled; table [G, max_blocks]; position [G] or [G, Q] of each query; seen [G] keys
-    that the row's queries reach at most. Returns [G, N, Q, D] float32; zeros where nothing is seen.
+    queries [G, N, Q, D], scaled; table [G, max_blocks]; last_key [G, Q]: the last key that each query sees,
+    -1 for none. Returns [G, N, Q, D] float32, with zeros for a query that sees nothing.
     """
-    n_rows, n_heads, n_queries, head_size = queries.shape
+    n_tiles, n_heads, n_queries, head_size = queries.shape
     n_kv_heads, block_size = cache.keys.shape[1:3]
     per_head = n_heads // n_kv_heads
-    queries = queries.reshape(n_rows, n_kv_heads, per_head * n_queries, head_size)
+    queries = queries.reshape(n_tiles, n_kv_heads, per_head * n_queries, head_size)
     blocks = max(1, min(chunk_keys // block_size, table.shape[1]))
     chunk = blocks * block_size
     n_chunks = -(-table.shape[1] // blocks)
     table = jnp.pad(table, ((0, 0), (0, n_chunks * blocks - table.shape[1])))
-    last_key = jnp.minimum(position.reshape(n_rows, n_queries), seen[:, None] - 1)
+    n_seen = last_key.max(axis=1) + 1  # [G] keys that any query of the tile sees
     last_key = jnp.tile(last_key, (1, per_head))[:, None, :, None]  # [G, 1, per_head * Q, 1]
 
     def fetch(pool: jax.Array, ids: jax.Array) -> jax.Array:
         """Blocks `ids` [G, blocks] of [n_blocks, K, B, D] as [G, K, C, D]."""
         found = pool.at[ids].get(mode="clip")  # [G, blocks, K, B, D]
-        return found.swapaxes(1, 2).reshape(n_rows, n_kv_heads, chunk, head_size)
+        return found.swapaxes(1, 2).reshape(n_tiles, n_kv_heads, chunk, head_size)
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, sums = carry
@@ -165,18 +193,16 @@ def _attend(
         scores = jnp.einsum(
             "gkqd,gkcd->gkqc", queries, fetch(cache.keys, ids), preferred_element_type=jnp.float32
         )
-        key = j * chunk + jnp.arange(chunk)
+        key = j * chunk + jnp.arange(chunk, dtype=jnp.int32)
         scores = jnp.where(key <= last_key, scores, _NOTHING)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
         # What others left in the slots behind the row's own may be inf or NaN, and 0 * NaN is NaN.
-        values = jnp.where((key < seen[:, None])[:, None, :, None], fetch(cache.values, ids), 0)
+        there = (key < n_seen[:, None])[:, None, :, None]
+        values = jnp.where(there, fetch(cache.values, ids), 0)
         weighted = jnp.einsum(
-            "gkqc,gkcd->gkqd",
-            weights.astype(values.dtype),
-            values,
-            preferred_element_type=jnp.float32,
+            "gkqc,gkcd->gkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
         return new_top, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + weighted
 
@@ -186,8 +212,8 @@ def _attend(
         jnp.zeros(flat, jnp.float32),
         jnp.zeros(queries.shape, jnp.float32),
     )
-    trips = -(-jnp.max(seen) // chunk) if follow_lengths else n_chunks
+    trips = -(-n_seen.max() // chunk) if follow_lengths else n_chunks
     _, total, sums = lax.fori_loop(0, trips, step, start)
-    safe = jnp.where(total > 0, total, 1.0)
-    reached = last_key >= 0
-    return jnp.where(reached, sums / safe[..., None], 0.0).reshape(n_rows, n_heads, n_queries, head_size)
+    # A query that sees nothing has an equal weight on everything; its sums are not its own.
+    attended = jnp.where(last_key >= 0, sums / jnp.maximum(total, 1e-30)[..., None], 0.0)
+    return attended.reshape(n_tiles, n_heads, n_queries, head_size)

@@ -5,7 +5,6 @@ data_offsets), and the data. The offsets count from the data's start. The tensor
 or an overlap.
 """
 
-import io
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from orca_jax.errors import CorruptFile, NotACheckpoint, TensorMismatch, UnsafeFile
 from orca_jax.sharding.strict_json import file_size, parse_object, shown
@@ -161,8 +161,8 @@ def read_tensor(tensor: StoredTensor, out: np.ndarray, *, transpose: bool = Fals
     """Read a tensor of one or two dimensions into `out`, in the dtype `out` has.
 
     `out` has the tensor's shape, or the reverse of it with `transpose`. It is read piece by piece, so that no
-    second copy of it stands in memory, nor a mapping that would end the process if the file shrank.
-    Raises TensorMismatch where a number is too large for the dtype of `out`.
+    second copy of it stands in memory. Raises TensorMismatch where a number is too large for the dtype of
+    `out`, CorruptFile where the file is no longer what its header was.
     """
     row = 0
     for piece in _pieces(tensor):
@@ -181,29 +181,16 @@ def read_tensor(tensor: StoredTensor, out: np.ndarray, *, transpose: bool = Fals
 
 
 def _pieces(tensor: StoredTensor) -> Iterator[np.ndarray]:
-    """The tensor's rows, several at a time."""
-    dtype = FLOAT_DTYPES[tensor.dtype]
-    row_bytes = max(1, math.prod(tensor.shape[1:])) * dtype.itemsize
-    n_rows = tensor.shape[0]
+    """The tensor's rows, several at a time, by the format's own library."""
+    row_bytes = max(1, math.prod(tensor.shape[1:])) * FLOAT_DTYPES[tensor.dtype].itemsize
     step = max(1, _CHUNK_BYTES // row_bytes)
     try:
-        with tensor.file.open("rb", buffering=0) as file:
-            file.seek(tensor.offset)
-            for row in range(0, n_rows, step):
-                piece = np.empty((min(step, n_rows - row), *tensor.shape[1:]), dtype)
-                _fill(file, piece.reshape(-1).view(np.uint8), tensor)
-                yield piece
-    except OSError as error:
-        raise NotACheckpoint(f"{tensor} cannot be read: {error.strerror}") from error
-
-
-def _fill(file: io.FileIO, target: np.ndarray, tensor: StoredTensor) -> None:
-    done = 0
-    while done < len(target):
-        n = file.readinto(target[done:].data)
-        if not n:
-            raise CorruptFile(f"{tensor} ends early: the file has shrunk since its header was read")
-        done += n
+        with safe_open(tensor.file, framework="np") as file:
+            rows = file.get_slice(tensor.name)
+            for row in range(0, tensor.shape[0], step):
+                yield rows[row : min(row + step, tensor.shape[0])]
+    except (OSError, SafetensorError) as error:
+        raise CorruptFile(f"{tensor} cannot be read: {error}") from error
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:

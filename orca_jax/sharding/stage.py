@@ -23,25 +23,15 @@ AttentionShapes = Literal["follow_lengths", "static"]
 
 
 class Stage:
-    """The programs of a model on one device. `parameters` are those of `model.gpt.parameter_shapes`.
+    """The programs of a model on one device.
 
-    `attention` chooses between run-time trip counts and static ones; by default the CPU follows the
-    lengths and other devices do not.
+    `parameters` are those of `model.gpt.parameter_shapes`, as arrays, or as jax.ShapeDtypeStruct to compile
+    without them. `attention` chooses between run-time trip counts and static ones.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parameters: Parameters,
-        *,
-        attention: AttentionShapes | None = None,
-        platform: str | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, attention: AttentionShapes) -> None:
         self.config = config
-        chosen = platform or next(iter(parameters["token_embedding"].devices())).platform
-        follow_lengths = (
-            attention or ("follow_lengths" if chosen == "cpu" else "static")
-        ) == "follow_lengths"
+        follow_lengths = attention == "follow_lengths"
         graph, state = nnx.split(GPT(config, parameters))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
@@ -56,7 +46,9 @@ class Stage:
         ) -> tuple[jax.Array, list[LayerCache]]:
             model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
             batch = layout.split(buffer)
-            work = attention_work(batch.row_start, batch.kv_length, layout.n_tokens)
+            work = attention_work(
+                batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=follow_lengths
+            )
             return model(
                 jnp.where(
                     batch.take_last == 1, last_token.at[batch.last_row].get(mode="clip"), batch.token_ids

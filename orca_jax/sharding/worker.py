@@ -33,7 +33,8 @@ class Worker:
     """The single worker of an engine with one stage, on the device that holds `parameters`.
 
     The cache is made in the parameters' dtype unless `kv_dtype` says otherwise. `n_rows` is the size of
-    `last_token`: the places of all admitted requests.
+    `last_token`: the places of all admitted requests. Attention on a CPU follows the real lengths, elsewhere
+    its shapes are static, unless `attention` says otherwise.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class Worker:
     ) -> None:
         embedding = parameters["token_embedding"]
         (self.device,) = embedding.devices()
-        self.stage = Stage(config, parameters, attention=attention)
+        by_device = "follow_lengths" if self.device.platform == "cpu" else "static"
+        self.stage = Stage(config, parameters, attention=attention or by_device)
         with jax.default_device(self.device):
             self._caches = empty_cache(
                 config,

@@ -47,7 +47,7 @@ def ragged(draw: st.DrawFn) -> Ragged:
 
 
 attend_jitted = jax.jit(split_attention, static_argnames="follow_lengths")
-work_jitted = jax.jit(attention_work, static_argnums=2)
+work_jitted = jax.jit(attention_work, static_argnums=2, static_argnames="follow_lengths")
 
 
 def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +91,7 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
         jnp.asarray(table),
         jnp.asarray(row_start),
         jnp.asarray(kv_length),
-        work_jitted(jnp.asarray(row_start), jnp.asarray(kv_length), n_tokens),
+        work_jitted(jnp.asarray(row_start), jnp.asarray(kv_length), n_tokens, follow_lengths=follow_lengths),
         follow_lengths=follow_lengths,
     )
     return np.asarray(computed), expected
@@ -115,13 +115,16 @@ def test_full_tiles_and_groups_beside_partial_ones(follow_lengths: bool) -> None
 def test_the_work_of_an_iteration_worked_by_hand() -> None:
     # Rows: 3 tokens, 1 token at length 9, 70 tokens, 1 token at length 40, and padding; 64 queries a tile.
     row_start = jnp.array([0, 3, 4, 74, 75, 75], jnp.int32)
-    work = attention_work(row_start, jnp.array([3, 9, 70, 40, 0], jnp.int32), 80)
-    assert work.n_groups == 1
-    assert work.group_rows.tolist() == [[3, 1, 5, 5, 5]]  # the longer context first; 5 is no row
-    assert work.n_tiles == 3
-    assert work.tile_row[:3].tolist() == [0, 2, 2]
-    assert work.tile_start[:3].tolist() == [0, 4, 68]
-    assert work.input_length.tolist() == [3, 1, 70, 1, 0]
+    kv_length = jnp.array([3, 9, 70, 40, 0], jnp.int32)
+    work = attention_work(row_start, kv_length, 80, follow_lengths=True)
+    assert work.increment.n_trips == 1
+    assert work.increment.row.tolist() == [[3, 1, 5, 5, 5]]  # the longer context first; 5 is no row
+    assert work.increment.start[0, :2].tolist() == [74, 3]
+    assert work.initiation.n_trips == 3
+    assert work.initiation.row[:, 0].tolist() == [0, 2, 2, 5, 5, 5]
+    assert work.initiation.start[:3, 0].tolist() == [0, 4, 68]
+    at_once = attention_work(row_start, kv_length, 80, follow_lengths=False).initiation
+    assert at_once.row.tolist() == [[0, 2, 2, 5, 5, 5]]
 
 
 def test_writing_to_the_cache_drops_padding_and_leaves_the_rest() -> None:

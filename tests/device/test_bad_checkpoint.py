@@ -213,7 +213,9 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     def shrink(done: int, total: int) -> None:
         os.truncate(tmp_path / MODEL, size - 4)
 
-    with pytest.raises(CorruptFile, match=r"model\.safetensors: tensor 'transformer\.ln_f\.bias' ends early"):
+    with pytest.raises(
+        CorruptFile, match=r"model\.safetensors: tensor 'transformer\.[a-z_.]*' cannot be read"
+    ):
         load_checkpoint(tmp_path, dtype=np.float32, on_bytes=shrink)
 
 

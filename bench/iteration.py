@@ -1,0 +1,248 @@
+"""An iteration's time over its floor, and where the time goes.
+
+    python -m bench.iteration [--preset gpt2] [--rows 1,8,32] [--context 300] [--initiation 512]
+
+The floor is the sum over operations of bytes over bandwidth or operations over matrix rate, whichever is larger,
+both measured in the same run. The iteration is the whole engine's: scheduler, engine master, worker, tokens
+back on the host. Its parts are timed one by one on the same arrays: what is left over is norms, cache writes
+and the gaps between kernels.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench.machine import measure_device, median, seconds
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.cost_model import Device, IterationShape, OperationKind, floor, operations
+from orca_jax.llm import build_engine
+from orca_jax.model.attention import attention_work, split_attention
+from orca_jax.model.gpt import init_parameters
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import activate, matmul
+from orca_jax.model.presets import PRESETS
+from orca_jax.model.sampler import greedy
+from orca_jax.request import Request, SamplingParams
+from orca_jax.request_pool import RequestPool
+from orca_jax.scheduler import Scheduler
+from orca_jax.timeline import Timeline
+
+AIMS = {1: 1.3, 8: 1.5, 32: 1.5}  # by rows of an increment phase
+INITIATION_AIM = 1.4
+PARTS: tuple[OperationKind, ...] = ("linear", "attention", "head", "sampler")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One kind of iteration: seconds, its floor, and both by part."""
+
+    name: str
+    aim: float | None
+    iteration: float
+    fastest: float
+    floor: float
+    parts: dict[str, float]
+    part_floors: dict[str, float]
+
+
+class Bench:
+    """One model on one device, measured at several batches."""
+
+    def __init__(self, model: ModelConfig, dtype: jnp.dtype, *, context: int, most_rows: int) -> None:
+        self.model, self.dtype, self.context = model, dtype, context
+        self.device: Device = measure_device(dtype)
+        self.parameters = init_parameters(model, jax.random.key(0), dtype)
+        self.serving = ServingConfig(
+            max_batch_size=most_rows,
+            n_slots=max(most_rows * (context + 128), 2 * model.n_positions),
+            max_batch_tokens=max(model.n_positions, most_rows),
+        )
+        self.engine, self.kv = build_engine(model, self.parameters, self.serving)
+
+    def scheduler(self) -> tuple[Scheduler, RequestPool]:
+        """A fresh scheduler and pool on the one engine."""
+        pool = RequestPool(max_waiting=1 << 20, on_deliveries=lambda deliveries: None)
+        pool_timeline = Timeline(time.perf_counter)
+        pool = RequestPool(
+            max_waiting=1 << 20, on_deliveries=lambda deliveries: None, on_arrival=pool_timeline.arrived
+        )
+        return Scheduler(pool, self.engine, self.kv, config=self.serving, timeline=pool_timeline), pool
+
+    def request(self, name: str, n_input: int, n_output: int) -> Request:
+        """A greedy request of random tokens."""
+        prompt = np.random.default_rng(len(name)).integers(0, self.model.vocab_size, n_input)
+        sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
+        return Request(name, tuple(prompt.tolist()), n_input + n_output, sampling, seed=0)
+
+    def increments(self, n_rows: int, repeat: int) -> list[float]:
+        """Times of iterations of `n_rows` requests whose contexts pass through `context` tokens."""
+        scheduler, pool = self.scheduler()
+        for i in range(n_rows):
+            pool.add(self.request(f"{n_rows}-{i}", self.context - repeat // 2, repeat + 3))
+        while any(request.n_iterations < 2 for request in pool.in_arrival_order()):
+            scheduler.step()
+        times = []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            scheduler.step()
+            times.append(time.perf_counter() - start)
+        while scheduler.step():
+            pass
+        return times
+
+    def initiations(self, n_tokens: int, repeat: int) -> list[float]:
+        """Times of iterations of one request's `n_tokens` input tokens."""
+        scheduler, pool = self.scheduler()
+        times = []
+        for i in range(repeat + 1):
+            pool.add(self.request(f"{n_tokens}-{i}", n_tokens, 1))
+            start = time.perf_counter()
+            scheduler.step()
+            times.append(time.perf_counter() - start)
+        return times[1:]
+
+    def parts(self, n_tokens: int, n_rows: int, kv_length: int, repeat: int) -> dict[str, float]:
+        """Seconds of each part alone: `n_rows` requests, `n_tokens` query tokens together."""
+        model, p = self.model, self.parameters
+        per_row = n_tokens // n_rows
+        n_blocks = -(-kv_length // self.serving.block_size)
+        shape = (n_rows * n_blocks, model.n_heads, self.serving.block_size, model.head_size)
+        key = jax.random.key(1)
+        caches = [
+            LayerCache(*(jax.random.normal(key, shape, self.dtype) for _ in range(2)))
+            for _ in range(model.n_layers)
+        ]
+        row_start = jnp.arange(n_rows + 1, dtype=jnp.int32) * per_row
+        lengths = jnp.full(n_rows, kv_length, jnp.int32)
+        table = jnp.arange(n_rows * n_blocks, dtype=jnp.int32).reshape(n_rows, n_blocks)
+        x = jax.random.normal(key, (n_tokens, model.hidden_size), self.dtype)
+        follow = jax.default_backend() == "cpu"
+
+        @jax.jit
+        def linear(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+            for i in range(model.n_layers):
+                qkv = matmul(x, p[f"layers.{i}.qkv.weight"])
+                x = x + matmul(qkv[:, : model.hidden_size], p[f"layers.{i}.out.weight"])
+                up = activate(matmul(x, p[f"layers.{i}.up.weight"]), model.activation)
+                x = x + matmul(up, p[f"layers.{i}.down.weight"])
+            return x
+
+        @jax.jit
+        def attention(q: jax.Array, caches: list[LayerCache]) -> jax.Array:
+            work = attention_work(row_start, lengths, n_tokens, follow_lengths=follow)
+            for cache in caches:
+                q = split_attention(q, cache, table, row_start, lengths, work, follow_lengths=follow)
+            return q
+
+        head_weight = p["token_embedding"] if model.tie_embeddings else p["head.weight"]
+        head = jax.jit(lambda x, w: matmul(x, w).astype(jnp.float32))
+        q = x.reshape(n_tokens, model.n_heads, model.head_size)
+        logits = head(x[:n_rows], head_weight)
+        choose = jax.jit(greedy)
+        return {
+            "linear": median(seconds(lambda: linear(p, x), repeat=repeat)),
+            "attention": median(seconds(lambda: attention(q, caches), repeat=repeat)),
+            "head": median(seconds(lambda: head(x[:n_rows], head_weight), repeat=repeat)),
+            "sampler": median(seconds(lambda: choose(logits), repeat=repeat)),
+        }
+
+    def measure(self, name: str, n_tokens: int, n_rows: int, aim: float | None, repeat: int) -> Measured:
+        """One row of the table: increments of `n_rows` if there is a token a row, else an initiation."""
+        increment = n_tokens == n_rows
+        kv_length = self.context if increment else n_tokens // n_rows
+        times = self.increments(n_rows, repeat) if increment else self.initiations(n_tokens, repeat)
+        shape = IterationShape([n_tokens // n_rows] * n_rows, [kv_length] * n_rows)
+        size = self.dtype.itemsize
+        work = operations(self.model, shape, weight_bytes=size, kv_bytes=size)
+        parts = self.parts(n_tokens, n_rows, kv_length, repeat)
+        return Measured(
+            name=name,
+            aim=aim,
+            iteration=median(times),
+            fastest=min(times),
+            floor=floor(work, self.device),
+            parts=parts,
+            part_floors={kind: floor([op for op in work if op.kind == kind], self.device) for kind in PARTS},
+        )
+
+
+def table(rows: list[Measured]) -> Table:
+    """The measured rows, milliseconds; a part beside its own floor."""
+    made = Table(title="milliseconds (floor) of an iteration and its parts")
+    for column in ("iteration", "median", "fastest", "floor", "over floor", "aim", *PARTS, "rest"):
+        made.add_column(column, justify="left" if column == "iteration" else "right")
+    for row in rows:
+        rest = row.iteration - sum(row.parts.values())
+        made.add_row(
+            row.name,
+            f"{row.iteration * 1e3:.1f}",
+            f"{row.fastest * 1e3:.1f}",
+            f"{row.floor * 1e3:.1f}",
+            f"{row.iteration / row.floor:.2f}",
+            "" if row.aim is None else f"{row.aim:.1f}",
+            *(f"{row.parts[kind] * 1e3:.1f} ({row.part_floors[kind] * 1e3:.1f})" for kind in PARTS),
+            f"{rest * 1e3:.1f}",
+        )
+    return made
+
+
+def main() -> None:
+    """Measure, print a table and last one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.iteration", description=__doc__)
+    parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
+    parser.add_argument("--rows", default="1,8,32", help="requests of the increment phases (default: 1,8,32)")
+    parser.add_argument("--context", type=int, default=300, help="tokens of context of each (default: 300)")
+    parser.add_argument("--initiation", default="512", help="tokens of initiation phases (default: 512)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
+    parser.add_argument("--repeat", type=int, default=20, help="iterations of each kind (default: 20)")
+    flags = parser.parse_args()
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = jnp.dtype(flags.dtype or ("float32" if on_cpu else "bfloat16"))
+    rows = [int(n) for n in flags.rows.split(",")]
+    initiations = [int(n) for n in flags.initiation.split(",") if n]
+    console = Console(stderr=True)
+    with Progress(console=console) as progress:
+        task = progress.add_task("ceilings and weights", total=len(rows) + len(initiations))
+        bench = Bench(PRESETS[flags.preset], dtype, context=flags.context, most_rows=max(rows))
+        measured: list[Measured] = []
+        for n in rows:
+            progress.update(task, description=f"increment phase, {n} rows")
+            measured.append(bench.measure(f"increment, {n} rows", n, n, AIMS.get(n), flags.repeat))
+            progress.advance(task)
+        for n in initiations:
+            progress.update(task, description=f"initiation phase, {n} tokens")
+            aim = INITIATION_AIM if n == 512 else None
+            measured.append(bench.measure(f"initiation, {n} tokens", n, 1, aim, max(5, flags.repeat // 4)))
+            progress.advance(task)
+    kind = jax.devices()[0].device_kind
+    print(
+        f"{flags.preset} {dtype} on {kind}, jax {jax.__version__}: "
+        f"{bench.device.bandwidth / 1e9:.1f} GB/s, {bench.device.matrix_rate / 1e9:.0f} GFLOP/s; "
+        f"context {flags.context}"
+    )
+    Console(width=150).print(table(measured))
+    print(
+        json.dumps(
+            {
+                "preset": flags.preset,
+                "dtype": str(dtype),
+                "device": kind,
+                "bandwidth": bench.device.bandwidth,
+                "matrix_rate": bench.device.matrix_rate,
+                "context": flags.context,
+                "iterations": [vars(row) | {"over_floor": row.iteration / row.floor} for row in measured],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
