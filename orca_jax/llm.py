@@ -182,8 +182,12 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except EngineError:
+            if kind is None:  # else what is on its way already tells more
+                raise
 
     def _token_ids(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):

@@ -70,6 +70,7 @@ class _Mailbox:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._last_taken = False
+        self._is_waiting = False
 
     # For the scheduler's thread.
 
@@ -92,7 +93,9 @@ class _Mailbox:
             self._text.append(text)
             self.finish_reason = reason
             self.failure = failure
-            self._changed.notify_all()
+            if self._is_waiting:
+                self._is_waiting = False
+                self._changed.notify_all()
 
     # For the user's.
 
@@ -131,6 +134,7 @@ class _Mailbox:
             if gone is not None:
                 self.finish_reason, self.failure = FinishReason.ERROR, gone
                 return
+            self._is_waiting = True  # until the next delivery
             self._changed.wait(min(left, _LOOK_SECONDS))
 
 
@@ -259,7 +263,7 @@ class Orca:
         self._lock = threading.Lock()  # for the three below
         self._started = False
         self._numbers = itertools.count()
-        self._random = None if seed is None else random.Random(seed)
+        self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self._dropped: deque[str] = deque()  # needs no lock
 
     def start(self) -> None:
@@ -314,7 +318,7 @@ class Orca:
             if not self._started:
                 raise ServiceClosed("the service has not been started")
             name = f"request-{next(self._numbers)}" if request_id is None else request_id
-            seed = self._draw_seed() if sampling.seed is None else sampling.seed
+            seed = self._random.getrandbits(_SEED_BITS) if sampling.seed is None else sampling.seed
         request = _request(name, prompt_ids, sampling, seed, self._model, stream)
         mailbox = request.sink = _Mailbox(stream, self._gone)
         try:
@@ -329,11 +333,6 @@ class Orca:
             cancel=partial(self.pool.end, name, FinishReason.CANCELLED),
             drop=partial(self._dropped.append, name),
         )
-
-    def _draw_seed(self) -> int:
-        if self._random is None:
-            return secrets.randbits(_SEED_BITS)
-        return self._random.getrandbits(_SEED_BITS)
 
     def _gone(self) -> EngineError | None:
         """Why a request that has not ended never will; None while the service works."""

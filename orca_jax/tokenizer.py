@@ -4,7 +4,7 @@ Byte-level BPE alone (GPT-2, OPT): there a token is a run of bytes, whatever sta
 can be decoded token by token at a cost that does not grow, and comes out as if decoded at once.
 """
 
-import codecs
+from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -110,6 +110,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
+        self._first = {stop[0] for stop in stops}
         self._fallback = [_fallback(stop) for stop in stops]
         self._n_matched = [0] * len(stops)  # the longest beginning of each that the text ends with
 
@@ -120,6 +121,8 @@ class StopStrings:
 
     def feed(self, text: str) -> tuple[int, int] | None:
         """Where in `text` the first complete stop string ends, and its length; feed nothing after that."""
+        if self._first.isdisjoint(text) and not self.n_open:
+            return None
         for end, character in enumerate(text, 1):
             longest = 0
             for i, stop in enumerate(self._stops):
@@ -157,11 +160,11 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self.stopped = False
         self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(stop) if stop else None
+        self._open: bytes = b""  # of a character whose last byte has not come
+        self._held = ""
         self._safe: list[str] = []
         self._n_taken = 0  # pieces of `_safe`
-        self._held = ""
 
     @property
     def text(self) -> str:
@@ -171,7 +174,7 @@ class TextStream:
     def push(self, token_id: int) -> bool:
         """Take one token; True when a stop string is complete, and from then on."""
         if not self.stopped:
-            self._feed(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+            self._feed(self._tokenizer.token_bytes(token_id), final=False)
         return self.stopped
 
     def take(self) -> str:
@@ -183,23 +186,25 @@ class TextStream:
     def finish(self) -> None:
         """The request has ended: what was held back is text after all, unless a stop string ended it."""
         if not self.stopped:
-            self._feed(self._decoder.decode(b"", final=True))
-            self._add(self._held)
+            self._feed(b"", final=True)
+            self._safe.append(self._held)
             self._held = ""
 
-    def _feed(self, text: str) -> None:
+    def _feed(self, data: bytes, *, final: bool) -> None:
+        data = self._open + data
+        text, n_decoded = utf_8_decode(data, "replace", final)
+        self._open = data[n_decoded:]
+        if self._stops is None:
+            self._safe.append(text)
+            return
         held = self._held + text
         found = self._stops.feed(text)
         if found is not None:
             end, length = found
-            self._add(held[: len(self._held) + end - length])
+            self._safe.append(held[: len(self._held) + end - length])
             self._held = ""
             self.stopped = True
         else:
             n_safe = len(held) - self._stops.n_open
-            self._add(held[:n_safe])
+            self._safe.append(held[:n_safe])
             self._held = held[n_safe:]
-
-    def _add(self, text: str) -> None:
-        if text:
-            self._safe.append(text)

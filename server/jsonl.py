@@ -236,6 +236,7 @@ class _Report:
             TimeElapsedColumn(),
             console=console,
             disable=not console.is_terminal,
+            transient=True,
             redirect_stdout=False,
             redirect_stderr=False,
         )

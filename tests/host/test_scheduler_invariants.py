@@ -478,7 +478,7 @@ def test_the_cost_of_a_turn_does_not_depend_on_how_many_wait(monkeypatch: pytest
     assert reads[0] == reads[1]
 
 
-def test_a_hundred_thousand_in_the_queue_are_read_in_linear_time():
+def test_a_hundred_thousand_in_the_queue_are_read_in_linear_time(monkeypatch: pytest.MonkeyPatch):
     """All of the view, as `fail_all` reads it: its chunks grow, so that it is not quadratic."""
     simulation = Simulation(ServingConfig(n_slots=64))
     sampling = SamplingParams(max_tokens=1)
@@ -486,7 +486,16 @@ def test_a_hundred_thousand_in_the_queue_are_read_in_linear_time():
         simulation.pool.add(
             Request(request_id=str(i), prompt_ids=(7,), max_tokens=2, sampling=sampling, seed=0)
         )
+    chunks: list[int] = []
+    waiting_after = simulation.pool._waiting_after  # pyright: ignore[reportPrivateUsage]
+
+    def counted_chunk(n: int) -> list[Request]:
+        chunks.append(n)
+        return waiting_after(n)
+
+    monkeypatch.setattr(simulation.pool, "_waiting_after", counted_chunk)
     assert [req.arrival for req in simulation.pool.in_arrival_order()] == list(range(100_000))
+    assert len(chunks) < 20  # each skips what came before it, so they must be few
     simulation.scheduler.fail_all()
     assert len(simulation.deliveries) == 100_000
 

@@ -52,12 +52,12 @@ def wait_until_at_rest(model: LLM) -> None:
 def check_against_reference(directory: Path, results: list[tuple[list[int], GenerationResult]]) -> None:
     """Every token is the reference's likeliest, wherever its two best are at least 1e-4 apart."""
     loaded = load_checkpoint(directory, dtype="float32")
-    run = jax.jit(partial(forward, loaded.config, loaded.parameters))
+    run = jax.jit(forward, static_argnums=0)
     longest = max(len(ids) + len(result.token_ids) for ids, result in results)
     for prompt_ids, result in results:
         ids = prompt_ids + result.token_ids
         padded = jnp.array(ids + [0] * (longest - len(ids)))  # behind what counts: nothing looks there
-        logits = np.asarray(run(padded))[len(prompt_ids) - 1 : len(ids) - 1]
+        logits = np.asarray(run(loaded.config, loaded.parameters, padded))[len(prompt_ids) - 1 : len(ids) - 1]
         second, best = np.sort(logits, axis=1)[:, -2:].T
         clear = best - second >= 1e-4
         assert clear.any()
