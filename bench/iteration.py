@@ -2,15 +2,17 @@
 
     python -m bench.iteration [--preset gpt2] [--rows 1,8,32] [--context 300] [--initiation 512]
 
-The floor is the sum over operations of bytes over bandwidth or operations over matrix rate, whichever is larger,
-both measured in the same run. The iteration is the whole engine's: scheduler, engine master, worker, tokens
-back on the host. Its parts are timed one by one on the same arrays: what is left over is norms, cache writes
-and the gaps between kernels.
+The floor is the sum over operations of bytes over bandwidth or operations over matrix rate, whichever is
+larger, both measured in the same run. The iteration is the whole engine's: scheduler, engine master, worker,
+tokens back on the host. The host's part of it is what it does not spend waiting for the device; where both
+share their cores, time that the device's threads take from it is in there too. The device's parts are timed
+one by one on the same arrays: what is left over is norms, cache writes and the gaps between kernels.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +25,7 @@ from rich.table import Table
 from bench.machine import measure_device, median, seconds
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.cost_model import Device, IterationShape, OperationKind, floor, operations
+from orca_jax.kv_manager import round_up
 from orca_jax.llm import build_engine
 from orca_jax.model.attention import attention_work, split_attention
 from orca_jax.model.gpt import init_parameters
@@ -30,19 +33,49 @@ from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import activate, matmul
 from orca_jax.model.presets import PRESETS
 from orca_jax.model.sampler import greedy
-from orca_jax.request import Request, SamplingParams
+from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import RequestPool
-from orca_jax.scheduler import Scheduler
+from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.timeline import Timeline
 
 AIMS = {1: 1.3, 8: 1.5, 32: 1.5}  # by rows of an increment phase
 INITIATION_AIM = 1.4
+BLOCK_SIZE = 16
 PARTS: tuple[OperationKind, ...] = ("linear", "attention", "head", "sampler")
+
+
+class TimedEngine:
+    """An engine, and the seconds that were spent in its `wait`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.n_workers = engine.n_workers
+        self.waited = 0.0
+        self._engine = engine
+
+    def issue(self, batch: Sequence[Request]) -> None:
+        """The engine's."""
+        self._engine.issue(batch)
+
+    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+        """The engine's."""
+        start = time.perf_counter()
+        try:
+            return self._engine.wait(interrupted)
+        finally:
+            self.waited += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of one iteration, and those of them in which the host did not wait for the device."""
+
+    whole: float
+    host: float
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of iteration: seconds, its floor, and both by part."""
+    """One kind of iteration: seconds, its floor, and both by part; the host's part has no floor."""
 
     name: str
     aim: float | None
@@ -56,25 +89,36 @@ class Measured:
 class Bench:
     """One model on one device, measured at several batches."""
 
-    def __init__(self, model: ModelConfig, dtype: jnp.dtype, *, context: int, most_rows: int) -> None:
+    def __init__(
+        self, model: ModelConfig, dtype: jnp.dtype, *, context: int, most_rows: int, longest: int
+    ) -> None:
         self.model, self.dtype, self.context = model, dtype, context
         self.device: Device = measure_device(dtype)
         self.parameters = init_parameters(model, jax.random.key(0), dtype)
         self.serving = ServingConfig(
             max_batch_size=most_rows,
-            n_slots=max(most_rows * (context + 128), 2 * model.n_positions),
-            max_batch_tokens=max(model.n_positions, most_rows),
+            n_slots=max(most_rows * round_up(longest, BLOCK_SIZE), model.n_positions),
+            max_batch_tokens=model.n_positions,
+            block_size=BLOCK_SIZE,
         )
-        self.engine, self.kv = build_engine(model, self.parameters, self.serving)
+        engine, self.kv = build_engine(model, self.parameters, self.serving)
+        self.engine = TimedEngine(engine)
 
     def scheduler(self) -> tuple[Scheduler, RequestPool]:
         """A fresh scheduler and pool on the one engine."""
-        pool = RequestPool(max_waiting=1 << 20, on_deliveries=lambda deliveries: None)
-        pool_timeline = Timeline(time.perf_counter)
+        timeline = Timeline(time.perf_counter)
         pool = RequestPool(
-            max_waiting=1 << 20, on_deliveries=lambda deliveries: None, on_arrival=pool_timeline.arrived
+            max_waiting=1 << 20, on_deliveries=lambda deliveries: None, on_arrival=timeline.arrived
         )
-        return Scheduler(pool, self.engine, self.kv, config=self.serving, timeline=pool_timeline), pool
+        return Scheduler(pool, self.engine, self.kv, config=self.serving, timeline=timeline), pool
+
+    def step(self, scheduler: Scheduler) -> Timed:
+        """Run one iteration."""
+        waited = self.engine.waited
+        start = time.perf_counter()
+        scheduler.step()
+        whole = time.perf_counter() - start
+        return Timed(whole, host=whole - (self.engine.waited - waited))
 
     def request(self, name: str, n_input: int, n_output: int) -> Request:
         """A greedy request of random tokens."""
@@ -82,35 +126,34 @@ class Bench:
         sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
         return Request(name, tuple(prompt.tolist()), n_input + n_output, sampling, seed=0)
 
-    def increments(self, n_rows: int, repeat: int) -> list[float]:
-        """Times of iterations of `n_rows` requests whose contexts pass through `context` tokens."""
+    def increments(self, n_rows: int, repeat: int) -> list[Timed]:
+        """Iterations of `n_rows` requests whose contexts pass through `context` tokens."""
         scheduler, pool = self.scheduler()
+        n_input = self.context - repeat // 2
+        n_output = longest_request(n_rows, self.context, repeat) - n_input
         for i in range(n_rows):
-            pool.add(self.request(f"{n_rows}-{i}", self.context - repeat // 2, repeat + 3))
+            pool.add(self.request(f"{n_rows}-{i}", n_input, n_output))
         while any(request.n_iterations < 2 for request in pool.in_arrival_order()):
             scheduler.step()
-        times = []
-        for _ in range(repeat):
-            start = time.perf_counter()
-            scheduler.step()
-            times.append(time.perf_counter() - start)
-        while scheduler.step():
-            pass
+        times = [self.step(scheduler) for _ in range(repeat)]
+        left = list(pool.in_arrival_order())
+        assert len(left) == n_rows, "a request ended before the last measured iteration"
+        for request in left:
+            pool.end(request.request_id, FinishReason.CANCELLED)
+        scheduler.step()
         return times
 
-    def initiations(self, n_tokens: int, repeat: int) -> list[float]:
-        """Times of iterations of one request's `n_tokens` input tokens."""
+    def initiations(self, n_tokens: int, repeat: int) -> list[Timed]:
+        """Iterations of one request's `n_tokens` input tokens."""
         scheduler, pool = self.scheduler()
-        times = []
+        times: list[Timed] = []
         for i in range(repeat + 1):
             pool.add(self.request(f"{n_tokens}-{i}", n_tokens, 1))
-            start = time.perf_counter()
-            scheduler.step()
-            times.append(time.perf_counter() - start)
-        return times[1:]
+            times.append(self.step(scheduler))
+        return times[1:]  # the first may have compiled
 
     def parts(self, n_tokens: int, n_rows: int, kv_length: int, repeat: int) -> dict[str, float]:
-        """Seconds of each part alone: `n_rows` requests, `n_tokens` query tokens together."""
+        """Seconds of each of the device's parts: `n_rows` requests, `n_tokens` query tokens together."""
         model, p = self.model, self.parameters
         per_row = n_tokens // n_rows
         n_blocks = -(-kv_length // self.serving.block_size)
@@ -162,22 +205,28 @@ class Bench:
         shape = IterationShape([n_tokens // n_rows] * n_rows, [kv_length] * n_rows)
         size = self.dtype.itemsize
         work = operations(self.model, shape, weight_bytes=size, kv_bytes=size)
-        parts = self.parts(n_tokens, n_rows, kv_length, repeat)
+        whole = [timed.whole for timed in times]
+        host = {"host": median([timed.host for timed in times])}
         return Measured(
             name=name,
             aim=aim,
-            iteration=median(times),
-            fastest=min(times),
+            iteration=median(whole),
+            fastest=min(whole),
             floor=floor(work, self.device),
-            parts=parts,
+            parts=host | self.parts(n_tokens, n_rows, kv_length, repeat),
             part_floors={kind: floor([op for op in work if op.kind == kind], self.device) for kind in PARTS},
         )
+
+
+def longest_request(n_rows: int, context: int, repeat: int) -> int:
+    """Tokens of a request that runs in all measured iterations, and in those where others come in before."""
+    return context - repeat // 2 + repeat + n_rows + 3
 
 
 def table(rows: list[Measured]) -> Table:
     """The measured rows, milliseconds; a part beside its own floor."""
     made = Table(title="milliseconds (floor) of an iteration and its parts")
-    for column in ("iteration", "median", "fastest", "floor", "over floor", "aim", *PARTS, "rest"):
+    for column in ("iteration", "median", "fastest", "floor", "over floor", "aim", "host", *PARTS, "rest"):
         made.add_column(column, justify="left" if column == "iteration" else "right")
     for row in rows:
         rest = row.iteration - sum(row.parts.values())
@@ -188,6 +237,7 @@ def table(rows: list[Measured]) -> Table:
             f"{row.floor * 1e3:.1f}",
             f"{row.iteration / row.floor:.2f}",
             "" if row.aim is None else f"{row.aim:.1f}",
+            f"{row.parts['host'] * 1e3:.1f}",
             *(f"{row.parts[kind] * 1e3:.1f} ({row.part_floors[kind] * 1e3:.1f})" for kind in PARTS),
             f"{rest * 1e3:.1f}",
         )
@@ -208,10 +258,16 @@ def main() -> None:
     dtype = jnp.dtype(flags.dtype or ("float32" if on_cpu else "bfloat16"))
     rows = [int(n) for n in flags.rows.split(",")]
     initiations = [int(n) for n in flags.initiation.split(",") if n]
+    model = PRESETS[flags.preset]
+    longest = longest_request(max(rows), flags.context, flags.repeat)
+    if max([longest, *(n + 1 for n in initiations)]) > model.n_positions:
+        parser.error(f"{flags.preset} has {model.n_positions} positions; these requests do not fit into them")
+    if flags.context <= flags.repeat // 2:
+        parser.error("--context must be more than half of --repeat")
     console = Console(stderr=True)
     with Progress(console=console) as progress:
         task = progress.add_task("ceilings and weights", total=len(rows) + len(initiations))
-        bench = Bench(PRESETS[flags.preset], dtype, context=flags.context, most_rows=max(rows))
+        bench = Bench(model, dtype, context=flags.context, most_rows=max(rows), longest=longest)
         measured: list[Measured] = []
         for n in rows:
             progress.update(task, description=f"increment phase, {n} rows")

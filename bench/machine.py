@@ -29,18 +29,26 @@ def measure_device(dtype: jnp.dtype, *, repeat: int = 10) -> Device:
     what disturbs can make a run slower.
     """
     small = jax.default_backend() == "cpu"
-    n_bytes = (512 << 20) if small else (4 << 30)
+    return Device(
+        bandwidth=_bandwidth(dtype, (512 << 20) if small else (4 << 30), repeat),
+        matrix_rate=_matrix_rate(dtype, (1024, 3072, 768) if small else (8192, 8192, 8192), repeat),
+    )
+
+
+def _bandwidth(dtype: jnp.dtype, n_bytes: int, repeat: int) -> float:
+    """Bytes per second."""
     array = jnp.ones(n_bytes // dtype.itemsize, dtype)
     total = jax.jit(lambda a: jnp.sum(a, dtype=jnp.float32))
-    bandwidth = n_bytes / min(seconds(lambda: total(array), repeat=repeat))
-    del array
+    return n_bytes / min(seconds(lambda: total(array), repeat=repeat))
 
-    m, n, k = (1024, 3072, 768) if small else (8192, 8192, 8192)
+
+def _matrix_rate(dtype: jnp.dtype, shape: tuple[int, int, int], repeat: int) -> float:
+    """Operations per second of [m, k] by [k, n]."""
+    m, n, k = shape
     key = jax.random.key(0)
     a, b = jax.random.normal(key, (m, k), dtype), jax.random.normal(key, (k, n), dtype)
     product = jax.jit(jnp.matmul)
-    rate = 2 * m * n * k / min(seconds(lambda: product(a, b), repeat=repeat))
-    return Device(bandwidth=bandwidth, matrix_rate=rate)
+    return 2 * m * n * k / min(seconds(lambda: product(a, b), repeat=repeat))
 
 
 def median(times: list[float]) -> float:

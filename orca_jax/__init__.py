@@ -10,7 +10,8 @@ The path of a request:
 5. The worker (sharding/worker.py) starts the programs of its stage (sharding/stage.py, model/) and returns at
    once. Attention looks at each request by itself, every other operation at all tokens together.
 6. The engine master waits for the tokens; the scheduler ends what is finished and gives its slots back.
-7. The pool delivers an iteration's tokens, and each becomes text (tokenizer.py) in its `Generation`.
+7. The pool delivers an iteration's tokens; each becomes text (tokenizer.py) in its request's `Generation`
+   (generation.py), which the user holds.
 8. Back to 3: the next iteration, with whoever is there then. timeline.py knows what happened when.
 """
 

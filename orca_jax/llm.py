@@ -26,13 +26,15 @@ from orca_jax.errors import (
     NotACheckpoint,
     ServiceClosed,
 )
+from orca_jax.generation import Generation, GenerationResult
 from orca_jax.kv_manager import KVManager, round_up
 from orca_jax.model.gpt import Parameters, init_parameters
 from orca_jax.model.presets import PRESETS
 from orca_jax.request import SamplingParams
-from orca_jax.service import Generation, GenerationResult, Orca
+from orca_jax.service import Orca
 from orca_jax.sharding.checkpoint import find_directory, load_checkpoint
 from orca_jax.sharding.hf_config import read_config
+from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
 from orca_jax.tokenizer import TextStream, Tokenizer
 
@@ -65,6 +67,8 @@ class LLM:
     One device runs the model: `tensor_parallel` and `pipeline_parallel` must be 1. Iterations do not overlap
     yet: `overlap` may be None (as built) or False.
 
+    `on_load(done, total)` is told the progress of reading a checkpoint, in bytes of its files.
+
     Raises ConfigError or a CheckpointError. All methods may be called from many threads.
     """
 
@@ -82,6 +86,7 @@ class LLM:
         pipeline_parallel: int = 1,
         overlap: bool | None = None,
         block_size: int = 16,
+        on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         _refuse_what_is_not_built(tensor_parallel, pipeline_parallel, overlap)
         _one_of("load_format", load_format, get_args(LoadFormat))
@@ -92,7 +97,7 @@ class LLM:
         device: Device = jax.devices()[0]
         self.dtype: str = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
         self.device: str = device.device_kind if device.platform != "cpu" else "cpu"
-        loaded = _load(model, load_format, jnp.dtype(self.dtype), seed or 0, device)
+        loaded = _load(model, load_format, jnp.dtype(self.dtype), seed or 0, device, on_load)
         self.name = loaded.name
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
@@ -260,7 +265,12 @@ class _Loaded:
 
 
 def _load(
-    model: str | Path | None, load_format: LoadFormat, dtype: jnp.dtype, seed: int, device: Device
+    model: str | Path | None,
+    load_format: LoadFormat,
+    dtype: jnp.dtype,
+    seed: int,
+    device: Device,
+    on_load: Callable[[int, int], None] | None,
 ) -> _Loaded:
     place = DEMO_MODEL if model is None else model
     name = "the demo model" if model is None else str(model)
@@ -275,7 +285,7 @@ def _load(
         _check_memory("the weights", weight_bytes_total(config, dtype.itemsize), device)
         return _Loaded(name, config, init_parameters(config, jax.random.key(seed), dtype), tokenizer)
     try:
-        checkpoint = load_checkpoint(place, dtype=dtype)
+        checkpoint = load_checkpoint(place, dtype=dtype, on_bytes=on_load)
     except NotACheckpoint as error:
         if str(place) not in PRESETS:
             raise
@@ -345,16 +355,36 @@ def _check_memory(what: str, n_bytes: int, device: Device) -> None:
         raise ConfigError(f"{what} take {n_bytes / 1e9:.1f} GB; the device has {free / 1e9:.1f} GB for them")
 
 
-def _service(config: ModelConfig, parameters: Parameters, serving: ServingConfig, seed: int | None) -> Orca:
+def build_engine(
+    model: ModelConfig,
+    parameters: Parameters,
+    serving: ServingConfig,
+    *,
+    buckets: Sequence[int] | None = None,
+    attention: AttentionShapes | None = None,
+    worker: Worker | None = None,
+) -> tuple[EngineMaster, KVManager]:
+    """An engine of one worker, on the device of `parameters`, and the K/V manager of its cache.
+
+    `buckets` are `bucket_sizes(serving.max_batch_tokens)` unless given, ascending; `attention` is the
+    Worker's. A `worker` of the same model and sizes that no engine uses any more may be handed in: it keeps
+    its compiled programs, and its own attention.
+    """
     kv = KVManager(
         n_blocks=serving.n_blocks,
         block_size=serving.block_size,
         n_rows=(_N_WORKERS + 1) * serving.max_batch_size,
-        max_blocks_per_row=-(-config.n_positions // serving.block_size),
+        max_blocks_per_row=-(-model.n_positions // serving.block_size),
     )
+    if worker is None:
+        worker = Worker(model, parameters, serving, n_rows=kv.n_rows, attention=attention)
+    sizes = bucket_sizes(serving.max_batch_tokens) if buckets is None else buckets
+    return EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=_N_WORKERS), kv
+
+
+def _service(config: ModelConfig, parameters: Parameters, serving: ServingConfig, seed: int | None) -> Orca:
     sizes = bucket_sizes(serving.max_batch_tokens)
-    worker = Worker(config, parameters, serving, n_rows=kv.n_rows)
-    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=_N_WORKERS)
+    engine, kv = build_engine(config, parameters, serving, buckets=sizes)
     return Orca(engine, kv, config=serving, model=config, bucket_sizes=sizes, seed=seed)
 
 

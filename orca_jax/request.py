@@ -1,5 +1,8 @@
 """A request, its states, and what its user asked of it."""
 
+# What a user hands in is checked when it runs as well, whatever its annotations promise.
+# pyright: reportUnnecessaryIsInstance=false
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -37,6 +37,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -201,9 +202,16 @@ def encode(work: Path, name: str) -> list[list[int]]:
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[list[int]]:
     """As `encode`, for a text at hand."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text(tokenizer)
     encodings = tokenizer.encode_batch(text.strip().split("\n\n"))
     return [[end, *encoding.ids, end] for encoding in encodings]
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The id of the end-of-text token."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None, "every tokenizer made here has it"
+    return end
 
 
 # ---------------------------------------------------------------------------------------------- model
@@ -337,7 +345,7 @@ def optimizer_of(kind: str, learning_rate: float, adam_learning_rate: float) -> 
     def matrices(params: Params) -> dict[str, bool]:
         return {name: is_matrix(name) for name in params}
 
-    def dimensions(params: Params) -> dict[str, MuonDimensionNumbers | None]:
+    def dimensions(params: Any) -> Any:  # optax's type of it has no room for its MuonDimensionNumbers
         return {name: MuonDimensionNumbers(0, 1) if is_matrix(name) else None for name in params}
 
     if kind == "adamw":
@@ -523,7 +531,7 @@ def export(work: Path, out: Path, held_out_file: Path) -> None:
         new = Path(temporary)
         save_file(weights, new / "model.safetensors", {"format": "pt"})
         tokenizer.save(str(new / "tokenizer.json"))
-        config = config_of(shape, tokenizer.token_to_id(END_OF_TEXT))
+        config = config_of(shape, end_of_text(tokenizer))
         (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer_config = json.dumps(tokenizer_config_of(shape), indent=2)
         (new / "tokenizer_config.json").write_text(tokenizer_config + "\n", encoding="utf-8")

@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 import orca_jax
 from orca_jax.cost_model import parameter_count
 from orca_jax.errors import InvalidPrompt
+from orca_jax.generation import Generation
 from orca_jax.request import SamplingParams
-from orca_jax.service import Generation
 from server import jsonl
 from server.flags import UsageError, engine_options, sampling_params
 
@@ -55,8 +56,23 @@ class Notes:
 
 
 def _load(args: argparse.Namespace, notes: Notes) -> "LLM":
-    with notes.console.status("Loading the model"):
-        llm = orca_jax.LLM(**engine_options(args))
+    # Where stderr is a terminal: a bar without an end until the first weights are read, then one by bytes.
+    bar = Progress(
+        TextColumn("{task.description}", style="dim"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=notes.console,
+        disable=not notes.console.is_terminal,
+        transient=True,
+    )
+    task = bar.add_task("Loading the model", total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    with bar:
+        llm = orca_jax.LLM(**engine_options(args), on_load=show)
     size = parameter_count(llm.config) / 1e6
     notes(f"{llm.name}: {size:,.1f} million parameters, {llm.dtype}, {llm.device}")
     return llm

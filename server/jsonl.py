@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from orca_jax.errors import EngineError, InvalidRequest
+from orca_jax.generation import Generation
 from orca_jax.request import SamplingParams
-from orca_jax.service import Generation
 from server.flags import UsageError
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ _TILINGS = {
     # stay in a near cache.
     True: Tilings(
         increment=Tiling(queries=1, chunk_keys=64, abreast=8),
-        initiation=Tiling(queries=64, chunk_keys=128, abreast=1),
+        initiation=Tiling(queries=128, chunk_keys=128, abreast=1),
     ),
     # Static shapes: few trips of much work each. A chunk of all tiles is a temporary array.
     False: Tilings(

@@ -22,7 +22,7 @@ class DeviceTokens:
 
     def is_ready(self) -> bool:
         """Whether `fetch` would return at once."""
-        return self._tokens.is_ready()
+        return self._tokens.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # jax's stub lacks it
 
     def fetch(self) -> npt.NDArray[np.int32]:
         """[R] int32, after waiting for the device; what failed there is raised here."""
@@ -52,13 +52,15 @@ class Worker:
         by_device = "follow_lengths" if self.device.platform == "cpu" else "static"
         self.stage = Stage(config, parameters, attention=attention or by_device)
         with jax.default_device(self.device):
-            self._caches = empty_cache(
+            caches = empty_cache(
                 config,
                 n_blocks=serving.n_blocks,
                 block_size=serving.block_size,
                 dtype=kv_dtype or embedding.dtype,
             )
-            self._last_token = jnp.zeros(n_rows, jnp.int32)
+            last_token = jnp.zeros(n_rows, jnp.int32)
+        # Committed to the device, as the programs give them back: else each program would compile twice.
+        self._caches, self._last_token = jax.device_put((caches, last_token), self.device)
 
     def issue(self, message: ControlMessage, flat: FlatBatch) -> DeviceTokens:
         """Start one iteration and return at once.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from orca_jax.buckets import bucket_sizes
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.engine_master import EngineMaster
 from orca_jax.kv_manager import KVManager
+from orca_jax.llm import build_engine
 from orca_jax.model.gpt import Parameters
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import Delivery, RequestPool
@@ -55,16 +55,8 @@ def harness(
     worker: Worker | None = None,
 ) -> Harness:
     """Build one; a `worker` handed in keeps its compiled programs from case to case."""
-    n_rows = 2 * serving.max_batch_size
-    kv = KVManager(
-        n_blocks=serving.n_blocks,
-        block_size=serving.block_size,
-        n_rows=n_rows,
-        max_blocks_per_row=-(-model.n_positions // serving.block_size),
-    )
     sizes = tuple(buckets or bucket_sizes(serving.max_batch_tokens))
-    worker = worker or Worker(model, parameters, serving, n_rows=n_rows, attention=attention)
-    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes)
+    engine, kv = build_engine(model, parameters, serving, buckets=sizes, attention=attention, worker=worker)
     timeline = Timeline(time.monotonic, bucket_sizes=sizes)
     deliveries: list[Delivery] = []
     pool = RequestPool(

@@ -106,25 +106,25 @@ def test_equals_a_dense_softmax_for_each_request(case: Ragged, follow_lengths: b
 
 @pytest.mark.parametrize("follow_lengths", [True, False])
 def test_full_tiles_and_groups_beside_partial_ones(follow_lengths: bool) -> None:
-    rows = [(1, 70)] * 9 + [(64, 0), (129, 3), (2, 0), (63, 64), (1, 0)]
-    case = Ragged(rows, 280, 16, 2, 2, 8, 16, seed=5)
+    rows = [(1, 70)] * 9 + [(128, 0), (129, 3), (2, 0), (63, 64), (1, 0)]
+    case = Ragged(rows, 340, 16, 2, 2, 8, 16, seed=5)
     computed, expected = attend(case, follow_lengths=follow_lengths)
     np.testing.assert_allclose(computed, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_the_work_of_an_iteration_worked_by_hand() -> None:
-    # Rows: 3 tokens, 1 token at length 9, 70 tokens, 1 token at length 40, and padding; 64 queries a tile.
-    row_start = jnp.array([0, 3, 4, 74, 75, 75], jnp.int32)
-    kv_length = jnp.array([3, 9, 70, 40, 0], jnp.int32)
-    work = attention_work(row_start, kv_length, 80, follow_lengths=True)
+    # Rows: 3 tokens, 1 token at length 9, 150 tokens, 1 token at length 40, and padding.
+    row_start = jnp.array([0, 3, 4, 154, 155, 155], jnp.int32)
+    kv_length = jnp.array([3, 9, 150, 40, 0], jnp.int32)
+    work = attention_work(row_start, kv_length, 160, follow_lengths=True)  # tiles of 128 queries
     assert work.increment.n_trips == 1
     assert work.increment.row.tolist() == [[3, 1, 5, 5, 5]]  # the longer context first; 5 is no row
-    assert work.increment.start[0, :2].tolist() == [74, 3]
+    assert work.increment.start[0, :2].tolist() == [154, 3]
     assert work.initiation.n_trips == 3
     assert work.initiation.row[:, 0].tolist() == [0, 2, 2, 5, 5, 5]
-    assert work.initiation.start[:3, 0].tolist() == [0, 4, 68]
-    at_once = attention_work(row_start, kv_length, 80, follow_lengths=False).initiation
-    assert at_once.row.tolist() == [[0, 2, 2, 5, 5, 5]]
+    assert work.initiation.start[:3, 0].tolist() == [0, 4, 132]
+    at_once = attention_work(row_start, kv_length, 160, follow_lengths=False).initiation  # tiles of 64
+    assert at_once.row.tolist() == [[0, 2, 2, 2, 5, 5, 5]]
 
 
 def test_writing_to_the_cache_drops_padding_and_leaves_the_rest() -> None:

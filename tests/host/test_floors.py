@@ -21,7 +21,7 @@ LAYERS = (
     ("errors",),
     ("config", "request", "buckets", "kv_manager", "control"),
     ("model.presets", "tokenizer", "request_pool", "flat_batch", "cost_model"),
-    ("grammar", "control_channel", "timeline", "plan"),
+    ("grammar", "control_channel", "timeline", "generation", "plan"),
     ("scheduler",),
     ("engine_master", "simulated_engine", "supervisor"),
     ("simulation", "service"),

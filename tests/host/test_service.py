@@ -22,10 +22,11 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
+from orca_jax.generation import Generation, Piece
 from orca_jax.kv_manager import KVManager
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.scheduler import Engine, Returned
-from orca_jax.service import Generation, Orca, Piece
+from orca_jax.service import Orca
 from orca_jax.simulated_engine import SimulatedEngine, VirtualClock
 from orca_jax.tokenizer import _BYTE_OF_CHARACTER, TextStream, Tokenizer
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,26 @@ def test_ctrl_c_ends_with_130_and_frees_the_slots(
     assert "Traceback" not in capsys.readouterr().err
     tiny.generate([1], SamplingParams(max_tokens=2))
     assert tiny.service.scheduler.n_rsrv == 0
+
+
+def test_a_terminal_shows_how_much_of_the_checkpoint_is_read(
+    tiny: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*, on_load: Callable[[int, int], None], **_: object) -> Lent:
+        for done in (1_000, 2_000_000):
+            on_load(done, 4_000_000)
+        return Lent(tiny)
+
+    monkeypatch.setattr(orca_jax, "LLM", load, raising=False)
+    arguments = ["generate", "ab", "--max-tokens", "1"]
+    assert cli.main(arguments) == 0
+    assert "Loading" not in capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal then
+    assert cli.main(arguments) == 0
+    told = capsys.readouterr()
+    assert "Loading the model" in told.err
+    assert "2.0/4.0 MB" in told.err
+    assert "Loading" not in told.out
 
 
 # Files

@@ -28,10 +28,10 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
+from orca_jax.generation import GenerationResult
 from orca_jax.model.reference import forward
-from orca_jax.service import GenerationResult
 from orca_jax.sharding import checkpoint
-from orca_jax.sharding.checkpoint import load_checkpoint
+from orca_jax.sharding.checkpoint import find_tensors, load_checkpoint
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SOON = 60.0
@@ -127,6 +127,17 @@ def test_a_stop_string_ends_the_text(tiny: LLM) -> None:
     )
     assert (cut.text, cut.finish_reason) == (whole.text[:first], "stop")
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+def test_loading_tells_its_progress(tiny_directory: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with LLM(tiny_directory, max_batch_size=1, on_load=lambda *progress: told.append(progress)):
+        pass
+    totals = {total for _, total in told}
+    assert totals == {told[-1][0]}
+    assert told == sorted(told)
+    stored = find_tensors(tiny_directory).values()
+    assert totals == {sum(tensor.n_bytes for tensor in stored)}
 
 
 # Streams
