@@ -37,7 +37,7 @@ def measure_device(dtype: jnp.dtype, *, repeat: int = 10) -> Device:
 
 def _bandwidth(dtype: jnp.dtype, n_bytes: int, repeat: int) -> float:
     """Bytes per second."""
-    array = jnp.ones(n_bytes // dtype.itemsize, dtype)
+    array = jax.random.uniform(jax.random.key(1), (n_bytes // dtype.itemsize,), dtype)
     total = jax.jit(lambda a: jnp.sum(a, dtype=jnp.float32))
     return n_bytes / min(seconds(lambda: total(array), repeat=repeat))
 

@@ -1,4 +1,4 @@
-"""The total-token sizes that are compiled: an iteration is padded to the next of them.
+"""The total-token sizes that programs are compiled for: an iteration is padded to the next of them.
 
 Padding stays under 8 tokens below 64, and within a quarter of the real tokens from 64 up.
 """
@@ -22,12 +22,9 @@ def bucket_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 def _size_after(size: int) -> int:
-    """The largest good size whose padding is within bounds for `size + 1` tokens."""
-    if size < 64:
-        return size // _STEP * _STEP + _STEP
-    most = (size + 1) * 5 // 4
-    multiple = 8 if most < 256 else 16 if most < 1024 else 64  # larger products run in larger tiles
-    return most // multiple * multiple
+    """Steps of 8 below 64; four sizes an octave above, so that powers of two, which users like, are sizes."""
+    step = _STEP if size < 64 else (1 << (size.bit_length() - 1)) // 4
+    return size // step * step + step
 
 
 def bucket_for(n_tokens: int, sizes: Sequence[int]) -> int:

@@ -17,9 +17,11 @@ def test_padding_is_bounded():
         assert 0 <= padding < 8 if n < 64 else 0 <= padding <= n / 4
 
 
-def test_few_programs():
-    # Within a quarter of the real tokens, 16 sizes from 64 to 2048 are the fewest there can be.
-    assert len(bucket_sizes(2048)) <= 26
+def test_few_programs_and_powers_of_two_among_them():
+    sizes = bucket_sizes(2048)
+    # Within a quarter of the real tokens, 25 are the fewest there can be with 1 among them.
+    assert len(sizes) == 29
+    assert {1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048} <= set(sizes)
 
 
 def test_bucket_for_is_the_smallest_that_holds():
