@@ -1,0 +1,148 @@
+"""The forward programs compiled for an H200 that need not be there: memory, kernels, loops.
+
+    JAX_PLATFORMS=cpu python -m bench.compile_for_gpu [--preset gpt3-13b] [--layers 4] [--buckets 1,32,2048]
+
+XLA compiles for a described GPU where the CUDA plugin is installed (`pip install 'orca_jax[cuda]'`). Nothing
+is run or autotuned: the figures are of the compiled programs, and times need a GPU. A host-led loop is one
+whose trip count is known only at run time, so that the host must read a condition back at each trip.
+"""
+
+import argparse
+import json
+import re
+import time
+from dataclasses import dataclass, replace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from orca_jax.flat_batch import FlatLayout
+from orca_jax.model.gpt import parameter_shapes
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.presets import PRESETS
+from orca_jax.sharding.stage import Stage
+
+# The H200's public data sheet, in the form of XLA's GpuTargetConfigProto.
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000  device_memory_size: 150754820096  l2_cache_size: 62914560
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiled forward program of one bucket says of itself; bytes and counts."""
+
+    bucket: int
+    seconds: float
+    arguments: int
+    temporaries: int
+    fusions: int
+    copies: int
+    static_loops: int
+    dynamic_loops: int
+
+
+def compile_forward(preset: str, n_layers: int, bucket: int, max_bs: int) -> Compiled:
+    """Compile one bucket's forward program in bfloat16 for one H200, with static attention shapes."""
+    model = replace(PRESETS[preset], n_layers=n_layers)
+    topology = topologies.get_topology_desc("h200", platform="cuda", topology="1x1x1", target_config=_H200)
+    here = NamedSharding(Mesh(np.array(topology.devices), ("device",)), PartitionSpec())
+
+    def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+        # It stands for an array wherever nothing is run.
+        return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=here))
+
+    stage = Stage(
+        model, {name: array(*shape) for name, shape in parameter_shapes(model).items()}, attention="static"
+    )
+    max_blocks = -(-model.n_positions // _BLOCK_SIZE)
+    pool = (max_bs * max_blocks, model.n_heads, _BLOCK_SIZE, model.head_size)
+    caches = [LayerCache(array(*pool), array(*pool)) for _ in range(n_layers)]
+    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks)
+    start = time.perf_counter()
+    compiled = stage.forward.lower(
+        stage.weights,
+        caches,
+        array(2 * max_bs, dtype=jnp.int32),
+        array(layout.size, dtype=jnp.int32),
+        layout=layout,
+    ).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    entry = text.split("ENTRY", 1)[1]
+    loops, static = len(re.findall(r" while\(", text)), len(re.findall(r"known_trip_count", text))
+    return Compiled(
+        bucket=bucket,
+        seconds=time.perf_counter() - start,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        fusions=len(re.findall(r" fusion\(", entry)),
+        copies=len(re.findall(r" copy\(", entry)),
+        static_loops=static,
+        dynamic_loops=loops - static,
+    )
+
+
+def main() -> None:
+    """Compile, print a table and last one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compile_for_gpu", description=__doc__)
+    parser.add_argument("--preset", default="gpt3-13b", choices=sorted(PRESETS))
+    parser.add_argument("--layers", type=int, default=4, help="layers to compile (default: 4)")
+    parser.add_argument("--buckets", default="1,32,2048", help="token counts (default: 1,32,2048)")
+    parser.add_argument("--max-batch-size", type=int, default=32)
+    flags = parser.parse_args()
+    buckets = [int(n) for n in flags.buckets.split(",")]
+    rows = [
+        compile_forward(flags.preset, flags.layers, bucket, flags.max_batch_size)
+        for bucket in track(buckets, "compiling", console=Console(stderr=True))
+    ]
+    made = Table(title=f"{flags.preset}, {flags.layers} layers, bfloat16, compiled for one H200")
+    for column in (
+        "bucket",
+        "arguments MB",
+        "temporaries MB",
+        "fusions",
+        "copies",
+        "loops",
+        "host-led loops",
+    ):
+        made.add_column(column, justify="right")
+    for row in rows:
+        made.add_row(
+            str(row.bucket),
+            f"{row.arguments / 1e6:.1f}",
+            f"{row.temporaries / 1e6:.1f}",
+            str(row.fusions),
+            str(row.copies),
+            str(row.static_loops + row.dynamic_loops),
+            str(row.dynamic_loops),
+        )
+    Console(width=120).print(made)
+    print(
+        json.dumps({"preset": flags.preset, "layers": flags.layers, "programs": [vars(row) for row in rows]})
+    )
+
+
+if __name__ == "__main__":
+    main()

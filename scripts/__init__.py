@@ -1,0 +1,1 @@
+"""What makes files that the repository keeps: the demo model, the golden files."""

@@ -1,0 +1,75 @@
+"""Make the demo model that `orca_jax` ships: corpus, tokenizer, training, export.
+
+A GPT-2 of about four million parameters, trained on two public-domain English Bibles, so that the engine can
+be tried and tested with text that reads as prose and without a download. The text comes from Debian packages:
+
+    apt-get install bible-kjv bible-kjv-text sword-text-web libsword-utils
+
+The four commands share one working directory and run in this order, from the checkout:
+
+    python -m scripts.demo_model corpus
+    python -m scripts.demo_model tokenizer
+    python -m scripts.demo_model train --minutes 75
+    python -m scripts.demo_model export
+
+`train` may be given `--tokens` in place of `--minutes`. Either way the learning rate reaches zero at the end.
+`export` may run at any time after the first checkpoint; it writes the Hugging Face style directory and the
+excerpt of held-out text whose loss the model card states. `--work` names another working directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from scripts.demo_model.corpus import build_corpus, build_tokenizer
+from scripts.demo_model.export import export
+from scripts.demo_model.network import Shape
+from scripts.demo_model.training import DEFAULTS, train
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def read_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.demo_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = {name: commands.add_parser(name) for name in ("corpus", "tokenizer", "train", "export")}
+    for each in command.values():
+        each.add_argument("--work", type=Path, default=REPOSITORY / "build/demo", help="working directory")
+    add = command["train"].add_argument
+    add("--minutes", type=float, default=75.0, help="wall clock to train for")
+    add("--tokens", type=int, help="tokens to train on, in place of --minutes")
+    add("--resume", action="store_true", help="start from the checkpoint's weights, with a fresh optimizer")
+    add("--batch-tokens", type=int, default=4096, help="tokens of one iteration")
+    add("--optimizer", choices=("muon", "adamw"), default="muon")
+    add("--learning-rate", type=float, default=0.02, help="of Muon")
+    add("--adam-learning-rate", type=float, default=0.003)
+    add("--decay-from", type=float, default=0.4, help="share of the run at the full learning rate")
+    add("--long-from", type=float, default=0.6, help="share of the run in windows of half the positions")
+    add("--save-every", type=float, default=4.0, help="minutes between checkpoints")
+    add = command["export"].add_argument
+    add("--out", type=Path, default=REPOSITORY / "orca_jax/demo_model", help="the model's directory")
+    add("--held-out", type=Path, default=REPOSITORY / "tests/data/held_out.txt", help="the excerpt's file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run one command."""
+    options = read_options()
+    if options.command == "corpus":
+        build_corpus(options.work)
+    elif options.command == "tokenizer":
+        build_tokenizer(options.work, Shape().vocab_size)
+    elif options.command == "train":
+        train(options.work, Shape(), options)
+    else:
+        export(options.work, options.out, options.held_out)
+
+
+if __name__ == "__main__":
+    main()
