@@ -22,7 +22,7 @@ help: ## show the targets
 
 demo: $(VENV)/.package ## install, then stream text from the model in the package
 	@echo
-	$(BIN)/orca generate "$(PROMPT)" --max-tokens 80 --temperature 0.8 --seed 7
+	$(BIN)/orca generate "$(PROMPT)" --max-tokens 80 --temperature 0.7 --seed 5
 
 test: $(VENV)/.dev ## run every test: host, device, whole
 	$(BIN)/python -m pytest

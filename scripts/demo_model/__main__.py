@@ -20,12 +20,13 @@ excerpt of held-out text whose loss the model card states. `--work` names anothe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from scripts.demo_model.corpus import build_corpus, build_tokenizer
 from scripts.demo_model.export import export
 from scripts.demo_model.network import Shape
-from scripts.demo_model.training import DEFAULTS, train
+from scripts.demo_model.training import Options, train
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,17 +42,27 @@ def read_options() -> argparse.Namespace:
     command = {name: commands.add_parser(name) for name in ("corpus", "tokenizer", "train", "export")}
     for each in command.values():
         each.add_argument("--work", type=Path, default=REPOSITORY / "build/demo", help="working directory")
-    add = command["train"].add_argument
-    add("--minutes", type=float, default=75.0, help="wall clock to train for")
+    add, defaults = command["train"].add_argument, Options()
+    add("--minutes", type=float, default=defaults.minutes, help="wall clock to train for")
     add("--tokens", type=int, help="tokens to train on, in place of --minutes")
     add("--resume", action="store_true", help="start from the checkpoint's weights, with a fresh optimizer")
-    add("--batch-tokens", type=int, default=4096, help="tokens of one iteration")
-    add("--optimizer", choices=("muon", "adamw"), default="muon")
-    add("--learning-rate", type=float, default=0.02, help="of Muon")
-    add("--adam-learning-rate", type=float, default=0.003)
-    add("--decay-from", type=float, default=0.4, help="share of the run at the full learning rate")
-    add("--long-from", type=float, default=0.6, help="share of the run in windows of half the positions")
-    add("--save-every", type=float, default=4.0, help="minutes between checkpoints")
+    add("--batch-tokens", type=int, default=defaults.batch_tokens, help="tokens of one iteration")
+    add("--optimizer", choices=("muon", "adamw"), default=defaults.optimizer)
+    add("--learning-rate", type=float, default=defaults.learning_rate, help="of Muon")
+    add("--adam-learning-rate", type=float, default=defaults.adam_learning_rate)
+    add(
+        "--decay-from",
+        type=float,
+        default=defaults.decay_from,
+        help="share of the run at the full learning rate",
+    )
+    add(
+        "--long-from",
+        type=float,
+        default=defaults.long_from,
+        help="share of the run in windows of half the positions",
+    )
+    add("--save-every", type=float, default=defaults.save_every, help="minutes between checkpoints")
     add = command["export"].add_argument
     add("--out", type=Path, default=REPOSITORY / "orca_jax/demo_model", help="the model's directory")
     add("--held-out", type=Path, default=REPOSITORY / "tests/data/held_out.txt", help="the excerpt's file")
@@ -66,7 +77,8 @@ def main() -> None:
     elif options.command == "tokenizer":
         build_tokenizer(options.work, Shape().vocab_size)
     elif options.command == "train":
-        train(options.work, Shape(), options)
+        names = [field.name for field in dataclasses.fields(Options)]
+        train(options.work, Shape(), Options(**{name: getattr(options, name) for name in names}))
     else:
         export(options.work, options.out, options.held_out)
 

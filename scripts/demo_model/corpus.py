@@ -1,7 +1,7 @@
-"""The text of the demo model: two public-domain English Bibles, their split, and the tokenizer trained on them.
+"""The text of the demo model: two public-domain English Bibles, how they are split, and their tokenizer.
 
-A text file here holds one document (a chapter) after another with a blank line between; a document's first line
-is its heading, every further line a paragraph.
+A text file here holds one document (a chapter) after another with a blank line between; a document's first
+line is its heading, every further line a paragraph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The demo model as the package ships it: a Hugging Face style directory, its card, an excerpt to test with."""
+"""The demo model as the package ships it: a Hugging Face style directory with a card; an excerpt to test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from scripts.demo_model.corpus import END_OF_TEXT, end_of_text, excerpt
 from scripts.demo_model.network import EPSILON, Shape, held_out_loss, sample
-from scripts.demo_model.training import DEFAULTS, read_checkpoint
+from scripts.demo_model.training import Options, read_checkpoint
 
 
 def config_of(shape: Shape, end: int) -> dict[str, object]:
@@ -60,13 +60,15 @@ def legible(value: object) -> str:
 
 def command_of(run: dict[str, Any]) -> str:
     """The command that repeats a run, by its tokens."""
-    options = run["options"]
+    options, defaults = run["options"], dataclasses.asdict(Options())
     words = ["python -m scripts.demo_model train", f"--tokens {run['n_tokens']}"]
-    words += ["--resume"] if options.get("resume") else []
-    for name in ("batch_tokens", "optimizer", "learning_rate", "adam_learning_rate", "decay_from", "long_from"):
-        if options[name] != DEFAULTS[name]:
-            words.append(f"--{name.replace('_', '-')} {options[name]}")
-    return " ".join(words)
+    words += ["--resume"] if options["resume"] else []
+    others = [
+        f"--{name.replace('_', '-')} {options[name]}"
+        for name, default in defaults.items()
+        if name not in ("minutes", "tokens", "resume", "save_every") and options[name] != default
+    ]
+    return " ".join(words) + (" \\\n        " + " ".join(others) if others else "")
 
 
 def row_of(number: int, run: dict[str, Any]) -> str:
@@ -78,7 +80,7 @@ def row_of(number: int, run: dict[str, Any]) -> str:
         run["n_tokens"],
         round(run["minutes"]),
         "tokens" if options["tokens"] else "minutes",
-        options["learning_rate"] if options["optimizer"] == "muon" else "none",
+        options["learning_rate"],
         options["adam_learning_rate"],
         options["decay_from"],
         options["long_from"],
@@ -105,7 +107,7 @@ def export(work: Path, out: Path, held_out_file: Path) -> None:
         "n_tokens_corpus": facts["n_tokens_corpus"],
         "n_tokens_seen": n_tokens_seen,
         "n_steps": sum(run["n_steps"] for run in runs),
-        "n_runs": {1: "one run"}.get(len(runs), f"{len(runs)} runs"),
+        "n_runs": {1: "one run", 2: "two runs"}.get(len(runs), f"{len(runs)} runs"),
         "minutes": round(sum(run["minutes"] for run in runs)),
         **{f"part_{name}": value for name, value in dataclasses.asdict(of_part).items()},
         **{f"all_{name}": value for name, value in dataclasses.asdict(of_all).items()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -22,6 +21,22 @@ from tokenizers import Tokenizer
 
 from scripts.demo_model.corpus import SEED, encode, excerpt
 from scripts.demo_model.network import Params, Shape, held_out_loss, initial_params, token_losses
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to train: a run lasts `tokens` tokens, or `minutes` where it names none; shares are of the run."""
+
+    minutes: float = 75.0
+    tokens: int | None = None
+    resume: bool = False
+    batch_tokens: int = 4096
+    optimizer: str = "muon"
+    learning_rate: float = 0.02  # of Muon
+    adam_learning_rate: float = 0.003
+    decay_from: float = 0.4
+    long_from: float = 0.6
+    save_every: float = 4.0  # minutes
 
 
 class Stream:
@@ -75,7 +90,7 @@ def optimizer_of(kind: str, learning_rate: float, adam_learning_rate: float) -> 
     return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
 
-def train(work: Path, shape: Shape, options: argparse.Namespace) -> None:
+def train(work: Path, shape: Shape, options: Options) -> None:
     """Train, from scratch or with `resume` from the checkpoint's weights, in new random order.
 
     Prints a line per 20 iterations, and every few minutes saves a checkpoint and measures the held-out loss.
@@ -92,7 +107,7 @@ def train(work: Path, shape: Shape, options: argparse.Namespace) -> None:
     optimizer = optimizer_of(options.optimizer, options.learning_rate, options.adam_learning_rate)
     state = optimizer.init(params)
     n_params = sum(value.size for value in params.values())
-    print(f"{n_params:,} parameters, {n_corpus:,} tokens in the corpus, {shape}, {vars(options)}", flush=True)
+    print(f"{n_params:,} parameters, {n_corpus:,} tokens in the corpus, {shape}, {options}", flush=True)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def iterate(
@@ -131,7 +146,7 @@ def train(work: Path, shape: Shape, options: argparse.Namespace) -> None:
                 "n_steps": step,
                 "n_tokens": seen,
                 "minutes": round((now - start) / 60, 1),
-                "options": {k: v for k, v in vars(options).items() if k not in ("work", "command")},
+                "options": dataclasses.asdict(options),
             }
             facts = {
                 "shape": dataclasses.asdict(shape),
