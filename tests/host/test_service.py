@@ -67,6 +67,7 @@ class GatedEngine:
     def __init__(self, token: Callable[[Request, int], int] = counting) -> None:
         self.error: Exception | None = None
         self.gate = threading.Semaphore(0)
+        self.waited_for = threading.Event()  # an iteration is out, and the scheduler waits for it
         self._token = token
         self._in_flight: deque[Sequence[Request]] = deque()
 
@@ -74,6 +75,7 @@ class GatedEngine:
         self._in_flight.append(batch)
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+        self.waited_for.set()
         assert self.gate.acquire(timeout=SOON), "the test never let the iteration return"
         if self.error is not None:
             raise self.error
@@ -359,6 +361,7 @@ def test_close_does_not_wait_for_ever(engine: GatedEngine) -> None:
     service = orca(engine)
     service.start()
     generation = service.submit([1], SamplingParams())
+    assert engine.waited_for.wait(SOON)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(generation.result)
         with pytest.raises(EngineError, match=r"did not stop within 0\.05 seconds"):
