@@ -12,6 +12,7 @@ import json
 import re
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import jax
@@ -26,7 +27,7 @@ from rich.table import Table
 
 from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import parameter_shapes
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import empty_cache
 from orca_jax.model.presets import PRESETS
 from orca_jax.sharding.stage import Stage
 
@@ -77,8 +78,8 @@ def compile_forward(preset: str, n_layers: int, bucket: int, max_bs: int) -> Com
         model, {name: array(*shape) for name, shape in parameter_shapes(model).items()}, attention="static"
     )
     max_blocks = -(-model.n_positions // _BLOCK_SIZE)
-    pool = (max_bs * max_blocks, model.n_heads, _BLOCK_SIZE, model.head_size)
-    caches = [LayerCache(array(*pool), array(*pool)) for _ in range(n_layers)]
+    made = partial(empty_cache, n_blocks=max_bs * max_blocks, block_size=_BLOCK_SIZE, dtype=jnp.bfloat16)
+    caches = jax.tree.map(lambda cache: array(*cache.shape), jax.eval_shape(lambda: made(model)))
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks)
     start = time.perf_counter()
     compiled = stage.forward.lower(

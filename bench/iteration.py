@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.machine import measure_device, median, seconds
+from bench.machine import measure_device, seconds
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.cost_model import Device, IterationShape, OperationKind, floor, operations
 from orca_jax.kv_manager import round_up

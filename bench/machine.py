@@ -1,6 +1,5 @@
 """The machine's two ceilings, measured in the run they are used in: memory bandwidth and matrix rate."""
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -49,8 +48,3 @@ def _matrix_rate(dtype: jnp.dtype, shape: tuple[int, int, int], repeat: int) -> 
     a, b = jax.random.normal(key, (m, k), dtype), jax.random.normal(key, (k, n), dtype)
     product = jax.jit(jnp.matmul)
     return 2 * m * n * k / min(seconds(lambda: product(a, b), repeat=repeat))
-
-
-def median(times: list[float]) -> float:
-    """The middle time."""
-    return statistics.median(times)
