@@ -25,6 +25,18 @@ class QueueFull(OrcaError, RuntimeError):
     """As many requests wait as the pool may hold; try again later."""
 
 
+class RequestEnded(OrcaError, RuntimeError):
+    """A request that was accepted ended before it was complete."""
+
+
+class RequestCancelled(RequestEnded):
+    """Its user cancelled it, or the server had to."""
+
+
+class RequestTimedOut(RequestEnded, TimeoutError):
+    """Its deadline passed."""
+
+
 class InvalidRequest(OrcaError, ValueError):
     """A request that can never be run, found when it is added; nothing else is disturbed."""
 

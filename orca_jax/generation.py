@@ -96,11 +96,17 @@ class Mailbox:
                 self._raise_failure()
                 return None
             self._wait(lambda: bool(self._token_ids) or self.finish_reason is not None, timeout)
-            piece = Piece(tuple(self._token_ids), "".join(self._text), self.finish_reason)
-            self._token_ids.clear()
-            self._text.clear()
-            self._last_taken = self.finish_reason is not None
-            return piece
+            return self._piece()
+
+    def poll(self) -> Piece | None:
+        """What is there now, without a wait; None when there is nothing new, or after the last piece."""
+        with self._changed:
+            gone = None if self.finish_reason is not None else self._gone()
+            if gone is not None:
+                self.finish_reason, self.failure = FinishReason.ERROR, gone
+            if self._last_taken or not (self._token_ids or self.finish_reason is not None):
+                return None
+            return self._piece()
 
     def wait_for_end(self, timeout: float | None) -> FinishReason:
         """The finish reason, once there is one; raises what the engine failed with."""
@@ -109,6 +115,13 @@ class Mailbox:
             self._raise_failure()
             assert self.finish_reason is not None
             return self.finish_reason
+
+    def _piece(self) -> Piece:
+        piece = Piece(tuple(self._token_ids), "".join(self._text), self.finish_reason)
+        self._token_ids.clear()
+        self._text.clear()
+        self._last_taken = self.finish_reason is not None
+        return piece
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -137,11 +150,16 @@ class Generation:
     """
 
     def __init__(
-        self, request: Request, mailbox: Mailbox, *, cancel: Callable[[], object], drop: Callable[[], object]
+        self,
+        request: Request,
+        mailbox: Mailbox,
+        *,
+        end: Callable[[FinishReason], object],
+        drop: Callable[[], object],
     ) -> None:
         self._request = request
         self._mailbox = mailbox
-        self._cancel = cancel
+        self._end = end
         self._drop = drop
 
     @property
@@ -163,6 +181,18 @@ class Generation:
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None while it runs."""
         return self._mailbox.finish_reason
+
+    @property
+    def failure(self) -> EngineError | None:
+        """What the engine failed with, if that ended it."""
+        return self._mailbox.failure
+
+    def poll(self) -> Piece | None:
+        """The next piece if there is one already; None when there is nothing new, and after the last piece.
+
+        Nothing is raised: a last piece with the reason `error` leaves why in `failure`.
+        """
+        return self._mailbox.poll()
 
     def next_piece(self, timeout: float | None = None) -> Piece | None:
         """Wait for the next piece; None after the last.
@@ -196,10 +226,14 @@ class Generation:
             request_id=self.request_id,
         )
 
-    def cancel(self) -> None:
-        """Ask the request to end, if it has not yet; what came before can still be taken."""
+    def end(self, reason: FinishReason) -> None:
+        """Ask the request to end for `reason`, if it has not yet; what came before can still be taken."""
         if self.finish_reason is None:
-            self._cancel()
+            self._end(reason)
+
+    def cancel(self) -> None:
+        """Ask the request to end as cancelled."""
+        self.end(FinishReason.CANCELLED)
 
     def close(self) -> None:
         """The same as `cancel`, under the name that iterators have for it."""

@@ -1,11 +1,9 @@
 # pyright: standard
 """The composition root: the one place that builds an engine, and the offline API on top of it."""
 
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -15,7 +13,6 @@ import numpy as np
 
 from orca_jax.buckets import bucket_sizes
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.cost_model import kv_bytes_per_slot, weight_bytes_total
 from orca_jax.engine_master import EngineMaster
 from orca_jax.errors import (
     ConfigError,
@@ -23,31 +20,21 @@ from orca_jax.errors import (
     InvalidPrompt,
     InvalidRequest,
     InvalidSamplingParameter,
-    NotACheckpoint,
     ServiceClosed,
 )
 from orca_jax.generation import Generation, GenerationResult
-from orca_jax.kv_manager import KVManager, round_up
-from orca_jax.model.gpt import Parameters, init_parameters
-from orca_jax.model.presets import PRESETS
+from orca_jax.kv_manager import KVManager
+from orca_jax.model.gpt import Parameters
 from orca_jax.request import SamplingParams
 from orca_jax.service import Orca
-from orca_jax.sharding.checkpoint import find_directory, load_checkpoint
-from orca_jax.sharding.hf_config import read_config
+from orca_jax.sharding.capacity import Device, serving_config
+from orca_jax.sharding.load import LoadFormat, load_model
 from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
-from orca_jax.tokenizer import TextStream, Tokenizer
+from orca_jax.tokenizer import TextStream
 
-Device = Any  # a jax.Device
 Prompt = str | Sequence[int] | np.ndarray
-LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-DEMO_MODEL = Path(__file__).parent / "demo_model"
-DEFAULT_KV_BYTES = (
-    2 << 30
-)  # what `n_slots` takes at most by default, where the device does not say what it has
-_KV_SHARE = 0.6  # and of the memory that the weights leave, where it does: the rest is for activations
 
 _N_WORKERS = 1
 
@@ -60,8 +47,8 @@ class LLM:
     tokenizer, so that prompts are token ids and texts come out empty. `dtype` is float32 on a CPU and
     bfloat16 elsewhere unless said. `seed` also starts the seeds of requests that have none.
 
-    `max_batch_size`, `n_slots`, `max_batch_tokens` and `block_size` are those of ServingConfig. By default
-    `n_slots` holds a full batch of the longest requests, but on a CPU no more than DEFAULT_KV_BYTES of keys
+    `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and `max_queue` are those of ServingConfig.
+    By default `n_slots` holds a full batch of the longest requests, but on a CPU no more than 2 GiB of keys
     and values, and `max_batch_tokens` is 2048, or the model's positions where they are more.
 
     One device runs the model: `tensor_parallel` and `pipeline_parallel` must be 1. Iterations do not overlap
@@ -86,6 +73,7 @@ class LLM:
         pipeline_parallel: int = 1,
         overlap: bool | None = None,
         block_size: int = 16,
+        max_queue: int = 1 << 20,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         _refuse_what_is_not_built(tensor_parallel, pipeline_parallel, overlap)
@@ -97,18 +85,20 @@ class LLM:
         device: Device = jax.devices()[0]
         self.dtype: str = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
         self.device: str = device.device_kind if device.platform != "cpu" else "cpu"
-        loaded = _load(model, load_format, jnp.dtype(self.dtype), seed or 0, device, on_load)
+        loaded = load_model(model, load_format, jnp.dtype(self.dtype), seed or 0, device, on_load)
         self.name = loaded.name
+        self.directory = loaded.directory
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
-        self.serving = _serving_config(
+        self.serving = serving_config(
             self.config,
             jnp.dtype(self.dtype).itemsize,
             device,
-            max_batch_size,
-            n_slots,
-            max_batch_tokens,
-            block_size,
+            max_batch_size=max_batch_size,
+            n_slots=n_slots,
+            max_batch_tokens=max_batch_tokens,
+            block_size=block_size,
+            max_queue=max_queue,
         )
         self._service: Orca | None = _service(self.config, loaded.parameters, self.serving, seed)
         self._service.start()
@@ -254,105 +244,6 @@ def _refuse_what_is_not_built(tensor_parallel: int, pipeline_parallel: int, over
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    name: str
-    config: ModelConfig
-    parameters: Parameters
-    tokenizer: Tokenizer | None
-
-
-def _load(
-    model: str | Path | None,
-    load_format: LoadFormat,
-    dtype: jnp.dtype,
-    seed: int,
-    device: Device,
-    on_load: Callable[[int, int], None] | None,
-) -> _Loaded:
-    place = DEMO_MODEL if model is None else model
-    name = "the demo model" if model is None else str(model)
-    if not isinstance(place, str | Path):
-        raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
-    if load_format == "dummy":
-        if str(place) in PRESETS:
-            config, tokenizer = PRESETS[str(place)], None
-        else:
-            directory = find_directory(place)
-            config, tokenizer = read_config(directory), _tokenizer(directory)
-        _check_memory("the weights", weight_bytes_total(config, dtype.itemsize), device)
-        return _Loaded(name, config, init_parameters(config, jax.random.key(seed), dtype), tokenizer)
-    try:
-        checkpoint = load_checkpoint(place, dtype=dtype, on_bytes=on_load)
-    except NotACheckpoint as error:
-        if str(place) not in PRESETS:
-            raise
-        hint = f'{place} is also a preset: load_format="dummy" runs it with random weights'
-        raise NotACheckpoint(f"{error}; {hint}") from error
-    return _Loaded(name, checkpoint.config, checkpoint.parameters, _tokenizer(checkpoint.directory))
-
-
-def _tokenizer(directory: Path) -> Tokenizer | None:
-    path = directory / "tokenizer.json"
-    return Tokenizer.from_file(path) if path.exists() else None
-
-
-def _serving_config(
-    config: ModelConfig,
-    itemsize: int,
-    device: Device,
-    max_batch_size: int,
-    n_slots: int | None,
-    max_batch_tokens: int | None,
-    block_size: int,
-) -> ServingConfig:
-    """Fill in what was not said, and hold what was against the model and the device."""
-    longest = config.n_positions
-    if max_batch_tokens is None:
-        max_batch_tokens = max(2048, longest, max_batch_size)
-    # Checks the types and ranges of what was said before it is used to compute the rest.
-    serving = ServingConfig(
-        max_batch_size=max_batch_size,
-        n_slots=block_size if n_slots is None else n_slots,
-        max_batch_tokens=max_batch_tokens,
-        block_size=block_size,
-    )
-    if max_batch_tokens < longest:
-        raise ConfigError(
-            f"max_batch_tokens is {max_batch_tokens}; it must be at least the model's {longest} positions, "
-            "so that the longest prompt fits into one iteration"
-        )
-    slot_bytes = kv_bytes_per_slot(config, itemsize)
-    if n_slots is None:
-        whole_request = round_up(longest, block_size)
-        free = _free_bytes(device)
-        budget = DEFAULT_KV_BYTES if device.platform == "cpu" or free is None else int(free * _KV_SHARE)
-        n_slots = max(whole_request, min(max_batch_size * whole_request, budget // slot_bytes))
-        serving = ServingConfig(
-            max_batch_size=max_batch_size,
-            n_slots=n_slots,
-            max_batch_tokens=max_batch_tokens,
-            block_size=block_size,
-        )
-    _check_memory(f"the keys and values of n_slots = {n_slots}", n_slots * slot_bytes, device)
-    return serving
-
-
-def _free_bytes(device: Device) -> int | None:
-    """What the device's memory still holds, None where it does not say; for a CPU all of the machine's."""
-    if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    stats = device.memory_stats()
-    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
-
-
-def _check_memory(what: str, n_bytes: int, device: Device) -> None:
-    """Refuse what can never fit, before the machine grinds to a halt over it."""
-    free = _free_bytes(device)
-    if free is not None and n_bytes > free:
-        raise ConfigError(f"{what} take {n_bytes / 1e9:.1f} GB; the device has {free / 1e9:.1f} GB for them")
 
 
 def build_engine(

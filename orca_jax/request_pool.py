@@ -91,7 +91,17 @@ class RequestPool:
         """Requests that the scheduler has not admitted yet."""
         return len(self._waiting)
 
+    @property
+    def n_running(self) -> int:
+        """Requests that the scheduler has admitted: they hold slots and take part in iterations."""
+        return len(self._admitted)
+
     # For any thread.
+
+    def admitted(self) -> list[Request]:
+        """Those requests, oldest first: a copy, for a look from outside."""
+        with self._lock:
+            return list(self._admitted.values())
 
     def add(self, request: Request) -> None:
         """Take a new request in: it gets its arrival number and waits.

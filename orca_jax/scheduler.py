@@ -222,14 +222,19 @@ def admissible(request: Request, *, config: ServingConfig, model: ModelConfig) -
         message += f"an output token as well, so give it at most {model.n_positions - 1}"
         raise PromptTooLong(message, param="prompt")
     assert request.max_tokens > n_input, "max_tokens counts input and output"
-    limit, source = min(
-        (model.n_positions, "the model's positions"),
-        (config.n_blocks * config.block_size, "n_slots in whole blocks"),
-        # After a fault a request runs again with all its tokens but the last in one iteration.
-        (config.max_batch_tokens + 1, "max_batch_tokens"),
-    )
+    limit, source = longest_request(config=config, model=model)
     if request.max_tokens > limit:
         message = f"{n_input} input and {request.max_tokens - n_input} output tokens are asked for, and "
         message += f"{source} allow {limit} together; "
         message += f"ask for at most {limit - n_input}" if n_input < limit else "shorten the prompt"
         raise RequestTooLarge(message, param="max_tokens")
+
+
+def longest_request(*, config: ServingConfig, model: ModelConfig) -> tuple[int, str]:
+    """The most input and output tokens that one request can have together, and what sets the limit."""
+    return min(
+        (model.n_positions, "the model's positions"),
+        (config.n_blocks * config.block_size, "n_slots in whole blocks"),
+        # After a fault a request runs again with all its tokens but the last in one iteration.
+        (config.max_batch_tokens + 1, "max_batch_tokens"),
+    )

@@ -19,7 +19,7 @@ from orca_jax.generation import LOOK_SECONDS, Generation, Mailbox
 from orca_jax.kv_manager import KVManager
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import Delivery, RequestPool
-from orca_jax.scheduler import Engine, Scheduler, admissible
+from orca_jax.scheduler import Engine, Scheduler, admissible, longest_request
 from orca_jax.timeline import Timeline
 from orca_jax.tokenizer import TextStream
 
@@ -32,7 +32,8 @@ class Orca:
     A request without a seed is given one: from the operating system, or from a generator that `seed` starts,
     so that a program that submits in the same order gets the same again. `clock` gives the timeline's
     seconds. `failure` is what the engine failed with: every request that was live ended with the reason
-    `error` then, and no more are taken.
+    `error` then, and no more are taken. `on_delivered`, if it is set, hears of all deliveries of an iteration
+    in one call, on the scheduler's thread, when they lie in their mailboxes.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Orca:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.failure: EngineError | None = None
+        self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
         self.timeline = Timeline(clock, bucket_sizes=bucket_sizes)
         self.pool = RequestPool(
             max_waiting=config.max_queue,
@@ -101,6 +103,11 @@ class Orca:
         request = _request("", prompt_ids, sampling, 0, self._model, stream)
         admissible(request, config=self._config, model=self._model)
 
+    def most_output(self, n_input: int) -> int:
+        """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if that is too long."""
+        limit, _ = longest_request(config=self._config, model=self._model)
+        return limit - n_input
+
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -129,7 +136,7 @@ class Orca:
         return Generation(
             request,
             mailbox,
-            cancel=partial(self.pool.end, name, FinishReason.CANCELLED),
+            end=partial(self.pool.end, name),
             drop=partial(self._dropped.append, name),
         )
 
@@ -168,6 +175,8 @@ class Orca:
             assert isinstance(mailbox, Mailbox)
             failure = self.failure if delivery.finish_reason is FinishReason.ERROR else None
             mailbox.put(delivery.token_id, delivery.finish_reason, failure)
+        if self.on_delivered is not None:
+            self.on_delivered(deliveries)
 
 
 def _as_engine_error(error: Exception) -> EngineError:

@@ -6,6 +6,7 @@ can be decoded token by token at a cost that does not grow, and comes out as if 
 
 from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -62,12 +63,12 @@ class Tokenizer:
         except ValueError as error:
             raise UnsupportedModel(f"{path}: only byte-level BPE is supported; {error}") from error
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with special tokens around it where the file's own post-processor adds them.
 
-        OPT's puts `</s>` in front, GPT-2's adds none. The name of a special token within the text is that
-        token, as in Hugging Face's tokenizers. Raises InvalidPrompt for text that is not valid Unicode (lone
-        surrogates), or that this tokenizer has no tokens for.
+        OPT's puts `</s>` in front, GPT-2's adds none; without `add_special_tokens` none is added. The name of
+        a special token within the text is that token, as in Hugging Face's tokenizers. Raises InvalidPrompt
+        for text that is not valid Unicode (lone surrogates), or that this tokenizer has no tokens for.
         """
         try:
             text.encode("utf-8")
@@ -75,9 +76,14 @@ class Tokenizer:
             message = f"the prompt is not valid Unicode: a lone surrogate at character {error.start}"
             raise InvalidPrompt(message, param="prompt") from error
         try:
-            return self._tokenizer.encode(text).ids
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:
             raise InvalidPrompt(f"the tokenizer cannot encode the prompt: {error}", param="prompt") from error
+
+    @cached_property
+    def max_token_length(self) -> int:
+        """Characters of the longest token: `n` tokens never stand for more than `n` times as many."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of the tokens without special ones; bytes that are not UTF-8 become U+FFFD."""

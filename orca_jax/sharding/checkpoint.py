@@ -42,6 +42,8 @@ from orca_jax.sharding.tensor_names import HEAD, PREFIXES, Source, is_buffer, la
 _MAX_INDEX_BYTES = 100_000_000
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILE_NAME = re.compile(r"[\w][\w.-]*\.safetensors", re.ASCII)
 
@@ -111,9 +113,7 @@ def find_directory(path_or_name: str | Path) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise NotACheckpoint(f"there is no directory {shown(name)}")
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"])
-        )
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub's client raises its own, the network's, and the disk's
         raise NotACheckpoint(
             f"there is no directory {shown(name)}, and the Hugging Face hub gave no model of that name: "

@@ -31,7 +31,11 @@ DATA = {"errors", "config", "request", "buckets", "control", "flat_batch"}
 DEVICE_ROOMS = {
     "model": {"errors", "config", "model.presets"},
     "pallas": {"errors", "config"},
-    "sharding": {*DATA, "control_channel", "model", "model.presets", "pallas"},
+    "sharding": {
+        *DATA,
+        *("control_channel", "cost_model", "kv_manager", "tokenizer"),
+        *("model", "model.presets", "pallas"),
+    },
 }
 HOST_ROOMS = {room for layer in LAYERS for room in layer}
 FACE = "__init__"  # orca_jax/__init__.py

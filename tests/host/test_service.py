@@ -1,16 +1,12 @@
 """The service on engines without a device: delivery, ends of every kind, and failures that wake everybody."""
 
 import gc
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import (
     EmptyPrompt,
     EngineError,
@@ -23,88 +19,19 @@ from orca_jax.errors import (
     TokenOutOfRange,
 )
 from orca_jax.generation import Generation, Piece
-from orca_jax.kv_manager import KVManager
-from orca_jax.request import FinishReason, Request, SamplingParams
-from orca_jax.scheduler import Engine, Returned
-from orca_jax.service import Orca
-from orca_jax.simulated_engine import SimulatedEngine, VirtualClock
-from orca_jax.tokenizer import _BYTE_OF_CHARACTER, TextStream, Tokenizer
-
-SOON = 30.0  # seconds that nothing here takes
-EOS = 99
-MODEL = ModelConfig(
-    vocab_size=300, n_positions=64, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8, eos_token_ids=(EOS,)
+from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.tokenizer import TextStream
+from tests.host.engines import (
+    EOS,
+    LETTERS,
+    MODEL,
+    SOON,
+    GatedEngine,
+    at_rest,
+    orca,
+    simulated,
+    writing,
 )
-CONFIG = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64, block_size=8)
-
-
-def letters() -> Tokenizer:
-    """A tokenizer of single bytes: a token's id is its byte."""
-    library = tokenizers.Tokenizer(models.BPE(_BYTE_OF_CHARACTER, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    return Tokenizer(library)
-
-
-LETTERS = letters()
-
-
-def counting(request: Request, index: int) -> int:
-    """Tokens that tell whose they are."""
-    return (request.prompt_ids[0] + index) % MODEL.vocab_size
-
-
-def writing(text: str) -> Callable[[Request, int], int]:
-    """An engine's tokens that spell `text`."""
-    return lambda _, index: ord(text[index % len(text)])
-
-
-class GatedEngine:
-    """An engine whose iterations come back when the test lets them; `error` is raised instead of a return."""
-
-    n_workers = 1
-
-    def __init__(self, token: Callable[[Request, int], int] = counting) -> None:
-        self.error: Exception | None = None
-        self.gate = threading.Semaphore(0)
-        self.waited_for = threading.Event()  # an iteration is out, and the scheduler waits for it
-        self._token = token
-        self._in_flight: deque[Sequence[Request]] = deque()
-
-    def issue(self, batch: Sequence[Request]) -> None:
-        self._in_flight.append(batch)
-
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        self.waited_for.set()
-        assert self.gate.acquire(timeout=SOON), "the test never let the iteration return"
-        if self.error is not None:
-            raise self.error
-        batch = self._in_flight.popleft()
-        return Returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
-
-    def let(self, n: int) -> None:
-        """Let `n` iterations return."""
-        self.gate.release(n)
-
-
-def orca(engine: Engine, *, config: ServingConfig = CONFIG, seed: int | None = None) -> Orca:
-    kv = KVManager(
-        n_blocks=config.n_blocks,
-        block_size=config.block_size,
-        n_rows=(engine.n_workers + 1) * config.max_batch_size,
-        max_blocks_per_row=MODEL.n_positions // config.block_size,
-    )
-    return Orca(engine, kv, config=config, model=MODEL, seed=seed)
-
-
-def simulated(token: Callable[[Request, int], int] = counting, n_workers: int = 1) -> SimulatedEngine:
-    return SimulatedEngine(VirtualClock(), token=token, n_workers=n_workers)
-
-
-def at_rest(service: Orca) -> bool:
-    kv = service.scheduler.kv
-    free = kv.n_free_blocks == kv.n_blocks and kv.n_free_rows == kv.n_rows
-    return free and service.scheduler.n_rsrv == 0 and len(service.pool) == 0
 
 
 def rest(generation: Generation) -> Iterator[Piece]:

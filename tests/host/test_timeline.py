@@ -1,11 +1,14 @@
 """The timeline: what happened when."""
 
+from array import array
+from collections.abc import Sequence
+
 import pytest
 
 from orca_jax.buckets import bucket_sizes
 from orca_jax.request import FinishReason, Request, RequestState, SamplingParams
 from orca_jax.request_pool import Delivery
-from orca_jax.timeline import Timeline
+from orca_jax.timeline import IterationRecord, RequestRecord, Timeline
 
 
 class Clock:
@@ -88,10 +91,13 @@ def test_iterations_with_phases_tokens_bucket_and_padding(clock: Clock):
     timeline = Timeline(clock, bucket_sizes=bucket_sizes(128))
     a = make_request("A", state=RequestState.INCREMENT)
     b = make_request("B", n_input=9)
+    c = make_request("C")
+    for request in (a, b, c):
+        timeline.arrived(request)
     clock.now = 1.0
     timeline.issued([a, b], [1, 9])
     clock.now = 2.0
-    timeline.issued([make_request("C")], [1])
+    timeline.issued([c], [1])
     clock.now = 4.0
     timeline.returned()
     first, second = timeline.iterations
@@ -104,16 +110,21 @@ def test_iterations_with_phases_tokens_bucket_and_padding(clock: Clock):
 
 def test_without_buckets_nothing_is_padded(clock: Clock):
     timeline = Timeline(clock)
-    timeline.issued([make_request("A", n_input=9)], [9])
+    a = make_request("A", n_input=9)
+    timeline.arrived(a)
+    timeline.issued([a], [9])
     assert (timeline.iterations[0].bucket, timeline.iterations[0].padding) == (9, 0)
 
 
 def test_lost_iterations_stay_on_record_and_never_return(clock: Clock):
     timeline = Timeline(clock)
-    timeline.issued([make_request("A")], [1])
-    timeline.issued([make_request("B")], [1])
+    a, b, c = requests = [make_request(name) for name in "ABC"]
+    for request in requests:
+        timeline.arrived(request)
+    timeline.issued([a], [1])
+    timeline.issued([b], [1])
     timeline.lost()
-    timeline.issued([make_request("C")], [1])
+    timeline.issued([c], [1])
     clock.now = 3.0
     timeline.returned()
     assert [iteration.returned for iteration in timeline.iterations] == [None, None, 3.0]
@@ -130,3 +141,114 @@ def test_only_the_youngest_records_are_kept(clock: Clock, max_records: int | Non
         timeline.delivered([Delivery(request, 7, FinishReason.STOP)])
     assert [iteration.number for iteration in timeline.iterations] == kept
     assert [int(record.request_id) for record in timeline.requests] == kept
+
+
+def test_a_request_is_scheduled_once_however_often_it_runs(clock: Clock):
+    timeline = Timeline(clock)
+    a, b = make_request("A"), make_request("B")
+    clock.now = 1.0
+    for request in (a, b):
+        timeline.arrived(request)
+    clock.now = 4.0
+    timeline.issued([a], [1])
+    timeline.lost()
+    clock.now = 5.0
+    timeline.issued([a], [1])  # again, after a fault
+    timeline.returned()
+    timeline.delivered([Delivery(a, 7, FinishReason.STOP), Delivery(b, None, FinishReason.TIMEOUT)])
+    ran, waited = timeline.requests
+    assert (ran.scheduled, ran.queue_time) == (4.0, 3.0)
+    assert (waited.scheduled, waited.queue_time) == (None, None)
+
+
+class Listener:
+    """Writes down what it hears, with the time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.heard: list[tuple[object, ...]] = []
+        self._clock = clock
+
+    def arrived(self, record: RequestRecord) -> None:
+        self.heard.append((self._clock.now, "arrived", record.request_id))
+
+    def returned(self, record: IterationRecord) -> None:
+        self.heard.append((self._clock.now, "returned", record.number, record.returned))
+
+    def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
+        firsts = [(record.request_id, record.time_to_first_token) for record in first]
+        self.heard.append((self._clock.now, "delivered", list(gaps), firsts))
+
+    def ended(self, record: RequestRecord) -> None:
+        self.heard.append(
+            (self._clock.now, "ended", record.request_id, record.finish_reason, record.n_output)
+        )
+
+
+def test_an_observer_hears_of_all_once_and_in_order(clock: Clock):
+    timeline = Timeline(clock)
+    listener = timeline.observer = Listener(clock)
+    a, b = make_request("A"), make_request("B")
+    timeline.arrived(a)
+    clock.now = 1.0
+    timeline.issued([a], [1])
+    clock.now = 2.0
+    timeline.arrived(b)
+    clock.now = 3.0
+    timeline.returned()
+    timeline.delivered([Delivery(a, 7, None)])
+    a.state = RequestState.INCREMENT
+    timeline.issued([a, b], [1, 1])
+    clock.now = 7.0
+    timeline.returned()
+    timeline.delivered([Delivery(a, 8, FinishReason.LENGTH), Delivery(b, 9, None)])
+    timeline.delivered([Delivery(b, None, FinishReason.CANCELLED)])
+    timeline.delivered([])
+    assert listener.heard == [
+        (0.0, "arrived", "A"),
+        (2.0, "arrived", "B"),
+        (3.0, "returned", 0, 3.0),
+        (3.0, "delivered", [], [("A", 3.0)]),
+        (7.0, "returned", 1, 7.0),
+        (7.0, "delivered", [4.0], [("B", 5.0)]),
+        (7.0, "ended", "A", FinishReason.LENGTH, 2),
+        (7.0, "ended", "B", FinishReason.CANCELLED, 1),
+    ]
+
+
+def end_at(timeline: Timeline, clock: Clock, name: str, time: float) -> None:
+    clock.now = time
+    timeline.delivered([Delivery(make_request(name), 7, FinishReason.STOP)])
+
+
+def test_how_fast_requests_finish(clock: Clock):
+    timeline = Timeline(clock)
+    for name in "ABCD":
+        timeline.arrived(make_request(name))
+    assert timeline.recent_finish_interval() is None
+    end_at(timeline, clock, "A", 10.0)
+    assert timeline.recent_finish_interval() is None
+    end_at(timeline, clock, "B", 11.0)
+    assert timeline.recent_finish_interval() == 1.0
+    end_at(timeline, clock, "C", 16.0)
+    assert timeline.recent_finish_interval() == 3.0  # (16 - 10) / 2
+
+
+def test_idle_time_says_nothing_about_how_fast_requests_finish(clock: Clock):
+    timeline = Timeline(clock)
+    for start in (0.0, 1000.0):
+        timeline.arrived(make_request("A"))
+        timeline.arrived(make_request("B"))
+        end_at(timeline, clock, "A", start + 1.0)
+        end_at(timeline, clock, "B", start + 3.0)
+        assert timeline.recent_finish_interval() == 2.0
+
+
+def test_only_recent_ends_tell_how_fast_requests_finish(clock: Clock):
+    timeline = Timeline(clock)
+    timeline.arrived(make_request("stays"))
+    for i in range(65):
+        timeline.arrived(make_request(str(i)))
+    end_at(timeline, clock, "0", 0.0)
+    for i in range(1, 65):
+        end_at(timeline, clock, str(i), 1000.0 + 2.0 * i)
+    assert timeline.recent_finish_interval() == 2.0  # the last 64 alone, two seconds apart

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.llm import DEMO_MODEL
 from orca_jax.model import reference
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.sharding.checkpoint import load_checkpoint
+from orca_jax.sharding.load import DEMO_MODEL
 from orca_jax.tokenizer import Tokenizer
 
 HELD_OUT = Path(__file__).resolve().parent.parent / "data" / "held_out.txt"

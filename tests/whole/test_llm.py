@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import orca_jax
-from orca_jax import LLM, SamplingParams, llm
+from orca_jax import LLM, SamplingParams
 from orca_jax.config import ModelConfig
 from orca_jax.errors import (
     ConfigError,
@@ -30,11 +30,18 @@ from orca_jax.errors import (
 )
 from orca_jax.generation import GenerationResult
 from orca_jax.model.reference import forward
-from orca_jax.sharding import checkpoint
+from orca_jax.sharding import capacity, checkpoint, load
 from orca_jax.sharding.checkpoint import find_tensors, load_checkpoint
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SOON = 60.0
+SIZES_UNSAID: dict[str, Any] = {
+    "max_batch_size": 32,
+    "n_slots": None,
+    "max_batch_tokens": None,
+    "block_size": 16,
+    "max_queue": 1000,
+}
 
 
 def at_rest(model: LLM) -> bool:
@@ -76,7 +83,7 @@ def test_the_demo_model_gives_the_references_tokens() -> None:
         results = demo.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True))
         assert [result.n_input for result in results] == [len(ids) for ids in encoded]
         assert [result.text for result in results] == [demo.tokenizer.decode(r.token_ids) for r in results]
-        check_against_reference(llm.DEMO_MODEL, list(zip(encoded, results, strict=True)))
+        check_against_reference(load.DEMO_MODEL, list(zip(encoded, results, strict=True)))
 
 
 def test_results_come_in_the_order_of_the_prompts(tiny: LLM, tiny_directory: Path) -> None:
@@ -277,7 +284,7 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
 def test_a_configuration_that_cannot_work_is_refused(
     tiny_directory: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm, "_free_bytes", lambda _: 10**10)
+    monkeypatch.setattr(capacity, "_free_bytes", lambda _: 10**10)
     options.setdefault("model", tiny_directory)
     with pytest.raises(ConfigError, match=message):
         LLM(**options)
@@ -350,15 +357,15 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
     )  # 2 * 2 * 8 * 4 = 128 bytes a slot
 
     def sizes(n_bytes: int) -> tuple[int, int]:
-        monkeypatch.setattr(llm, "DEFAULT_KV_BYTES", n_bytes)
-        serving = llm._serving_config(model, 4, cpu, 32, None, None, 16)
+        monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", n_bytes)
+        serving = capacity.serving_config(model, 4, cpu, **SIZES_UNSAID)
         return serving.n_slots, serving.max_batch_tokens
 
     assert sizes(2 << 30) == (32 * 112, 2048), "a full batch of the longest requests, in whole blocks"
     assert sizes(128 * 1000) == (1000, 2048), "what the bytes hold"
     assert sizes(1) == (112, 2048), "one request at least"
     longer = ModelConfig(vocab_size=10, n_positions=4096, hidden_size=8, n_layers=2, n_heads=1, ffn_size=8)
-    assert llm._serving_config(longer, 4, cpu, 32, None, None, 16).max_batch_tokens == 4096
+    assert capacity.serving_config(longer, 4, cpu, **SIZES_UNSAID).max_batch_tokens == 4096
     assert tiny.dtype == ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 

@@ -1,0 +1,48 @@
+"""What `orca serve` says when it is ready: what is served, where, with which limits, and a first request."""
+
+import json
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from orca_jax.buckets import bucket_sizes
+from server.endpoints import Endpoints
+from server.loading import summary
+from server.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from orca_jax import LLM
+
+
+def show(console: Console, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
+    """Write it."""
+    sizes = bucket_sizes(model.serving.max_batch_tokens)
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("model", f"{model.name} ({summary(llm)})"),
+        ("length", f"{model.config.n_positions} tokens, input and output together"),
+        (
+            "n_slots",
+            f"{model.serving.n_slots} tokens of keys and values, {model.serving.block_size} a block",
+        ),
+        ("max_bs", f"{model.serving.max_batch_size} requests in one iteration"),
+        ("buckets", f"{len(sizes)}, from {sizes[0]} to {sizes[-1]} tokens"),
+        ("HTTP", f"{endpoints.http_url}  (its pages: {endpoints.http_url}/docs)"),
+        ("gRPC", endpoints.grpc_address or "off"),
+        ("API key", "needed" if keyed else "not needed: whoever reaches the port may use it"),
+    ):
+        table.add_row(f"[dim]{name}[/dim]", value)
+    console.print(table, soft_wrap=True)
+    console.print("\nready; a first request:\n", style="bold")
+    console.print(_first_request(model, endpoints.http_url, keyed=keyed), soft_wrap=True, markup=False)
+
+
+def _first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
+    """A command that works when it is pasted into a shell."""
+    prompt: str | list[int] = "In the beginning" if model.tokenizer is not None else [1, 2, 3]
+    body = json.dumps({"model": model.name, "prompt": prompt, "max_tokens": 32})
+    insecure = " --insecure" if url.startswith("https") else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
+    quoted = body.replace("'", "'\\''")
+    return f"curl{insecure} {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"

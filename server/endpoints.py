@@ -1,0 +1,149 @@
+"""Both endpoints on one event loop: the addresses first, then the servers on them, then an orderly end."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Generator
+
+import uvicorn
+
+from orca_jax.errors import ConfigError, EngineError
+from server.api_keys import ApiKeys
+from server.config import EndpointOptions
+from server.gateway import Gateway
+from server.http.app import create_app
+from server.metrics import Metrics
+from server.rpc.server import create_server
+
+_START_SECONDS = 30.0
+_STOP_SECONDS = 5  # for answers that are complete to reach their readers
+_UNREAD_SECONDS = 60  # a client that takes nothing for so long is gone
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn without its signal handlers: what a signal means is decided once, for both endpoints."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Capture none."""
+        yield
+
+
+class Endpoints:
+    """HTTP and gRPC in front of one gateway. Made on the loop that runs them.
+
+    `start` takes the addresses and listens; `http_port` and `grpc_port` are then the real ones (`grpc_port`
+    None: no gRPC). `stop` closes everything, whatever is still open.
+    """
+
+    def __init__(
+        self, gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics
+    ) -> None:
+        self.http_port = options.port
+        self.grpc_port = options.grpc_port
+        self._gateway = gateway
+        self._options = options
+        app = create_app(gateway, options, api_keys=api_keys, metrics=metrics)
+        self._http = _HttpServer(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=_STOP_SECONDS,
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
+            )
+        )
+        self._rpc = None
+        if options.grpc_port is not None:
+            self._rpc = create_server(gateway, options, api_keys=api_keys, metrics=metrics)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def http_url(self) -> str:
+        """Where HTTP listens."""
+        scheme = "http" if self._options.ssl_certfile is None else "https"
+        return f"{scheme}://{_in_url(self._options.host)}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str | None:
+        """Where gRPC listens."""
+        return None if self.grpc_port is None else f"{_in_url(self._options.host)}:{self.grpc_port}"
+
+    async def start(self) -> None:
+        """Take both addresses and listen. Raises ConfigError, and has let go of everything then."""
+        _check_certificate(self._options)
+        listener = _listen(self._options.host, self._options.port)
+        self.http_port = listener.getsockname()[1]
+        try:
+            if self._rpc is not None:
+                assert self._options.grpc_port is not None
+                self.grpc_port = await self._rpc.bind(self._options.host, self._options.grpc_port)
+                await self._rpc.start()
+        except BaseException:
+            listener.close()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
+            asyncio.create_task(self._gateway.watch(), name="gateway"),
+        ]
+        async with asyncio.timeout(_START_SECONDS):
+            while not self._http.started:
+                if self._tasks[0].done():
+                    await self._tasks[0]
+                    raise EngineError("the HTTP server ended before it began")
+                await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End both, and what belongs to them; within seconds, however slow their clients are."""
+        self._http.should_exit = True
+        if self._rpc is not None:
+            await self._rpc.stop(_STOP_SECONDS)
+        if not self._tasks:
+            return
+        http, watch = self._tasks
+        watch.cancel()
+        await asyncio.wait([watch, http], timeout=2 * _STOP_SECONDS)
+        http.cancel()
+        await asyncio.wait([http], timeout=_STOP_SECONDS)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError where the address is taken, not ours, or no address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}; choose another --host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Inherited by each connection: the kernel ends one whose client takes nothing any more.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host"
+        raise ConfigError(message) from error
+    return listener
+
+
+def _check_certificate(options: EndpointOptions) -> None:
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        files = f"{options.ssl_certfile} and {options.ssl_keyfile}"
+        message = f"{files} are no usable certificate and key: {error}"
+        raise ConfigError(message) from error
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

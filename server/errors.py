@@ -1,0 +1,60 @@
+"""What each error means to a client: one table for both endpoints."""
+
+from typing import NamedTuple
+
+import grpc
+
+from orca_jax.errors import (
+    EngineError,
+    InvalidRequest,
+    OrcaError,
+    QueueFull,
+    RequestCancelled,
+    RequestTimedOut,
+    ServiceClosed,
+)
+
+
+class NotReady(OrcaError):
+    """The model is still loading, or the server is shutting down; try again later, or elsewhere."""
+
+
+class UnknownModel(OrcaError):
+    """A request for another model than the one that is served."""
+
+
+class Unauthorized(OrcaError):
+    """An API key is missing or wrong."""
+
+
+class RequestIdTaken(OrcaError):
+    """A live request has that id already."""
+
+
+class Meaning(NamedTuple):
+    """HTTP status, `type` and `code` of OpenAI's error shape, and the status of gRPC."""
+
+    http: int
+    type: str
+    code: str | None
+    grpc: grpc.StatusCode
+
+
+_MEANINGS: dict[type[OrcaError], Meaning] = {
+    InvalidRequest: Meaning(400, "invalid_request_error", None, grpc.StatusCode.INVALID_ARGUMENT),
+    Unauthorized: Meaning(401, "invalid_request_error", "invalid_api_key", grpc.StatusCode.UNAUTHENTICATED),
+    UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
+    RequestIdTaken: Meaning(409, "invalid_request_error", "request_id", grpc.StatusCode.ALREADY_EXISTS),
+    QueueFull: Meaning(429, "rate_limit_error", "queue_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
+    RequestCancelled: Meaning(503, "service_unavailable_error", "cancelled", grpc.StatusCode.CANCELLED),
+    NotReady: Meaning(503, "service_unavailable_error", "not_ready", grpc.StatusCode.UNAVAILABLE),
+    ServiceClosed: Meaning(503, "service_unavailable_error", "not_ready", grpc.StatusCode.UNAVAILABLE),
+    EngineError: Meaning(503, "engine_error", "engine_failed", grpc.StatusCode.UNAVAILABLE),
+    RequestTimedOut: Meaning(504, "timeout_error", "timeout", grpc.StatusCode.DEADLINE_EXCEEDED),
+    OrcaError: Meaning(500, "server_error", None, grpc.StatusCode.INTERNAL),
+}
+
+
+def meaning(error: OrcaError) -> Meaning:
+    """The entry of the error's class, or of the nearest class above it."""
+    return next(_MEANINGS[kind] for kind in type(error).__mro__ if kind in _MEANINGS)

@@ -1,0 +1,260 @@
+"""The gateway: where both endpoints hand requests to the service, and take their pieces on the event loop.
+
+The scheduler's thread crosses to the event loop once an iteration, whatever the number of requests: it says
+which have something new, and each is then woken to take it from its mailbox. What a slow client has not taken
+lies there, no more than its request's own output, and holds nobody up.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Self
+
+from orca_jax.errors import EngineError, RequestCancelled, RequestTimedOut
+from orca_jax.generation import LOOK_SECONDS, Generation, Piece
+from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.request_pool import Delivery
+from server.errors import NotReady, UnknownModel
+from server.served_model import ServedModel
+
+_GRACE_SECONDS = 5.0  # for the scheduler to end what it was asked to end; a device that hangs never does
+
+
+class Phase(StrEnum):
+    """Where a server is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class LiveRequest:
+    """A request of an endpoint: an asynchronous iterator of its pieces, and a context manager that ends it.
+
+    The last piece has the finish reason `stop` or `length`. A request that ends otherwise yields what came
+    and then raises RequestCancelled, RequestTimedOut or EngineError. For one consumer, on the gateway's loop.
+    """
+
+    def __init__(self, gateway: "Gateway", generation: Generation, timeout: float | None) -> None:
+        self._gateway = gateway
+        self._generation = generation
+        self._changed = asyncio.Event()
+        self._over: RequestCancelled | RequestTimedOut | EngineError | None = None
+        self._exhausted = False
+        self._timeout = timeout
+        loop = asyncio.get_running_loop()
+        self._timer = None if timeout is None else loop.call_later(timeout, self._time_out)
+
+    @property
+    def request_id(self) -> str:
+        """The request's name in the service."""
+        return self._generation.request_id
+
+    @property
+    def n_input(self) -> int:
+        """Tokens of the prompt."""
+        return self._generation.n_input
+
+    @property
+    def seed(self) -> int:
+        """The caller's seed, or the one that was drawn."""
+        return self._generation.seed
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs."""
+        return self._generation.finish_reason
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while True:
+            if self._exhausted:
+                if self._over is not None:
+                    raise self._over
+                raise StopAsyncIteration
+            self._changed.clear()
+            piece = self._generation.poll()
+            if piece is None:
+                if self._over is not None:  # the engine was given its time to answer
+                    self._exhausted = True
+                    continue
+                await self._changed.wait()
+                continue
+            if piece.finish_reason is None:
+                return piece
+            self._exhausted = True
+            if piece.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                return piece
+            self._over = self._why(piece.finish_reason)
+            if piece.token_ids:
+                return Piece(piece.token_ids, piece.text, None)
+
+    def end(self, reason: FinishReason) -> None:
+        """Ask for its end; if the engine does not answer within seconds, it ends here all the same."""
+        self._generation.end(reason)
+        asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._give_up, reason)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._generation.close()
+        self._gateway.forget(self)
+
+    def wake(self) -> None:
+        """There may be something new."""
+        self._changed.set()
+
+    def _time_out(self) -> None:
+        self.end(FinishReason.TIMEOUT)
+
+    def _give_up(self, reason: FinishReason) -> None:
+        if self._generation.finish_reason is None:
+            self._over = self._why(reason)
+            self._changed.set()
+
+    def _why(self, reason: FinishReason) -> RequestCancelled | RequestTimedOut | EngineError:
+        if reason is FinishReason.TIMEOUT:
+            after = "" if self._timeout is None else f" after {self._timeout:g} seconds"
+            return RequestTimedOut(f"the request was ended{after}, before it was complete")
+        if reason is FinishReason.ERROR:
+            return EngineError(f"the engine failed: {self._generation.failure}")
+        if self._gateway.phase is Phase.DRAINING:
+            return RequestCancelled("the server is shutting down, and the request was not complete in time")
+        return RequestCancelled("the request was cancelled")
+
+
+class Gateway:
+    """Both endpoints' way to the service; lives on one event loop and is used on it alone.
+
+    It opens when the model is there, and closes when the server drains. `request_timeout` in seconds bounds
+    every request, None does not.
+    """
+
+    def __init__(self, *, request_timeout: float | None = None) -> None:
+        self._request_timeout = request_timeout
+        self._model: ServedModel | None = None
+        self._draining = False
+        self._live: dict[str, LiveRequest] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def phase(self) -> Phase:
+        """Where the server is in its life; FAILED stays, for the engine does not come back."""
+        if self._model is not None and self._model.service.failure is not None:
+            return Phase.FAILED
+        if self._draining:
+            return Phase.DRAINING
+        return Phase.LOADING if self._model is None else Phase.READY
+
+    @property
+    def n_live(self) -> int:
+        """Requests whose clients have not got all yet."""
+        return len(self._live)
+
+    @property
+    def served(self) -> ServedModel | None:
+        """The model, once it is there, whatever the phase."""
+        return self._model
+
+    def open(self, model: ServedModel) -> None:
+        """The model is loaded and warm: let requests in."""
+        self._model = model
+        model.service.on_delivered = self._delivered
+
+    def model(self, name: str | None = None) -> ServedModel:
+        """The model that is served. Raises NotReady, EngineError, or UnknownModel if `name` is another's."""
+        phase = self.phase
+        if self._model is None or phase is Phase.LOADING:
+            raise NotReady("the model is still loading; try again later")
+        if phase is Phase.FAILED:
+            raise EngineError(f"the engine failed, and takes no more requests: {self._model.service.failure}")
+        if phase is Phase.DRAINING:
+            raise NotReady("the server is shutting down, and takes no more requests")
+        if name is not None and name != self._model.name:
+            raise UnknownModel(f"there is no model {name!r} here; {self._model.name!r} is served")
+        return self._model
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        timeout: float | None = None,
+    ) -> LiveRequest:
+        """Hand a request to the service. `timeout` in seconds, where it is shorter than the server's own.
+
+        Raises a leaf of InvalidRequest, QueueFull, EngineError or NotReady.
+        """
+        model = self.model()
+        stream = model.text_stream(sampling)
+        generation = model.service.submit(prompt_ids, sampling, request_id=request_id, stream=stream)
+        timeouts = [limit for limit in (timeout, self._request_timeout) if limit is not None]
+        live = LiveRequest(self, generation, min(timeouts, default=None))
+        self._live[request_id] = live
+        self._empty.clear()
+        return live
+
+    def forget(self, request: LiveRequest) -> None:
+        """The endpoint is done with it."""
+        self._live.pop(request.request_id, None)
+        if not self._live:
+            self._empty.set()
+
+    def cancel(self, request_id: str) -> bool:
+        """Ask a live request to end as cancelled; False when there is none of that id."""
+        live = self._live.get(request_id)
+        if live is None or live.finish_reason is not None:
+            return False
+        live.end(FinishReason.CANCELLED)
+        return True
+
+    async def watch(self) -> None:
+        """Wake all that wait when the service died without a word; runs as long as the server."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self.phase is Phase.FAILED:
+                self._wake_all()
+
+    async def drain(self, timeout: float) -> int:
+        """Take no more, and let what is live end within `timeout` seconds; how many had to be ended."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._empty.wait()
+        except TimeoutError:
+            left = list(self._live.values())
+            for live in left:
+                live.end(FinishReason.CANCELLED)
+            try:
+                async with asyncio.timeout(2 * _GRACE_SECONDS):
+                    await self._empty.wait()
+            except TimeoutError:
+                pass  # clients that do not read; their connections are closed next
+            return len(left)
+        return 0
+
+    def _delivered(self, deliveries: Sequence[Delivery]) -> None:
+        """On the scheduler's thread, once an iteration."""
+        try:
+            self._loop.call_soon_threadsafe(self._wake, deliveries)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            pass
+
+    def _wake(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            live = self._live.get(delivery.request.request_id)
+            if live is not None:
+                live.wake()
+
+    def _wake_all(self) -> None:
+        for live in self._live.values():
+            live.wake()

@@ -1,0 +1,51 @@
+"""The model that the endpoints serve: all they need to know of an engine."""
+
+import time
+from dataclasses import dataclass, field
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.errors import InvalidPrompt, PromptTooLong
+from orca_jax.request import SamplingParams
+from orca_jax.service import Orca
+from orca_jax.tokenizer import TextStream, Tokenizer
+from server.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A running service with its tokenizer and the name that clients call it by.
+
+    Without a tokenizer prompts are token ids, and texts come out empty. `created` is in seconds since 1970.
+    """
+
+    name: str
+    service: Orca
+    config: ModelConfig
+    serving: ServingConfig
+    tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def require_tokenizer(self, param: str) -> Tokenizer:
+        """The tokenizer; raises InvalidPrompt, which names the field `param`, where the model has none."""
+        if self.tokenizer is None:
+            message = f"{self.name} has no tokenizer, so {param} must be token ids"
+            raise InvalidPrompt(message, param=param)
+        return self.tokenizer
+
+    def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; a text that must have too many is refused before the work is done.
+
+        Raises InvalidPrompt and PromptTooLong.
+        """
+        tokenizer = self.require_tokenizer(param)
+        most = self.config.n_positions * tokenizer.max_token_length
+        if len(text) > most:
+            message = f"{param} has {len(text)} characters, which are more than the model's "
+            message += f"{self.config.n_positions} positions can hold; shorten it"
+            raise PromptTooLong(message, param=param)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def text_stream(self, sampling: SamplingParams) -> TextStream | None:
+        """What makes text of a request's tokens; a new one for each request."""
+        return None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop)

@@ -1,0 +1,152 @@
+"""Both endpoints on loopback ports, over a service on an engine without a device.
+
+    with serving(writing("In the beginning")) as server:
+        requests.post(server.url + "/v1/completions", ...)
+        grpc.insecure_channel(server.grpc_address)
+
+The endpoints run on an event loop in a thread of their own; `server.call` runs something on it. The model's
+tokens are bytes (`LETTERS`), and 256 ends a text. `at_rest` tells whether everything came back; leaving the
+context waits for that, and fails the test if it does not come.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.request import Request
+from orca_jax.scheduler import Engine
+from orca_jax.service import Orca
+from server.api_keys import ApiKeys
+from server.chat_template import ChatTemplate
+from server.config import EndpointOptions
+from server.endpoints import Endpoints
+from server.gateway import Gateway
+from server.metrics import Metrics
+from server.served_model import ServedModel
+from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
+
+T = TypeVar("T")
+
+END = 256
+MODEL = ModelConfig(
+    vocab_size=300, n_positions=512, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8, eos_token_ids=(END,)
+)
+CONFIG = ServingConfig(max_batch_size=8, n_slots=8192, max_batch_tokens=512, block_size=16, max_queue=256)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: its addresses, and what stands behind them."""
+
+    url: str
+    grpc_address: str
+    gateway: Gateway
+    service: Orca
+    model: ServedModel
+    loop: asyncio.AbstractEventLoop
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the endpoints' loop."""
+
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SOON)
+
+    def at_rest(self) -> bool:
+        """Nothing live in the pool or the gateway, and all slots free."""
+        return at_rest(self.service) and self.gateway.n_live == 0
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> None:
+    """Wait for `condition`; fails the test, naming `what`, when it has not come within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} seconds"
+        time.sleep(0.005)
+
+
+@contextmanager
+def serving(
+    token: Callable[[Request, int], int] = counting,
+    *,
+    engine: Engine | None = None,
+    seconds: float = 0.0,
+    config: ServingConfig = CONFIG,
+    model: ModelConfig = MODEL,
+    options: EndpointOptions | None = None,
+    keys: ApiKeys | None = None,
+    tokenizer: bool = True,
+    chat_template: str | None = TEMPLATE,
+    ready: bool = True,
+) -> Iterator[Server]:
+    """A server whose engine gives `token(request, index)`, each iteration after `seconds`; or on `engine`.
+
+    The model is called "test". With `ready` False the gateway stays closed until
+    `server.call(lambda: server.gateway.open(server.model))`.
+    """
+    if engine is None:
+        engine = PacedEngine(token, seconds=seconds) if seconds else simulated(token)
+    service = orca(engine, config=config, model=model)
+    served = ServedModel(
+        name="test",
+        service=service,
+        config=model,
+        serving=config,
+        tokenizer=LETTERS if tokenizer else None,
+        chat_template=None if chat_template is None else ChatTemplate(chat_template),
+    )
+    endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
+    assert endpoint.port == 0 and endpoint.grpc_port in (0, None), "tests take free ports"
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="endpoints")
+    thread.start()
+
+    def on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(SOON)
+
+    async def start() -> tuple[Gateway, Endpoints]:
+        gateway = Gateway(request_timeout=endpoint.request_timeout)
+        metrics = Metrics(gateway)
+        endpoints = Endpoints(gateway, endpoint, api_keys=keys or ApiKeys.read(None, {}), metrics=metrics)
+        await endpoints.start()
+        metrics.attach(served)
+        if ready:
+            gateway.open(served)
+        return gateway, endpoints
+
+    try:
+        with service:
+            gateway, endpoints = on_loop(start())
+            server = Server(endpoints.http_url, endpoints.grpc_address or "", gateway, service, served, loop)
+            try:
+                yield server
+                if service.failure is None:
+                    until(server.at_rest, "rest")
+            finally:
+                on_loop(endpoints.stop())
+        left = on_loop(_other_tasks())
+        assert not left, f"tasks left on the loop: {left}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(SOON)
+        loop.close()
+
+
+async def _other_tasks() -> list[str]:
+    """What still runs on the loop beside this; tasks that are on their way out get a moment."""
+    mine = asyncio.current_task()
+    for _ in range(200):
+        left = [task for task in asyncio.all_tasks() if task is not mine and not task.done()]
+        if not left:
+            return []
+        await asyncio.sleep(0.01)
+    return [repr(task) for task in left]
