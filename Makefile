@@ -15,7 +15,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints
 PIP_BUILD := --build-constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test host-test check format wheel clean
+.PHONY: help demo serve test host-test check format wheel clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,7 +24,10 @@ demo: $(VENV)/.package ## install, then stream text from the model in the packag
 	@echo
 	$(BIN)/orca generate "$(PROMPT)" --max-tokens 80 --temperature 0.7 --seed 5
 
-test: $(VENV)/.dev ## run every test: host, device, whole
+serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gRPC on 8001
+	$(BIN)/orca serve
+
+test: $(VENV)/.dev ## run every test: host, endpoint, device, whole
 	$(BIN)/python -m pytest
 
 host-test: $(HOST_VENV)/.host ## run the host floor's tests where no JAX is installed
