@@ -3,22 +3,19 @@
 import json
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from orca_jax.buckets import bucket_sizes
 from server.endpoints import Endpoints
 from server.loading import summary
+from server.notes import Notes
 from server.served_model import ServedModel
 
 if TYPE_CHECKING:
     from orca_jax import LLM
 
 
-def show(console: Console, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
+def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
     """Write it."""
     sizes = bucket_sizes(model.serving.max_batch_tokens)
-    table = Table.grid(padding=(0, 2))
     for name, value in (
         ("model", f"{model.name} ({summary(llm)})"),
         ("length", f"{model.config.n_positions} tokens, input and output together"),
@@ -32,10 +29,9 @@ def show(console: Console, llm: "LLM", model: ServedModel, endpoints: Endpoints,
         ("gRPC", endpoints.grpc_address or "off"),
         ("API key", "needed" if keyed else "not needed: whoever reaches the port may use it"),
     ):
-        table.add_row(f"[dim]{name}[/dim]", value)
-    console.print(table, soft_wrap=True)
-    console.print("\nready; a first request:\n", style="bold")
-    console.print(_first_request(model, endpoints.http_url, keyed=keyed), soft_wrap=True, markup=False)
+        notes(f"{name:<9}{value}", style="")
+    notes("ready; a first request:", style="bold")
+    notes(_first_request(model, endpoints.http_url, keyed=keyed), style="")
 
 
 def _first_request(model: ServedModel, url: str, *, keyed: bool) -> str:

@@ -2,25 +2,25 @@
 
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 import orca_jax
 from orca_jax.cost_model import parameter_count
+from server.notes import Notes
 
 if TYPE_CHECKING:
     from orca_jax import LLM
 
 
-def load(console: Console, **options: Any) -> "LLM":
+def load(notes: Notes, **options: Any) -> "LLM":
     """An LLM with these options. A bar without an end until the first weights are read, then one by bytes."""
     bar = Progress(
         TextColumn("{task.description}", style="dim"),
         BarColumn(),
         DownloadColumn(),
         TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
+        console=notes.console,
+        disable=not notes.console.is_terminal,
         transient=True,
     )
     task = bar.add_task("Loading the model", total=None)

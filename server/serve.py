@@ -9,7 +9,6 @@ import sys
 from typing import TYPE_CHECKING
 
 import uvloop
-from rich.console import Console
 
 from orca_jax.request import SamplingParams
 from server import banner
@@ -19,6 +18,7 @@ from server.endpoints import Endpoints
 from server.gateway import Gateway
 from server.loading import load
 from server.metrics import Metrics
+from server.notes import Notes
 from server.served_model import ServedModel
 from server.settings import ServeSettings, serve_settings
 from server.stop_signals import Stopped, StopSignals, in_daemon_thread
@@ -26,26 +26,24 @@ from server.stop_signals import Stopped, StopSignals, in_daemon_thread
 if TYPE_CHECKING:
     from orca_jax import LLM
 
-_CLOSE_SECONDS = 30.0
-
 
 def run(args: argparse.Namespace) -> int:
     """The command, from its flags to its exit status: 0 after a drain, however it went."""
     settings = serve_settings(args, os.environ)
-    console = Console(stderr=True, highlight=False)
+    notes = Notes()
     for note in settings.notes:
-        console.print(note, style="dim", markup=False)
+        notes(note)
     _configure_logging(settings)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_serve(settings, console))
+            return runner.run(_serve(settings, notes))
         except Stopped as stopped:
-            console.print("stopped while the model was loading", style="dim")
+            notes("stopped while the model was loading")
             sys.stderr.flush()
             os._exit(128 + stopped.signal)  # the loading thread cannot be ended, and nobody waits for it
 
 
-async def _serve(settings: ServeSettings, console: Console) -> int:
+async def _serve(settings: ServeSettings, notes: Notes) -> int:
     options = settings.endpoint
     stop = StopSignals()
     gateway = Gateway(request_timeout=options.request_timeout)
@@ -53,8 +51,8 @@ async def _serve(settings: ServeSettings, console: Console) -> int:
     endpoints = Endpoints(gateway, options, api_keys=settings.api_keys, metrics=metrics)
     await endpoints.start()  # before the weights are read: a taken port is told at once
     try:
-        console.print(f"loading; {endpoints.http_url}/ready tells when that is done", style="dim")
-        llm, template = await stop.unless(in_daemon_thread(lambda: _load(settings, console)))
+        notes(f"loading; {endpoints.http_url}/ready tells when that is done")
+        llm, template = await stop.unless(in_daemon_thread(lambda: _load(settings, notes)))
         model = ServedModel(
             name=options.served_model_name or settings.model or "demo",
             service=llm.service,
@@ -65,12 +63,12 @@ async def _serve(settings: ServeSettings, console: Console) -> int:
         )
         metrics.attach(model)
         gateway.open(model)
-        banner.show(console, llm, model, endpoints, keyed=settings.api_keys.required)
+        banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
         await stop.first.wait()
-        await _drain(gateway, options.drain_timeout, stop, console)
+        await _drain(gateway, options.drain_timeout, stop, notes)
     finally:
         await endpoints.stop()
-    await asyncio.to_thread(llm.service.close, _CLOSE_SECONDS)
+    await asyncio.to_thread(llm.close)
     return 0
 
 
@@ -80,10 +78,10 @@ def _configure_logging(settings: ServeSettings) -> None:
     configure_access_log(settings.endpoint.access_log)
 
 
-async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, console: Console) -> None:
+async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Notes) -> None:
     if gateway.n_live:
         running = f"{gateway.n_live} requests are running and get up to {timeout:g} seconds"
-        console.print(f"shutting down; {running} (the same signal again ends them now)", style="dim")
+        notes(f"shutting down; {running} (the same signal again ends them now)")
     drain = asyncio.create_task(gateway.drain(timeout))
     hurry = asyncio.create_task(stop.second.wait())
     await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
@@ -93,12 +91,12 @@ async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, console: C
         await asyncio.wait([drain])
         drain = asyncio.create_task(gateway.drain(0))
     n_ended = await drain
-    console.print(f"{n_ended} requests had to be ended" if n_ended else "all requests are done", style="dim")
+    notes(f"{n_ended} requests had to be ended" if n_ended else "all requests are done")
 
 
-def _load(settings: ServeSettings, console: Console) -> "tuple[LLM, ChatTemplate | None]":
+def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | None]":
     """The model, warm: its smallest programs are compiled, and an iteration of each phase has run."""
-    llm = load(console, model=settings.model, **dataclasses.asdict(settings.engine))
+    llm = load(notes, model=settings.model, **dataclasses.asdict(settings.engine))
     try:
         template = load_chat_template(llm.directory, settings.endpoint.chat_template)
         n_output = min(2, llm.service.most_output(1))

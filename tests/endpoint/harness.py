@@ -22,6 +22,7 @@ from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.request import Request
 from orca_jax.scheduler import Engine
 from orca_jax.service import Orca
+from orca_jax.tokenizer import Tokenizer
 from server.api_keys import ApiKeys
 from server.chat_template import ChatTemplate
 from server.config import EndpointOptions
@@ -96,12 +97,41 @@ def serving(
     if engine is None:
         engine = PacedEngine(token, seconds=seconds) if seconds else simulated(token)
     service = orca(engine, config=config, model=model)
+    with (
+        service,
+        serving_model(
+            service,
+            model,
+            config,
+            tokenizer=LETTERS if tokenizer else None,
+            chat_template=chat_template,
+            options=options,
+            keys=keys,
+            ready=ready,
+        ) as server,
+    ):
+        yield server
+
+
+@contextmanager
+def serving_model(
+    service: Orca,
+    model: ModelConfig,
+    config: ServingConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    chat_template: str | None = None,
+    options: EndpointOptions | None = None,
+    keys: ApiKeys | None = None,
+    ready: bool = True,
+) -> Iterator[Server]:
+    """The endpoints in front of a service that runs already."""
     served = ServedModel(
         name="test",
         service=service,
         config=model,
         serving=config,
-        tokenizer=LETTERS if tokenizer else None,
+        tokenizer=tokenizer,
         chat_template=None if chat_template is None else ChatTemplate(chat_template),
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
@@ -124,15 +154,14 @@ def serving(
         return gateway, endpoints
 
     try:
-        with service:
-            gateway, endpoints = on_loop(start())
-            server = Server(endpoints.http_url, endpoints.grpc_address or "", gateway, service, served, loop)
-            try:
-                yield server
-                if service.failure is None:
-                    until(server.at_rest, "rest")
-            finally:
-                on_loop(endpoints.stop())
+        gateway, endpoints = on_loop(start())
+        server = Server(endpoints.http_url, endpoints.grpc_address or "", gateway, service, served, loop)
+        try:
+            yield server
+            if service.failure is None:
+                until(server.at_rest, "rest")
+        finally:
+            on_loop(endpoints.stop())
         left = on_loop(_other_tasks())
         assert not left, f"tasks left on the loop: {left}"
     finally:

@@ -1,0 +1,14 @@
+"""What is told to the person at the terminal beside a command's result."""
+
+from rich.console import Console
+
+
+class Notes:
+    """Lines on stderr, dim where that is a terminal."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+
+    def __call__(self, text: str, *, style: str = "dim") -> None:
+        """Write a line, as it is."""
+        self.console.out(text, style=style, highlight=False)
