@@ -1,95 +1,148 @@
-"""`orca serve` in a process of its own, on free ports, for measurements and for tests of the whole."""
+"""`orca serve` in a process of its own, and what the system knows of that process."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
-_LISTENING = re.compile(r"^loading; (https?://\S+)/ready")
-_GRPC = re.compile(r"^gRPC\s+(\S+:\d+)")
-_READY = re.compile(r"^ready;")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_LISTENING = re.compile(r"^loading; (\S+)/ready tells", re.MULTILINE)
+_READY = re.compile(r"^ready; .*\ncurl .*\n", re.MULTILINE)
+_HTTP = re.compile(r"^HTTP +(\S+)", re.MULTILINE)
+_GRPC = re.compile(r"^gRPC +(\S+)", re.MULTILINE)
+
+
+class ServerFailed(Exception):
+    """The server did not start, or not end, as it should; the message has the end of its stderr."""
 
 
 class ServerProcess:
-    """Starts with the context and is ended with it: SIGTERM, and SIGKILL if that takes longer than `patience`.
+    """A server on free ports, unless the `flags` of `orca serve` say others; a context manager that ends it.
 
-    `options` are those of `orca serve`; the ports are free ones unless they say otherwise. `url` and
-    `grpc_address` are known when it is ready.
+    It starts at once, and is ready after `wait_until_ready`: `url` and `grpc_address` are known then. What it
+    writes to stderr goes to a file, so that it never waits for a reader. `variables` are added to its
+    environment, which has no `ORCA_*` otherwise.
     """
 
-    def __init__(self, *options: str, environ: dict[str, str] | None = None, patience: float = 60.0) -> None:
+    def __init__(self, flags: Sequence[str] = (), *, variables: Mapping[str, str] | None = None) -> None:
         self.url = ""
         self.grpc_address = ""
-        self.stderr: deque[str] = deque(maxlen=10_000)  # lines
-        self._options = options
-        self._environ = {**os.environ, **(environ or {})}
-        self._patience = patience
-        self._listening = threading.Event()
-        self._ready = threading.Event()
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Self:
-        ports: Sequence[str] = ("--port", "0", "--grpc-port", "0")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "server.cli", "serve", *ports, *self._options],
-            env=self._environ,
+        self._said = ""
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
+        command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--grpc-port", "0", *flags]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCA_")}
+        environment |= variables or {}
+        self._process = subprocess.Popen(
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+            stderr=self._file,
+            cwd=Path(__file__).parent.parent,
+            env=environment,
         )
-        self._reader = threading.Thread(target=self._read, name="stderr", daemon=True)
-        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    @property
+    def http_address(self) -> tuple[str, int]:
+        """Host and port of HTTP."""
+        return host_and_port(self.url)
+
+    def stderr(self) -> str:
+        """All that it wrote so far."""
+        if self._file.closed:
+            return self._said
+        size = os.fstat(self._file.fileno()).st_size
+        return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
+
+    def wait_until_listening(self, seconds: float = 60.0) -> Self:
+        """Wait until `url` is known and answers, though no model may be there yet. Raises ServerFailed."""
+        self._wait_for(_LISTENING, seconds)
+        self.url = _found(_LISTENING, self.stderr())
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+    def wait_until_ready(self, seconds: float = 120.0) -> Self:
+        """Wait until it takes requests. Raises ServerFailed if it ends or takes longer."""
+        self._wait_for(_READY, seconds)
+        self.url = _found(_HTTP, self.stderr())
+        self.grpc_address = _found(_GRPC, self.stderr())
+        return self
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        self._process.send_signal(number)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Wait for its end; its exit status. Raises ServerFailed when it is still there after `seconds`."""
         try:
-            self.process.wait(self._patience)
+            return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(self._patience)
-        self._reader.join(self._patience)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+            raise ServerFailed(f"the server has not ended within {seconds:g} seconds") from None
 
-    def wait_until_listening(self, timeout: float = 60.0) -> Self:
-        """Wait until `url` is known: it answers from then on, though no model may be there yet."""
-        return self._wait(self._listening, timeout)
+    def cpu_seconds(self) -> float:
+        """Processor time of all its threads since it began."""
+        return cpu_seconds(self.pid)
 
-    def wait_until_ready(self, timeout: float = 120.0) -> Self:
-        """Wait until it takes requests. Raises RuntimeError, with what it wrote, if it ends or takes longer."""
-        return self._wait(self._ready, timeout)
+    def stop(self, seconds: float = 60.0) -> int:
+        """SIGTERM, and wait; its exit status. Raises ServerFailed when it is still there after `seconds`."""
+        if self._process.poll() is None:
+            self.signal(signal.SIGTERM)
+        return self.wait(seconds)
 
-    def wait(self, timeout: float) -> int:
-        """Wait for its end; returns its exit status. Raises subprocess.TimeoutExpired."""
-        status = self.process.wait(timeout)
-        self._ended.wait(timeout)
-        return status
+    def kill(self) -> None:
+        """End it whatever it does; nothing the second time."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(10)
+        self._said = self.stderr()
+        self._file.close()
 
-    def _wait(self, event: threading.Event, timeout: float) -> Self:
-        deadline = time.monotonic() + timeout
-        while not event.wait(0.05):
-            if self._ended.is_set() or time.monotonic() > deadline:
-                raise RuntimeError("the server did not come up:\n" + "".join(self.stderr))
+    def __enter__(self) -> Self:
         return self
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.stderr.append(line)
-            if listening := _LISTENING.match(line):
-                self.url = listening[1]
-                self._listening.set()
-            elif grpc := _GRPC.match(line):
-                self.grpc_address = grpc[1]
-            elif _READY.match(line):
-                self._ready.set()
-        self._ended.set()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.stop()
+        finally:
+            self.kill()
+
+    def _wait_for(self, sign: re.Pattern[str], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not sign.search(self.stderr()):
+            if self._process.poll() is not None:
+                raise ServerFailed(
+                    f"the server ended with {self._process.returncode}: {self.stderr()[-2000:]}"
+                )
+            if time.monotonic() > deadline:
+                raise ServerFailed(f"not up within {seconds:g} seconds: {self.stderr()[-2000:]}")
+            time.sleep(0.05)
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Of an http URL."""
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process since it began."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / _TICKS
+
+
+def _found(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    if match is None:
+        raise ServerFailed(f"no address in what the server said: {text[-2000:]}")
+    return match[1]

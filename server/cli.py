@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import orca_jax
 from orca_jax.errors import EngineError, OrcaError
-from server import generate
-from server.flags import UsageError, add_engine_flags, add_sampling_flags
+from server import generate, serve
+from server.flags import UsageError, add_engine_flags, add_sampling_flags, add_serve_flags
 
 INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
@@ -50,16 +50,35 @@ def parser() -> argparse.ArgumentParser:
     files.add_argument("--output", metavar="FILE.jsonl", help="write the results here (default: stdout)")
     add_sampling_flags(command.add_argument_group("sampling"))
     add_engine_flags(command.add_argument_group("model and engine"))
-    command.set_defaults(run=generate.run)
+    command.set_defaults(run=_generate)
+
+    command = commands.add_parser(
+        "serve",
+        help="answer requests over HTTP (OpenAI's API) and gRPC",
+        usage="orca serve [MODEL] [--config FILE.yaml] [FLAGS]",
+        description="Serve MODEL over OpenAI's HTTP API and over gRPC, until SIGTERM or Ctrl-C; what runs "
+        "then is finished first.",
+        epilog="Each setting may come from four places, and the first that has it counts: the flag; the "
+        "variable of its name in capitals with ORCA_ in front, as in ORCA_MAX_QUEUE=64 (ORCA_MODEL and "
+        "ORCA_CONFIG too; an empty one counts as not set); the --config file, a YAML mapping of names to "
+        "values, as in 'max_queue: 64'; the default. 'none' is a value for whatever may be left out. Paths "
+        "are relative to the working directory, those in the file too. API keys themselves are never "
+        "flags, which other users of a machine can read. Exit status: 0 after a drain; 1 if "
+        "the engine failed; 2 for a mistake in the settings.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_serve_flags(command)
+    command.set_defaults(run=serve.run)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status, and never lets a user's mistake become a traceback."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reads it when it is loaded
     try:
-        with _quiet():
-            args = parser().parse_args(argv)
-            return args.run(args)
+        args = parser().parse_args(argv)
+        return args.run(args)
     except SystemExit as done:  # --help and --version
         return int(done.code or 0)
     except KeyboardInterrupt:
@@ -72,6 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, EngineError) else 2
 
 
+def _generate(args: argparse.Namespace) -> int:
+    with _quiet():
+        return generate.run(args)
+
+
+def _wide(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=32)
+
+
 def _one_line(message: str) -> str:
     line = " ".join(message.split())
     return line if len(line) <= 1000 else f"{line[:1000]}..."
@@ -80,7 +108,6 @@ def _one_line(message: str) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep the libraries' warnings and logs off the terminal; errors come as exceptions."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reads it when it is loaded
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

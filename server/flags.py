@@ -1,17 +1,18 @@
 """The command line's flags, made from the dataclasses here and nowhere else."""
 
 import argparse
-from dataclasses import dataclass, fields
-from types import NoneType
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, get_type_hints
 
-from orca_jax.config import ServingConfig
 from orca_jax.errors import OrcaError
 from orca_jax.request import SamplingParams
+from server.config import EndpointOptions, EngineOptions
+from server.options import Option, option, options_of
 
 
 class UsageError(OrcaError):
-    """A command line that makes no sense."""
+    """A command line, a variable or a settings file that makes no sense."""
 
 
 # Defaults of the command line where they are not those of SamplingParams: a person reads what comes.
@@ -22,66 +23,39 @@ _SAMPLING_HELP = {
     "temperature": "0 takes the likeliest token, higher values vary more",
     "top_p": "choose among the likeliest tokens that have this probability together; 1: all",
     "top_k": "choose among this many likeliest tokens; 0: all",
-    "seed": "the same seed gives the same text again; without one it is drawn, and told",
+    "seed": "the same seed gives the same text again (default: drawn, and told)",
     "ignore_eos": "go on after an end-of-sequence token",
     "stop": "end before this text; may be given several times",
 }
 
-
-@dataclass(frozen=True, slots=True)
-class EngineFlag:
-    """A keyword argument of `orca_jax.LLM`. A default of None means that it follows from the model."""
-
-    name: str
-    type: type
-    default: Any
-    help: str
-    choices: tuple[str, ...] | None = None
-
-
-_SERVING_DEFAULTS = {field.name: field.default for field in fields(ServingConfig)}
-ENGINE_FLAGS = (
-    EngineFlag(
-        "max_batch_size",
-        int,
-        _SERVING_DEFAULTS["max_batch_size"],
-        "requests in one iteration at most (max_bs)",
-    ),
-    EngineFlag("n_slots", int, None, "tokens whose keys and values fit (default: by model and memory)"),
-    EngineFlag(
-        "max_batch_tokens",
-        int,
-        None,
-        "tokens of one iteration at most (default: 2048, or the model's positions)",
-    ),
-    EngineFlag(
-        "dtype",
-        str,
-        None,
-        "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)",
-        ("float32", "bfloat16", "float16"),
-    ),
-    EngineFlag(
-        "load_format", str, "auto", "dummy: random weights of a preset or directory", ("auto", "dummy")
-    ),
-    EngineFlag("tensor_parallel", int, 1, "devices of one stage; only 1 is built so far"),
-    EngineFlag("pipeline_parallel", int, 1, "stages; only 1 is built so far"),
+_ENGINE_GROUP = "model and engine"
+MODEL = Option(
+    name="model",
+    kind=str,
+    default=None,
+    help="a directory, a name on the Hugging Face hub, or a preset's name with --load-format dummy "
+    "(default: the demo model)",
+    group=_ENGINE_GROUP,
+    optional=True,
 )
+# `orca generate` has a `--seed` for sampling, and waits itself rather than have a request refused.
+_NOT_OF_GENERATE = ("seed", "max_queue")
+ENGINE_FLAGS = tuple(one for one in options_of(EngineOptions) if one.name not in _NOT_OF_GENERATE)
+SERVE_OPTIONS = (MODEL, *options_of(EndpointOptions), *options_of(EngineOptions, _ENGINE_GROUP))
+
+_METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}
 
 
 def add_sampling_flags(parser: argparse._ArgumentGroup) -> None:
     """A flag for each field of SamplingParams."""
+    hints = get_type_hints(SamplingParams)
     for field in fields(SamplingParams):
-        default = GENERATE_DEFAULTS.get(field.name, field.default)
-        flag, text = _flag(field.name), _SAMPLING_HELP[field.name]
-        if field.type is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-        elif field.type == tuple[str, ...]:
-            parser.add_argument(flag, action="append", default=[], metavar="TEXT", help=text)
+        hint, text = hints[field.name], _SAMPLING_HELP[field.name]
+        if hint == tuple[str, ...]:
+            parser.add_argument(f"--{field.name}", action="append", default=[], metavar="TEXT", help=text)
         else:
-            (kind, *_) = [one for one in (*get_args(field.type), field.type) if one is not NoneType]
-            told = "" if default is None else f" (default: {default})"
-            parser.add_argument(flag, type=kind, default=default, metavar=_METAVARS[kind], help=text + told)
+            default = GENERATE_DEFAULTS.get(field.name, field.default)
+            _add(parser, option(field.name, hint, default, text), default)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -90,33 +64,65 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
-    """The flags that every command with an engine has."""
-    parser.add_argument(
-        "--model",
-        metavar="M",
-        help="a directory, a name on the Hugging Face hub, or a preset's name with --load-format dummy "
-        "(default: the demo model)",
-    )
-    for flag in ENGINE_FLAGS:
-        told = "" if flag.default is None else f" (default: {flag.default})"
-        metavar = None if flag.choices else _METAVARS[flag.type]
-        parser.add_argument(
-            _flag(flag.name),
-            type=flag.type,
-            default=flag.default,
-            choices=flag.choices,
-            metavar=metavar,
-            help=flag.help + told,
-        )
+    """The flags of a command that builds an engine for itself."""
+    for one in (MODEL, *ENGINE_FLAGS):
+        _add(parser, one, one.default)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments for `orca_jax.LLM`."""
-    return {"model": args.model} | {flag.name: getattr(args, flag.name) for flag in ENGINE_FLAGS}
+    return {one.name: getattr(args, one.name) for one in (MODEL, *ENGINE_FLAGS)}
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
+def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] = SERVE_OPTIONS) -> None:
+    """The model, `--config`, and a flag for each field of EngineOptions and EndpointOptions, in groups.
+
+    What is not given is not in the namespace: then it is for a variable, a file or the default to say.
+    """
+    command.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        default=argparse.SUPPRESS,
+        help="read settings from this file; it says what neither a flag nor a variable says",
+    )
+    groups = dict.fromkeys(one.group for one in options)
+    parsers = {group: command.add_argument_group(group) for group in groups}
+    for one in options:
+        if one is MODEL:
+            parsers[one.group].add_argument(
+                one.name,
+                nargs="?",
+                type=_type(one),
+                default=argparse.SUPPRESS,
+                metavar="MODEL",
+                help=one.help,
+            )
+        else:
+            _add(parsers[one.group], one, argparse.SUPPRESS)
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _add(parser: argparse._ArgumentGroup, one: Option, default: Any) -> None:
+    if one.kind is bool:
+        action = parser.add_argument(one.flag, action=argparse.BooleanOptionalAction, default=default)
+        action.help = _escaped(one.full_help)  # given above, some versions of Python add the default again
+        return
+    metavar = "{" + ",".join(one.choices) + "}" if one.choices else _METAVARS.get(one.kind, "FILE")
+    parser.add_argument(
+        one.flag, type=_type(one), default=default, metavar=metavar, help=_escaped(one.full_help)
+    )
+
+
+def _type(one: Option) -> Callable[[str], Any]:
+    """`Option.parse` in argparse's terms: of a ValueError it would not show the message."""
+
+    def convert(text: str) -> Any:
+        try:
+            return one.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")

@@ -14,7 +14,7 @@ from orca_jax.errors import EngineError, RequestCancelled, RequestTimedOut
 from orca_jax.generation import LOOK_SECONDS, Generation, Piece
 from orca_jax.request import FinishReason, SamplingParams
 from orca_jax.request_pool import Delivery
-from server.errors import NotReady, UnknownModel
+from server.errors import NotReady, RequestIdTaken, UnknownModel
 from server.served_model import ServedModel
 
 _GRACE_SECONDS = 5.0  # for the scheduler to end what it was asked to end; a device that hangs never does
@@ -192,9 +192,11 @@ class Gateway:
     ) -> LiveRequest:
         """Hand a request to the service. `timeout` in seconds, where it is shorter than the server's own.
 
-        Raises a leaf of InvalidRequest, QueueFull, EngineError or NotReady.
+        Raises a leaf of InvalidRequest, RequestIdTaken, QueueFull, EngineError or NotReady.
         """
         model = self.model()
+        if request_id in self._live:  # the pool may have let it go while its client still reads
+            raise RequestIdTaken(f"request_id {request_id!r} is that of a live request; give each its own")
         stream = model.text_stream(sampling)
         generation = model.service.submit(prompt_ids, sampling, request_id=request_id, stream=stream)
         timeouts = [limit for limit in (timeout, self._request_timeout) if limit is not None]
@@ -205,7 +207,8 @@ class Gateway:
 
     def forget(self, request: LiveRequest) -> None:
         """The endpoint is done with it."""
-        self._live.pop(request.request_id, None)
+        if self._live.get(request.request_id) is request:
+            del self._live[request.request_id]
         if not self._live:
             self._empty.set()
 

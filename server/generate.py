@@ -8,15 +8,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-import orca_jax
-from orca_jax.cost_model import parameter_count
 from orca_jax.errors import InvalidPrompt
 from orca_jax.generation import Generation
 from orca_jax.request import SamplingParams
 from server import jsonl
 from server.flags import UsageError, engine_options, sampling_params
+from server.loading import load, summary
+from server.notes import Notes
 
 if TYPE_CHECKING:
     from orca_jax import LLM
@@ -44,37 +43,9 @@ def run(args: argparse.Namespace) -> int:
         return jsonl.run(llm, source, sink, sampling, notes.console)
 
 
-class Notes:
-    """What is told beside the text: on stderr, dim where that is a terminal."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
-
-    def __call__(self, text: str) -> None:
-        """Write a line."""
-        self.console.out(text, style="dim", highlight=False)
-
-
 def _load(args: argparse.Namespace, notes: Notes) -> "LLM":
-    # Where stderr is a terminal: a bar without an end until the first weights are read, then one by bytes.
-    bar = Progress(
-        TextColumn("{task.description}", style="dim"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=notes.console,
-        disable=not notes.console.is_terminal,
-        transient=True,
-    )
-    task = bar.add_task("Loading the model", total=None)
-
-    def show(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-
-    with bar:
-        llm = orca_jax.LLM(**engine_options(args), on_load=show)
-    size = parameter_count(llm.config) / 1e6
-    notes(f"{llm.name}: {size:,.1f} million parameters, {llm.dtype}, {llm.device}")
+    llm = load(notes, **engine_options(args))
+    notes(summary(llm))
     return llm
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import string
 import tempfile
 from pathlib import Path
@@ -126,7 +127,8 @@ def export(work: Path, out: Path, held_out_file: Path) -> None:
         ("drawn_modern", "Jesus said to them,", 0.8),
     ):
         values[name] = "> " + sample(params, shape, tokenizer, prompt, 80, temperature).replace("\n", "\n> ")
-    card = (Path(__file__).parent / "card.md").read_text(encoding="utf-8")
+    here = Path(__file__).parent
+    card = (here / "card.md").read_text(encoding="utf-8")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".demo_model-") as temporary:
         new = Path(temporary)
@@ -136,6 +138,7 @@ def export(work: Path, out: Path, held_out_file: Path) -> None:
         (new / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         tokenizer_config = json.dumps(tokenizer_config_of(shape), indent=2)
         (new / "tokenizer_config.json").write_text(tokenizer_config + "\n", encoding="utf-8")
+        shutil.copyfile(here / "chat_template.jinja", new / "chat_template.jinja")
         (new / "README.md").write_text(string.Template(card).substitute(values), encoding="utf-8")
         for file in sorted(new.iterdir()):
             file.chmod(0o644)

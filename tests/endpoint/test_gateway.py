@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -223,9 +224,7 @@ def test_a_full_queue_refuses_and_forgets(gated: GatedEngine) -> None:
         gated.let(10)
         await until(lambda: at_rest(service))
 
-    service = orca(
-        gated, config=ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64, max_queue=2)
-    )
+    service = orca(gated, config=replace(CONFIG, max_queue=2))
     run(service, test)
 
 

@@ -87,7 +87,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["serve"], "invalid choice: 'serve'"),
+        (["swim"], "invalid choice: 'swim'"),
         (["generate", "--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
         (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens is 0; it must be a whole number from 1"),

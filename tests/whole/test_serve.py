@@ -65,12 +65,12 @@ def stream(server: ServerProcess, started: threading.Semaphore, max_tokens: int 
 
 
 def test_it_serves_both_endpoints_and_ends_in_order(options: tuple[str, ...]) -> None:
-    with ServerProcess(*options) as server:
+    with ServerProcess(options) as server:
         server.wait_until_ready()
-        said = "".join(server.stderr)
+        said = server.stderr()
         assert "max_bs   4 requests" in said and "float32" in said and "buckets" in said and "n_slots" in said
         # The first request that the banner prints works as it is printed.
-        (command,) = [line for line in server.stderr if line.startswith("curl")]
+        (command,) = [line for line in server.stderr().splitlines() if line.startswith("curl")]
         done = (
             subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=SOON, check=True)
             if _has_curl()
@@ -87,13 +87,14 @@ def test_it_serves_both_endpoints_and_ends_in_order(options: tuple[str, ...]) ->
                 text="abc", sampling=generation_pb2.SamplingParams(max_tokens=8, temperature=0)
             )
             answers = list(generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=SOON))
-            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SOON)
+            check = health_pb2_grpc.HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]
+            health = check(health_pb2.HealthCheckRequest(), timeout=SOON)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
         assert "".join(answer.text for answer in answers) == over_http.choices[0].text
         assert httpx2.get(server.url + "/ready", timeout=SOON).json()["status"] == "ready"
-        server.process.send_signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
         assert server.wait(SOON) == 0
-    assert not [line for line in server.stderr if "Traceback" in line], "".join(server.stderr)
+    assert not [line for line in server.stderr().splitlines() if "Traceback" in line], server.stderr()
 
 
 def _has_curl() -> bool:
@@ -102,19 +103,19 @@ def _has_curl() -> bool:
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(options: tuple[str, ...]) -> None:
     n_clients = 12  # three batches of four: some still wait when the signal comes
-    with ServerProcess(*options) as server, ThreadPoolExecutor(n_clients) as pool:
+    with ServerProcess(options) as server, ThreadPoolExecutor(n_clients) as pool:
         server.wait_until_ready()
         started = threading.Semaphore(0)
         running = [pool.submit(stream, server, started) for _ in range(n_clients)]
         assert started.acquire(timeout=SOON)
         _until_live(server, n_clients)
-        server.process.send_signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
         refused = _refusal(server, running)
         reasons = [future.result(SOON)[0] for future in running]
         assert reasons == ["length"] * n_clients
         assert server.wait(SOON) == 0
     assert refused is None or (refused.startswith("503") and "shutting down" in refused)
-    assert "all requests are done" in "".join(server.stderr)
+    assert "all requests are done" in server.stderr()
 
 
 def _until_live(server: ServerProcess, n: int) -> None:
@@ -146,7 +147,7 @@ def test_what_is_not_done_in_time_ends_with_an_error_and_nothing_is_left_unsaid(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     slow = ("gpt2", "--load-format", "dummy", "--served-model-name", "tiny", "--drain-timeout", "0.2")
-    with ServerProcess(*slow, "--max-batch-size", "2") as server, ThreadPoolExecutor(6) as pool:
+    with ServerProcess((*slow, "--max-batch-size", "2")) as server, ThreadPoolExecutor(6) as pool:
         server.wait_until_ready()
         with grpc.insecure_channel(server.grpc_address) as channel:
             sampling = generation_pb2.SamplingParams(max_tokens=500)
@@ -158,14 +159,14 @@ def test_what_is_not_done_in_time_ends_with_an_error_and_nothing_is_left_unsaid(
             started = threading.Semaphore(0)
             running = [pool.submit(_long, server, started) for _ in range(5)]
             _until_live(server, 6)
-            server.process.send_signal(signal.SIGTERM)
+            server.signal(signal.SIGTERM)
             for future in running:
                 assert "shutting down" in future.result(SOON)
             with pytest.raises(grpc.RpcError) as ended:
                 list(answers)
             assert ended.value.code() is grpc.StatusCode.CANCELLED  # pyright: ignore[reportAttributeAccessIssue]
         assert server.wait(SOON) == 0
-    assert "6 requests had to be ended" in "".join(server.stderr)
+    assert "6 requests had to be ended" in server.stderr()
 
 
 def _long(server: ServerProcess, started: threading.Semaphore) -> str:
@@ -180,16 +181,16 @@ def _long(server: ServerProcess, started: threading.Semaphore) -> str:
 
 
 def test_after_sigkill_it_comes_back_on_the_same_port(options: tuple[str, ...]) -> None:
-    with ServerProcess(*options) as server, ThreadPoolExecutor(1) as pool:
+    with ServerProcess(options) as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_ready()
         started = threading.Semaphore(0)
         running = pool.submit(stream, server, started)
         assert started.acquire(timeout=SOON)
-        server.process.kill()
+        server.signal(signal.SIGKILL)
         assert server.wait(SOON) == -signal.SIGKILL
         assert running.result(SOON)[0] != "length", "the client saw that it was cut off"
     port = server.url.rpartition(":")[2]
-    with ServerProcess(*options, "--port", port) as again:
+    with ServerProcess((*options, "--port", port)) as again:
         again.wait_until_ready()
         assert again.url == server.url
         assert stream(again, threading.Semaphore(0), max_tokens=4)[0] == "length"
@@ -199,22 +200,22 @@ def test_after_sigkill_it_comes_back_on_the_same_port(options: tuple[str, ...]) 
 def test_a_taken_port_is_told_in_one_line_before_anything_is_loaded(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        with ServerProcess(flag, port) as server:
+        with ServerProcess((flag, port)) as server:
             assert server.wait(SOON) == 2
-    (line,) = server.stderr
+    (line,) = server.stderr().splitlines()
     assert line.startswith("orca: error:") and port in line and flag in line
     assert "in use" in line.lower()
 
 
 def test_a_signal_while_the_model_loads_ends_it_at_once() -> None:
-    with ServerProcess("gpt2", "--load-format", "dummy") as server:
+    with ServerProcess(("gpt2", "--load-format", "dummy")) as server:
         server.wait_until_listening()
         assert httpx2.get(server.url + "/health", timeout=SOON).status_code == 200
         response = httpx2.get(server.url + "/ready", timeout=SOON)
         assert (response.status_code, response.json()["status"]) == (503, "loading")
-        server.process.send_signal(signal.SIGTERM)
+        server.signal(signal.SIGTERM)
         assert server.wait(SOON) == 128 + signal.SIGTERM
-    assert "stopped while the model was loading" in "".join(server.stderr)
+    assert "stopped while the model was loading" in server.stderr()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_a_mistake_is_told_in_one_line(arguments: list[str], message: str) -> No
 def test_tls_on_both_endpoints_and_keys_from_the_environment(options: tuple[str, ...]) -> None:
     certificate, key = CERTIFICATES / "localhost.pem", CERTIFICATES / "localhost.key"
     keys = {"ORCA_API_KEYS": "first-secret,second-secret", "ORCA_SSL_CERTFILE": str(certificate)}
-    with ServerProcess(*options, "--ssl-keyfile", str(key), environ=keys) as server:
+    with ServerProcess((*options, "--ssl-keyfile", str(key)), variables=keys) as server:
         server.wait_until_ready()
         assert server.url.startswith("https://")
         port = server.url.rpartition(":")[2]
@@ -270,7 +271,7 @@ def test_tls_on_both_endpoints_and_keys_from_the_environment(options: tuple[str,
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED  # pyright: ignore[reportAttributeAccessIssue]
             metadata = (("authorization", "Bearer first-secret"),)
             assert stub.Models(request, timeout=SOON, metadata=metadata).models[0].name == "tiny"
-    assert "secret" not in "".join(server.stderr)
+    assert "secret" not in server.stderr()
 
 
 def test_a_closed_terminal_does_not_end_it(options: tuple[str, ...]) -> None:

@@ -1,0 +1,38 @@
+"""A process of one's own making that answers questions: for parts whose processor time is told apart."""
+
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+
+class OtherProcess:
+    """Runs `target(connection)` in a fresh interpreter; a context manager.
+
+    `target`, a function of a module, takes questions from the connection and sends one answer to each, until
+    EOFError tells it that no more come.
+    """
+
+    def __init__(self, target: Callable[[Connection], None]) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork of threads of JAX or gRPC would hang
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, question: Any, *, seconds: float = 300.0) -> Any:
+        """The answer. Raises TimeoutError after `seconds`, and EOFError if the process is gone."""
+        self._connection.send(question)
+        if not self._connection.poll(seconds):
+            raise TimeoutError(f"no answer within {seconds:g} seconds")
+        return self._connection.recv()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)

@@ -1,0 +1,102 @@
+"""What can be set about serving: flags, `--config` files and `ORCA_*` variables are all made from this list.
+
+A field's second annotation is its line in `--help`; a third names the group that it stands in there.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from orca_jax.errors import ConfigError
+
+AccessLog = Literal["text", "json", "off"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Keyword arguments of `orca_jax.LLM`, which checks them. None: it follows from model and device."""
+
+    max_batch_size: Annotated[int, "requests in one iteration at most (max_bs)"] = 32
+    n_slots: Annotated[int | None, "tokens whose keys and values fit (default: by model and memory)"] = None
+    max_batch_tokens: Annotated[
+        int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
+    ] = None
+    max_queue: Annotated[int, "requests that may wait; one more is refused", "limits"] = 1024
+    dtype: Annotated[
+        Dtype | None, "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
+    ] = None
+    load_format: Annotated[LoadFormat, "dummy: random weights of a preset or directory"] = "auto"
+    seed: Annotated[int | None, "starts the seeds of requests that have none (default: drawn)"] = None
+    tensor_parallel: Annotated[int, "devices of one stage; only 1 is built so far"] = 1
+    pipeline_parallel: Annotated[int, "stages; only 1 is built so far"] = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointOptions:
+    """How requests come in: addresses, names, limits, keys. Times are in seconds. Checked when made."""
+
+    host: Annotated[str, "address to listen on; 0.0.0.0 for every interface", "addresses"] = "127.0.0.1"
+    port: Annotated[int, "port for HTTP; 0 takes a free one", "addresses"] = 8000
+    grpc_port: Annotated[
+        int | None, "port for gRPC; 0 takes a free one, 'none' leaves gRPC out", "addresses"
+    ] = 8001
+    served_model_name: Annotated[
+        str | None, "what clients call the model (default: its own name)", "model and engine"
+    ] = None
+    chat_template: Annotated[
+        Path | None, "file with a Jinja chat template (default: the checkpoint's)", "model and engine"
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        "file with API keys, one a line; the variable ORCA_API_KEYS adds more, with commas between "
+        "(default: none, and requests need no key)",
+        "security",
+    ] = None
+    ssl_certfile: Annotated[Path | None, "certificate chain (PEM), for TLS on both endpoints", "security"] = (
+        None
+    )
+    ssl_keyfile: Annotated[Path | None, "its private key (PEM)", "security"] = None
+    request_timeout: Annotated[float, "seconds from a request's arrival to its end at most", "limits"] = 600.0
+    drain_timeout: Annotated[float, "seconds that running requests get to finish after SIGTERM", "limits"] = (
+        30.0
+    )
+    max_body_bytes: Annotated[int, "bytes of one request's body at most", "limits"] = 4 << 20
+    max_choices: Annotated[
+        int, "completions that one request may ask for (its prompts times n)", "limits"
+    ] = 128
+    access_log: Annotated[AccessLog, "a line for each request on stderr, as text or JSON", "logging"] = "text"
+
+    def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise ConfigError(
+                "host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for every interface"
+            )
+        name = self.served_model_name
+        if name is not None and not (name.isprintable() and 1 <= len(name) <= _MAX_NAME):
+            raise ConfigError(
+                f"served_model_name is {name[:_MAX_NAME]!r}; it must be 1 to {_MAX_NAME} printable characters"
+            )
+        for name, port in (("port", self.port), ("grpc_port", self.grpc_port)):
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"{name} is {port}; it must be from 0 to 65535")
+        if self.grpc_port is not None and self.port == self.grpc_port != 0:
+            raise ConfigError(f"port and grpc_port are both {self.port}; give each endpoint its own")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
+        for name, seconds in (
+            ("request_timeout", self.request_timeout),
+            ("drain_timeout", self.drain_timeout),
+        ):
+            if not 0 < seconds <= 1e7:
+                raise ConfigError(f"{name} is {seconds:g}; it must be above 0 and at most 1e7 seconds")
+        if not 1024 <= self.max_body_bytes <= 1 << 30:
+            raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be from 1024 to {1 << 30}")
+        if not 1 <= self.max_choices <= 1 << 16:
+            raise ConfigError(f"max_choices is {self.max_choices}; it must be from 1 to {1 << 16}")
+        if self.access_log not in get_args(AccessLog):
+            allowed = ", ".join(get_args(AccessLog))
+            raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")

@@ -1,0 +1,42 @@
+"""The HTTP endpoint put together: the routes, and the layers that every request passes on its way to them."""
+
+from functools import cache, partial
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+import orca_jax
+from server.api_keys import ApiKeys
+from server.config import EndpointOptions
+from server.gateway import Gateway
+from server.http import chat, completions, models, status, tokenization
+from server.http.authentication import Authentication
+from server.http.body_limit import BodyLimit
+from server.http.errors import handle_errors
+from server.http.observation import Observation
+from server.http.openapi import describe
+from server.metrics import Metrics
+
+_DESCRIPTION = "Iteration-level scheduling and selective batching (ORCA, OSDI 2022), by OpenAI's API."
+
+
+def create_app(gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics) -> ASGIApp:
+    """The endpoint as an ASGI application; it has no lifespan of its own."""
+    app = FastAPI(
+        title="orca_jax",
+        summary="A serving engine for language models",
+        description=_DESCRIPTION,
+        version=orca_jax.__version__,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.gateway = gateway
+    app.state.options = options
+    app.state.metrics = metrics
+    for routes in (completions, chat, models, tokenization, status):
+        app.include_router(routes.router)
+    handle_errors(app)
+    app.openapi = cache(partial(describe, app, keyed=api_keys.required))
+    limited = BodyLimit(app, max_bytes=options.max_body_bytes)
+    authenticated = Authentication(limited, api_keys=api_keys)
+    return Observation(authenticated, access_log=options.access_log, metrics=metrics)

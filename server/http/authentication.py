@@ -1,0 +1,37 @@
+"""API keys over HTTP, checked before any of a body is read."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.api_keys import ApiKeys
+from server.errors import Unauthorized
+from server.http.errors import error_response
+
+# All else needs a key, so that a new route is never open by mistake.
+OPEN_PATHS = frozenset(
+    ("/health", "/ready", "/version", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+)
+
+
+class Authentication:
+    """ASGI middleware: without a key that is known, 401."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys) -> None:
+        self._app = app
+        self._api_keys = api_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through or answer it."""
+        if scope["type"] == "http" and self._api_keys.required and scope["path"] not in OPEN_PATHS:
+            try:
+                self._api_keys.check(_authorization(scope))
+            except Unauthorized as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            return value.decode("latin-1")
+    return None

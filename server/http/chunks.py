@@ -1,0 +1,72 @@
+"""Chunks of a stream, as bytes: what stays the same is written once, and per piece only its text."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orca_jax.errors import OrcaError
+from orca_jax.generation import Piece
+from orca_jax.request import FinishReason
+from server.http.errors import error_body
+from server.http.protocol import Usage
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """How a choice's text stands in a chunk: between `before` (`first` in its first one) and `after`."""
+
+    object: str
+    first: str
+    before: str
+    after: str
+
+
+TEXT_CHUNK = ChunkShape("text_completion", '"text":', '"text":', "")
+CHAT_CHUNK = ChunkShape(
+    "chat.completion.chunk", '"delta":{"role":"assistant","content":', '"delta":{"content":', "}"
+)
+
+
+class ChunkWriter:
+    """Writes the chunks of one response as server-sent events.
+
+    `head` has the fields that all of them share. With `include_usage` every chunk has a `usage`, which is
+    null where none is given.
+    """
+
+    def __init__(
+        self, shape: ChunkShape, head: Mapping[str, object], n_choices: int, *, include_usage: bool
+    ) -> None:
+        self._head = f"data: {json.dumps({**head, 'object': shape.object})[:-1]}"
+        choices = [f'{self._head}, "choices": [{{"index":{i},' for i in range(n_choices)]
+        self._before = [start + shape.first for start in choices]
+        self._before_later = [start + shape.before for start in choices]
+        reasons = [None, FinishReason.STOP, FinishReason.LENGTH]
+        self._after = {
+            reason: f'{shape.after},"logprobs":null,"finish_reason":{json.dumps(reason)}}}]'
+            for reason in reasons
+        }
+        self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
+
+    def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
+        """A piece of choice `index`."""
+        before = self._before[index]
+        self._before[index] = self._before_later[index]
+        after = self._after[piece.finish_reason]
+        end = self._no_usage if usage is None else _with(usage)
+        return f"{before}{json.dumps(piece.text)}{after}{end}".encode("ascii")
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk behind all choices, with the usage of all."""
+        return f'{self._head},"choices":[]{_with(usage)}'.encode("ascii")
+
+
+def error_event(error: OrcaError) -> bytes:
+    """What ended a stream before its end; clients raise it, and expect nothing behind it."""
+    return f"data: {json.dumps(error_body(error))}\n\n".encode("ascii")
+
+
+def _with(usage: Usage) -> str:
+    return f',"usage":{usage.model_dump_json()}}}\n\n'

@@ -1,0 +1,23 @@
+"""A conversation as the model sees it: one text, made by the model's chat template."""
+
+from collections.abc import Sequence
+
+from orca_jax.errors import NotSupported
+from server.http.chat_protocol import ChatMessage
+from server.http.prompts import beside
+from server.served_model import ServedModel
+
+
+async def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
+    """The text of `messages`, special tokens included. Raises NotSupported, and BadConversation."""
+    template = model.chat_template
+    if template is None:
+        message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
+        raise NotSupported(f"{message}--chat-template FILE", param="messages")
+    conversation: list[dict[str, str]] = []
+    for message in messages:
+        content = "\n".join(part.text or "" for part in message.content)
+        name = {} if message.name is None else {"name": message.name}
+        conversation.append({"role": message.role, "content": content, **name})
+    n_characters = sum(len(each["content"]) for each in conversation)
+    return await beside(n_characters, lambda: template.render(conversation))

@@ -1,0 +1,46 @@
+"""`/v1/models`: the one model that is served, as OpenAI's clients list it."""
+
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from server.http.errors import error_responses
+from server.http.state import GatewayOf
+from server.served_model import ServedModel
+
+router = APIRouter(prefix="/v1/models", tags=["models"], responses=error_responses(503))
+
+
+class Model(BaseModel):
+    """A model; `created` in seconds since 1970, `max_model_len` tokens of input and output together."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "orca_jax"
+    max_model_len: int
+
+
+class Models(BaseModel):
+    """The models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+@router.get("")
+async def list_models(gateway: GatewayOf) -> Models:
+    """List the models."""
+    return Models(data=[_model(gateway.model())])
+
+
+# A name on the Hugging Face hub has a slash.
+@router.get("/{model_id:path}", responses=error_responses(404))
+async def get_model(gateway: GatewayOf, model_id: str) -> Model:
+    """One model by its name."""
+    return _model(gateway.model(model_id))
+
+
+def _model(model: ServedModel) -> Model:
+    return Model(id=model.name, created=model.created, max_model_len=model.service.most_output(0))

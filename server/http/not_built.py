@@ -1,0 +1,79 @@
+"""Fields that clients know and this server has not built yet: taken where they ask for nothing, else refused.
+
+    echo: Annotated[bool | None, NotBuilt(False)] = None
+
+A load generator that spells out every default so works unchanged, and nothing is dropped in silence.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from orca_jax.errors import NotSupported
+
+
+@dataclass(frozen=True, init=False)
+class NotBuilt:
+    """Marks a field, in its annotation: only null and the `neutral` values are taken.
+
+    `same_as` names another field whose value is neutral as well.
+    """
+
+    neutral: tuple[Any, ...]
+    same_as: str | None
+
+    def __init__(self, *neutral: Any, same_as: str | None = None) -> None:
+        object.__setattr__(self, "neutral", neutral)
+        object.__setattr__(self, "same_as", same_as)
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(core_schema), "description": f"Not built yet: {self.advice()}."}
+
+    def takes(self, value: object, request: BaseModel) -> bool:
+        """Whether `value` of the marked field of `request` asks for nothing."""
+        if value is None:
+            return True
+        same = (self.same_as,) if self.same_as else ()
+        neutral = (*self.neutral, *[getattr(request, name) for name in same])
+        return any(type(value) is type(other) and value == other for other in neutral)  # False is no 0 here
+
+    def advice(self) -> str:
+        """What a client may do."""
+        if not self.neutral:
+            return "leave it out"
+        return "leave it out, or give " + " or ".join(map(_as_json, self.neutral))
+
+
+def refuse_what_is_not_built(request: BaseModel, path: str = "") -> None:
+    """Raise NotSupported, with its dotted path, for the first field in `request` that asks for such a thing."""
+    marks = _marks(type(request))
+    for name in type(request).model_fields:
+        if name not in request.model_fields_set:
+            continue
+        value = getattr(request, name)
+        mark = marks.get(name)
+        if mark is not None and not mark.takes(value, request):
+            raise NotSupported(f"{path}{name} is not built yet; {mark.advice()}", param=path + name)
+        if isinstance(value, BaseModel):
+            refuse_what_is_not_built(value, f"{path}{name}.")
+        elif isinstance(value, list):
+            for i, element in enumerate(value):
+                if not isinstance(element, BaseModel):
+                    break
+                refuse_what_is_not_built(element, f"{path}{name}.{i}.")
+
+
+@cache
+def _marks(model: type[BaseModel]) -> dict[str, NotBuilt]:
+    fields = model.model_fields.items()
+    return {name: mark for name, field in fields for mark in field.metadata if isinstance(mark, NotBuilt)}
+
+
+def _as_json(value: object) -> str:
+    return {False: "false", True: "true"}[value] if isinstance(value, bool) else repr(value).replace("'", '"')

@@ -1,0 +1,56 @@
+"""Prompts become token ids, and are checked before anything runs."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.request import SamplingParams
+from server.config import EndpointOptions
+from server.served_model import ServedModel
+
+T = TypeVar("T")
+
+_LONG = 8_000  # characters; what takes longer than a millisecond or two is done beside the event loop
+
+
+async def beside(n_characters: int, work: Callable[[], T]) -> T:
+    """Work that takes time with each of `n_characters`: on a thread where they are many."""
+    return await asyncio.to_thread(work) if n_characters > _LONG else work()
+
+
+async def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong; among several, the prompt is named."""
+    n_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return await beside(n_characters, lambda: _each(prompts, lambda prompt: _encode(model, prompt)))
+
+
+def check(model: ServedModel, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+    """Raise what the service would say to any of these, before the first is submitted."""
+    _each(prompts, lambda prompt: model.service.check(prompt, sampling, model.text_stream(sampling)))
+
+
+def check_number(n_prompts: int, n: int, options: EndpointOptions) -> None:
+    """Raise InvalidRequest for no prompt, or for more choices than one request may ask for."""
+    if not n_prompts:
+        raise InvalidPrompt("prompt is an empty list; give at least one", param="prompt")
+    if n_prompts * n > options.max_choices:
+        asked = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
+        message = f"too many choices ({asked}); one request may ask for {options.max_choices} in all"
+        raise InvalidRequest(message, param="n" if n > 1 else "prompt")
+
+
+def _encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
+    return model.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _each(prompts: Sequence[T], work: Callable[[T], object]) -> list:
+    results = []
+    for i, prompt in enumerate(prompts):
+        try:
+            results.append(work(prompt))
+        except InvalidRequest as error:
+            if len(prompts) == 1:
+                raise
+            raise type(error)(f"prompt {i}: {error}", param=error.param) from error
+    return results

@@ -1,0 +1,34 @@
+"""What the routes are given: the server's state, and what is known of the request at hand.
+
+A route asks for them by annotation: `async def route(gateway: GatewayOf, facts: FactsOf)`. Errors are raised
+as they are (errors.py makes answers of them), and bodies are read by json_body.py's `JsonRoute`.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from server.config import EndpointOptions
+from server.gateway import Gateway
+
+
+def _gateway(request: Request) -> Gateway:
+    return request.app.state.gateway
+
+
+def _options(request: Request) -> EndpointOptions:
+    return request.app.state.options
+
+
+def _request_id(request: Request) -> str:
+    return request.scope["state"]["request_id"]
+
+
+def _facts(request: Request) -> dict[str, Any]:
+    return request.scope["state"]["facts"]
+
+
+GatewayOf = Annotated[Gateway, Depends(_gateway)]
+OptionsOf = Annotated[EndpointOptions, Depends(_options)]
+RequestIdOf = Annotated[str, Depends(_request_id)]  # X-Request-Id: 1 to 128 printable characters
+FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # goes into the access log; never prompts or texts

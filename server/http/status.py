@@ -1,0 +1,77 @@
+"""How the server is: for probes, load balancers and dashboards. None of these needs a key."""
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+import orca_jax
+from server.gateway import Gateway, Phase
+from server.http.errors import NOT_READY_SECONDS
+from server.http.state import GatewayOf
+
+router = APIRouter(tags=["status"])
+
+_RETRY = {"Retry-After": str(NOT_READY_SECONDS)}
+_TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
+class Health(BaseModel):
+    """The process lives."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    """Whether requests are taken, and if not, why."""
+
+    status: Phase
+    reason: str | None = None
+
+
+class Version(BaseModel):
+    """What is running."""
+
+    version: str
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
+async def health() -> Health:
+    """200 as long as the process lives, whatever it can do."""
+    return Health()
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", responses={503: {"model": Readiness, "description": "Not ready"}})
+async def ready(gateway: GatewayOf) -> Response:
+    """200 while requests are taken; 503 while the model loads, while the server drains, or for good."""
+    phase = gateway.phase
+    body = Readiness(status=phase, reason=_reason(gateway, phase)).model_dump(exclude_none=True)
+    if phase is Phase.READY:
+        return JSONResponse(body)
+    return JSONResponse(body, 503, None if phase is Phase.FAILED else _RETRY)  # a failed engine stays so
+
+
+@router.get("/version")
+async def version() -> Version:
+    """The version of orca_jax."""
+    return Version(version=orca_jax.__version__)
+
+
+@router.get("/metrics", response_class=Response, responses={200: _TEXT})
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    figures = request.app.state.metrics
+    return Response(figures.render(), headers={"Content-Type": figures.content_type})
+
+
+def _reason(gateway: Gateway, phase: Phase) -> str | None:
+    if phase is Phase.LOADING:
+        return "the model is still loading"
+    if phase is Phase.DRAINING:
+        return "the server is shutting down"
+    if phase is Phase.FAILED and gateway.served is not None:
+        return f"the engine failed: {gateway.served.service.failure}"
+    return None

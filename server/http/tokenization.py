@@ -1,0 +1,91 @@
+"""`/tokenize` and `/detokenize`: what the model's tokenizer makes of a text or a conversation, and back."""
+
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from orca_jax.errors import InvalidRequest, TokenOutOfRange
+from server.http.chat_protocol import ChatMessage
+from server.http.conversation import text_of
+from server.http.errors import error_responses
+from server.http.json_body import JsonRoute
+from server.http.not_built import refuse_what_is_not_built
+from server.http.prompts import beside
+from server.http.protocol import FirstFault, Strict
+from server.http.state import GatewayOf
+
+router = APIRouter(tags=["tokens"], route_class=JsonRoute, responses=error_responses(404, 503))
+
+_ONE_OF = {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+_MODEL = Field(description="default: the model that is served")
+
+
+class TokenizeRequest(Strict, json_schema_extra=_ONE_OF):
+    """POST /tokenize: a text or a conversation."""
+
+    model: Annotated[str | None, _MODEL] = None
+    prompt: Annotated[str, Field(description="a text")] = ""
+    messages: Annotated[list[ChatMessage], FirstFault(), Field(min_length=1, default_factory=list)]
+    add_special_tokens: Annotated[
+        bool | None, Field(description="default: true for a text; a chat template writes its own")
+    ] = None
+
+
+class TokenizeResponse(BaseModel):
+    """The tokens, and how many a request may have, input and output together."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: Annotated[str | None, _MODEL] = None
+    tokens: Annotated[list[int], FirstFault(), Field(description="token ids")]
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of the tokens, without special ones."""
+
+    prompt: str
+
+
+@router.post("/tokenize")
+async def tokenize(gateway: GatewayOf, body: TokenizeRequest) -> TokenizeResponse:
+    """The token ids of a text, or of a conversation as the model would see it."""
+    model = gateway.model(body.model)
+    given = body.model_fields_set & {"prompt", "messages"}
+    if len(given) != 1:
+        what = "neither prompt nor messages came" if not given else "both prompt and messages came"
+        raise InvalidRequest(f"{what}; give one of them", param="messages" if given else "prompt")
+    special = body.add_special_tokens
+    if "prompt" in given:
+        text, special = body.prompt, special is not False
+    else:
+        refuse_what_is_not_built(body)
+        text, special = await text_of(model, body.messages), special is True
+    param = given.pop()
+    tokens = await beside(len(text), lambda: model.encode(text, param=param, add_special_tokens=special))
+    return TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=model.service.most_output(0))
+
+
+@router.post("/detokenize")
+async def detokenize(gateway: GatewayOf, body: DetokenizeRequest) -> DetokenizeResponse:
+    """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
+    model = gateway.model(body.model)
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest(f"{model.name} has no tokenizer, so tokens have no text", param="tokens")
+    n_vocabulary = model.config.vocab_size
+
+    def decode() -> str:
+        for i, token in enumerate(body.tokens):
+            if not 0 <= token < n_vocabulary:
+                message = f"tokens.{i} is {token}; it must be from 0 to {n_vocabulary - 1}"
+                raise TokenOutOfRange(message, param=f"tokens.{i}")
+        return tokenizer.decode(body.tokens)
+
+    return DetokenizeResponse(prompt=await beside(len(body.tokens), decode))

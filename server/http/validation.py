@@ -1,0 +1,77 @@
+"""What pydantic found wrong with a request, as one message and the field at fault."""
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+_MOST_SHOWN = 100  # characters of what came
+_MOST_RULES = 4
+_PYDANTIC = "Input should be "
+_OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
+_Path = tuple[str | int, ...]
+
+
+def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None, str]:
+    """The field at fault, dotted, and what to say of it; None where the body itself is at fault.
+
+    `errors` are pydantic's, `body` is what came. The first field is told; where it may be of several types it
+    has an error for each, and they make one message.
+    """
+    first = errors[0]
+    path = _path(first, body)
+    param = ".".join(map(str, path)) or None
+    name = param or "the body"
+    if first["type"] == "missing":
+        return param, f"{name} is missing" + ("" if param else "; send a JSON object")
+    if first["type"] == "extra_forbidden":
+        return param, f"{name} is not known here; leave it out (GET /docs shows what there is)"
+    came = f"{name} is {shown(_at(body, path))}"
+    if not first["msg"].startswith(_PYDANTIC):  # a rule that is a sentence by itself
+        return param, f"{came}; {first['msg'].removeprefix('Value error, ')}"
+    rules = dict.fromkeys(
+        _rule(error, below[len(path) :])
+        for error in errors
+        if (below := _path(error, body))[: len(path)] == path
+    )
+    return param, f"{came}; it should be {', or '.join(islice(rules, _MOST_RULES))}"
+
+
+def shown(value: object) -> str:
+    """What came, for a message: short, whatever it is."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _path(error: Mapping[str, Any], body: object) -> _Path:
+    """Where in the body the error is; pydantic's own names for a type's alternatives are left out."""
+    steps = error["loc"][1:]  # behind "body": routes check nothing else
+    path: list[str | int] = []
+    value = body
+    for i, step in enumerate(steps):
+        last = i == len(steps) - 1
+        if (isinstance(value, dict) and step in value) or (
+            isinstance(value, list) and isinstance(step, int) and step < len(value)
+        ):
+            value = value[step]
+        elif not (last and error["type"] == "missing"):
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _at(body: object, path: _Path) -> object:
+    value: Any = body
+    for step in path:
+        value = value[step]
+    return value
+
+
+def _rule(error: Mapping[str, Any], below: _Path) -> str:
+    rule = "a JSON object" if error["type"] in _OBJECT_TYPES else error["msg"].removeprefix(_PYDANTIC)
+    return rule if not below else f"at {'.'.join(map(str, below))} {rule}"

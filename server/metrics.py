@@ -1,0 +1,86 @@
+"""What `/metrics` shows: the server's own figures, the engine's once a model is there, and the process's."""
+
+import asyncio
+from collections.abc import Iterator
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import orca_jax
+from server.engine_metrics import EngineMetrics
+from server.gateway import Gateway, Phase
+from server.served_model import ServedModel
+
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
+
+class Metrics(Collector):
+    """One server's figures, in a registry of their own, so that servers in one process do not mix.
+
+    Used on the gateway's event loop; the engine's threads write only to what `attach` makes.
+    """
+
+    content_type = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._engine: EngineMetrics | None = None
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self._http = Counter(
+            "orca_http_requests",
+            "HTTP requests answered.",
+            ["path", "method", "status"],
+            registry=self.registry,
+        )
+        self._grpc = Counter(
+            "orca_grpc_requests", "gRPC calls answered.", ["method", "code"], registry=self.registry
+        )
+        self.registry.register(self)
+
+    def attach(self, model: ServedModel) -> None:
+        """Observe the model's engine from now on; call it while no request is live."""
+        self._engine = EngineMetrics(model)
+        model.service.timeline.observer = self._engine
+
+    def http_request(self, path: str, method: str, status: int) -> None:
+        """Count an HTTP request. `path` is its route's template, so that clients cannot make labels."""
+        self._http.labels(path, method if method in _METHODS else "other", str(status)).inc()
+
+    def grpc_request(self, method: str, code: str) -> None:
+        """Count a gRPC call: the name of a known method, and the name of the status that it ended with."""
+        self._grpc.labels(method, code).inc()
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format, whose content type is `content_type`."""
+        return generate_latest(self.registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """What the registry asks for: all but the process's figures and the counts of requests."""
+        yield InfoMetricFamily("orca_build", "What is running.", {"version": orca_jax.__version__})
+        now = self._gateway.phase
+        phase = GaugeMetricFamily("orca_server_phase", "1 for the phase the server is in.", labels=["phase"])
+        for one in Phase:
+            phase.add_metric([one.value], one is now)
+        yield phase
+        yield GaugeMetricFamily(
+            "orca_live_streams", "Requests whose clients have not got all yet.", self._gateway.n_live
+        )
+        try:
+            tasks = asyncio.all_tasks()
+        except RuntimeError:  # no event loop runs on this thread
+            pass
+        else:
+            yield GaugeMetricFamily("orca_asyncio_tasks", "Tasks of the event loop.", len(tasks))
+        if self._engine is not None:
+            yield from self._engine.collect()

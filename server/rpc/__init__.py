@@ -1,0 +1,1 @@
+"""The gRPC endpoint: `orca.v1.Generation`."""

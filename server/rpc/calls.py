@@ -1,0 +1,138 @@
+"""What every call of orca.v1.Generation gets: an API key is asked for, an error becomes its status, and the
+call is logged and counted when it is over.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+import grpc
+
+from orca_jax.errors import EngineError, InvalidRequest, OrcaError, QueueFull
+from server.access_log import log_access
+from server.api_keys import ApiKeys
+from server.config import AccessLog
+from server.errors import Unauthorized, meaning
+from server.gateway import Gateway
+from server.metrics import Metrics
+from server.retry_after import retry_after_seconds
+from server.rpc.deadline import Deadline
+
+_LOGGER = logging.getLogger(__name__)
+_MOST_CHARACTERS = 500  # of a status message: it travels as a header, and clients take 8 KiB of those
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # quoted: when it runs it takes no parameters
+
+
+class Calls:
+    """The calls of one server. `answered` stands around each; `facts` go into the access log, never texts."""
+
+    def __init__(self, gateway: Gateway, *, access_log: AccessLog, metrics: Metrics) -> None:
+        self._gateway = gateway
+        self._access_log: AccessLog = access_log
+        self._metrics = metrics
+
+    @asynccontextmanager
+    async def answered(self, method: str, context: Context) -> AsyncIterator[dict[str, Any]]:
+        """Run one call of `method`; what is raised inside ends it with the status that it means."""
+        facts: dict[str, Any] = {}
+        began = time.perf_counter()
+        deadline = Deadline(context)
+        code = grpc.StatusCode.OK
+        try:
+            yield facts
+        except asyncio.CancelledError:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if deadline.passed else grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.BaseError:  # a write failed: nobody is there any more
+            code = grpc.StatusCode.CANCELLED
+            raise
+        except OrcaError as error:
+            code = meaning(error).grpc
+            if isinstance(error, EngineError):
+                _LOGGER.error("%s of %s: %s", method, facts.get("request_id"), error)
+            await context.abort(code, _short(str(error)), self._trailing_metadata(error))
+        except Exception:
+            code = grpc.StatusCode.INTERNAL
+            _LOGGER.exception("%s of %s failed in an unexpected way", method, facts.get("request_id"))
+            await context.abort(code, "the server failed in an unexpected way; its log has more")
+        finally:
+            self._over(method, context, code, began, facts)
+
+    def _trailing_metadata(self, error: OrcaError) -> tuple[tuple[str, str], ...]:
+        if isinstance(error, InvalidRequest):
+            return (("orca-param", error.param),)
+        if isinstance(error, QueueFull):
+            return (("retry-after", str(retry_after_seconds(self._gateway))),)
+        return ()
+
+    def _over(
+        self, method: str, context: Context, code: grpc.StatusCode, began: float, facts: dict[str, Any]
+    ) -> None:
+        self._metrics.grpc_request(method, code.name)
+        record = {
+            "request_id": None,
+            "protocol": "grpc",
+            "client": _address(context.peer()),
+            "method": method,
+            "status": code.name,
+            "ms": round(1000 * (time.perf_counter() - began), 1),
+        }
+        log_access(self._access_log, {**record, **facts})
+
+
+class KeyCheck(grpc.aio.ServerInterceptor):
+    """Turns calls of one service without a good API key away, before their message is read."""
+
+    def __init__(self, service: str, api_keys: ApiKeys, calls: Calls) -> None:
+        self._prefix = f"/{service}/"
+        self._api_keys = api_keys
+        self._calls = calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """The method's own handler, or one that refuses; the services around ours are open."""
+        handler = await continuation(handler_call_details)
+        path = handler_call_details.method
+        if handler is None or not path.startswith(self._prefix):
+            return handler
+        try:
+            self._api_keys.check(_authorization(handler_call_details))
+        except Unauthorized as error:
+            return self._refusal(path.removeprefix(self._prefix), error)
+        return handler
+
+    def _refusal(self, method: str, error: Unauthorized) -> Handler:
+        async def refuse(_: object, context: Context) -> None:
+            async with self._calls.answered(method, context):
+                raise error
+
+        # Whatever kind of call it is: of this kind gRPC does not read a message by itself.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> str | None:
+    for name, value in details.invocation_metadata or ():
+        if name == "authorization" and isinstance(value, str):
+            return value
+    return None
+
+
+def _short(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]} ... {text[-half:]}"
+
+
+def _address(peer: str) -> str:
+    """`ipv4:127.0.0.1:4711` and `ipv6:%5B::1%5D:4711` without scheme and port."""
+    return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")

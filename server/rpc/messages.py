@@ -1,0 +1,96 @@
+"""What the messages of generation.proto say, in the engine's words, and back."""
+
+import re
+import uuid
+from typing import Literal, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.generation import Piece
+from orca_jax.request import FinishReason, SamplingParams
+from server.gateway import LiveRequest
+from server.rpc import generation_pb2 as pb
+from server.served_model import ServedModel
+
+M = TypeVar("M", bound=Message)
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_OPTIONAL = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence)
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def parsed(kind: type[M], data: bytes) -> M:
+    """The message that came. Raises InvalidRequest if it is none, or has a field that is not known here."""
+    try:
+        message = kind.FromString(data)
+    except DecodeError as error:
+        text = f"what came is no {kind.DESCRIPTOR.full_name}: {error}"
+        raise InvalidRequest(text, param="message") from error
+    _refuse_unknown_fields(message, "")
+    return message
+
+
+def _refuse_unknown_fields(message: Message, path: str) -> None:
+    for unknown in UnknownFieldSet(message):
+        name, number = message.DESCRIPTOR.full_name, unknown.field_number
+        text = f"{name} has no field of the number {number}; leave it out, or ask a newer server"
+        raise InvalidRequest(text, param=f"{path}{number}")
+    for field, value in message.ListFields():
+        if isinstance(value, Message):
+            _refuse_unknown_fields(value, f"{path}{field.name}.")
+
+
+def request_id(request: pb.GenerateRequest) -> str:
+    """The client's own, or a new one. Raises InvalidRequest."""
+    if not request.request_id:
+        return f"gen-{uuid.uuid4().hex}"
+    if not _REQUEST_ID.fullmatch(request.request_id):
+        message = f"request_id is {request.request_id[:200]!r}; "
+        message += "it must be 1 to 128 printable ASCII characters without spaces, or not set"
+        raise InvalidRequest(message, param="request_id")
+    return request.request_id
+
+
+def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+    """The engine's form; what is not set has the engine's default. Raises InvalidSamplingParameter."""
+    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    return SamplingParams(**given, stop=tuple(message.stop))
+
+
+def prompt_kind(request: pb.GenerateRequest) -> Literal["text", "token_ids"]:
+    """Which of the two the prompt is. Raises InvalidPrompt where there is none."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidPrompt("the request has no prompt; set text or token_ids", param="prompt")
+    return kind
+
+
+def response(live: LiveRequest, piece: Piece, n_before: int) -> pb.GenerateResponse:
+    """A piece as a message; `n_before` tokens came in the messages before it."""
+    message = pb.GenerateResponse(
+        request_id=live.request_id,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        seed=live.seed if n_before == 0 else None,
+    )
+    if piece.finish_reason is not None:
+        message.finish_reason = _FINISH_REASONS[piece.finish_reason]
+        message.usage.prompt_tokens = live.n_input
+        message.usage.completion_tokens = n_before + len(piece.token_ids)
+    return message
+
+
+def model_card(model: ServedModel) -> pb.Model:
+    """What a client is told about the model."""
+    return pb.Model(
+        name=model.name,
+        created=model.created,
+        max_model_len=model.service.most_output(0),
+        vocab_size=model.config.vocab_size,
+        has_tokenizer=model.tokenizer is not None,
+    )

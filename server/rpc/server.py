@@ -1,0 +1,112 @@
+"""The gRPC endpoint: orca.v1.Generation with health and reflection on one port, over TLS where asked for."""
+
+import socket
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+
+from orca_jax.errors import ConfigError
+from server.api_keys import ApiKeys
+from server.config import EndpointOptions
+from server.gateway import Gateway
+from server.metrics import Metrics
+from server.rpc.calls import Calls, KeyCheck
+from server.rpc.generation import SERVICE, Generation
+from server.rpc.health import Health
+
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+# Times in milliseconds. A client that vanished without a word is found within a minute, and one that asks
+# every ten seconds whether we are alive is no nuisance. A port is ours alone: two servers on one would each
+# get a part of the calls.
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 40_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.max_send_message_length", -1),
+)
+
+
+class RpcServer:
+    """A server on one event loop: `bind`, `start`, and `stop` at the end. Made by `create_server`."""
+
+    def __init__(self, server: grpc.aio.Server, health: Health, options: EndpointOptions) -> None:
+        self._server = server
+        self._health = health
+        self._options = options
+
+    async def bind(self, host: str, port: int) -> int:
+        """Take the address and return the port, a free one for 0; call it once, before `start`.
+
+        Raises ConfigError where the address is taken or not ours, or certificate and key cannot be used.
+        """
+        address = _free_address(host, port)
+        try:
+            credentials = self._credentials()
+            if credentials is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            message = f"cannot listen on {address} for gRPC: {error}; choose another --grpc-port or --host"
+            raise ConfigError(message) from error
+
+    async def start(self) -> None:
+        """Answer calls from now on."""
+        await self._server.start()
+
+    async def stop(self, grace: float | None) -> None:
+        """Take no more calls; those that run get `grace` seconds, and end as cancelled then."""
+        self._health.close()
+        await self._server.stop(grace)
+
+    def _credentials(self) -> grpc.ServerCredentials | None:
+        certificate, key = self._options.ssl_certfile, self._options.ssl_keyfile
+        if certificate is None or key is None:
+            return None
+        return grpc.ssl_server_credentials([(_read(key), _read(certificate))])
+
+
+def create_server(
+    gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics
+) -> RpcServer:
+    """A server in front of `gateway`; made on the loop that runs it.
+
+    How many calls may be open is not bounded here: the pool's queue bounds those that are accepted, and one
+    that is not ends at once.
+    """
+    calls = Calls(gateway, access_log=options.access_log, metrics=metrics)
+    server = grpc.aio.server(
+        interceptors=[KeyCheck(SERVICE, api_keys, calls)],
+        options=[*_OPTIONS, ("grpc.max_receive_message_length", options.max_body_bytes)],
+    )
+    Generation(gateway, calls, request_timeout=options.request_timeout).add_to(server)
+    health = Health(gateway, (SERVICE,))
+    add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), server)
+    return RpcServer(server, health, options)
+
+
+def _free_address(host: str, port: int) -> str:
+    """The address in gRPC's form. Raises ConfigError: the system says why, where gRPC only says no."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        message = f"cannot listen on {host} port {port} for gRPC: {error.strerror}; "
+        raise ConfigError(message + "choose another --grpc-port or --host") from error
+    numeric = str(address[0])
+    return f"[{numeric}]:{port}" if family is socket.AF_INET6 else f"{numeric}:{port}"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
