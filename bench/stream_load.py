@@ -55,16 +55,11 @@ def client(connection: Connection) -> None:
 
 
 class _Stream(asyncio.Protocol):
-    """Sends a request and keeps what comes, unread, until the server closes the connection."""
+    """Keeps what comes, unread, until the server closes the connection."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self) -> None:
         self.answer = bytearray()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._request = request
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.answer += data
@@ -78,7 +73,6 @@ class _Stream(asyncio.Protocol):
 
 async def _http(streams: Streams) -> Loaded:
     loop = asyncio.get_running_loop()
-    cpu, start = time.process_time(), time.perf_counter()
     bodies = [
         {
             "prompt": list(prompt),
@@ -90,21 +84,18 @@ async def _http(streams: Streams) -> Loaded:
         }
         for prompt in streams.prompts
     ]
-    made = await asyncio.gather(
-        *(
-            loop.create_connection(
-                lambda body=body: _Stream(post(streams.host, streams.port, "/v1/completions", body)),
-                streams.host,
-                streams.port,
-            )
-            for body in bodies
-        )
-    )
-    await asyncio.gather(*(stream.done for _, stream in made))
+
+    async def stream(body: dict[str, object]) -> bytearray:
+        transport, protocol = await loop.create_connection(_Stream, streams.host, streams.port)
+        transport.write(post(streams.host, streams.port, "/v1/completions", body))
+        await protocol.done
+        return protocol.answer
+
+    cpu, start = time.process_time(), time.perf_counter()
+    answers = await asyncio.gather(*(stream(body) for body in bodies))
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     n_tokens = n_messages = 0
-    for _, stream in made:
-        answer = bytes(stream.answer)
+    for answer in map(bytes, answers):
         assert status_of(answer) == 200, answer[:1000]
         *events, done = events_of(body_of(answer))
         assert done == "[DONE]", answer[-1000:]

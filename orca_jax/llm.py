@@ -27,7 +27,7 @@ from orca_jax.kv_manager import KVManager
 from orca_jax.model.gpt import Parameters
 from orca_jax.request import SamplingParams
 from orca_jax.service import Orca
-from orca_jax.sharding.capacity import Device, serving_config
+from orca_jax.sharding.capacity import Device, Sizes, serving_config
 from orca_jax.sharding.load import LoadFormat, load_model
 from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
@@ -82,6 +82,13 @@ class LLM:
             _one_of("dtype", dtype, get_args(Dtype))
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise ConfigError(f"seed is {seed!r}; it must be a whole number or None")
+        sizes = Sizes(
+            max_batch_size=max_batch_size,
+            n_slots=n_slots,
+            max_batch_tokens=max_batch_tokens,
+            block_size=block_size,
+            max_queue=max_queue,
+        )
         device: Device = jax.devices()[0]
         self.dtype: str = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
         self.device: str = device.device_kind if device.platform != "cpu" else "cpu"
@@ -90,16 +97,7 @@ class LLM:
         self.directory = loaded.directory
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
-        self.serving = serving_config(
-            self.config,
-            jnp.dtype(self.dtype).itemsize,
-            device,
-            max_batch_size=max_batch_size,
-            n_slots=n_slots,
-            max_batch_tokens=max_batch_tokens,
-            block_size=block_size,
-            max_queue=max_queue,
-        )
+        self.serving = serving_config(self.config, jnp.dtype(self.dtype).itemsize, device, sizes)
         self._service: Orca | None = _service(self.config, loaded.parameters, self.serving, seed)
         self._service.start()
         self._finalizer = weakref.finalize(self, _close_quietly, self._service)

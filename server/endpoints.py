@@ -9,6 +9,7 @@ from collections.abc import Generator
 import uvicorn
 
 from orca_jax.errors import ConfigError, EngineError
+from server.addresses import bound_socket, in_url
 from server.api_keys import ApiKeys
 from server.config import EndpointOptions
 from server.gateway import Gateway
@@ -69,17 +70,19 @@ class Endpoints:
     def http_url(self) -> str:
         """Where HTTP listens."""
         scheme = "http" if self._options.ssl_certfile is None else "https"
-        return f"{scheme}://{_in_url(self._options.host)}:{self.http_port}"
+        return f"{scheme}://{in_url(self._options.host)}:{self.http_port}"
 
     @property
     def grpc_address(self) -> str | None:
         """Where gRPC listens."""
-        return None if self.grpc_port is None else f"{_in_url(self._options.host)}:{self.grpc_port}"
+        return None if self.grpc_port is None else f"{in_url(self._options.host)}:{self.grpc_port}"
 
     async def start(self) -> None:
         """Take both addresses and listen. Raises ConfigError, and has let go of everything then."""
         _check_certificate(self._options)
-        listener = _listen(self._options.host, self._options.port)
+        listener = bound_socket(self._options.host, self._options.port, flag="--port")
+        # Inherited by each connection: the kernel ends one whose client takes nothing any more.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
         self.http_port = listener.getsockname()[1]
         try:
             if self._rpc is not None:
@@ -114,26 +117,6 @@ class Endpoints:
         await asyncio.wait([http], timeout=_STOP_SECONDS)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError where the address is taken, not ours, or no address."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}; choose another --host") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Inherited by each connection: the kernel ends one whose client takes nothing any more.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        message = f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host"
-        raise ConfigError(message) from error
-    return listener
-
-
 def _check_certificate(options: EndpointOptions) -> None:
     if options.ssl_certfile is None:
         return
@@ -143,7 +126,3 @@ def _check_certificate(options: EndpointOptions) -> None:
         files = f"{options.ssl_certfile} and {options.ssl_keyfile}"
         message = f"{files} are no usable certificate and key: {error}"
         raise ConfigError(message) from error
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -1,6 +1,5 @@
 """The gRPC endpoint: orca.v1.Generation with health and reflection on one port, over TLS where asked for."""
 
-import socket
 from pathlib import Path
 
 import grpc
@@ -9,6 +8,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
 from orca_jax.errors import ConfigError
+from server.addresses import bound_socket, in_url
 from server.api_keys import ApiKeys
 from server.config import EndpointOptions
 from server.gateway import Gateway
@@ -45,7 +45,8 @@ class RpcServer:
 
         Raises ConfigError where the address is taken or not ours, or certificate and key cannot be used.
         """
-        address = _free_address(host, port)
+        with bound_socket(host, port, flag="--grpc-port") as probe:  # the system says why, gRPC only says no
+            address = f"{in_url(probe.getsockname()[0])}:{port}"
         try:
             credentials = self._credentials()
             if credentials is None:
@@ -89,20 +90,6 @@ def create_server(
     add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), server)
     return RpcServer(server, health, options)
-
-
-def _free_address(host: str, port: int) -> str:
-    """The address in gRPC's form. Raises ConfigError: the system says why, where gRPC only says no."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        message = f"cannot listen on {host} port {port} for gRPC: {error.strerror}; "
-        raise ConfigError(message + "choose another --grpc-port or --host") from error
-    numeric = str(address[0])
-    return f"[{numeric}]:{port}" if family is socket.AF_INET6 else f"{numeric}:{port}"
 
 
 def _read(path: Path) -> bytes:

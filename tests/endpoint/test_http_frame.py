@@ -267,9 +267,9 @@ def test_a_client_that_sends_megabytes_gets_to_see_the_413(client: httpx2.Client
 
 def test_a_body_that_comes_too_slowly(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limit, "BODY_SECONDS", 0.1)
-    with raw(server, post_head("/tokenize", "Content-Length: 100"), b"{") as connection:
-        with connection.makefile("rb") as lines:
-            received = lines.read()  # it ends: nobody waits for the rest
+    head = post_head("/tokenize", "Content-Length: 100")
+    with raw(server, head, b"{") as connection, connection.makefile("rb") as lines:
+        received = lines.read()  # it ends: nobody waits for the rest
     assert received.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
 
 

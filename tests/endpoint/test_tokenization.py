@@ -147,8 +147,7 @@ class Watched(Tokenizer):
     def __init__(self) -> None:
         super().__init__(LETTERS._tokenizer)
         self.threads: list[threading.Thread] = []
-
-    max_token_length = 1000
+        self.max_token_length = 1000  # so that a long text is not refused unread
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.threads.append(threading.current_thread())

@@ -35,13 +35,6 @@ from orca_jax.sharding.checkpoint import find_tensors, load_checkpoint
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SOON = 60.0
-SIZES_UNSAID: dict[str, Any] = {
-    "max_batch_size": 32,
-    "n_slots": None,
-    "max_batch_tokens": None,
-    "block_size": 16,
-    "max_queue": 1000,
-}
 
 
 def at_rest(model: LLM) -> bool:
@@ -290,6 +283,11 @@ def test_a_configuration_that_cannot_work_is_refused(
         LLM(**options)
 
 
+def test_sizes_are_checked_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="max_batch_size is 0"):
+        LLM("no/such/place", max_batch_size=0)
+
+
 def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match=r"has no config\.json"):
         LLM(tmp_path)
@@ -358,14 +356,14 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
 
     def sizes(n_bytes: int) -> tuple[int, int]:
         monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", n_bytes)
-        serving = capacity.serving_config(model, 4, cpu, **SIZES_UNSAID)
+        serving = capacity.serving_config(model, 4, cpu, capacity.Sizes())
         return serving.n_slots, serving.max_batch_tokens
 
     assert sizes(2 << 30) == (32 * 112, 2048), "a full batch of the longest requests, in whole blocks"
     assert sizes(128 * 1000) == (1000, 2048), "what the bytes hold"
     assert sizes(1) == (112, 2048), "one request at least"
     longer = ModelConfig(vocab_size=10, n_positions=4096, hidden_size=8, n_layers=2, n_heads=1, ffn_size=8)
-    assert capacity.serving_config(longer, 4, cpu, **SIZES_UNSAID).max_batch_tokens == 4096
+    assert capacity.serving_config(longer, 4, cpu, capacity.Sizes()).max_batch_tokens == 4096
     assert tiny.dtype == ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 

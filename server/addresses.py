@@ -1,0 +1,30 @@
+"""Addresses to listen on, taken by the system's own word: a mistake is told as the system tells it."""
+
+import socket
+
+from orca_jax.errors import ConfigError
+
+
+def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
+    """A TCP socket bound to the address, not listening yet; `flag` is what sets the port.
+
+    Raises ConfigError where the address is taken, not this machine's, or none.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        message = f"cannot listen on {host} port {port}: {error.strerror}; choose another {flag} or --host"
+        raise ConfigError(message) from error
+    return bound
+
+
+def in_url(host: str) -> str:
+    """The host as it stands in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
