@@ -20,6 +20,7 @@ from server.rpc.server import create_server
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5  # for answers that are complete to reach their readers
 _UNREAD_SECONDS = 60  # a client that takes nothing for so long is gone
+_IDLE_SECONDS = 65  # between two requests on a connection: longer than clients and proxies keep theirs
 
 
 class _HttpServer(uvicorn.Server):
@@ -56,6 +57,7 @@ class Endpoints:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                timeout_keep_alive=_IDLE_SECONDS,
                 timeout_graceful_shutdown=_STOP_SECONDS,
                 ssl_certfile=options.ssl_certfile,
                 ssl_keyfile=options.ssl_keyfile,
