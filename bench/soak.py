@@ -17,8 +17,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,14 +31,13 @@ from bench.server_process import ServerProcess, host_and_port
 from bench.soak_clients import Clients, Wrong
 from orca_jax.buckets import bucket_sizes
 
-MAX_BATCH_SIZE = 8
-MAX_QUEUE = 8
-MAX_BATCH_TOKENS = 512
+MAX_BATCH_SIZE = 4  # few sizes, few programs to compile before
+MAX_QUEUE = 12
+MOST_TOKENS = 256  # of one iteration of such clients as these: MAX_BATCH_SIZE short prompts
 FLAGS = (
     f"--max-batch-size={MAX_BATCH_SIZE}",
     f"--max-queue={MAX_QUEUE}",
-    f"--max-batch-tokens={MAX_BATCH_TOKENS}",
-    "--n-slots=2048",  # fewer than a full batch of long requests, so that slots run out as well
+    "--n-slots=640",  # fewer than a full batch of long requests, so that slots run out as well
     "--request-timeout=20",
     "--access-log=json",
 )
@@ -89,8 +89,8 @@ class Report:
     slowest_scrape: float = 0.0
 
     def fail(self, message: str) -> None:
-        """Note what failed; the first of them tell enough."""
-        if len(self.failures) < MAX_FAILURES:
+        """Note what failed, once; the first of them tell enough."""
+        if message not in self.failures and len(self.failures) < MAX_FAILURES:
             self.failures.append(message)
 
     def quarter(self, number: int, of: Callable[[Sample], float]) -> float:
@@ -139,8 +139,8 @@ async def _soak(report: Report, url: str, grpc_address: str | None, progress: Pr
 
 async def _warm(clients: Clients) -> None:
     """Let every program be compiled, so that memory is what it will be."""
-    for size in bucket_sizes(MAX_BATCH_TOKENS):
-        prompt = [1 + i % 2000 for i in range(min(size, MAX_BATCH_TOKENS - 1))]
+    for size in bucket_sizes(MOST_TOKENS):
+        prompt = [1 + i % 2000 for i in range(size)]
         for sampling in ({"temperature": 0}, {"temperature": 1}, {"temperature": 1, "top_p": 0.9}):
             if size <= MAX_BATCH_SIZE or sampling["temperature"] == 0:  # the sampler's by rows alone
                 async with asyncio.timeout(CLIENT_SECONDS):
@@ -291,6 +291,27 @@ def tables(report: Report) -> Sequence[Table]:
     return seen, server
 
 
+def summary(report: Report) -> dict[str, Any]:
+    """The figures, for the last line."""
+    found: dict[str, Any] = {
+        "benchmark": "soak",
+        "minutes": report.minutes,
+        "seed": report.seed,
+        "passed": not report.failures,
+        "failures": report.failures,
+        "clients": sum(report.outcomes.values()),
+        "outcomes": dict(sorted(report.outcomes.items())),
+        "accepted": report.n_accepted,
+        "ended": report.ended,
+        "tokens": report.n_tokens,
+        "slowest_scrape_seconds": round(report.slowest_scrape, 3),
+    }
+    if len(report.samples) >= 4:
+        found["rss_mb"] = [round(report.quarter(i, lambda sample: sample.rss) / 1e6, 1) for i in range(4)]
+        found["open_files"] = [report.quarter(i, lambda sample: sample.files) for i in range(4)]
+    return found
+
+
 def main() -> int:
     """Soak; tables, what failed, and last one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description="Many clients for minutes")
@@ -307,12 +328,7 @@ def main() -> int:
         console.print(table)
     for failure in report.failures:
         print(f"FAILED: {failure}")
-    found = asdict(report) | {"benchmark": "soak", "passed": not report.failures}
-    found["samples"] = len(report.samples)
-    if len(report.samples) >= 4:
-        found["rss_mb"] = [round(report.quarter(i, lambda sample: sample.rss) / 1e6, 1) for i in range(4)]
-        found["open_files"] = [report.quarter(i, lambda sample: sample.files) for i in range(4)]
-    print(json.dumps(found))
+    print(json.dumps(summary(report)))
     return 1 if report.failures else 0
 
 

@@ -84,6 +84,7 @@ class Clients:
         """A completion, read to its end."""
         body = {**_sampling(rng), "prompt": _prompt(rng)}
         async with self._exchange(post(*self._address, COMPLETIONS, body)) as exchange:
+            await exchange.head()
             return await _read(exchange, body)
 
     async def chat(self, rng: random.Random) -> str:
@@ -91,6 +92,7 @@ class Clients:
         messages = [{"role": "user", "content": _text(rng)}]
         body = {**_sampling(rng), "messages": messages}
         async with self._exchange(post(*self._address, CHAT, body)) as exchange:
+            await exchange.head()
             return await _read(exchange, body)
 
     async def disconnect(self, rng: random.Random) -> str:
@@ -113,9 +115,9 @@ class Clients:
         body = {**_sampling(rng, at_least=100), "prompt": _prompt(rng), "stream": True}
         async with self._exchange(post(*self._address, COMPLETIONS, body), receive_buffer=4096) as exchange:
             await exchange.head()
+            if exchange.status != 200:
+                return await _read(exchange, body)
             for _ in range(rng.randrange(2, 20)):
-                if exchange.status != 200:
-                    return await _read(exchange, body)
                 await asyncio.sleep(rng.random() * 0.5)
                 start = await exchange.sip(rng.randrange(1, 50))
                 if not start:
@@ -148,6 +150,7 @@ class Clients:
     async def send(self, body: dict[str, Any]) -> None:
         """One completion that must succeed, as for warming up."""
         async with self._exchange(post(*self._address, COMPLETIONS, body)) as exchange:
+            await exchange.head()
             outcome = await _read(exchange, body)
         if outcome != "complete":
             raise Wrong(f"{body} was {outcome}")
@@ -212,7 +215,7 @@ class Clients:
     ) -> "grpc.aio.UnaryStreamCall[GenerateRequest, GenerateResponse]":
         assert self._generation is not None
         sampling = SamplingParams(
-            max_tokens=rng.randrange(at_least, at_least + 100), temperature=rng.choice((0.0, 0.8))
+            max_tokens=rng.randrange(at_least, at_least + 80), temperature=rng.choice((0.0, 0.8))
         )
         request = GenerateRequest(text=_text(rng), sampling=sampling, request_id=request_id)
         return self._generation.Generate(request, timeout=timeout)
@@ -244,20 +247,20 @@ class Clients:
 
 
 def _text(rng: random.Random) -> str:
-    return " ".join(rng.choices(WORDS, k=rng.randrange(1, 30)))
+    return " ".join(rng.choices(WORDS, k=rng.randrange(1, 20)))
 
 
 def _prompt(rng: random.Random) -> object:
     kind = rng.random()
     if kind < 0.7:
         return _text(rng)
-    ids = [rng.randrange(1, 2000) for _ in range(rng.randrange(1, 100))]
+    ids = [rng.randrange(1, 2000) for _ in range(rng.randrange(1, 60))]
     return ids if kind < 0.9 else [_text(rng), _text(rng)]
 
 
 def _sampling(rng: random.Random, *, at_least: int = 1) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "max_tokens": rng.randrange(at_least, at_least + 100),
+        "max_tokens": rng.randrange(at_least, at_least + 80),
         "temperature": rng.choice((0, 0.8, 1)),
         "stream": rng.random() < 0.7,
     }
@@ -273,8 +276,7 @@ def _sampling(rng: random.Random, *, at_least: int = 1) -> dict[str, Any]:
 
 
 async def _read(exchange: Exchange, body: dict[str, Any]) -> str:
-    """Read the answer to its end, and what became of the request."""
-    await exchange.head()
+    """Read the answer to its end, and what became of the request; after `exchange.head`."""
     answer = await exchange.body()
     if exchange.status == 429:
         _check_retry_after(exchange.headers.get("retry-after"))

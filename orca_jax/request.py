@@ -62,10 +62,13 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             self._refuse("ignore_eos", "must be true or false")
         if not isinstance(self.stop, tuple) or len(self.stop) > 16:
-            self._refuse("stop", "must be a string or up to 16 strings")
+            count = f"{len(self.stop)} strings" if isinstance(self.stop, tuple) else repr(self.stop)
+            message = f"stop is {count:.80}; it must be a string or up to 16 strings"
+            raise InvalidSamplingParameter(message, param="stop")
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= 1024:
-                self._refuse("stop", "each stop string must have 1 to 1024 characters")
+                message = f"stop has {text!r:.80}; each stop string must have 1 to 1024 characters"
+                raise InvalidSamplingParameter(message, param="stop")
 
     def _refuse(self, name: str, rule: str) -> None:
         raise InvalidSamplingParameter(f"{name} is {getattr(self, name)!r}; it {rule}", param=name)

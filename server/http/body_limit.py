@@ -1,4 +1,8 @@
-"""Bodies that are too large or come too slowly: no request may hold memory, or a place, for nothing."""
+"""Bodies that are too large or come too slowly: no request may hold memory, or a place, for nothing.
+
+A connection stays open behind a 413, and the server drops what still comes: if it closed, the client's own
+writing would fail before it could read why.
+"""
 
 import asyncio
 
@@ -8,8 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.http.errors import status_response
 
 BODY_SECONDS = 30.0  # from when a route asks for the body to its last byte
-
-_CLOSE = {"Connection": "close"}  # what still comes of the body is nobody's
 
 
 class BodyLimit:
@@ -26,7 +28,7 @@ class BodyLimit:
             return
         length = _content_length(scope)
         if length > self._max_bytes:
-            response = status_response(413, _too_large(f"{length} bytes", self._max_bytes), _CLOSE)
+            response = status_response(413, _too_large(f"{length} bytes", self._max_bytes))
             await response(scope, receive, send)
             return
         await self._app(scope, _Body(receive, self._max_bytes), send)
@@ -52,12 +54,12 @@ class _Body:
                 message = await self._receive()
         except TimeoutError as error:
             text = f"the body was not complete after {BODY_SECONDS:g} seconds; send it faster"
-            raise HTTPException(408, text, _CLOSE) from error
+            raise HTTPException(408, text, {"Connection": "close"}) from error
         self._complete = not message.get("more_body", False)
         self._n_bytes += len(message.get("body", b""))
         if self._n_bytes > self._max_bytes:
             came = f"more than {self._max_bytes} bytes"
-            raise HTTPException(413, _too_large(came, self._max_bytes), _CLOSE)
+            raise HTTPException(413, _too_large(came, self._max_bytes))
         return message
 
 

@@ -45,9 +45,7 @@ def parse(data: bytes) -> Any:
     """
     try:
         text = data.decode("utf-8")
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite_float
-        )
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_number)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # finds surrogates that have no partner
         return value
@@ -82,11 +80,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _finite_float(text: str) -> float:
+def _number(text: str) -> float | int:
+    """1.0 is a whole number to JSON Schema, and so to the OpenAPI document."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:50]} is too large")
-    return number
+    return int(number) if number.is_integer() else number
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -9,6 +9,7 @@ from server.http.errors import error_responses
 
 _OF_BODIES = (400, 408, 413, 415)
 _SCHEME = "bearer"
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
 def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
@@ -33,6 +34,9 @@ def _mend(operation: dict[str, Any], *, keyed: bool) -> None:
         schema = {"$ref": "#/components/schemas/ErrorBody"}
         content = {"application/json": {"schema": schema}}
         responses.setdefault(str(status), {"description": response["description"], "content": content})
+    for response in responses.values():
+        if "text/event-stream" in response.get("content", {}):
+            response["content"]["text/event-stream"] = {"itemSchema": _EVENT}
     operation["responses"] = dict(sorted(responses.items()))
     if keyed:
         operation["security"] = [{_SCHEME: []}]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -15,15 +14,10 @@ from orca_jax.request import SamplingParams
 from server.api_keys import ApiKeys
 from server.gateway import Phase
 from tests.endpoint.harness import Server, serving, until
+from tests.endpoint.http_client import connected
 from tests.host.engines import SOON, PacedEngine
 
 LONG = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
-
-
-@contextmanager
-def connected(server: Server) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=server.url, timeout=SOON, headers={"Connection": "close"}) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

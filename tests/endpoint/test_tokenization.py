@@ -14,12 +14,9 @@ from tokenizers import decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from orca_jax.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
-from tests.endpoint.harness import Server, serving
-from tests.host.engines import LETTERS, SOON
-
-
-def connected(server: Server) -> httpx2.Client:
-    return httpx2.Client(base_url=server.url, timeout=SOON, headers={"Connection": "close"})
+from tests.endpoint.harness import serving
+from tests.endpoint.http_client import connected
+from tests.host.engines import LETTERS
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,48 @@
+"""Talking HTTP to a server of the harness: a client, a bare connection, and a look at errors."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from tests.endpoint.harness import Server
+from tests.host.engines import SOON
+
+JSON = {"Content-Type": "application/json"}
+
+
+@contextmanager
+def connected(server: Server) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=server.url, timeout=SOON, headers={"Connection": "close"}) as client:
+        yield client
+
+
+@contextmanager
+def raw(server: Server, *parts: bytes) -> Iterator[socket.socket]:
+    """A connection over which `parts` have been sent."""
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port or 0), timeout=SOON) as connection:
+        connection.sendall(b"".join(parts))
+        yield connection
+
+
+def status_line(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as lines:
+        return lines.readline().rstrip()
+
+
+def post_head(path: str, *headers: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json", *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    """The error, after a look at its shape."""
+    assert response.headers["content-type"] == "application/json"
+    (name, error), *others = response.json().items()
+    assert (name, others) == ("error", [])
+    assert list(error) == ["message", "type", "param", "code"]
+    return error
