@@ -101,12 +101,12 @@ class Mailbox:
     def poll(self) -> Piece | None:
         """What is there now, without a wait; None when there is nothing new, or after the last piece."""
         with self._changed:
-            gone = None if self.finish_reason is not None else self._gone()
-            if gone is not None:
+            if not self._token_ids and self.finish_reason is None:
+                gone = self._gone()
+                if gone is None:
+                    return None
                 self.finish_reason, self.failure = FinishReason.ERROR, gone
-            if self._last_taken or not (self._token_ids or self.finish_reason is not None):
-                return None
-            return self._piece()
+            return None if self._last_taken else self._piece()
 
     def wait_for_end(self, timeout: float | None) -> FinishReason:
         """The finish reason, once there is one; raises what the engine failed with."""

@@ -39,12 +39,13 @@ class LiveRequest:
     def __init__(self, gateway: "Gateway", generation: Generation, timeout: float | None) -> None:
         self._gateway = gateway
         self._generation = generation
-        self._changed = asyncio.Event()
+        # By hand, because an asyncio.Event costs several times as much, and this is done for each token.
+        self._woken = False
+        self._waiter: asyncio.Future[None] | None = None
         self._over: RequestCancelled | RequestTimedOut | EngineError | None = None
         self._exhausted = False
         self._timeout = timeout
-        loop = asyncio.get_running_loop()
-        self._timer = None if timeout is None else loop.call_later(timeout, self._time_out)
+        self._timer = None if timeout is None else gateway.loop.call_later(timeout, self._time_out)
 
     @property
     def request_id(self) -> str:
@@ -70,32 +71,32 @@ class LiveRequest:
         return self
 
     async def __anext__(self) -> Piece:
-        while True:
-            if self._exhausted:
-                if self._over is not None:
-                    raise self._over
-                raise StopAsyncIteration
-            self._changed.clear()
+        while not self._exhausted:
+            if not self._woken:
+                self._waiter = self._gateway.loop.create_future()
+                await self._waiter
+            self._woken = self._over is not None  # then there is nothing more to wait for
             piece = self._generation.poll()
             if piece is None:
-                if self._over is not None:  # the engine was given its time to answer
-                    self._exhausted = True
-                    continue
-                await self._changed.wait()
-                continue
-            if piece.finish_reason is None:
+                # Woken for nothing, unless the engine was given its time to answer and did not.
+                self._exhausted = self._over is not None
+            elif piece.finish_reason is None:
                 return piece
-            self._exhausted = True
-            if piece.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-                return piece
-            self._over = self._why(piece.finish_reason)
-            if piece.token_ids:
-                return Piece(piece.token_ids, piece.text, None)
+            else:
+                self._exhausted = True
+                if piece.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                    return piece
+                self._over = self._why(piece.finish_reason)
+                if piece.token_ids:
+                    return Piece(piece.token_ids, piece.text, None)
+        if self._over is not None:
+            raise self._over
+        raise StopAsyncIteration
 
     def end(self, reason: FinishReason) -> None:
         """Ask for its end; if the engine does not answer within seconds, it ends here all the same."""
         self._generation.end(reason)
-        asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._give_up, reason)
+        self._gateway.loop.call_later(_GRACE_SECONDS, self._give_up, reason)
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +109,9 @@ class LiveRequest:
 
     def wake(self) -> None:
         """There may be something new."""
-        self._changed.set()
+        self._woken = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _time_out(self) -> None:
         self.end(FinishReason.TIMEOUT)
@@ -116,7 +119,7 @@ class LiveRequest:
     def _give_up(self, reason: FinishReason) -> None:
         if self._generation.finish_reason is None:
             self._over = self._why(reason)
-            self._changed.set()
+            self.wake()
 
     def _why(self, reason: FinishReason) -> RequestCancelled | RequestTimedOut | EngineError:
         if reason is FinishReason.TIMEOUT:
@@ -133,7 +136,7 @@ class Gateway:
     """Both endpoints' way to the service; lives on one event loop and is used on it alone.
 
     It opens when the model is there, and closes when the server drains. `request_timeout` in seconds bounds
-    every request, None does not.
+    every request, None does not. `loop` is its event loop.
     """
 
     def __init__(self, *, request_timeout: float | None = None) -> None:
@@ -143,7 +146,7 @@ class Gateway:
         self._live: dict[str, LiveRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
 
     @property
     def phase(self) -> Phase:
@@ -248,7 +251,7 @@ class Gateway:
     def _delivered(self, deliveries: Sequence[Delivery]) -> None:
         """On the scheduler's thread, once an iteration."""
         try:
-            self._loop.call_soon_threadsafe(self._wake, deliveries)
+            self.loop.call_soon_threadsafe(self._wake, deliveries)
         except RuntimeError:  # the loop is closed: nobody is left to be told
             pass
 

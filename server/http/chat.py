@@ -1,66 +1,74 @@
-"""`POST /v1/chat/completions`: a conversation goes on with the assistant's answer."""
+"""`POST /v1/chat/completions`: a conversation becomes a prompt, and what the model says is the answer."""
 
-import time
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from server.http.chat_protocol import AnswerMessage, ChatChoice, ChatCompletion, ChatCompletionRequest
-from server.http.choices import Choices, new_response_id
+from orca_jax.errors import InvalidRequest
+from server.http.answer import GENERATION_ERRORS, accept, answer, new_response_id
+from server.http.chat_protocol import (
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatMessage,
+)
+from server.http.choices import Choices
 from server.http.chunks import CHAT_CHUNK
-from server.http.conversation import text_of
-from server.http.generation import Answer, answers, respond
 from server.http.json_body import JsonRoute
-from server.http.not_built import refuse_what_is_not_built
 from server.http.prompts import beside, check, check_number
 from server.http.protocol import named
 from server.http.state import FactsOf, GatewayOf, OptionsOf
+from server.served_model import ServedModel
 
-router = APIRouter(tags=["generation"], route_class=JsonRoute)
+router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion))
-async def chat(
-    request: Request, gateway: GatewayOf, options: OptionsOf, facts: FactsOf, body: ChatCompletionRequest
+@router.post(
+    "/v1/chat/completions",
+    response_class=Response,
+    responses={200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
+)
+async def create_chat_completion(
+    body: ChatCompletionRequest, request: Request, gateway: GatewayOf, options: OptionsOf, facts: FactsOf
 ) -> Response:
-    """Answer the conversation `n` times, each as long as the model allows unless `max_tokens` says less."""
-    refuse_what_is_not_built(body)
-    body.check_stream_options()
-    model = gateway.model(body.model)
-    facts["user"] = body.user
-    check_number(1, body.n_choices, options)
+    """Answer a conversation, at once or, with `stream`, piece by piece."""
+    model = accept(body, gateway, facts)
     wanted = body.wanted_tokens
-    body.sampling(max_tokens=1 if wanted is None else wanted)  # refuses, before the work of encoding
-    text = await text_of(model, body.messages)
-    prompt_ids = await beside(
-        len(text), lambda: model.encode(text, param="messages", add_special_tokens=False)
-    )
-    # A prompt that leaves no room for an answer is refused below, whatever it asks for.
-    most = max(model.service.most_output(len(prompt_ids)), 1)
-    sampling = body.sampling(max_tokens=most if wanted is None else wanted)
-    with named(max_tokens=body.max_tokens_field, prompt="messages"):
-        check(model, [prompt_ids], sampling)
-    choices = Choices(
-        gateway,
-        [prompt_ids],
-        sampling,
-        body.n_choices,
-        response_id=new_response_id("chatcmpl"),
-        facts=facts,
-    )
-    answer = Answer(choices, model, created=int(time.time()), shape=CHAT_CHUNK)
+    body.sampling(max_tokens=1 if wanted is None else wanted)  # what is wrong there comes before the work
+    check_number(1, body.n_choices, options)
+    prompt = await _encode(model, body.messages)
+    longest = max(model.service.most_output(len(prompt)), 1)  # where that is too long, `check` says so
+    sampling = body.sampling(max_tokens=longest if wanted is None else wanted)
+    with named(prompt="messages", max_tokens=body.max_tokens_field):
+        check(model, [prompt], sampling)
+    response_id = new_response_id("chatcmpl")
+    choices = Choices(gateway, [prompt], sampling, body.n_choices, response_id=response_id, facts=facts)
+    return await answer(body, model, choices, request.receive, shape=CHAT_CHUNK, finished=_completion)
 
-    def whole(texts: list[str]) -> ChatCompletion:
-        return ChatCompletion(
-            **answer.head,
-            choices=[
-                ChatChoice(
-                    index=i,
-                    message=AnswerMessage(content=text),
-                    finish_reason=choices.tally.complete(i),
-                )
-                for i, text in enumerate(texts)
-            ],
-            usage=choices.tally.usage(),
-        )
 
-    return await respond(answer, body, request.receive, whole)
+async def _encode(model: ServedModel, messages: Sequence[ChatMessage]) -> list[int]:
+    """The template writes the special tokens that belong into a conversation, so no others are added."""
+    template = model.chat_template
+    if template is None:
+        message = f"{model.name} has no chat template; start the server with --chat-template FILE, "
+        message += "or send a prompt to /v1/completions"
+        raise InvalidRequest(message, param="messages")
+    plain = [message.for_template() for message in messages]
+
+    def encode() -> list[int]:
+        text = template.render(plain)
+        return model.encode(text, param="messages", add_special_tokens=False)
+
+    with named(prompt="messages"):
+        return await beside(sum(len(message["content"]) for message in plain), encode)
+
+
+def _completion(head: dict[str, Any], choices: Choices, texts: list[str]) -> ChatCompletion:
+    reasons = choices.tally.finish_reasons
+    listed = [
+        ChatChoice(index=i, message=AnswerMessage(content=text), finish_reason=reason)
+        for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+    ]
+    return ChatCompletion(**head, choices=listed, usage=choices.tally.usage())

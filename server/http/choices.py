@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import time
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Literal
@@ -137,8 +136,3 @@ class Choices:
         self._facts["disconnected"] = True
         for request in requests:
             request.end(FinishReason.CANCELLED)
-
-
-def new_response_id(prefix: str) -> str:
-    """A name for a response that no other has."""
-    return f"{prefix}-{uuid.uuid4().hex}"

@@ -39,8 +39,9 @@ class ChunkWriter:
     def __init__(
         self, shape: ChunkShape, head: Mapping[str, object], n_choices: int, *, include_usage: bool
     ) -> None:
-        self._head = f"data: {json.dumps({**head, 'object': shape.object})[:-1]}"
-        choices = [f'{self._head}, "choices": [{{"index":{i},' for i in range(n_choices)]
+        fields = json.dumps({**head, "object": shape.object}, separators=(",", ":"))
+        self._head = "data: " + fields.removesuffix("}")
+        choices = [f'{self._head},"choices":[{{"index":{i},' for i in range(n_choices)]
         self._before = [start + shape.first for start in choices]
         self._before_later = [start + shape.before for start in choices]
         reasons = [None, FinishReason.STOP, FinishReason.LENGTH]

@@ -1,58 +1,48 @@
-"""`POST /v1/completions`: prompts go on as the model has it."""
+"""`POST /v1/completions`: the model goes on where a prompt ends."""
 
-import time
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from server.http.choices import Choices, new_response_id
+from server.http.answer import GENERATION_ERRORS, accept, answer, new_response_id
+from server.http.choices import Choices
 from server.http.chunks import TEXT_CHUNK
 from server.http.completion_protocol import Completion, CompletionChoice, CompletionRequest
-from server.http.generation import Answer, answers, respond
 from server.http.json_body import JsonRoute
-from server.http.not_built import refuse_what_is_not_built
 from server.http.prompts import check, check_number, encode
 from server.http.protocol import named
 from server.http.state import FactsOf, GatewayOf, OptionsOf
 
-_MAX_TOKENS = 16  # OpenAI's default
+router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
-router = APIRouter(tags=["generation"], route_class=JsonRoute)
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-@router.post("/v1/completions", response_model=None, responses=answers(Completion))
-async def complete(
-    request: Request, gateway: GatewayOf, options: OptionsOf, facts: FactsOf, body: CompletionRequest
+@router.post(
+    "/v1/completions",
+    response_class=Response,
+    responses={200: {"model": Completion, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
+)
+async def create_completion(
+    body: CompletionRequest, request: Request, gateway: GatewayOf, options: OptionsOf, facts: FactsOf
 ) -> Response:
-    """Continue each prompt `n` times."""
-    refuse_what_is_not_built(body)
-    body.check_stream_options()
-    model = gateway.model(body.model)
-    facts["user"] = body.user
-    prompts = body.prompts
-    check_number(len(prompts), body.n_choices, options)
+    """Continue one prompt or many, at once or, with `stream`, piece by piece."""
+    model = accept(body, gateway, facts)
     wanted = body.wanted_tokens
-    sampling = body.sampling(max_tokens=_MAX_TOKENS if wanted is None else wanted)
-    prompt_ids = await encode(model, prompts)
+    sampling = body.sampling(max_tokens=_DEFAULT_MAX_TOKENS if wanted is None else wanted)
+    check_number(len(body.prompts), body.n_choices, options)
+    prompts = await encode(model, body.prompts)
     with named(max_tokens=body.max_tokens_field):
-        check(model, prompt_ids, sampling)
-    choices = Choices(
-        gateway,
-        prompt_ids,
-        sampling,
-        body.n_choices,
-        response_id=new_response_id("cmpl"),
-        facts=facts,
-    )
-    answer = Answer(choices, model, created=int(time.time()), shape=TEXT_CHUNK)
+        check(model, prompts, sampling)
+    response_id = new_response_id("cmpl")
+    choices = Choices(gateway, prompts, sampling, body.n_choices, response_id=response_id, facts=facts)
+    return await answer(body, model, choices, request.receive, shape=TEXT_CHUNK, finished=_completion)
 
-    def whole(texts: list[str]) -> Completion:
-        return Completion(
-            **answer.head,
-            choices=[
-                CompletionChoice(index=i, text=text, finish_reason=choices.tally.complete(i))
-                for i, text in enumerate(texts)
-            ],
-            usage=choices.tally.usage(),
-        )
 
-    return await respond(answer, body, request.receive, whole)
+def _completion(head: dict[str, Any], choices: Choices, texts: list[str]) -> Completion:
+    reasons = choices.tally.finish_reasons
+    listed = [
+        CompletionChoice(index=i, text=text, finish_reason=reason)
+        for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+    ]
+    return Completion(**head, choices=listed, usage=choices.tally.usage())

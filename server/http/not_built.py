@@ -51,7 +51,7 @@ class NotBuilt:
 
 
 def refuse_what_is_not_built(request: BaseModel, path: str = "") -> None:
-    """Raise NotSupported, with its dotted path, for the first field in `request` that asks for such a thing."""
+    """Raise NotSupported, with its dotted path, for the first field that asks for such a thing."""
     marks = _marks(type(request))
     for name in type(request).model_fields:
         if name not in request.model_fields_set:

@@ -20,7 +20,7 @@ async def beside(n_characters: int, work: Callable[[], T]) -> T:
 
 
 async def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
-    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong; among several, the prompt is named."""
+    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name one of several."""
     n_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     return await beside(n_characters, lambda: _each(prompts, lambda prompt: _encode(model, prompt)))
 
