@@ -12,6 +12,9 @@ from server.http.protocol import Usage
 
 DONE = b"data: [DONE]\n\n"
 
+# ASCII, so that no reader takes a character of the text for the end of a line.
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
@@ -39,14 +42,14 @@ class ChunkWriter:
     def __init__(
         self, shape: ChunkShape, head: Mapping[str, object], n_choices: int, *, include_usage: bool
     ) -> None:
-        fields = json.dumps({**head, "object": shape.object}, separators=(",", ":"))
+        fields = _as_json({**head, "object": shape.object})
         self._head = "data: " + fields.removesuffix("}")
         choices = [f'{self._head},"choices":[{{"index":{i},' for i in range(n_choices)]
         self._before = [start + shape.first for start in choices]
         self._before_later = [start + shape.before for start in choices]
         reasons = [None, FinishReason.STOP, FinishReason.LENGTH]
         self._after = {
-            reason: f'{shape.after},"logprobs":null,"finish_reason":{json.dumps(reason)}}}]'
+            reason: f'{shape.after},"logprobs":null,"finish_reason":{_as_json(reason)}}}]'
             for reason in reasons
         }
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
@@ -57,7 +60,7 @@ class ChunkWriter:
         self._before[index] = self._before_later[index]
         after = self._after[piece.finish_reason]
         end = self._no_usage if usage is None else _with(usage)
-        return f"{before}{json.dumps(piece.text)}{after}{end}".encode("ascii")
+        return f"{before}{_as_json(piece.text)}{after}{end}".encode("ascii")
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk behind all choices, with the usage of all."""
@@ -66,7 +69,7 @@ class ChunkWriter:
 
 def error_event(error: OrcaError) -> bytes:
     """What ended a stream before its end; clients raise it, and expect nothing behind it."""
-    return f"data: {json.dumps(error_body(error))}\n\n".encode("ascii")
+    return f"data: {_as_json(error_body(error))}\n\n".encode("ascii")
 
 
 def _with(usage: Usage) -> str:

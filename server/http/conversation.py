@@ -10,6 +10,9 @@ from server.served_model import ServedModel
 
 async def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
     """The text of `messages`, special tokens included. Raises NotSupported, and BadConversation."""
+    if model.tokenizer is None:
+        message = f"{model.name} has no tokenizer, so it reads no messages; give token ids to /v1/completions"
+        raise NotSupported(message, param="messages")
     template = model.chat_template
     if template is None:
         message = f"{model.name} has no chat template; use /v1/completions, or start the server with "

@@ -51,6 +51,10 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 KNOWS_JAX = {*DEVICE_ROOMS, COMPOSITION_ROOT}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
 
+# The server: its two endpoints do not know each other, and nothing below knows what puts them together.
+ENDPOINTS = ("server.http", "server.rpc")
+PUTS_TOGETHER = {"server.endpoints", "server.banner", "server.serve", "server.cli"}
+
 MAX_LINES = 400
 SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}
 
@@ -143,7 +147,9 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
     if item.inside not in (None, "TYPE_CHECKING") and not lazy_face:
         return f"import of {item.target} inside {item.inside}"
     if top == "server":
-        return f"the server imports {item.target}" if _is_device(item.target) else None
+        return (
+            f"the server imports {item.target}" if _is_device(item.target) else _why_not_in_server(here, item)
+        )
     if path.startswith("tests/host/"):
         return f"a host test imports {item.target}" if _is_device(item.target) else None
     if top != "orca_jax":
@@ -165,6 +171,15 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
     known = target_top in sys.stdlib_module_names or target_top in HOST_LIBRARIES
     if not known and room in HOST_ROOMS | {FACE}:
         return f"{room} imports {target_top}, which is no library of the host floor"
+    return None
+
+
+def _why_not_in_server(here: str, item: Import) -> str | None:
+    mine = next((endpoint for endpoint in ENDPOINTS if here.startswith(endpoint)), None)
+    theirs = next((endpoint for endpoint in ENDPOINTS if item.target.startswith(endpoint)), None)
+    below = here not in PUTS_TOGETHER
+    if below and (item.target in PUTS_TOGETHER or (theirs is not None and theirs != mine)):
+        return f"{here} must not know {item.target}"
     return None
 
 
@@ -215,6 +230,9 @@ def test_the_host_floor_imports_where_there_is_no_jax() -> None:
         ("server/cli.py", "from orca_jax.sharding import worker", "the server imports orca_jax.sharding"),
         ("tests/host/test_x.py", "from orca_jax.model.gpt import forward", "a host test imports"),
         # downward
+        ("server/gateway.py", "from server.http.app import create_app", "must not know server.http.app"),
+        ("server/http/app.py", "from server.rpc import messages", "must not know server.rpc"),
+        ("server/rpc/server.py", "from server.endpoints import Endpoints", "must not know server.endpoints"),
         ("orca_jax/errors.py", "from orca_jax.config import ModelConfig", "errors must not know config"),
         ("orca_jax/config.py", "from orca_jax.request import Request", "config must not know request"),
         ("orca_jax/scheduler.py", "from orca_jax import engine_master", "must not know engine_master"),
@@ -274,6 +292,8 @@ def test_a_cycle_is_found() -> None:
         ("orca_jax/sharding/stage.py", "from orca_jax.pallas.split_attention import split_attention"),
         ("server/cli.py", "if typing.TYPE_CHECKING:\n    from orca_jax import LLM"),
         ("server/cli.py", "import rich\nfrom orca_jax import LLM, SamplingParams"),
+        ("server/endpoints.py", "import server.http.app\nimport server.rpc.server"),
+        ("server/http/chat.py", "from server.http.errors import x\nfrom server.gateway import Gateway"),
         ("tests/host/test_x.py", "from orca_jax.model.presets import PRESETS"),
         ("bench/iteration.py", "import jax\nimport orca_jax.model.gpt"),
         ("orca_jax/scheduler.py", "x = 1\n" * 400),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -99,6 +100,28 @@ def test_it_serves_both_endpoints_and_ends_in_order(options: tuple[str, ...]) ->
 
 def _has_curl() -> bool:
     return subprocess.run(["sh", "-c", "command -v curl"], capture_output=True, check=False).returncode == 0
+
+
+def test_what_the_readme_prints_works() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(sh|python)\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (curl,) = [text for kind, text in blocks if kind == "sh" and text.startswith("curl ")]
+    (program,) = [text for kind, text in blocks if kind == "python" and "import OpenAI" in text]
+    with ServerProcess() as server:
+        server.wait_until_ready()
+        here = server.url.removeprefix("http://")
+        printed = subprocess.run(
+            [sys.executable, "-c", program.replace("127.0.0.1:8000", here)],
+            capture_output=True,
+            text=True,
+            timeout=SOON,
+            check=True,
+        ).stdout
+        assert len(printed.split()) > 20
+        if _has_curl():
+            command = ["sh", "-c", curl.replace("127.0.0.1:8000", here)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SOON, check=True)
+            assert json.loads(done.stdout)["usage"]["completion_tokens"] == 32
 
 
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(options: tuple[str, ...]) -> None:
