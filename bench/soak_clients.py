@@ -238,8 +238,8 @@ class Clients:
             if name == "RESOURCE_EXHAUSTED":
                 _check_retry_after(dict(error.trailing_metadata() or ()).get("retry-after"))
                 return "refused, queue full"
-            if name in may and not reasons:
-                return name
+            if name in may:  # the status may come, or a deadline pass, between the last message and its end
+                return f"complete, then {name}" if reasons else name
             raise Wrong(f"gRPC ended with {name}: {error.details()}") from error
         if reasons not in ([FINISH_REASON_STOP], [FINISH_REASON_LENGTH]):
             raise Wrong(f"a gRPC stream ended with the finish reasons {reasons}")
