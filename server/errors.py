@@ -7,6 +7,7 @@ import grpc
 from orca_jax.errors import (
     EngineError,
     InvalidRequest,
+    NotSupported,
     OrcaError,
     QueueFull,
     RequestCancelled,
@@ -41,6 +42,7 @@ class Meaning(NamedTuple):
 
 
 _MEANINGS: dict[type[OrcaError], Meaning] = {
+    NotSupported: Meaning(400, "invalid_request_error", "not_supported", grpc.StatusCode.INVALID_ARGUMENT),
     InvalidRequest: Meaning(400, "invalid_request_error", None, grpc.StatusCode.INVALID_ARGUMENT),
     Unauthorized: Meaning(401, "invalid_request_error", "invalid_api_key", grpc.StatusCode.UNAUTHENTICATED),
     UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),

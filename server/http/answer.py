@@ -19,8 +19,7 @@ from server.http.not_built import refuse_what_is_not_built
 from server.http.protocol import GenerationRequest, StreamOptions
 from server.served_model import ServedModel
 
-CLIENT_LEFT = 499  # a status that nobody reads
-GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
+GENERATION_ERRORS = error_responses(404, 429, 503, 504)
 
 Finished = Callable[[dict[str, Any], Choices, list[str]], BaseModel]
 
@@ -66,6 +65,4 @@ async def answer(
         chunks = ChunkWriter(shape, head, len(choices), include_usage=bool(options.include_usage))
         return EventStream(choices, chunks, options, has_text=model.tokenizer is not None)
     texts = await choices.texts(receive)
-    if texts is None:
-        return Response(status_code=CLIENT_LEFT)
     return Response(finished(head, choices, texts).model_dump_json(), media_type="application/json")

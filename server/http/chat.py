@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from orca_jax.errors import InvalidRequest
 from server.http.answer import GENERATION_ERRORS, accept, answer, new_response_id
 from server.http.chat_protocol import (
     AnswerMessage,
@@ -16,6 +15,7 @@ from server.http.chat_protocol import (
 )
 from server.http.choices import Choices
 from server.http.chunks import CHAT_CHUNK
+from server.http.conversation import text_of
 from server.http.json_body import JsonRoute
 from server.http.prompts import beside, check, check_number
 from server.http.protocol import named
@@ -50,25 +50,14 @@ async def create_chat_completion(
 
 async def _encode(model: ServedModel, messages: Sequence[ChatMessage]) -> list[int]:
     """The template writes the special tokens that belong into a conversation, so no others are added."""
-    template = model.chat_template
-    if template is None:
-        message = f"{model.name} has no chat template; start the server with --chat-template FILE, "
-        message += "or send a prompt to /v1/completions"
-        raise InvalidRequest(message, param="messages")
-    plain = [message.for_template() for message in messages]
-
-    def encode() -> list[int]:
-        text = template.render(plain)
-        return model.encode(text, param="messages", add_special_tokens=False)
-
+    text = await text_of(model, messages)
     with named(prompt="messages"):
-        return await beside(sum(len(message["content"]) for message in plain), encode)
+        return await beside(len(text), lambda: model.encode(text, param="messages", add_special_tokens=False))
 
 
 def _completion(head: dict[str, Any], choices: Choices, texts: list[str]) -> ChatCompletion:
-    reasons = choices.tally.finish_reasons
     listed = [
-        ChatChoice(index=i, message=AnswerMessage(content=text), finish_reason=reason)
-        for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ChatChoice(index=i, message=AnswerMessage(content=text), finish_reason=choices.tally.complete(i))
+        for i, text in enumerate(texts)
     ]
     return ChatCompletion(**head, choices=listed, usage=choices.tally.usage())

@@ -51,12 +51,6 @@ class ChatMessage(Strict):
     tool_call_id: Annotated[str | None, NotBuilt()] = None
     function_call: Annotated[dict[str, Any] | None, NotBuilt()] = None
 
-    def for_template(self) -> dict[str, str]:
-        """What a chat template sees: parts joined by line breaks; a developer is a system of a newer name."""
-        role = "system" if self.role == "developer" else self.role
-        content = "\n".join(part.text or "" for part in self.content)
-        return {"role": role, "content": content, **({} if self.name is None else {"name": self.name})}
-
 
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions. Without `max_tokens` a choice may be as long as the model allows."""

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from starlette.types import Receive
 
-from orca_jax.errors import RequestCancelled
 from orca_jax.generation import Piece
 from orca_jax.request import FinishReason, SamplingParams
 from server.gateway import Gateway, LiveRequest
@@ -83,11 +82,6 @@ class Choices:
     def __len__(self) -> int:
         return len(self._submissions)
 
-    @property
-    def client_left(self) -> bool:
-        """Whether the client closed its connection before the end."""
-        return self._facts.get("disconnected", False)
-
     @asynccontextmanager
     async def running(self, receive: Receive) -> AsyncIterator[list[LiveRequest]]:
         """The live requests, which end when this is left, or when the client leaves.
@@ -109,18 +103,13 @@ class Choices:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
-    async def texts(self, receive: Receive) -> list[str] | None:
-        """Every choice's whole text; None if the client left before.
+    async def texts(self, receive: Receive) -> list[str]:
+        """Every choice's whole text.
 
         Raises what ended one of them before it was complete, besides QueueFull, NotReady and EngineError.
         """
         async with self.running(receive) as requests:
-            try:
-                return [await self._whole(i, request) for i, request in enumerate(requests)]
-            except RequestCancelled:
-                if not self.client_left:
-                    raise
-        return None
+            return [await self._whole(i, request) for i, request in enumerate(requests)]
 
     async def _whole(self, index: int, request: LiveRequest) -> str:
         """The others go on meanwhile: what they have is kept until it is asked for."""

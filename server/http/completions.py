@@ -40,9 +40,8 @@ async def create_completion(
 
 
 def _completion(head: dict[str, Any], choices: Choices, texts: list[str]) -> Completion:
-    reasons = choices.tally.finish_reasons
     listed = [
-        CompletionChoice(index=i, text=text, finish_reason=reason)
-        for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        CompletionChoice(index=i, text=text, finish_reason=choices.tally.complete(i))
+        for i, text in enumerate(texts)
     ]
     return Completion(**head, choices=listed, usage=choices.tally.usage())

@@ -17,10 +17,14 @@ async def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
     if template is None:
         message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
         raise NotSupported(f"{message}--chat-template FILE", param="messages")
-    conversation: list[dict[str, str]] = []
-    for message in messages:
-        content = "\n".join(part.text or "" for part in message.content)
-        name = {} if message.name is None else {"name": message.name}
-        conversation.append({"role": message.role, "content": content, **name})
+    conversation = [_plain(message) for message in messages]
     n_characters = sum(len(each["content"]) for each in conversation)
     return await beside(n_characters, lambda: template.render(conversation))
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    """Parts joined by line breaks; "developer" is a newer name of the role that templates know as system."""
+    role = "system" if message.role == "developer" else message.role
+    content = "\n".join(part.text or "" for part in message.content)
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": content, **name}

@@ -2,7 +2,6 @@
 
 import http
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from server.retry_after import retry_after_seconds
 
 _MOST_CHARACTERS = 600  # of a message: what a client sent may be quoted in it, and may be megabytes
 NOT_READY_SECONDS = 5  # until a client may look again
-_LONGEST_RETRY_SECONDS = 60
 
 # `type` and `code` where the status itself is the error; every other one is a mistake of the client's.
 _CODES = {
@@ -62,11 +60,11 @@ def error_body(error: OrcaError) -> dict[str, Any]:
     return _body(str(error), kind, param, code)
 
 
-def error_response(error: OrcaError, *, retry_after: float | None = None) -> Response:
-    """The error as an answer. `retry_after`, in seconds, becomes a header of 1 to 60 whole ones."""
+def error_response(error: OrcaError, *, retry_after: int | None = None) -> Response:
+    """The error as an answer. `retry_after`, in whole seconds, becomes a header."""
     headers: dict[str, str] = {}
     if retry_after is not None:
-        headers["Retry-After"] = str(math.ceil(min(max(retry_after, 1), _LONGEST_RETRY_SECONDS)))
+        headers["Retry-After"] = str(retry_after)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     return _response(meaning(error).http, error_body(error), headers)
@@ -115,7 +113,7 @@ async def _on_unexpected(request: Request, error: Exception) -> Response:
     return _response(500, _body(message, "server_error", None, None))
 
 
-def _retry_after(error: OrcaError, gateway: Gateway) -> float | None:
+def _retry_after(error: OrcaError, gateway: Gateway) -> int | None:
     if isinstance(error, NotReady | ServiceClosed):
         return NOT_READY_SECONDS
     return retry_after_seconds(gateway) if isinstance(error, QueueFull) else None

@@ -56,8 +56,7 @@ class EventStream(Response):
                 end = self._end()
             except OrcaError as error:
                 end = error_event(error)
-        if not self._choices.client_left:
-            await send({"type": "http.response.body", "body": end, "more_body": False})
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _one(self, request: LiveRequest, write: _Write) -> None:
         async for piece in request:
