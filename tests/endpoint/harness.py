@@ -173,9 +173,9 @@ def serving_model(
 async def _other_tasks() -> list[str]:
     """What still runs on the loop beside this; tasks that are on their way out get a moment."""
     mine = asyncio.current_task()
-    for _ in range(200):
+    deadline = time.monotonic() + 2
+    while True:
         left = [task for task in asyncio.all_tasks() if task is not mine and not task.done()]
-        if not left:
-            return []
+        if not left or time.monotonic() > deadline:
+            return [repr(task) for task in left]
         await asyncio.sleep(0.01)
-    return [repr(task) for task in left]
