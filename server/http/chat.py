@@ -37,7 +37,7 @@ async def create_chat_completion(
     model = accept(body, gateway, facts)
     wanted = body.wanted_tokens
     body.sampling(max_tokens=1 if wanted is None else wanted)  # what is wrong there comes before the work
-    check_number(1, body.n_choices, options)
+    check_number(1, body.n_choices, options, model)
     prompt = await _encode(model, body.messages)
     longest = max(model.service.most_output(len(prompt)), 1)  # where that is too long, `check` says so
     sampling = body.sampling(max_tokens=longest if wanted is None else wanted)

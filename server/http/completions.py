@@ -30,7 +30,7 @@ async def create_completion(
     model = accept(body, gateway, facts)
     wanted = body.wanted_tokens
     sampling = body.sampling(max_tokens=_DEFAULT_MAX_TOKENS if wanted is None else wanted)
-    check_number(len(body.prompts), body.n_choices, options)
+    check_number(len(body.prompts), body.n_choices, options, model)
     prompts = await encode(model, body.prompts)
     with named(max_tokens=body.max_tokens_field):
         check(model, prompts, sampling)

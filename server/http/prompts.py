@@ -30,13 +30,17 @@ def check(model: ServedModel, prompts: Sequence[list[int]], sampling: SamplingPa
     _each(prompts, lambda prompt: model.service.check(prompt, sampling, model.text_stream(sampling)))
 
 
-def check_number(n_prompts: int, n: int, options: EndpointOptions) -> None:
-    """Raise InvalidRequest for no prompt, or for more choices than one request may ask for."""
+def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
+    """Raise InvalidRequest for no prompt, or for more choices than one request may ask for.
+
+    They come in together, so they must fit into an empty queue.
+    """
     if not n_prompts:
         raise InvalidPrompt("prompt is an empty list; give at least one", param="prompt")
-    if n_prompts * n > options.max_choices:
+    most = min(options.max_choices, model.serving.max_queue)
+    if n_prompts * n > most:
         asked = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
-        message = f"too many choices ({asked}); one request may ask for {options.max_choices} in all"
+        message = f"too many choices ({asked}); one request may ask for {most} in all"
         raise InvalidRequest(message, param="n" if n > 1 else "prompt")
 
 

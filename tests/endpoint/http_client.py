@@ -7,7 +7,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import pytest
 
+from server import endpoints
+from server.addresses import bound_socket
 from tests.endpoint.harness import Server
 from tests.host.engines import SOON
 
@@ -27,6 +30,29 @@ def raw(server: Server, *parts: bytes) -> Iterator[socket.socket]:
     with socket.create_connection((address.hostname, address.port or 0), timeout=SOON) as connection:
         connection.sendall(b"".join(parts))
         yield connection
+
+
+@contextmanager
+def unread(server: Server, *parts: bytes) -> Iterator[socket.socket]:
+    """A connection over which `parts` have been sent, with little room for what comes back."""
+    address = urlsplit(server.url)
+    with socket.socket() as connection:
+        connection.settimeout(SOON)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((address.hostname, address.port))
+        connection.sendall(b"".join(parts))
+        yield connection
+
+
+def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next server's side of each connection hold little as well: the system's own holds megabytes."""
+
+    def small(host: str, port: int, *, flag: str) -> socket.socket:
+        bound = bound_socket(host, port, flag=flag)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
+
+    monkeypatch.setattr(endpoints, "bound_socket", small)
 
 
 def status_line(connection: socket.socket) -> bytes:

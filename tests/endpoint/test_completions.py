@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import openai
@@ -257,19 +258,24 @@ def test_the_schema_states_the_ranges_that_are_enforced() -> None:
 
 def test_of_many_choices_all_are_taken_or_none() -> None:
     engine = GatedEngine()
-    config = replace(CONFIG, max_batch_size=1, max_queue=3)
+    config = replace(CONFIG, max_batch_size=1, max_queue=5)
     with serving(engine=engine, config=config) as server, client_of(server) as client:
+        one = partial(client.completions.create, model="test", prompt="a", max_tokens=2)
         try:
-            with client.completions.create(model="test", prompt="a", max_tokens=2, stream=True) as running:
+            with one(stream=True) as running:
                 until(lambda: server.service.pool.n_running == 1, "the first request's turn")
+                with pytest.raises(openai.BadRequestError, match="may ask for 5 in all"):
+                    one(n=6)
+                waiting = one(stream=True)
                 for stream in (False, True):
                     with pytest.raises(openai.RateLimitError) as caught:
-                        client.completions.create(model="test", prompt="a", n=5, stream=stream)
+                        one(n=5, stream=stream)
                     assert caught.value.code == "queue_full"
                     assert int(caught.value.response.headers["retry-after"]) >= 1
-                    assert server.gateway.n_live == 1, "those that had been taken already have left"
+                    assert server.gateway.n_live == 2, "those that had been taken already have left"
                 engine.let(1000)
-                assert "".join(chunk.choices[0].text for chunk in running) == "ab"
+                for each in (running, waiting):
+                    assert "".join(chunk.choices[0].text for chunk in each) == "ab"
         finally:
             engine.let(1000)
 

@@ -1,23 +1,19 @@
 """Clients that leave while they wait, that read nothing, or that read late; a time limit within a stream."""
 
 import json
-import socket
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.request import FinishReason, Request
-from server import endpoints
-from server.addresses import bound_socket
 from server.config import EndpointOptions
 from tests.endpoint.harness import END, MODEL, Server, serving, until
-from tests.endpoint.http_client import post_head, raw
+from tests.endpoint.http_client import post_head, raw, small_send_buffers, unread
 from tests.endpoint.openai_client import client_of
-from tests.host.engines import SOON, writing
+from tests.host.engines import writing
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 
@@ -61,24 +57,14 @@ def test_a_client_that_leaves_while_it_waits_in_the_queue(stream: bool) -> None:
 
 
 def test_one_that_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(host: str, port: int, *, flag: str) -> socket.socket:
-        bound = bound_socket(host, port, flag=flag)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return bound
-
-    monkeypatch.setattr(endpoints, "bound_socket", small)  # or the system's buffers would hold it all
+    small_send_buffers(monkeypatch)
     model = replace(MODEL, n_positions=1 << 13)
     config = ServingConfig(max_batch_size=8, n_slots=1 << 16, max_batch_tokens=1 << 13)
     # A NUL has six characters in JSON: 144 kB of text, in however many chunks it comes.
     body = json.dumps({"prompt": [0] * 3000, "n": 8, "max_tokens": 3001, "stream": True}).encode()
     head = post_head("/v1/completions", f"Content-Length: {len(body)}")
     with serving(echoing, model=model, config=config) as server, client_of(server) as client:
-        address = urlsplit(server.url)
-        with socket.socket() as blocked:
-            blocked.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            blocked.settimeout(SOON)
-            blocked.connect((address.hostname, address.port))
-            blocked.sendall(head + body)
+        with unread(server, head, body):
             until(lambda: len(reasons(server)) == 8, "the end of its requests in the engine")
             assert reasons(server) == [FinishReason.STOP] * 8
             for _ in range(5):

@@ -1,7 +1,6 @@
 """A client that asks for much and reads nothing: its request ends, and so does its connection."""
 
 import json
-import socket
 from dataclasses import replace
 
 import pytest
@@ -9,8 +8,8 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.request import FinishReason
 from server import endpoints
-from server.addresses import bound_socket
 from tests.endpoint.harness import MODEL, serving, until
+from tests.endpoint.http_client import post_head, small_send_buffers, unread
 
 N_TOKENS = 20_000
 BODY = {
@@ -25,23 +24,13 @@ BODY = {
 def test_the_engine_does_not_wait_for_a_reader_and_the_kernel_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def small(host: str, port: int, *, flag: str) -> socket.socket:
-        bound = bound_socket(host, port, flag=flag)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return bound
-
-    monkeypatch.setattr(endpoints, "bound_socket", small)  # or the system's buffers would hold it all
+    small_send_buffers(monkeypatch)
     monkeypatch.setattr(endpoints, "_UNREAD_SECONDS", 4)
     model = replace(MODEL, n_positions=1 << 16)
     config = ServingConfig(max_batch_size=4, n_slots=1 << 17, max_batch_tokens=1 << 16)
     with serving(model=model, config=config) as server:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect((host, int(port)))
-            body = json.dumps(BODY).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        body = json.dumps(BODY).encode()
+        with unread(server, post_head("/v1/completions", f"Content-Length: {len(body)}"), body):
             until(lambda: len(server.service.timeline.requests) == 1, "the end of the request in the engine")
             assert server.service.timeline.requests[0].finish_reason is FinishReason.LENGTH
             assert server.service.timeline.requests[0].n_output == N_TOKENS
