@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -49,18 +49,18 @@ class Calls:
         except asyncio.CancelledError:
             code = grpc.StatusCode.DEADLINE_EXCEEDED if deadline.passed else grpc.StatusCode.CANCELLED
             raise
-        except grpc.aio.BaseError:  # a write failed: nobody is there any more
+        except grpc.aio.BaseError as error:  # a write failed: nobody is there any more
             code = grpc.StatusCode.CANCELLED
-            raise
+            raise asyncio.CancelledError from error
         except OrcaError as error:
             code = meaning(error).grpc
             if isinstance(error, EngineError):
                 _LOGGER.error("%s of %s: %s", method, facts.get("request_id"), error)
-            await context.abort(code, _short(str(error)), self._trailing_metadata(error))
+            await _abort(context, code, _short(str(error)), self._trailing_metadata(error))
         except Exception:
             code = grpc.StatusCode.INTERNAL
             _LOGGER.exception("%s of %s failed in an unexpected way", method, facts.get("request_id"))
-            await context.abort(code, "the server failed in an unexpected way; its log has more")
+            await _abort(context, code, "the server failed in an unexpected way; its log has more")
         finally:
             self._over(method, context, code, began, facts)
 
@@ -117,6 +117,19 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
         # Whatever kind of call it is: of this kind gRPC does not read a message by itself.
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def _abort(
+    context: Context, code: grpc.StatusCode, text: str, metadata: tuple[tuple[str, str], ...] = ()
+) -> NoReturn:
+    """End the call with a status; as cancelled where the client is gone, or its deadline just passed."""
+    try:
+        await context.abort(code, text, metadata)
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as error:
+        raise asyncio.CancelledError from error
+    raise AssertionError("abort returned")
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> str | None:

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -17,13 +17,14 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from orca_jax.errors import ConfigError
+from orca_jax.errors import ConfigError, RequestTimedOut
 from scripts import make_protos
 from server.api_keys import ApiKeys
 from server.config import EndpointOptions
 from server.gateway import Gateway
 from server.metrics import Metrics
 from server.rpc import generation_pb2 as pb
+from server.rpc.calls import Calls
 from server.rpc.generation_pb2_grpc import GenerationStub
 from server.rpc.server import create_server
 from tests.endpoint.harness import DATA, Server, serving, until
@@ -277,3 +278,38 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     for path in made:
         committed = make_protos.ROOT / "server" / "rpc" / path.name
         assert committed.read_text() == path.read_text(), f"{path.name}: run python -m scripts.make_protos"
+
+
+class Gone:
+    """The context of a call whose client left a moment ago: nothing can be sent any more."""
+
+    def __init__(self) -> None:
+        self.n_tried = 0
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:4711"
+
+    async def abort(self, *_: object) -> None:
+        self.n_tried += 1
+        raise grpc.aio.InternalError("the status could not be sent")
+
+
+@pytest.mark.parametrize(
+    "error", [RequestTimedOut("late"), RuntimeError("oh"), grpc.aio.InternalError("lost")]
+)
+def test_a_status_that_nobody_can_hear_ends_the_call_quietly(error: Exception) -> None:
+    """gRPC takes a CancelledError for the end of a cancelled call; anything else would be a traceback."""
+    context = Gone()
+
+    async def call() -> None:
+        gateway = Gateway()
+        calls = Calls(gateway, access_log="off", metrics=Metrics(gateway))
+        async with calls.answered("Generate", cast(Any, context)):
+            raise error
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(call())
+    assert context.n_tried == (0 if isinstance(error, grpc.aio.BaseError) else 1)
