@@ -45,7 +45,9 @@ class LiveRequest:
         self._over: RequestCancelled | RequestTimedOut | EngineError | None = None
         self._exhausted = False
         self._timeout = timeout
-        self._timer = None if timeout is None else gateway.loop.call_later(timeout, self._time_out)
+        self._timers: list[asyncio.TimerHandle] = []
+        if timeout is not None:
+            self._timers.append(gateway.loop.call_later(timeout, self._time_out))
 
     @property
     def request_id(self) -> str:
@@ -96,14 +98,14 @@ class LiveRequest:
     def end(self, reason: FinishReason) -> None:
         """Ask for its end; if the engine does not answer within seconds, it ends here all the same."""
         self._generation.end(reason)
-        self._gateway.loop.call_later(_GRACE_SECONDS, self._give_up, reason)
+        self._timers.append(self._gateway.loop.call_later(_GRACE_SECONDS, self._give_up, reason))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         self._generation.close()
         self._gateway.forget(self)
 
