@@ -287,7 +287,7 @@ def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert load_checkpoint("openai-community/gpt2", dtype=np.float32).directory == tmp_path
     name, options = asked[0]
     assert name == "openai-community/gpt2"
-    assert options["allow_patterns"] == ["*.json", "*.safetensors"]
+    assert options["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
