@@ -1,0 +1,70 @@
+"""The static sizes of one compiled split-attention kernel.
+
+Q is the height of a warp group's tile in query rows, that of Hopper's matrix instruction; C the keys of a
+slot of the ring in shared memory.
+"""
+
+from dataclasses import dataclass
+
+from orca_jax.pallas.work_items import Plan
+
+Q = 64
+C = 64
+_SHARED_BYTES = 226 * 1024  # for tiles and ring; Hopper gives a block 227 KiB, and barriers need some
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """The static sizes of one compiled kernel."""
+
+    n_tokens: int
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    block_size: int
+    scale: float
+    plan: Plan
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def copied(self) -> int:
+        """Keys of one copy: a block, or the part of it that a slot holds."""
+        return min(self.block_size, C)
+
+    @property
+    def staged_size(self) -> int:
+        """Columns of the buffer that queries come through and results go through.
+
+        A copy of one row must start at a multiple of 128 bytes where it is the second of a pair, so 80
+        becomes 96; the hardware leaves out the columns that the array does not have.
+        """
+        return self.head_size if self.interpret else -(-self.head_size // 32) * 32
+
+    @property
+    def aliased(self) -> bool:
+        """Whether queries and results share memory: they can where both warp groups' parts stay apart."""
+        return not self.interpret and self.staged_size == self.head_size
+
+    @property
+    def n_parts(self) -> int:
+        """Parts of a piece's result: its rounded value and what rounding took away.
+
+        A float32 tile would need a buffer twice the size. Heads of 256 have no registers left for the rest.
+        """
+        return 2 if self.head_size <= 128 else 1
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of the ring, as many as shared memory has room for: 8 at most."""
+        tiles = 2 * Q * 2 * (self.head_size + (0 if self.aliased else self.staged_size))
+        return min(4 if self.interpret else 8, (_SHARED_BYTES - tiles) // (2 * C * self.head_size * 2))
+
+
+def swizzle_bytes(head_size: int) -> int:
+    """The widest shuffling of shared memory whose rows divide a head of 16-bit numbers: 128, 64 or 32."""
+    return next(b for b in (128, 64, 32) if head_size * 2 % b == 0)
