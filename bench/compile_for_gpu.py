@@ -17,36 +17,18 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bench.described_gpu import on_h200
 from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.model.kv_cache import empty_cache
 from orca_jax.model.presets import PRESETS
 from orca_jax.sharding.stage import Stage
 
-# The H200's public data sheet, in the form of XLA's GpuTargetConfigProto.
-_H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  memory_bandwidth: 4800000000000  device_memory_size: 150754820096  l2_cache_size: 62914560
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H200"
-"""
 _BLOCK_SIZE = 16
 
 
@@ -67,8 +49,7 @@ class Compiled:
 def compile_forward(preset: str, n_layers: int, bucket: int, max_bs: int) -> Compiled:
     """Compile one bucket's forward program in bfloat16 for one H200, with static attention shapes."""
     model = replace(PRESETS[preset], n_layers=n_layers)
-    topology = topologies.get_topology_desc("h200", platform="cuda", topology="1x1x1", target_config=_H200)
-    here = NamedSharding(Mesh(np.array(topology.devices), ("device",)), PartitionSpec())
+    here = on_h200()
 
     def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         # It stands for an array wherever nothing is run.
