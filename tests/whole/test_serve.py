@@ -192,6 +192,23 @@ def test_what_is_not_done_in_time_ends_with_an_error_and_nothing_is_left_unsaid(
     assert "6 requests had to be ended" in server.stderr()
 
 
+def test_a_second_signal_ends_what_runs_at_once() -> None:
+    slow = ("gpt2", "--load-format", "dummy", "--served-model-name", "tiny", "--drain-timeout", "600")
+    with ServerProcess(slow) as server, ThreadPoolExecutor(2) as pool:
+        server.wait_until_ready()
+        running = [pool.submit(_long, server, threading.Semaphore(0)) for _ in range(2)]
+        _until_live(server, 2)
+        server.signal(signal.SIGTERM)
+        deadline = time.monotonic() + SOON
+        while "shutting down; 2 requests" not in server.stderr():
+            assert time.monotonic() < deadline, "the first signal was not noticed"
+            time.sleep(0.05)
+        server.signal(signal.SIGINT)
+        assert server.wait(SOON) == 0
+        assert all("shutting down" in future.result(SOON) for future in running)
+    assert "2 requests had to be ended" in server.stderr()
+
+
 def _long(server: ServerProcess, started: threading.Semaphore) -> str:
     """The error that ends a request that would run for minutes."""
     try:
