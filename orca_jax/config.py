@@ -7,6 +7,8 @@ from orca_jax.errors import ConfigError
 
 Activation = Literal["gelu_tanh", "gelu", "relu"]
 NormPlacement = Literal["pre", "post"]
+Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
+LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
 
 # Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.
 _LIMITS = {

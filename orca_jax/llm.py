@@ -5,14 +5,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.buckets import bucket_sizes
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import Dtype, LoadFormat, ModelConfig, ServingConfig
 from orca_jax.engine_master import EngineMaster
 from orca_jax.errors import (
     ConfigError,
@@ -28,13 +28,12 @@ from orca_jax.model.gpt import Parameters
 from orca_jax.request import SamplingParams
 from orca_jax.service import Orca
 from orca_jax.sharding.capacity import Device, Sizes, serving_config
-from orca_jax.sharding.load import LoadFormat, load_model
+from orca_jax.sharding.load import load_model
 from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
 from orca_jax.tokenizer import TextStream
 
 Prompt = str | Sequence[int] | np.ndarray
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 _N_WORKERS = 1
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
+from orca_jax.config import Dtype, LoadFormat
 from orca_jax.errors import ConfigError
 
 AccessLog = Literal["text", "json", "off"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "dummy"]
 
 _MAX_NAME = 256
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Self
 
-from orca_jax.errors import EngineError, RequestCancelled, RequestTimedOut
+from orca_jax.errors import EngineError, InvalidRequest, RequestCancelled, RequestTimedOut
 from orca_jax.generation import LOOK_SECONDS, Generation, Piece
 from orca_jax.request import FinishReason, SamplingParams
 from orca_jax.request_pool import Delivery
@@ -203,7 +203,12 @@ class Gateway:
         if request_id in self._live:  # the pool may have let it go while its client still reads
             raise RequestIdTaken(f"request_id {request_id!r} is that of a live request; give each its own")
         stream = model.text_stream(sampling)
-        generation = model.service.submit(prompt_ids, sampling, request_id=request_id, stream=stream)
+        try:
+            generation = model.service.submit(prompt_ids, sampling, request_id=request_id, stream=stream)
+        except InvalidRequest as error:
+            if error.param == "request_id":  # its client has left, and the pool has yet to let it go
+                raise RequestIdTaken(str(error)) from error
+            raise
         timeouts = [limit for limit in (timeout, self._request_timeout) if limit is not None]
         live = LiveRequest(self, generation, min(timeouts, default=None))
         self._live[request_id] = live

@@ -44,7 +44,10 @@ class ServedModel:
             message = f"{param} has {len(text)} characters, which are more than the model's "
             message += f"{self.config.n_positions} positions can hold; shorten it"
             raise PromptTooLong(message, param=param)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InvalidPrompt as error:
+            raise InvalidPrompt(str(error), param=param) from error
 
     def text_stream(self, sampling: SamplingParams) -> TextStream | None:
         """What makes text of a request's tokens; a new one for each request."""

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from orca_jax.config import ModelConfig
+from orca_jax.config import LoadFormat, ModelConfig
 from orca_jax.cost_model import weight_bytes_total
 from orca_jax.errors import ConfigError, NotACheckpoint
 from orca_jax.model.gpt import Parameters, init_parameters
@@ -17,8 +16,6 @@ from orca_jax.sharding.capacity import Device, check_memory
 from orca_jax.sharding.checkpoint import find_directory, load_checkpoint
 from orca_jax.sharding.hf_config import read_config
 from orca_jax.tokenizer import Tokenizer
-
-LoadFormat = Literal["auto", "dummy"]
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 

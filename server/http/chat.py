@@ -1,26 +1,25 @@
 """`POST /v1/chat/completions`: a conversation becomes a prompt, and what the model says is the answer."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from server.beside import beside
 from server.http.answer import GENERATION_ERRORS, accept, answer, new_response_id
 from server.http.chat_protocol import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionRequest,
-    ChatMessage,
 )
 from server.http.choices import Choices
 from server.http.chunks import CHAT_CHUNK
 from server.http.conversation import text_of
 from server.http.json_body import JsonRoute
-from server.http.prompts import beside, check, check_number
+from server.http.prompts import check, check_number
 from server.http.protocol import named
 from server.http.state import FactsOf, GatewayOf, OptionsOf
-from server.served_model import ServedModel
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
@@ -38,7 +37,10 @@ async def create_chat_completion(
     wanted = body.wanted_tokens
     body.sampling(max_tokens=1 if wanted is None else wanted)  # what is wrong there comes before the work
     check_number(1, body.n_choices, options, model)
-    prompt = await _encode(model, body.messages)
+    text = await text_of(model, body.messages)
+    # The template writes the special tokens that belong into a conversation, so no others are added.
+    encode = partial(model.encode, text, param="messages", add_special_tokens=False)
+    prompt = await beside(len(text), encode)
     longest = max(model.service.most_output(len(prompt)), 1)  # where that is too long, `check` says so
     sampling = body.sampling(max_tokens=longest if wanted is None else wanted)
     with named(prompt="messages", max_tokens=body.max_tokens_field):
@@ -46,13 +48,6 @@ async def create_chat_completion(
     response_id = new_response_id("chatcmpl")
     choices = Choices(gateway, [prompt], sampling, body.n_choices, response_id=response_id, facts=facts)
     return await answer(body, model, choices, request.receive, shape=CHAT_CHUNK, finished=_completion)
-
-
-async def _encode(model: ServedModel, messages: Sequence[ChatMessage]) -> list[int]:
-    """The template writes the special tokens that belong into a conversation, so no others are added."""
-    text = await text_of(model, messages)
-    with named(prompt="messages"):
-        return await beside(len(text), lambda: model.encode(text, param="messages", add_special_tokens=False))
 
 
 def _completion(head: dict[str, Any], choices: Choices, texts: list[str]) -> ChatCompletion:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from orca_jax.errors import NotSupported
+from server.beside import beside
 from server.http.chat_protocol import ChatMessage
-from server.http.prompts import beside
 from server.served_model import ServedModel
 
 

@@ -1,22 +1,15 @@
 """Prompts become token ids, and are checked before anything runs."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.request import SamplingParams
+from server.beside import beside
 from server.config import EndpointOptions
 from server.served_model import ServedModel
 
 T = TypeVar("T")
-
-_LONG = 8_000  # characters; what takes longer than a millisecond or two is done beside the event loop
-
-
-async def beside(n_characters: int, work: Callable[[], T]) -> T:
-    """Work that takes time with each of `n_characters`: on a thread where they are many."""
-    return await asyncio.to_thread(work) if n_characters > _LONG else work()
 
 
 async def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:

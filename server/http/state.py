@@ -20,15 +20,10 @@ def _options(request: Request) -> EndpointOptions:
     return request.app.state.options
 
 
-def _request_id(request: Request) -> str:
-    return request.scope["state"]["request_id"]
-
-
 def _facts(request: Request) -> dict[str, Any]:
     return request.scope["state"]["facts"]
 
 
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 OptionsOf = Annotated[EndpointOptions, Depends(_options)]
-RequestIdOf = Annotated[str, Depends(_request_id)]  # X-Request-Id: 1 to 128 printable characters
 FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # goes into the access log; never prompts or texts

@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, TokenOutOfRange
+from server.beside import beside
 from server.http.chat_protocol import ChatMessage
 from server.http.conversation import text_of
 from server.http.errors import error_responses
 from server.http.json_body import JsonRoute
 from server.http.not_built import refuse_what_is_not_built
-from server.http.prompts import beside
 from server.http.protocol import FirstFault, Strict
 from server.http.state import GatewayOf
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import grpc
 
-from orca_jax.errors import InvalidRequest, QueueFull, RequestTimedOut
-from orca_jax.request import FinishReason, SamplingParams
-from server.errors import RequestIdTaken
+from orca_jax.errors import QueueFull, RequestTimedOut
+from orca_jax.request import FinishReason
+from server.beside import LONG_TEXT, beside
 from server.gateway import Gateway, LiveRequest
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
@@ -17,8 +17,7 @@ from server.served_model import ServedModel
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
-_LONG_TEXT = 2000  # characters; a longer one is encoded beside the event loop, which it would hold up
-_MOST_ENCODING = 64  # of those at once: each call holds its whole message until then
+_MOST_ENCODING = 64  # long texts at once: each call holds its whole message until then
 _UNREAD_SECONDS = 60.0  # for a slow client to take what is left, after the longest time a request may run
 
 
@@ -54,7 +53,9 @@ class Generation:
             model = self._gateway.model(request.model or None)
             sampling = messages.sampling_params(request.sampling)
             prompt_ids = await self._prompt_ids(request, model)
-            with self._submit(prompt_ids, sampling, request_id, deadline) as live:
+            with self._gateway.submit(
+                prompt_ids, sampling, request_id=request_id, timeout=deadline.seconds
+            ) as live:
                 facts["prompt_tokens"] = live.n_input
                 try:
                     await self._write_all(live, context, facts)
@@ -79,27 +80,16 @@ class Generation:
     async def _prompt_ids(self, request: pb.GenerateRequest, model: ServedModel) -> list[int]:
         if messages.prompt_kind(request) == "token_ids":
             return list(request.token_ids.ids)
-        if len(request.text) <= _LONG_TEXT:
-            return model.encode(request.text)
-        if self._n_encoding >= _MOST_ENCODING:
+        n_characters = len(request.text)
+        if n_characters > LONG_TEXT and self._n_encoding >= _MOST_ENCODING:
             raise QueueFull(
                 f"{_MOST_ENCODING} long texts wait to be encoded, as many as may; try again later"
             )
         self._n_encoding += 1
         try:
-            return await asyncio.to_thread(model.encode, request.text)
+            return await beside(n_characters, lambda: model.encode(request.text))
         finally:
             self._n_encoding -= 1
-
-    def _submit(
-        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, deadline: Deadline
-    ) -> LiveRequest:
-        try:
-            return self._gateway.submit(prompt_ids, sampling, request_id=request_id, timeout=deadline.seconds)
-        except InvalidRequest as error:
-            if error.param == "request_id":
-                raise RequestIdTaken(str(error)) from error
-            raise
 
     async def _write_all(self, live: LiveRequest, context: Context, facts: dict[str, Any]) -> None:
         """The request's id at once, then its pieces; while a write waits for the client, more gather."""

@@ -14,18 +14,8 @@ from server.api_keys import ApiKeys
 from server.config import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import connected, post_head, raw
+from tests.endpoint.log_lines import Lines
 from tests.host.engines import SOON
-
-
-class Lines(logging.Handler):
-    """The access log's lines, instead of stderr."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 @contextmanager

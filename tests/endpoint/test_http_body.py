@@ -23,12 +23,6 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[httpx2.Client]:
-    with connected(server) as client:
-        yield client
-
-
 def test_a_body_as_large_as_allowed(client: httpx2.Client) -> None:
     body = b'{"prompt": "a"}'
     body += b" " * (LIMIT - len(body))

@@ -20,18 +20,6 @@ from tests.host.engines import SOON, GatedEngine
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[httpx2.Client]:
-    with connected(server) as client:
-        yield client
-
-
 # Request ids
 
 

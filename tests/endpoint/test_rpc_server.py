@@ -28,6 +28,7 @@ from server.rpc.calls import Calls
 from server.rpc.generation_pb2_grpc import GenerationStub
 from server.rpc.server import create_server
 from tests.endpoint.harness import DATA, Server, serving, until
+from tests.endpoint.log_lines import Lines
 from tests.host.engines import SOON, PacedEngine, writing
 
 SERVICE = "orca.v1.Generation"
@@ -217,17 +218,6 @@ def test_addresses() -> None:
 def test_a_certificate_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.key cannot be read"):
         bound("127.0.0.1", 0, ssl_certfile=DATA / "localhost.pem", ssl_keyfile=tmp_path / "none.key")
-
-
-class Lines(logging.Handler):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def test_each_call_is_logged_and_counted_and_says_nothing_secret(caplog: pytest.LogCaptureFixture) -> None:

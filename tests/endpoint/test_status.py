@@ -1,7 +1,6 @@
 """Probes, the models, and the OpenAPI document, in every phase of a server's life."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -18,18 +17,6 @@ from tests.endpoint.http_client import connected
 from tests.host.engines import SOON, PacedEngine
 
 LONG = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[httpx2.Client]:
-    with connected(server) as client:
-        yield client
 
 
 def test_while_the_model_loads() -> None:
