@@ -26,9 +26,9 @@ from rich.table import Table
 from bench.machine import measure_device, seconds
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.cost_model import Device, IterationShape, OperationKind, floor, operations
+from orca_jax.flat_batch import FlatLayout
 from orca_jax.kv_manager import round_up
 from orca_jax.llm import build_engine
-from orca_jax.model.attention import attention_work, split_attention
 from orca_jax.model.gpt import init_parameters
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import activate, matmul
@@ -37,6 +37,7 @@ from orca_jax.model.sampler import greedy
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import RequestPool
 from orca_jax.scheduler import Engine, Returned, Scheduler
+from orca_jax.sharding.attention_path import choose_attention
 from orca_jax.timeline import Timeline
 
 AIMS = {1: 1.3, 8: 1.5, 32: 1.5}  # by rows of an increment phase
@@ -102,8 +103,10 @@ class Bench:
             max_batch_tokens=model.n_positions,
             block_size=BLOCK_SIZE,
         )
-        engine, self.kv = build_engine(model, self.parameters, self.serving)
+        engine, self.kv, said = build_engine(model, self.parameters, self.serving)
         self.engine = TimedEngine(engine)
+        self.attention = choose_attention(jax.devices()[0], model, block_size=BLOCK_SIZE, dtype=dtype)
+        assert self.attention.said == said
 
     def scheduler(self) -> tuple[Scheduler, RequestPool]:
         """A fresh scheduler and pool on the one engine."""
@@ -164,11 +167,14 @@ class Bench:
             LayerCache(*(jax.random.normal(key, shape, self.dtype) for _ in range(2)))
             for _ in range(model.n_layers)
         ]
-        row_start = jnp.arange(n_rows + 1, dtype=jnp.int32) * per_row
-        lengths = jnp.full(n_rows, kv_length, jnp.int32)
-        table = jnp.arange(n_rows * n_blocks, dtype=jnp.int32).reshape(n_rows, n_blocks)
+        layout = FlatLayout(n_tokens, n_rows, n_blocks)
+        batch = layout.split(np.zeros(layout.size, np.int32))
+        batch.row_start[:] = np.arange(n_rows + 1) * per_row
+        batch.kv_length[:] = kv_length
+        batch.block_table[:] = np.arange(n_rows * n_blocks).reshape(n_rows, n_blocks)
+        path = self.attention.path
+        words, tables = jnp.asarray(path.words(layout, batch)), jax.tree.map(jnp.asarray, batch)
         x = jax.random.normal(key, (n_tokens, model.hidden_size), self.dtype)
-        follow = jax.default_backend() == "cpu"
 
         @jax.jit
         def linear(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -181,9 +187,9 @@ class Bench:
 
         @jax.jit
         def attention(q: jax.Array, caches: list[LayerCache]) -> jax.Array:
-            work = attention_work(row_start, lengths, n_tokens, follow_lengths=follow)
+            attend = path.bind(layout, tables, words)
             for cache in caches:
-                q = split_attention(q, cache, table, row_start, lengths, work, follow_lengths=follow)
+                q = attend(q, cache)
             return q
 
         head_weight = p["token_embedding"] if model.tie_embeddings else p["head.weight"]

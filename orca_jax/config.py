@@ -9,6 +9,9 @@ Activation = Literal["gelu_tanh", "gelu", "relu"]
 NormPlacement = Literal["pre", "post"]
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
+# How attention runs. kernel: the Mosaic GPU kernel; static, follow_lengths: pure JAX; interpreted: the kernel
+# on a CPU, for tests alone.
+Attention = Literal["kernel", "static", "follow_lengths", "interpreted"]
 
 # Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.
 _LIMITS = {

@@ -5,14 +5,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.buckets import bucket_sizes
-from orca_jax.config import Dtype, LoadFormat, ModelConfig, ServingConfig
+from orca_jax.config import Attention, Dtype, LoadFormat, ModelConfig, ServingConfig
 from orca_jax.engine_master import EngineMaster
 from orca_jax.errors import (
     ConfigError,
@@ -29,7 +29,6 @@ from orca_jax.request import SamplingParams
 from orca_jax.service import Orca
 from orca_jax.sharding.capacity import Device, Sizes, serving_config
 from orca_jax.sharding.load import load_model
-from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
 from orca_jax.tokenizer import TextStream
 
@@ -49,6 +48,9 @@ class LLM:
     `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and `max_queue` are those of ServingConfig.
     By default `n_slots` holds a full batch of the longest requests, but on a CPU no more than 2 GiB of keys
     and values, and `max_batch_tokens` is 2048, or the model's positions where they are more.
+
+    `attention` is chosen by device and model unless given, and said in the attribute of that name:
+    "kernel" (Hopper GPUs), or pure JAX with "static" shapes or run-time trip counts ("follow_lengths").
 
     One device runs the model: `tensor_parallel` and `pipeline_parallel` must be 1. Iterations do not overlap
     yet: `overlap` may be None (as built) or False.
@@ -73,15 +75,18 @@ class LLM:
         overlap: bool | None = None,
         block_size: int = 16,
         max_queue: int = 1 << 20,
+        attention: Attention | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         _refuse_what_is_not_built(tensor_parallel, pipeline_parallel, overlap)
         _one_of("load_format", load_format, get_args(LoadFormat))
         if dtype is not None:
             _one_of("dtype", dtype, get_args(Dtype))
+        if attention is not None:
+            _one_of("attention", attention, get_args(Attention))
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
             raise ConfigError(f"seed is {seed!r}; it must be a whole number or None")
-        sizes = Sizes(
+        said = Sizes(
             max_batch_size=max_batch_size,
             n_slots=n_slots,
             max_batch_tokens=max_batch_tokens,
@@ -96,8 +101,13 @@ class LLM:
         self.directory = loaded.directory
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
-        self.serving = serving_config(self.config, jnp.dtype(self.dtype).itemsize, device, sizes)
-        self._service: Orca | None = _service(self.config, loaded.parameters, self.serving, seed)
+        self.serving = serving_config(self.config, jnp.dtype(self.dtype).itemsize, device, said)
+        sizes = bucket_sizes(self.serving.max_batch_tokens)
+        built = build_engine(self.config, loaded.parameters, self.serving, buckets=sizes, attention=attention)
+        self.attention: str = built.attention
+        self._service: Orca | None = Orca(
+            built.engine, built.kv, config=self.serving, model=self.config, bucket_sizes=sizes, seed=seed
+        )
         self._service.start()
         self._finalizer = weakref.finalize(self, _close_quietly, self._service)
 
@@ -243,16 +253,24 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
+class BuiltEngine(NamedTuple):
+    """An engine, the K/V manager of its cache, and a line that says which attention it runs."""
+
+    engine: EngineMaster
+    kv: KVManager
+    attention: str
+
+
 def build_engine(
     model: ModelConfig,
     parameters: Parameters,
     serving: ServingConfig,
     *,
     buckets: Sequence[int] | None = None,
-    attention: AttentionShapes | None = None,
+    attention: Attention | None = None,
     worker: Worker | None = None,
-) -> tuple[EngineMaster, KVManager]:
-    """An engine of one worker, on the device of `parameters`, and the K/V manager of its cache.
+) -> BuiltEngine:
+    """An engine of one worker, on the device of `parameters`. Raises ConfigError.
 
     `buckets` are `bucket_sizes(serving.max_batch_tokens)` unless given, ascending; `attention` is the
     Worker's. A `worker` of the same model and sizes that no engine uses any more may be handed in: it keeps
@@ -267,13 +285,8 @@ def build_engine(
     if worker is None:
         worker = Worker(model, parameters, serving, n_rows=kv.n_rows, attention=attention)
     sizes = bucket_sizes(serving.max_batch_tokens) if buckets is None else buckets
-    return EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=_N_WORKERS), kv
-
-
-def _service(config: ModelConfig, parameters: Parameters, serving: ServingConfig, seed: int | None) -> Orca:
-    sizes = bucket_sizes(serving.max_batch_tokens)
-    engine, kv = build_engine(config, parameters, serving, buckets=sizes)
-    return Orca(engine, kv, config=serving, model=config, bucket_sizes=sizes, seed=seed)
+    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=_N_WORKERS)
+    return BuiltEngine(engine, kv, worker.attention.said)
 
 
 def _close_quietly(service: Orca) -> None:

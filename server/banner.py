@@ -23,13 +23,14 @@ def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, 
             "n_slots",
             f"{model.serving.n_slots} tokens of keys and values, {model.serving.block_size} a block",
         ),
+        ("attention", llm.attention),
         ("max_bs", f"{model.serving.max_batch_size} requests in one iteration"),
         ("buckets", f"{len(sizes)}, from {sizes[0]} to {sizes[-1]} tokens"),
         ("HTTP", f"{endpoints.http_url}  (its pages: {endpoints.http_url}/docs)"),
         ("gRPC", endpoints.grpc_address or "off"),
         ("API key", "needed" if keyed else "not needed: whoever reaches the port may use it"),
     ):
-        notes(f"{name:<9}{value}", style="")
+        notes(f"{name:<11}{value}", style="")
     notes("ready; a first request:", style="bold")
     notes(_first_request(model, endpoints.http_url, keyed=keyed), style="")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from orca_jax.config import Dtype, LoadFormat
+from orca_jax.config import Attention, Dtype, LoadFormat
 from orca_jax.errors import ConfigError
 
 AccessLog = Literal["text", "json", "off"]
@@ -29,6 +29,9 @@ class EngineOptions:
         Dtype | None, "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
     ] = None
     load_format: Annotated[LoadFormat, "dummy: random weights of a preset or directory"] = "auto"
+    attention: Annotated[
+        Attention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
+    ] = None
     seed: Annotated[int | None, "starts the seeds of requests that have none (default: drawn)"] = None
     tensor_parallel: Annotated[int, "devices of one stage; only 1 is built so far"] = 1
     pipeline_parallel: Annotated[int, "stages; only 1 is built so far"] = 1

@@ -1,4 +1,4 @@
-"""The static sizes of one compiled split-attention kernel.
+"""The static sizes of one compiled split-attention kernel, and which of them it has.
 
 Q is the height of a warp group's tile in query rows, that of Hopper's matrix instruction; C the keys of a
 slot of the ring in shared memory.
@@ -10,7 +10,31 @@ from orca_jax.pallas.work_items import Plan
 
 Q = 64
 C = 64
+HEAD_SIZES = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float16")
 _SHARED_BYTES = 226 * 1024  # for tiles and ring; Hopper gives a block 227 KiB, and barriers need some
+
+
+def unsupported(
+    head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int
+) -> str | None:
+    """Why the kernel cannot serve a model of these sizes, as a clause for a sentence; None where it can."""
+    if head_size not in HEAD_SIZES:
+        return f"its head size is {head_size}; the kernel has {_listed(HEAD_SIZES)}"
+    if block_size not in BLOCK_SIZES:
+        return f"its blocks have {block_size} slots; the kernel has {_listed(BLOCK_SIZES)}"
+    if dtype_name not in DTYPES:
+        return f"its K/V cache is {dtype_name}; the kernel has {_listed(DTYPES)}"
+    if n_kv_heads < 1 or n_heads < 1 or n_heads % n_kv_heads:
+        return f"its {n_heads} heads are not a multiple of its {n_kv_heads} key/value heads"
+    if n_heads // n_kv_heads > Q:
+        return f"a key/value head of it has {n_heads // n_kv_heads} query heads; the kernel packs up to {Q}"
+    return None
+
+
+def _listed(allowed: tuple[object, ...]) -> str:
+    return ", ".join(map(str, allowed))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from orca_jax.pallas.arguments import check_work, kernel_shape
 from orca_jax.pallas.kernel_shape import C, KernelShape, Q, swizzle_bytes
+from orca_jax.pallas.merge import merge
 from orca_jax.pallas.mosaic_forms import (
     TILE,
     TILE_ROW,
@@ -38,7 +40,7 @@ from orca_jax.pallas.mosaic_forms import (
     plus_product,
     times_transposed,
 )
-from orca_jax.pallas.work_items import ENTRY, HEADER, Plan, merge
+from orca_jax.pallas.work_items import ENTRY, HEADER, Plan, work_items
 
 _NOTHING = -1e30  # the score of a key that is not there; finite, so that no inf - inf arises
 _LOG2_E = math.log2(math.e)
@@ -60,7 +62,7 @@ def _kernel(shape: KernelShape, work, table, q, k_cache, v_cache, out, part, par
         index = 2 * (item - n_tile_items) + w
         there = index < n_pieces
         index = jnp.where(there, index, 0)
-        record = HEADER + plan.max_tiles + lax.div(index, n_kv)
+        record = plan.first_entry + lax.div(index, n_kv)
         begin = work[record, ENTRY.begin]
         return record, lax.rem(index, n_kv), begin, jnp.where(there, work[record, ENTRY.end], begin)
 
@@ -295,27 +297,32 @@ def split_attention(
     row_start: jax.Array,
     kv_length: jax.Array,
     *,
-    work: jax.Array,
-    plan: Plan,
     scale: float | None = None,
+    work: jax.Array | None = None,
+    plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention of each request's query tokens to its own keys.
+    """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
-    q [T, N, D] bfloat16 or float16; k_cache, v_cache [n_blocks, K, B, D] of the same dtype, B 16 to 128;
-    block_table [R, max_blocks], row_start [R + 1], kv_length [R] and `work` int32, `work` made by
-    `work_items(row_start, kv_length, plan)`, once per iteration. Returns [T, N, D].
+    q [T, N, D] bfloat16 or float16; k_cache, v_cache [n_blocks, K, B, D] of the same dtype; block_table
+    [R, max_blocks], row_start [R + 1] and kv_length [R] int32: the queries of row r are the tokens
+    row_start[r] to row_start[r + 1], the last positions of its kv_length[r]. `scale` is D ** -0.5 unless
+    given. Returns [T, N, D] of q's dtype, with zeros for tokens that belong to no row.
+
+    `plan` bounds the list of work; unless given it is that of a chip of 132 cores (H100 SXM, H200). `work` is
+    `work_items(row_start, kv_length, plan)`, made here unless given: who calls this for every layer makes it
+    once per iteration, on the host. `interpret` runs the kernel on the CPU.
+
+    Raises ConfigError where shapes or dtypes do not fit each other, or `unsupported` has a reason.
     """
+    shape = kernel_shape(
+        q, k_cache, v_cache, block_table, row_start, kv_length, scale=scale, plan=plan, interpret=interpret
+    )
     n_tokens, n_heads, head_size = q.shape
-    n_kv_heads, block_size = k_cache.shape[1:3]
+    plan, n_kv_heads, group = shape.plan, shape.n_kv_heads, shape.group
     swizzle = swizzle_bytes(head_size)
-    group = n_heads // n_kv_heads
-    shape = KernelShape(
-        n_tokens, n_heads, n_kv_heads, head_size, block_size,
-        scale=head_size**-0.5 if scale is None else scale,
-        plan=plan,
-        interpret=interpret,
-    )  # fmt: skip
+    work = work_items(row_start, kv_length, plan) if work is None else work
+    check_work(work, plan)
     # Copies of whole tiles reach past the last token; hardware gives zeros there, the interpreter does not.
     if interpret:
         q = jnp.pad(q, ((0, 2 * Q), (0, plan.padded_group), (0, 0)))
@@ -353,4 +360,8 @@ def split_attention(
             plgpu.Barrier(num_arrivals=2, num_barriers=n_slots),
         ],
     )(work, block_table, q, k_cache, v_cache)
-    return merge(out, part, part_top, work, row_start, plan)
+    if block_table.shape[1] * shape.block_size <= plan.split_above:
+        return out
+    by_entry = (plan.max_entries, n_kv_heads)
+    part = part.reshape(shape.n_parts, *by_entry, group, head_size)
+    return merge(out, part, part_top.reshape(*by_entry, -1), work, plan)

@@ -5,13 +5,17 @@ tile i of head h is item i * N + h, entry i of key/value head h is piece i * K +
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 _TILE = 128  # query tokens of a tile
 _CHUNK = 64  # keys of a slot; ranges of keys begin at multiples of it
+_LEAST_CHUNKS = 4  # of a piece of a split row: less is not worth a merge
 HEADER = 1  # records before the first tile
 
 
@@ -19,13 +23,13 @@ class Record(NamedTuple):
     """The columns of a record, all int32."""
 
     row: int = 0
-    token: int = 1  # the first query's index
+    token: int = 1  # the first query's index; of a merge that of its result, T where there is none
     n_queries: int = 2
     position: int = 3  # the first query's position within its request
     begin: int = 4  # the first key
     end: int = 5  # the key after the last
-    slot: int = 6  # where the result of a piece waits to be merged; -1 where it is the whole
-    n_pieces: int = 7  # of the row, in its first entry
+    slot: int = 6  # where a piece's result waits, -1 where it is the whole; of a merge, its first piece's
+    n_pieces: int = 7  # of the row
 
 
 ENTRY = Record()
@@ -52,9 +56,29 @@ class Plan:
         return max(4, min(32, -(-8 * self.n_cores // (self.n_rows * self.n_kv_heads))))
 
     @property
+    def split_above(self) -> int:
+        """Keys that a row has more of before it is split: fewer are one piece, whatever the batch."""
+        return _LEAST_CHUNKS * _CHUNK
+
+    @property
     def max_entries(self) -> int:
         """(row, range of keys) at most."""
         return self.n_rows + self._spare
+
+    @property
+    def first_entry(self) -> int:
+        """The record of the first entry."""
+        return HEADER + self.max_tiles
+
+    @property
+    def first_merge(self) -> int:
+        """The record of the first row's merge."""
+        return self.first_entry + self.max_entries
+
+    @property
+    def n_records(self) -> int:
+        """Records of the list: the header, tiles, entries, and a merge for each row."""
+        return self.first_merge + self.n_rows
 
     @property
     def _spare(self) -> int:
@@ -66,77 +90,57 @@ class Plan:
         return -(-self.group // 8) * 8
 
 
-def work_items(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
-    """`row_start` [R + 1], `kv_length` [R] int32: [1 + max_tiles + max_entries, 8] int32.
+def work_items(row_start: Array, kv_length: Array, plan: Plan) -> Array:
+    """`row_start` [R + 1], `kv_length` [R] int32: [plan.n_records, 8] int32, numpy or JAX as `row_start` is.
 
     The first record holds the number of tiles and of entries. Then come the tiles, those of the last tokens
-    first (in a long row they have the most keys), then the entries, a row's pieces side by side.
+    first (in a long row they have the most keys), then the entries, a row's pieces side by side, and last, for
+    each row, where to merge its pieces.
     """
-    n_rows = plan.n_rows
-    input_length = jnp.diff(row_start)
+    xp: Any = jnp if isinstance(row_start, jax.Array) else np
+    start = row_start[:-1]
+    input_length = row_start[1:] - start  # [R]
     single = input_length == 1
 
     # Tiles: those of rows with several tokens, and those of padding, which see no key and so get zeros.
-    length = jnp.append(jnp.where(single, 0, input_length), plan.n_tokens - row_start[-1])  # [R + 1]
-    start = row_start
-    n_keys = jnp.append(kv_length, 0)
-    tiles_of_row = -(-length // _TILE)
-    n_tiles = tiles_of_row.sum(dtype=jnp.int32)
-    before = jnp.cumsum(tiles_of_row) - tiles_of_row
-    index = n_tiles - 1 - jnp.arange(plan.max_tiles, dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(before + tiles_of_row, index, side="right"), 0, n_rows).astype(jnp.int32)
-    first = (index - before[row]) * _TILE
-    n_queries = jnp.minimum(length[row] - first, _TILE)
-    position = jnp.where(row == n_rows, 0, n_keys[row] - length[row] + first)
-    end = jnp.where(row == n_rows, 0, position + n_queries)
-    zero = jnp.zeros_like(row)
-    tiles = jnp.stack(
-        [jnp.minimum(row, n_rows - 1), start[row] + first, n_queries, position, zero, end, zero, zero], 1
-    )
+    length = xp.append(input_length * ~single, plan.n_tokens - row_start[-1])  # [R + 1]
+    n_keys = xp.append(kv_length, length[-1:])  # so that padding's first position is 0
+    n_tiles, row, which = _spread(-(-length // _TILE), plan.max_tiles, xp, backward=True)
+    first = which * _TILE
+    n_queries = xp.minimum(length[row] - first, _TILE)
+    position = (n_keys - length)[row] + first
+    end = (position + n_queries) * (row < plan.n_rows)
+    row_or_last = xp.minimum(row, plan.n_rows - 1)
+    zero = xp.zeros(plan.max_tiles, int)
+    tiles = xp.stack([row_or_last, row_start[row] + first, n_queries, position, zero, end, zero, zero], 1)
 
     # Entries: as many pieces as the rest of the list allows, of one length for all rows.
-    chunks = jnp.where(single, -(-kv_length // _CHUNK), 0)  # [R]
-    n_single = single.sum(dtype=jnp.int32)
-    spare = plan.max_entries - n_single
-    least = jnp.maximum(-(-chunks.max() // plan.max_pieces), 4)
-    length = jnp.maximum(-(-chunks.sum(dtype=jnp.int32) // jnp.maximum(spare, 1)), least)  # chunks of a piece
+    chunks = -(-kv_length // _CHUNK) * single  # [R]
+    spare = xp.maximum(plan.max_entries - single.sum(), 1)
+    length = xp.maximum(-(-chunks.sum() // spare), -(-chunks.max() // plan.max_pieces))
+    length = xp.maximum(length, _LEAST_CHUNKS)  # chunks of a piece
     pieces = -(-chunks // length)  # [R]
-    n_entries = pieces.sum(dtype=jnp.int32)
-    before = jnp.cumsum(pieces) - pieces
-    index = jnp.arange(plan.max_entries, dtype=jnp.int32)
-    row = jnp.clip(jnp.searchsorted(before + pieces, index, side="right"), 0, n_rows - 1).astype(jnp.int32)
-    which = index - before[row]
-    begin = which * length * _CHUNK
-    end = jnp.minimum(begin + length * _CHUNK, kv_length[row])
-    one = jnp.ones_like(row)
-    slot = jnp.where(pieces[row] > 1, index, -1)
-    entries = jnp.stack([row, row_start[row], one, kv_length[row] - 1, begin, end, slot, pieces[row]], 1)
+    n_entries, row, which = _spread(pieces, plan.max_entries, xp)
+    n_keys, n_pieces = kv_length[row], pieces[row]
+    begin = which * (length * _CHUNK)
+    end = xp.minimum(begin + length * _CHUNK, n_keys)
+    slot = xp.where(n_pieces > 1, xp.arange(plan.max_entries), -1)
+    entries = xp.stack(
+        [row, start[row], xp.ones(plan.max_entries, int), n_keys - 1, begin, end, slot, n_pieces], 1
+    )
 
-    header = jnp.zeros((HEADER, 8), jnp.int32).at[0, 0].set(n_tiles).at[0, 1].set(n_entries)
-    return jnp.concatenate([header, tiles.astype(jnp.int32), entries.astype(jnp.int32)])
+    row, zero = xp.arange(plan.n_rows), xp.zeros(plan.n_rows, int)
+    token = xp.where(pieces > 1, start, plan.n_tokens + row)  # each row's own
+    merges = xp.stack([row, token, zero, zero, zero, zero, pieces.cumsum() - pieces, pieces], 1)
+
+    header = xp.array([[n_tiles, n_entries, 0, 0, 0, 0, 0, 0]])
+    return xp.concatenate([header, tiles, entries, merges], dtype=xp.int32)
 
 
-def merge(
-    out: jax.Array, part: jax.Array, part_top: jax.Array, work: jax.Array, row_start: jax.Array, plan: Plan
-) -> jax.Array:
-    """Put the rows that were split into pieces together, in `out` [T, N, D].
-
-    part [2, max_entries * K, G, D]: each piece's result and what its rounding took away; part_top
-    [max_entries * K, padded G] float32: the logarithm to base 2 of each piece's weight.
-    """
-    entries = work[HEADER + plan.max_tiles :]
-    row, slot = entries[:, ENTRY.row], entries[:, ENTRY.slot]
-    there = (jnp.arange(plan.max_entries) < work[0, 1]) & (slot >= 0)
-    where = jnp.where(there, row, plan.n_rows)
-    n_kv, group, head_size = plan.n_kv_heads, plan.group, out.shape[-1]
-    weight = part_top.reshape(plan.max_entries, n_kv, -1)[..., :group]  # [E, K, G]
-    weight = jnp.where(there[:, None, None], weight, -jnp.inf)
-    top = jax.ops.segment_max(weight, where, plan.n_rows + 1)  # [R + 1, K, G]
-    weight = jnp.where(there[:, None, None], jnp.exp2(weight - top[where]), 0)
-    attended = part.astype(jnp.float32).sum(axis=0).reshape(plan.max_entries, n_kv, group, head_size)
-    attended = jnp.where(there[:, None, None, None], attended * weight[..., None], 0)
-    sums = jax.ops.segment_sum(attended, where, plan.n_rows)
-    total = jax.ops.segment_sum(weight, where, plan.n_rows)
-    merged = (sums / jnp.maximum(total, 1e-30)[..., None]).reshape(plan.n_rows, -1, head_size)
-    split = jax.ops.segment_max(there.astype(jnp.int32), where, plan.n_rows) > 0
-    return out.at[jnp.where(split, row_start[:-1], plan.n_tokens)].set(merged.astype(out.dtype), mode="drop")
+def _spread(count: Array, n: int, xp: Any, *, backward: bool = False) -> tuple[Any, Array, Array]:
+    """Count [R] units of each row in a list of n: how many there are, and of each its row and which it is."""
+    end = count.cumsum()
+    total = end[-1]
+    index = total - 1 - xp.arange(n) if backward else xp.arange(n)
+    row = xp.minimum(end.searchsorted(index, side="right"), len(count) - 1)
+    return total, row, index - (end - count)[row]

@@ -5,7 +5,6 @@ host. What one iteration needs from the host comes as a single int32 buffer.
 """
 
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +13,21 @@ from jax import lax
 
 from orca_jax.config import ModelConfig
 from orca_jax.flat_batch import FlatLayout, Sampler
-from orca_jax.model.attention import attention_work, split_attention
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.sampler import greedy, sample
-
-AttentionShapes = Literal["follow_lengths", "static"]
+from orca_jax.sharding.attention_path import AttentionPath
 
 
 class Stage:
     """The programs of a model on one device.
 
     `parameters` are those of `model.gpt.parameter_shapes`, as arrays, or as jax.ShapeDtypeStruct to compile
-    without them. `attention` chooses between run-time trip counts and static ones.
+    without them. The buffer of an iteration is that of its FlatLayout with `attention`'s words behind it.
     """
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, *, attention: AttentionShapes) -> None:
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, attention: AttentionPath) -> None:
         self.config = config
-        follow_lengths = attention == "follow_lengths"
         graph, state = nnx.split(GPT(config, parameters))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
@@ -46,9 +42,7 @@ class Stage:
         ) -> tuple[jax.Array, list[LayerCache]]:
             model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
             batch = layout.split(buffer)
-            work = attention_work(
-                batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=follow_lengths
-            )
+            words = buffer[layout.size :]
             return model(
                 jnp.where(
                     batch.take_last == 1, last_token.at[batch.last_row].get(mode="clip"), batch.token_ids
@@ -57,15 +51,7 @@ class Stage:
                 batch.slot_of_token,
                 jnp.maximum(batch.row_start[1:] - 1, 0),
                 caches,
-                lambda q, cache: split_attention(
-                    q,
-                    cache,
-                    batch.block_table,
-                    batch.row_start,
-                    batch.kv_length,
-                    work,
-                    follow_lengths=follow_lengths,
-                ),
+                attention.bind(layout, batch, words),
             )
 
         self.forward = jax.jit(forward, static_argnames="layout", donate_argnames="caches")

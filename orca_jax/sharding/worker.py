@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.control import ControlMessage
 from orca_jax.flat_batch import FlatBatch
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import empty_cache
-from orca_jax.sharding.stage import AttentionShapes, Stage
+from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.stage import Stage
 
 
 class DeviceTokens:
@@ -32,9 +33,9 @@ class DeviceTokens:
 class Worker:
     """The single worker of an engine with one stage, on the device that holds `parameters`.
 
-    The cache is made in the parameters' dtype unless `kv_dtype` says otherwise. `n_rows` is the size of
-    `last_token`: the places of all admitted requests. Attention on a CPU follows the real lengths, elsewhere
-    its shapes are static, unless `attention` says otherwise.
+    The cache is made in the parameters' dtype. `n_rows` is the size of `last_token`: the places of all
+    admitted requests. `attention` is chosen by device and model unless given;
+    raises ConfigError where that cannot run.
     """
 
     def __init__(
@@ -44,19 +45,20 @@ class Worker:
         serving: ServingConfig,
         *,
         n_rows: int,
-        kv_dtype: jnp.dtype | None = None,
-        attention: AttentionShapes | None = None,
+        attention: Attention | None = None,
     ) -> None:
         embedding = parameters["token_embedding"]
         (self.device,) = embedding.devices()
-        by_device = "follow_lengths" if self.device.platform == "cpu" else "static"
-        self.stage = Stage(config, parameters, attention=attention or by_device)
+        self.attention = choose_attention(
+            self.device, config, block_size=serving.block_size, dtype=embedding.dtype, forced=attention
+        )
+        self.stage = Stage(config, parameters, attention=self.attention.path)
         with jax.default_device(self.device):
             caches = empty_cache(
                 config,
                 n_blocks=serving.n_blocks,
                 block_size=serving.block_size,
-                dtype=kv_dtype or embedding.dtype,
+                dtype=embedding.dtype,
             )
             last_token = jnp.zeros(n_rows, jnp.int32)
         # Committed to the device, as the programs give them back: else each program would compile twice.
@@ -69,7 +71,9 @@ class Worker:
         the next reads them. `message` is what a worker in another process would need; here `flat` says all.
         """
         del message
-        buffer = jax.device_put(flat.buffer, self.device)
+        words = self.attention.path.words(flat.layout, flat.arrays)
+        whole = np.concatenate((flat.buffer, words)) if len(words) else flat.buffer
+        buffer = jax.device_put(whole, self.device)
         logits, self._caches = self.stage.forward(
             self.stage.weights, self._caches, self._last_token, buffer, layout=flat.layout
         )

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orca_jax.buckets import bucket_sizes
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.kv_manager import KVManager
 from orca_jax.llm import build_engine
 from orca_jax.model.gpt import Parameters
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.scheduler import Scheduler, admissible
-from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
 from orca_jax.timeline import Timeline
 
@@ -51,12 +50,14 @@ def harness(
     serving: ServingConfig,
     *,
     buckets: Sequence[int] | None = None,
-    attention: AttentionShapes | None = None,
+    attention: Attention | None = None,
     worker: Worker | None = None,
 ) -> Harness:
     """Build one; a `worker` handed in keeps its compiled programs from case to case."""
     sizes = tuple(buckets or bucket_sizes(serving.max_batch_tokens))
-    engine, kv = build_engine(model, parameters, serving, buckets=sizes, attention=attention, worker=worker)
+    engine, kv, _ = build_engine(
+        model, parameters, serving, buckets=sizes, attention=attention, worker=worker
+    )
     timeline = Timeline(time.monotonic, bucket_sizes=sizes)
     deliveries: list[Delivery] = []
     pool = RequestPool(

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request import FinishReason, Request, SamplingParams
-from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
 from tests.device.harness import finish_reasons, greedy_request, harness
 
@@ -21,7 +20,7 @@ MARGIN = 1e-4
 MODEL = ModelConfig(
     vocab_size=211, n_positions=96, hidden_size=24, n_layers=2, n_heads=3, ffn_size=40, vocab_multiple=8
 )
-CONFIGURATIONS: list[tuple[int, tuple[int, ...], AttentionShapes]] = [
+CONFIGURATIONS: list[tuple[int, tuple[int, ...], Attention]] = [
     (16, (8, 96), "follow_lengths"),
     (4, (1, 16, 40, 96), "follow_lengths"),
     (64, (96,), "static"),

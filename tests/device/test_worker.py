@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.control import ControlMessage, SamplingRows
 from orca_jax.flat_batch import FlatBatch, flat_batch
 from orca_jax.model.gpt import init_parameters
-from orca_jax.sharding.stage import AttentionShapes
 from orca_jax.sharding.worker import Worker
 from tests.device.harness import greedy_request, harness
 
@@ -22,7 +21,7 @@ N_ROWS = 2 * SERVING.max_batch_size
 UNTOUCHED = 7.0
 
 
-def worker(attention: AttentionShapes | None = None) -> Worker:
+def worker(attention: Attention | None = None) -> Worker:
     parameters = init_parameters(MODEL, jax.random.key(0), jnp.float32)
     return Worker(MODEL, parameters, SERVING, n_rows=N_ROWS, attention=attention)
 
@@ -108,7 +107,7 @@ def test_caches_and_last_token_are_donated() -> None:
 
 @pytest.mark.parametrize("attention", ["follow_lengths", "static"])
 @pytest.mark.parametrize("bucket", [4, 32])
-def test_padding_writes_nothing(attention: AttentionShapes, bucket: int) -> None:
+def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
     """Two requests, one in each phase, fill 4 tokens; the rest of the bucket leaves no trace."""
     device = worker(attention)
     device._caches = jax.tree.map(lambda cache: cache + UNTOUCHED, device._caches)

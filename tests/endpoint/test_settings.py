@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_queue": (1, 2, 3, 4),
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
+    "attention": ("kernel", "static", "follow_lengths", "interpreted"),
     "seed": (0, -1, 2**63, 7),
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),

@@ -1,0 +1,77 @@
+"""What `split_attention` is given, checked before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.errors import ConfigError
+from orca_jax.pallas.kernel_shape import KernelShape, unsupported
+from orca_jax.pallas.work_items import Plan
+
+
+def kernel_shape(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_table: jax.Array,
+    row_start: jax.Array,
+    kv_length: jax.Array,
+    *,
+    scale: float | None,
+    plan: Plan | None,
+    interpret: bool,
+) -> KernelShape:
+    """The sizes of the kernel for these arguments, those of `split_attention`. Raises ConfigError."""
+    if q.ndim != 3 or k_cache.ndim != 4 or block_table.ndim != 2 or kv_length.ndim != 1:
+        raise ConfigError(
+            f"split attention got q {q.shape}, k_cache {k_cache.shape}, block_table {block_table.shape} and "
+            f"kv_length {kv_length.shape}; give [T, N, D], [n_blocks, K, B, D], [R, max_blocks] and [R]"
+        )
+    n_tokens, n_heads, head_size = q.shape
+    _, n_kv_heads, block_size, _ = k_cache.shape
+    n_rows = len(kv_length)
+    if reason := unsupported(head_size, block_size, q.dtype.name, n_heads, n_kv_heads):
+        raise ConfigError(
+            f"the split-attention kernel does not serve this model: {reason}; use the pure-JAX path"
+        )
+    expected = {
+        "k_cache": (k_cache, (*k_cache.shape[:3], head_size), q.dtype),
+        "v_cache": (v_cache, k_cache.shape, q.dtype),
+        "block_table": (block_table, (n_rows, *block_table.shape[1:]), jnp.int32),
+        "row_start": (row_start, (n_rows + 1,), jnp.int32),
+        "kv_length": (kv_length, (n_rows,), jnp.int32),
+    }
+    for name, (array, shape, dtype) in expected.items():
+        if array.shape != shape or array.dtype != dtype:
+            raise ConfigError(
+                f"{name} is {array.dtype.name} {array.shape}; beside q {q.dtype.name} {q.shape}, k_cache "
+                f"{k_cache.shape} and kv_length {kv_length.shape} it must be {jnp.dtype(dtype).name} {shape}"
+            )
+    if 0 in (*q.shape, *k_cache.shape, *block_table.shape):
+        raise ConfigError(
+            f"q {q.shape}, k_cache {k_cache.shape}, block_table {block_table.shape}: none may be empty"
+        )
+    if scale is not None and not scale > 0:
+        raise ConfigError(f"scale is {scale!r}; it must be above 0")
+    sizes = (n_tokens, n_rows, n_kv_heads, n_heads // n_kv_heads)
+    plan = plan or Plan(*sizes)
+    if (plan.n_tokens, plan.n_rows, plan.n_kv_heads, plan.group) != sizes:
+        raise ConfigError(f"{plan} is not of these arguments; make it with the sizes {sizes}")
+    return KernelShape(
+        n_tokens=n_tokens,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        scale=head_size**-0.5 if scale is None else scale,
+        plan=plan,
+        interpret=interpret,
+    )
+
+
+def check_work(work: jax.Array, plan: Plan) -> None:
+    """Raises ConfigError where `work` is not of the size that `plan` has."""
+    if work.shape != (plan.n_records, 8) or work.dtype != jnp.int32:
+        raise ConfigError(
+            f"work is {work.dtype.name} {work.shape}; {plan} has a list of int32 {(plan.n_records, 8)}: "
+            "make it with work_items(row_start, kv_length, plan)"
+        )

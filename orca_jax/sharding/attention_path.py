@@ -1,0 +1,164 @@
+"""Which split attention a stage's forward program runs: chosen here and nowhere else.
+
+| device | by default | tested |
+|---|---|---|
+| CPU | pure JAX, trip counts that follow the real lengths | each test run |
+| Hopper GPU (compute capability 9.0) | the Mosaic GPU kernel | interpreted on the CPU; compiled |
+| any other accelerator, or a model the kernel has no form for | pure JAX, static shapes | on the CPU |
+
+A path has two halves: what the host prepares once per iteration, as words behind the flat batch's buffer, and
+what is traced into the forward program.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.config import Attention, ModelConfig
+from orca_jax.errors import ConfigError
+from orca_jax.flat_batch import FlatArrays, FlatLayout
+from orca_jax.model import attention as pure_jax
+from orca_jax.model.gpt import Attend
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.pallas.kernel_shape import unsupported
+from orca_jax.pallas.split_attention import split_attention
+from orca_jax.pallas.work_items import ENTRY, Plan, work_items
+
+_HOPPER = "9.0"
+_NO_WORDS = np.zeros(0, np.int32)
+
+Device = Any  # a jax.Device
+
+
+class AttentionPath(Protocol):
+    """One way to run split attention."""
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """32-bit words that the host prepares for a bucket."""
+        ...
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """Them [n_words], for one iteration; `batch` holds numpy arrays."""
+        ...
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """Attention with this iteration's tables bound; `batch` and `words` [n_words] are traced."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PureJax:
+    """XLA's own operations (model/attention.py)."""
+
+    follow_lengths: bool
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """None: the work is cut up on the device."""
+        return 0
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """[0]."""
+        return _NO_WORDS
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """The tiles of both phases are made once, and used by every layer."""
+        work = pure_jax.attention_work(
+            batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
+        )
+        return partial(
+            pure_jax.split_attention,
+            block_table=batch.block_table,
+            row_start=batch.row_start,
+            kv_length=batch.kv_length,
+            work=work,
+            follow_lengths=self.follow_lengths,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The Mosaic GPU kernel (pallas/split_attention.py): one launch a layer, its list made on the host.
+
+    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors. `interpret` runs it on
+    the CPU, for tests.
+    """
+
+    n_kv_heads: int
+    group: int
+    n_cores: int
+    interpret: bool = False
+
+    def _plan(self, layout: FlatLayout) -> Plan:
+        return Plan(layout.n_tokens, layout.n_rows, self.n_kv_heads, self.group, n_cores=self.n_cores)
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """Those of the list of work."""
+        return self._plan(layout).n_records * len(ENTRY)
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """The list, flat."""
+        return work_items(batch.row_start, batch.kv_length, self._plan(layout)).ravel()
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """The same list for every layer."""
+        plan = self._plan(layout)
+        work = words.reshape(plan.n_records, len(ENTRY))
+
+        def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
+            return split_attention(
+                q,
+                cache.keys,
+                cache.values,
+                batch.block_table,
+                batch.row_start,
+                batch.kv_length,
+                work=work,
+                plan=plan,
+                interpret=self.interpret,
+            )
+
+        return attend
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """A path, and what to say of it at start-up."""
+
+    path: AttentionPath
+    said: str
+
+
+def choose_attention(
+    device: Device, config: ModelConfig, *, block_size: int, dtype: Any, forced: Attention | None = None
+) -> AttentionChoice:
+    """The attention for K/V blocks of `block_size` slots of `dtype` on a device, or the one that is `forced`.
+
+    Raises ConfigError where the forced one cannot run there.
+    """
+    if forced == "follow_lengths" or (forced is None and device.platform == "cpu"):
+        return AttentionChoice(PureJax(follow_lengths=True), "pure JAX, following the real lengths")
+    if forced == "static":
+        return AttentionChoice(PureJax(follow_lengths=False), "pure JAX, static shapes")
+    kernel = Kernel(config.n_heads, 1, n_cores=getattr(device, "core_count", 2))
+    reason = unsupported(config.head_size, block_size, np.dtype(dtype).name, config.n_heads, config.n_heads)
+    if forced == "interpreted":
+        kernel = replace(kernel, n_cores=1, interpret=True)
+    else:
+        reason = _not_hopper(device) or reason
+    if reason is None:
+        return AttentionChoice(kernel, f"split-attention kernel{', interpreted' * kernel.interpret}")
+    if forced is None:
+        return AttentionChoice(PureJax(follow_lengths=False), f"pure JAX, static shapes: {reason}")
+    raise ConfigError(f"attention is {forced!r}, but {reason}; leave it out, and what can run here is chosen")
+
+
+def _not_hopper(device: Device) -> str | None:
+    found = getattr(device, "compute_capability", None)
+    if str(found) == _HOPPER:
+        return None
+    has = "" if found is None else f" has compute capability {found} and"
+    return f"{device.device_kind}{has} is no Hopper GPU (9.0), for which the kernel is written"

@@ -1,0 +1,102 @@
+"""Which attention runs where, and that the engine's tokens do not depend on it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from orca_jax.config import Attention, ModelConfig
+from orca_jax.errors import ConfigError
+from orca_jax.sharding.attention_path import Kernel, PureJax, choose_attention
+from tests.device.interpreted_engine import LENGTHS
+
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0", core_count=108)
+H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
+B200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0", core_count=148)
+MI300 = SimpleNamespace(platform="gpu", device_kind="MI300X", compute_capability="gfx942", core_count=304)
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
+
+FOLLOW, STATIC, KERNEL = PureJax(follow_lengths=True), PureJax(follow_lengths=False), Kernel(4, 1, 132)
+
+
+def model(head_size: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=64, n_positions=32, hidden_size=4 * head_size, n_layers=1, n_heads=4, ffn_size=64
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "head_size", "dtype", "path", "said"),
+    [
+        (CPU, 64, "float32", FOLLOW, "real lengths"),
+        (H200, 128, "bfloat16", KERNEL, "kernel"),
+        (H200, 80, "float16", KERNEL, "kernel"),
+        (H200, 128, "float32", STATIC, "float32"),
+        (H200, 72, "bfloat16", STATIC, "head size is 72"),
+        (A100, 128, "bfloat16", STATIC, "A100 has compute capability 8.0"),
+        (B200, 128, "bfloat16", STATIC, "B200 has compute capability 10.0"),
+        (MI300, 128, "bfloat16", STATIC, "gfx942"),
+        (TPU, 128, "bfloat16", STATIC, "TPU v5e"),
+    ],
+)
+def test_the_choice_by_device_and_model(
+    device: SimpleNamespace, head_size: int, dtype: str, path: object, said: str
+) -> None:
+    choice = choose_attention(device, model(head_size), block_size=16, dtype=dtype)
+    assert choice.path == path
+    assert said in choice.said
+
+
+@pytest.mark.parametrize(
+    ("device", "forced", "path"),
+    [
+        (H200, "kernel", KERNEL),
+        (H200, "static", STATIC),
+        (H200, "follow_lengths", FOLLOW),
+        (CPU, "static", STATIC),
+        (CPU, "interpreted", Kernel(4, 1, 1, interpret=True)),
+    ],
+)
+def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: object) -> None:
+    choice = choose_attention(device, model(64), block_size=16, dtype="bfloat16", forced=forced)
+    assert choice.path == path
+
+
+@pytest.mark.parametrize(
+    ("device", "head_size", "block_size", "forced", "said"),
+    [
+        (CPU, 64, 16, "kernel", "cpu is no Hopper GPU"),
+        (A100, 64, 16, "kernel", "8.0"),
+        (H200, 72, 16, "kernel", "64, 80, 96, 128"),
+        (H200, 64, 8, "kernel", "16, 32, 64, 128"),
+        (CPU, 72, 16, "interpreted", "head size is 72"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    device: SimpleNamespace, head_size: int, block_size: int, forced: Attention, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"attention is '{forced}'.*{said}"):
+        choose_attention(device, model(head_size), block_size=block_size, dtype="bfloat16", forced=forced)
+
+
+def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:
+    """In a process of its own: the interpreter's threads wait for each other on a pool that must be wide."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.device.interpreted_engine"],
+        env={**os.environ, "PJRT_NPROC": "16", "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["interpreted"] == found["static"]
+    assert [len(found["static"][str(i)]) for i in range(len(LENGTHS))] == [n for _, n in LENGTHS]
+    assert len({token for ids in found["static"].values() for token in ids}) > 3  # not one token over again
