@@ -53,7 +53,7 @@ class Plan:
     @property
     def max_pieces(self) -> int:
         """Pieces of one row at most: enough that few rows fill the cores' warp groups four times over."""
-        return max(4, min(32, -(-8 * self.n_cores // (self.n_rows * self.n_kv_heads))))
+        return max(4, min(31, -(-8 * self.n_cores // (self.n_rows * self.n_kv_heads))))
 
     @property
     def split_above(self) -> int:
@@ -94,8 +94,8 @@ def work_items(row_start: Array, kv_length: Array, plan: Plan) -> Array:
     """`row_start` [R + 1], `kv_length` [R] int32: [plan.n_records, 8] int32, numpy or JAX as `row_start` is.
 
     The first record holds the number of tiles and of entries. Then come the tiles, those of the last tokens
-    first (in a long row they have the most keys), then the entries, a row's pieces side by side, and last, for
-    each row, where to merge its pieces.
+    first (in a long row they have the most keys), then the entries, a row's pieces side by side, and last for
+    each row where to merge its pieces.
     """
     xp: Any = jnp if isinstance(row_start, jax.Array) else np
     start = row_start[:-1]

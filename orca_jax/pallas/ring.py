@@ -1,0 +1,72 @@
+# ruff: noqa: B023 - `pl.when` runs what it is given at once
+"""The ring of slots in shared memory that keys and values come through, C of a row's to a slot.
+
+One warp group fetches ahead of use and across items; the two that compute take the slots in the same order,
+which both sides count in steps. A slot is free again when both have let go of it.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from orca_jax.pallas.kernel_shape import C
+from orca_jax.pallas.thread_block import ThreadBlock
+
+
+def n_chunks(begin: Any, end: Any) -> Any:
+    """How many slots the keys `begin` to `end` fill."""
+    return lax.div(end - begin + (C - 1), C)
+
+
+def fetch(here: ThreadBlock, row: Any, head: Any, key: Any, end: Any, step: Any) -> None:
+    """Ask for the keys `key` to `key + C` of a row and their values, as far as they are before `end`."""
+    shape, table = here.shape, here.table
+    slot = here.slot(step)
+    n = shape.copied
+    block = [lax.div(key + i * n, shape.block_size) for i in range(C // n)]
+    last = table.shape[1] - 1
+    ids = [table[row, jnp.minimum(b, last)] for b in block]  # asked for together, ahead of the copies
+    keys = (here.k_cache, here.k_s, here.k_here, here.k_free)
+    values = (here.v_cache, here.v_s, here.v_here, here.v_free)
+    for pool, ring, come, free in (keys, values):
+
+        @pl.when(step >= shape.n_slots)
+        def _():
+            plgpu.barrier_wait(free.at[slot])
+
+        for i in range(C // n):
+            at = key + i * n
+            inside = lax.rem(at, shape.block_size) if n < shape.block_size else 0
+
+            @pl.when(at < end)
+            def _():
+                plgpu.copy_gmem_to_smem(
+                    pool.at[ids[i], head, pl.ds(inside, n)], ring.at[slot, pl.ds(i * n, n)], come.at[slot]
+                )
+
+            @pl.when(at >= end)
+            def _():
+                plgpu.barrier_arrive(come.at[slot])
+
+
+def pass_over(here: ThreadBlock, step: Any) -> None:
+    """Let a slot that belongs to the other warp group go by."""
+    slot = here.slot(step)
+    plgpu.barrier_wait(here.k_here.at[slot])
+    plgpu.barrier_arrive(here.k_free.at[slot])
+    plgpu.barrier_wait(here.v_here.at[slot])
+    plgpu.barrier_arrive(here.v_free.at[slot])
+
+
+def see_all_freed(here: ThreadBlock, step: Any) -> None:
+    """Wait, after the last step, until no slot is in use: the barriers end with the kernel."""
+    for i in range(here.shape.n_slots):
+
+        @pl.when(step > i)
+        def _():
+            slot = here.slot(step - 1 - i)
+            plgpu.barrier_wait(here.k_free.at[slot])
+            plgpu.barrier_wait(here.v_free.at[slot])

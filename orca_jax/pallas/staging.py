@@ -1,0 +1,40 @@
+"""Queries into shared memory, and results out of registers, each through the buffer that copies can reach.
+
+The matrix instruction wants rows shuffled, copies of single heads' rows can't be: so a copy goes to or comes
+from `staged`, and a warp group moves the numbers between.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from orca_jax.pallas.kernel_shape import Q, swizzle_bytes
+from orca_jax.pallas.mosaic_forms import along_rows, load_plain
+from orca_jax.pallas.thread_block import ThreadBlock
+
+
+def load_queries(here: ThreadBlock, source: Any) -> None:
+    """Bring query rows to where the matrix instruction wants them; `source` has Q rows or fewer."""
+    group, staged = here.group, here.staged
+    buffer = staged.at[group, pl.ds(0, source.shape[0])]
+    plgpu.copy_gmem_to_smem(source, buffer, here.q_here.at[group])
+    plgpu.barrier_wait(here.q_here.at[group])
+    whole = (group, slice(None), pl.ds(0, here.shape.head_size))
+    here.q_s[group] = load_plain(staged, whole, interpret=here.shape.interpret)
+    plgpu.commit_smem()
+
+
+def stage(here: ThreadBlock, x: jax.Array, share: jax.Array, *, rest: bool = False) -> None:
+    """Put x [Q, D] times share [Q] into the buffer for results, or what rounding takes away from it."""
+    width = swizzle_bytes(here.shape.head_size) // 2
+    for column in range(0, here.shape.head_size, width):  # a few registers at a time
+        exact = lax.slice(x, (0, column), (Q, column + width)) * along_rows(share, (Q, width))
+        rounded = exact.astype(here.staged.dtype)
+        if rest:
+            rounded = (exact - rounded.astype(jnp.float32)).astype(here.staged.dtype)
+        here.staged[here.group, :, pl.ds(column, width)] = rounded
+    plgpu.commit_smem()
