@@ -17,16 +17,19 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import jax.stages
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from bench.described_gpu import on_h200
+from orca_jax.config import ModelConfig
 from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.model.kv_cache import empty_cache
 from orca_jax.model.presets import PRESETS
+from orca_jax.sharding.attention_path import choose_attention
 from orca_jax.sharding.stage import Stage
 
 _BLOCK_SIZE = 16
@@ -46,30 +49,37 @@ class Compiled:
     dynamic_loops: int
 
 
-def compile_forward(preset: str, n_layers: int, bucket: int, max_bs: int) -> Compiled:
-    """Compile one bucket's forward program in bfloat16 for one H200, with static attention shapes."""
-    model = replace(PRESETS[preset], n_layers=n_layers)
+def compile_forward(model: ModelConfig, bucket: int, max_bs: int) -> jax.stages.Compiled:
+    """One bucket's forward program in bfloat16 for one H200, with the attention that is chosen there."""
     here = on_h200()
+    (device,) = here.device_set
 
     def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         # It stands for an array wherever nothing is run.
         return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=here))
 
-    stage = Stage(
-        model, {name: array(*shape) for name, shape in parameter_shapes(model).items()}, attention="static"
-    )
+    attention = choose_attention(device, model, block_size=_BLOCK_SIZE, dtype=jnp.bfloat16).path
+    parameters = {name: array(*shape) for name, shape in parameter_shapes(model).items()}
+    stage = Stage(model, parameters, attention=attention)
     max_blocks = -(-model.n_positions // _BLOCK_SIZE)
-    made = partial(empty_cache, n_blocks=max_bs * max_blocks, block_size=_BLOCK_SIZE, dtype=jnp.bfloat16)
+    made = partial(
+        empty_cache, n_blocks=max_bs * max_blocks, block_size=_BLOCK_SIZE, dtype=jnp.dtype(jnp.bfloat16)
+    )
     caches = jax.tree.map(lambda cache: array(*cache.shape), jax.eval_shape(lambda: made(model)))
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks)
-    start = time.perf_counter()
-    compiled = stage.forward.lower(
+    return stage.forward.lower(
         stage.weights,
         caches,
         array(2 * max_bs, dtype=jnp.int32),
-        array(layout.size, dtype=jnp.int32),
+        array(layout.size + attention.n_words(layout), dtype=jnp.int32),
         layout=layout,
     ).compile()
+
+
+def figures(model: ModelConfig, bucket: int, max_bs: int) -> Compiled:
+    """Compile one bucket's forward program in bfloat16 and count."""
+    start = time.perf_counter()
+    compiled = compile_forward(model, bucket, max_bs)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
     entry = text.split("ENTRY", 1)[1]
@@ -95,8 +105,9 @@ def main() -> None:
     parser.add_argument("--max-batch-size", type=int, default=32)
     flags = parser.parse_args()
     buckets = [int(n) for n in flags.buckets.split(",")]
+    model = replace(PRESETS[flags.preset], n_layers=flags.layers)
     rows = [
-        compile_forward(flags.preset, flags.layers, bucket, flags.max_batch_size)
+        figures(model, bucket, flags.max_batch_size)
         for bucket in track(buckets, "compiling", console=Console(stderr=True))
     ]
     made = Table(title=f"{flags.preset}, {flags.layers} layers, bfloat16, compiled for one H200")

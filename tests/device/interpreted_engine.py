@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import tests.device.compiled_once  # noqa: F401
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.model.gpt import init_parameters
 from orca_jax.sharding.worker import Worker

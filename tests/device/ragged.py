@@ -27,20 +27,26 @@ def ragged(
     head_size: int = 64,
     block_size: int = 16,
     n_shared: int = 0,
+    n_rows: int | None = None,
+    n_blocks: int | None = None,
+    max_blocks: int | None = None,
 ) -> Ragged:
-    """`rows` are (input length, length with what is cached before it). Two rows of length 0 come behind them.
+    """`rows` are (input length, length with what is cached before it). Rows of length 0 come behind them.
 
     A row shares up to `n_shared` whole blocks with the row before. Blocks and slots that nobody has, and
-    queries of padding, are NaN; block ids that nobody should look at are of some block all the same.
+    queries of padding, are NaN; block ids that nobody should look at are of some block all the same, or of
+    none. Rows, blocks and the table's columns are as many as asked for, else a few more than needed.
     """
     rng = np.random.default_rng(seed)
-    inputs = np.array([n for n, _ in rows] + [0, 0])
-    kv_length = np.array([n for _, n in rows] + [0, 0], np.int32)
+    n_empty = 2 if n_rows is None else n_rows - len(rows)
+    inputs = np.array([n for n, _ in rows] + [0] * n_empty)
+    kv_length = np.array([n for _, n in rows] + [0] * n_empty, np.int32)
     row_start = np.concatenate([[0], np.cumsum(inputs)]).astype(np.int32)
     needed = -(-kv_length // block_size)
-    n_blocks = int(needed.sum()) + 5
+    n_blocks = int(needed.sum()) + 5 if n_blocks is None else n_blocks
+    max_blocks = max(1, needed.max()) if max_blocks is None else max_blocks
     ids = rng.permutation(n_blocks)
-    table = rng.integers(0, n_blocks, (len(kv_length), max(1, needed.max()))).astype(np.int32)
+    table = rng.integers(-2, n_blocks + 2, (len(kv_length), max_blocks)).astype(np.int32)
     caches = [np.full((n_blocks, n_kv_heads, block_size, head_size), np.nan, np.float32) for _ in "kv"]
     first = 0
     for r, n in enumerate(needed):

@@ -1,0 +1,70 @@
+"""Every program of the kernel benchmark compiled for an H200 that need not be there, and how long each takes.
+
+What compiles here can still fail where it runs, but not for a wrong shape, a missing name or shared memory.
+"""
+
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench.described_gpu import on_h200
+from bench.kernel.run import Compiled, all_tasks
+
+_N_CORES = 132
+
+
+def compile_all(only: Sequence[str], *, quick: bool) -> int:
+    """Compile, print a table and last one line of JSON; the number of programs that did not compile."""
+    here = on_h200()
+    table = Table(title=f"programs of bench.kernel for an H200, jax {jax.__version__}")
+    for column in ("section", "subject", "programs", "seconds, all", "the slowest", "do not compile"):
+        table.add_column(column, justify="left" if column in ("section", "subject") else "right")
+    found, reasons = [], Counter[str]()
+    start = time.perf_counter()
+    tasks = [task for task in all_tasks(only, quick=quick) if task.section != "ceilings"]
+    with Progress(console=Console(stderr=True)) as progress:
+        bar = progress.add_task("compiling", total=None)
+        for (section, subject), group in itertools.groupby(tasks, key=lambda t: (t.section, t.subject)):
+            compiled = Compiled(list(group), n_cores=_N_CORES, sharding=here)
+            for i, _ in enumerate(compiled.compile()):
+                progress.update(bar, description=f"{section}, {subject}: {i + 1} of {len(compiled)}")
+            failed = 0
+            for key in compiled.seconds:
+                try:
+                    compiled.of(key)
+                except Exception as error:
+                    failed += 1
+                    which = key if isinstance(key, str) else subject
+                    said = " ".join(str(error).split())[:300]
+                    reasons[f"{section}, {which}: {type(error).__name__}: {said}"] += 1
+            unmade = [error for error in compiled.programs.values() if isinstance(error, Exception)]
+            reasons.update(f"{section}, {subject}: {error}" for error in unmade)
+            seconds = list(compiled.seconds.values()) or [0.0]
+            row = (
+                section,
+                subject or "kernel",
+                len(compiled),
+                sum(seconds),
+                max(seconds),
+                failed + len(unmade),
+            )
+            found.append(row)
+            table.add_row(*(f"{x:.1f}" if isinstance(x, float) else str(x) for x in row))
+    console = Console(width=110)
+    console.print(table)
+    for reason, times in reasons.items():
+        console.print(f"{times} x {reason}", markup=False, highlight=False)
+    took = time.perf_counter() - start
+    print(
+        json.dumps(
+            {"benchmark": "kernel --compile-only", "jax": jax.__version__, "seconds": took, "sections": found}
+        )
+    )
+    return sum(reasons.values())

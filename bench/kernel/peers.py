@@ -1,0 +1,187 @@
+"""JAX's own attention for GPUs, given the same batches: cuDNN for prompts, two Pallas kernels for increments.
+
+Each gets its keys and values in the layout that it takes without moving them.
+"""
+
+import importlib
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernel.clock import value_spread
+from bench.kernel.programs import Arrays, Program, calls_past_cache, drawn, lay_out, shape_of, spread
+from bench.kernel.shapes import Case, Subject
+
+_FULL = 2 * 132  # thread blocks that fill the chip's cores, two each
+_MOST_CALLS = 16
+
+
+class NoPeer(Exception):
+    """A peer that cannot be had here, or not for this batch; the text says why."""
+
+
+def peer(case: Case, subject: Subject, *, block_size: int) -> Program:
+    """The program of a peer. Raises NoPeer."""
+    lengths = set(case.rows)
+    if len(lengths) > 1:
+        raise NoPeer("takes rows of one length only")
+    makers: dict[str, Callable[..., Program]] = {
+        "cudnn": _cudnn, "decode_attention": _decode, "paged_attention": _paged,
+    }  # fmt: skip
+    return makers[subject](case, block_size)
+
+
+def splits(case: Case, *, least_keys: int) -> int:
+    """Parts of a row's keys, a power of two, that fill the chip; none has fewer than `least_keys`."""
+    wanted = _FULL / (len(case.rows) * case.heads.n_kv_heads)
+    most = max(1, case.rows[0][1] // least_keys)
+    return min(1 << max(0, math.ceil(math.log2(wanted))), 1 << (most.bit_length() - 1))
+
+
+def _module(name: str) -> Any:
+    """jax.experimental.pallas.ops.gpu.`name`, which jax 0.11 calls deprecated."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
+    except ImportError as error:
+        raise NoPeer(f"jax {jax.__version__} has no {name}: {error}") from error
+
+
+def _dense(
+    case: Case,
+    subject: Subject,
+    call: Callable[[Any, Any], Any],
+    *,
+    q_shape: tuple[int, ...],
+    kv_shape: tuple[int, ...],
+    key_axis: int,
+    of_row: Callable[[Any, int, int], Any],
+) -> Program:
+    """A peer whose keys and values are two arrays, with the keys' positions along `key_axis`."""
+    n_calls = calls_past_cache(case.kv_bytes, least=4, most=_MOST_CALLS)
+    n_apart = max(1, min(n_calls, (1 << 30) // case.kv_bytes))
+    n_keys = kv_shape[key_axis]
+    heads = case.heads
+
+    def make(seed: int) -> Arrays:
+        along = [1] * len(kv_shape)
+        along[key_axis] = n_keys
+        factor = jnp.asarray(value_spread(np.arange(n_keys)).reshape(along))
+        apart = [
+            (
+                drawn(seed + 2 * i, kv_shape),
+                spread(drawn(seed + 2 * i + 1, kv_shape), factor),
+            )
+            for i in range(n_apart)
+        ]
+        return Arrays(drawn(seed + 99, q_shape), (), [apart[i % n_apart] for i in range(n_calls)])
+
+    def keys_values(arrays: Arrays, row: int, kv_head: int) -> tuple[Any, Any]:
+        keys, values = arrays.sets[0]
+        return of_row(keys, row, kv_head), of_row(values, row, kv_head)
+
+    return Program(
+        key=(subject, case),
+        call=lambda q, shared, one: call(q, one),
+        n_calls=n_calls,
+        shapes=Arrays(shape_of(*q_shape), (), [(shape_of(*kv_shape), shape_of(*kv_shape))]),
+        make=make,
+        tokens=lambda q: q.reshape(case.n_tokens, heads.n_heads, heads.head_size),
+        keys_values=keys_values,
+    )
+
+
+def _cudnn(case: Case, block_size: int) -> Program:
+    length, n_keys = case.rows[0]
+    if length != n_keys:
+        raise NoPeer("its causal mask starts at the first key: whole prompts only")
+    heads, n_rows = case.heads, len(case.rows)
+
+    def call(q: jax.Array, one: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(q, *one, is_causal=True, implementation="cudnn")
+
+    return _dense(
+        case, "cudnn", call,
+        q_shape=(n_rows, length, heads.n_heads, heads.head_size),
+        kv_shape=(n_rows, n_keys, heads.n_kv_heads, heads.head_size),
+        key_axis=1,
+        of_row=lambda kv, row, kv_head: kv[row, :, kv_head],
+    )  # fmt: skip
+
+
+def _decode(case: Case, block_size: int) -> Program:
+    """Its multi-query form, a batch entry for each row's key/value head: `gqa` would move all keys first."""
+    if not case.increments_only:
+        raise NoPeer("takes one query token of each row")
+    mqa = _module("decode_attention").mqa
+    heads, n_rows, n_keys = case.heads, len(case.rows), case.rows[0][1]
+    k_splits = splits(case, least_keys=128)
+
+    def call(q: jax.Array, one: Any) -> jax.Array:
+        return mqa(q, *one, k_splits=k_splits, block_k=128).astype(q.dtype)  # it gives float32
+
+    n_kv = heads.n_kv_heads
+    return _dense(
+        case, "decode_attention", call,
+        q_shape=(n_rows * n_kv, heads.group, heads.head_size),
+        kv_shape=(n_rows * n_kv, n_keys, heads.head_size),
+        key_axis=1,
+        of_row=lambda kv, row, kv_head: kv[row * n_kv + kv_head],
+    )  # fmt: skip
+
+
+def _paged(case: Case, block_size: int) -> Program:
+    """Its pool is [K, n_blocks, B, D]. It knows no scale: its keys are drawn with D ** -0.5 in them."""
+    if not case.increments_only:
+        raise NoPeer("takes one query token of each row")
+    paged_attention = _module("paged_attention").paged_attention
+    heads, n_rows, n_keys = case.heads, len(case.rows), case.rows[0][1]
+    n_kv, head_size = heads.n_kv_heads, heads.head_size
+    n_calls = calls_past_cache(case.kv_bytes, least=4, most=_MOST_CALLS)
+    n_apart = max(1, min(n_calls, (1 << 30) // case.kv_bytes))
+    max_blocks = n_keys // block_size
+    pool_shape = (n_kv, n_apart * n_rows * max_blocks, block_size, head_size)
+    k_splits = splits(case, least_keys=8 * block_size)
+
+    def call(q: jax.Array, shared: Any, table: jax.Array) -> jax.Array:
+        keys, values, lengths = shared
+        return paged_attention(q, keys, values, table, lengths, k_splits=k_splits, pages_per_compute_block=8)
+
+    def make(seed: int) -> Arrays:
+        pool = lay_out(
+            case, n_calls, block_size=block_size, max_blocks=max_blocks, n_blocks=pool_shape[1], seed=seed
+        )
+        position = pool.index[:, None] * block_size + np.arange(block_size)
+        factor = jnp.asarray(value_spread(position)[None, :, :, None])
+        keys = spread(drawn(seed, pool_shape), jnp.float32(head_size**-0.5))
+        values = spread(drawn(seed + 1, pool_shape), factor)
+        q = drawn(seed + 2, (n_rows, heads.n_heads, head_size))
+        lengths = jnp.full(n_rows, n_keys, jnp.int32)
+        return Arrays(q, (keys, values, lengths), [jnp.asarray(table) for table in pool.tables])
+
+    def keys_values(arrays: Arrays, row: int, kv_head: int) -> tuple[Any, Any]:
+        keys, values, _ = arrays.shared
+        at = arrays.sets[0][row]
+        flat = [pool[kv_head, at].reshape(-1, head_size) for pool in (keys, values)]
+        return flat[0] * head_size**0.5, flat[1]
+
+    pools = (shape_of(*pool_shape),) * 2
+    return Program(
+        key=("paged_attention", case),
+        call=call,
+        n_calls=n_calls,
+        shapes=Arrays(
+            shape_of(n_rows, heads.n_heads, head_size),
+            (*pools, shape_of(n_rows, dtype=jnp.int32)),
+            [shape_of(n_rows, max_blocks, dtype=jnp.int32)],
+        ),
+        make=make,
+        tokens=lambda q: q,
+        keys_values=keys_values,
+    )

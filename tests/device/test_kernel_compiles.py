@@ -1,0 +1,84 @@
+"""What XLA and Mosaic compile for an H200 that need not be there; skipped without the CUDA plugin.
+
+    JAX_PLATFORMS=cpu python -m pytest tests/device/test_kernel_compiles.py
+
+In processes of their own: a machine's own GPU, or the lack of one, has no say.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.compile_kernel import SIZES, figures
+
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+pytestmark = pytest.mark.skipif(
+    not any(map(find_spec, PLUGINS)), reason=f"none of {', '.join(PLUGINS)} is installed (orca_jax[cuda])"
+)
+
+
+def forward_kernels(n_tokens: int, n_layers: int) -> dict[str, Any]:
+    """What `bench.forward_kernels` finds in the forward program of GPT-3 13B for so many tokens."""
+    flags = ["--preset", "gpt3-13b", "--buckets", str(n_tokens), "--layers", str(n_layers)]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.forward_kernels", *flags],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (program,) = json.loads(done.stdout.splitlines()[-1])["programs"]
+    return program
+
+
+def of_one_layer(program: dict[str, Any]) -> list[set[str]]:
+    """What each kernel of a middle layer computes."""
+    for kernel in program["layer"]:  # nothing is copied, turned round or looped over
+        assert kernel["kind"] in {"kLoop", "kInput", "triton", "triton_nested_gemm_fusion", "mosaic_gpu_v2"}
+    return [set(kernel["computes"]) for kernel in program["layer"]]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_kernel_compiles_for_every_head_size_and_dtype(size: tuple[int, str, int, int, int]) -> None:
+    found = figures(size)  # it raises where shared memory would not do
+    assert found.registers <= 168  # of a thread: 384 of them share 65,536
+    assert found.spills_in_key_loops in (0, None), found
+    if size[0] <= 128:  # heads of 256 spill a few bytes outside the loops over keys
+        assert found.spill_stores == found.spill_loads == 0, found
+
+
+def test_gpt3_13b_calls_the_kernel_once_a_layer_and_xla_fuses_the_rest() -> None:
+    program = forward_kernels(32, 40)
+    assert program["attention_calls"] == 40
+    kernels = of_one_layer(program)
+    # Sums, biases and what follows them are in one kernel; both norms are one kernel each.
+    assert kernels.count({"LayerNorm"}) == sum("LayerNorm" in kernel for kernel in kernels) == 2
+    assert kernels.count({"product"}) == 4
+    assert kernels.count({"sum of a product", "bias", "residual"}) == 2
+    assert kernels.count({"sum of a product", "bias", "activation"}) == 1
+    assert kernels.count({"attention"}) == 1
+    assert sum("merge" in kernel for kernel in kernels) <= 2
+    assert len(kernels) <= 15
+
+
+def test_many_tokens_have_the_bias_in_the_product_and_the_residual_in_the_norm() -> None:
+    program = forward_kernels(2048, 4)
+    assert program["attention_calls"] == 4
+    kernels = of_one_layer(program)
+    assert kernels.count({"product", "bias"}) == sum("product" in kernel for kernel in kernels) == 4
+    assert kernels.count({"activation"}) == 1
+    assert sum("LayerNorm" in kernel for kernel in kernels) == 2
+    assert {"residual", "LayerNorm"} in kernels
+    assert kernels.count({"attention"}) == 1
+    assert sum("merge" in kernel for kernel in kernels) <= 2
+    assert len(kernels) <= 14
