@@ -12,27 +12,18 @@ import json
 import re
 import time
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import cast
 
 import jax
-import jax.numpy as jnp
 import jax.stages
-from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.described_gpu import on_h200
+from bench.compiled_stage import BLOCK_SIZE, compile_stage
+from bench.described_gpu import described_devices
 from orca_jax.config import ModelConfig
-from orca_jax.flat_batch import FlatLayout
-from orca_jax.model.gpt import parameter_shapes
-from orca_jax.model.kv_cache import empty_cache
 from orca_jax.model.presets import PRESETS
-from orca_jax.sharding.attention_path import choose_attention
-from orca_jax.sharding.stage import Stage
-
-_BLOCK_SIZE = 16
+from orca_jax.sharding.partition import split_model
 
 
 @dataclass(frozen=True)
@@ -51,29 +42,9 @@ class Compiled:
 
 def compile_forward(model: ModelConfig, bucket: int, max_bs: int) -> jax.stages.Compiled:
     """One bucket's forward program in bfloat16 for one H200, with the attention that is chosen there."""
-    here = on_h200()
-    (device,) = here.device_set
-
-    def array(*shape: int, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-        # It stands for an array wherever nothing is run.
-        return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=here))
-
-    attention = choose_attention(device, model, block_size=_BLOCK_SIZE, dtype=jnp.bfloat16).path
-    parameters = {name: array(*shape) for name, shape in parameter_shapes(model).items()}
-    stage = Stage(model, parameters, attention=attention)
-    max_blocks = -(-model.n_positions // _BLOCK_SIZE)
-    made = partial(
-        empty_cache, n_blocks=max_bs * max_blocks, block_size=_BLOCK_SIZE, dtype=jnp.dtype(jnp.bfloat16)
-    )
-    caches = jax.tree.map(lambda cache: array(*cache.shape), jax.eval_shape(lambda: made(model)))
-    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks)
-    return stage.forward.lower(
-        stage.weights,
-        caches,
-        array(2 * max_bs, dtype=jnp.int32),
-        array(layout.size + attention.n_words(layout), dtype=jnp.int32),
-        layout=layout,
-    ).compile()
+    (part,) = split_model(model, described_devices("h200", 1))
+    n_blocks = max_bs * -(-model.n_positions // BLOCK_SIZE)
+    return compile_stage(model, part, bucket, max_bs=max_bs, n_blocks=n_blocks).program
 
 
 def figures(model: ModelConfig, bucket: int, max_bs: int) -> Compiled:

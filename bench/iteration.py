@@ -38,6 +38,7 @@ from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import RequestPool
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.partition import split_model
 from orca_jax.timeline import Timeline
 
 AIMS = {1: 1.3, 8: 1.5, 32: 1.5}  # by rows of an increment phase
@@ -103,9 +104,12 @@ class Bench:
             max_batch_tokens=model.n_positions,
             block_size=BLOCK_SIZE,
         )
-        engine, self.kv, said = build_engine(model, self.parameters, self.serving)
+        parts = split_model(model, jax.devices())
+        engine, self.kv, said = build_engine(model, [self.parameters], self.serving, parts)
         self.engine = TimedEngine(engine)
-        self.attention = choose_attention(jax.devices()[0], model, block_size=BLOCK_SIZE, dtype=dtype)
+        self.attention = choose_attention(
+            jax.devices()[0], model, n_heads=model.n_heads, block_size=BLOCK_SIZE, dtype=dtype
+        )
         assert self.attention.said == said
 
     def scheduler(self) -> tuple[Scheduler, RequestPool]:
@@ -179,7 +183,7 @@ class Bench:
         @jax.jit
         def linear(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
             for i in range(model.n_layers):
-                qkv = matmul(x, p[f"layers.{i}.qkv.weight"])
+                qkv = matmul(x, p[f"layers.{i}.qkv.weight"].reshape(-1, model.hidden_size))
                 x = x + matmul(qkv[:, : model.hidden_size], p[f"layers.{i}.out.weight"])
                 up = activate(matmul(x, p[f"layers.{i}.up.weight"]), model.activation)
                 x = x + matmul(up, p[f"layers.{i}.down.weight"])

@@ -21,15 +21,20 @@ from orca_jax.request import SamplingParams
 
 if TYPE_CHECKING:
     from orca_jax.llm import LLM
+    from orca_jax.sharding.convert import convert_checkpoint
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "convert_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
-    """The one lazy name: LLM brings JAX in, which takes a while, so importing the package does not."""
+    """The lazy names: they bring JAX in, which takes a while, so importing the package does not."""
     if name == "LLM":
         from orca_jax.llm import LLM
 
         return LLM
+    if name == "convert_checkpoint":
+        from orca_jax.sharding.convert import convert_checkpoint
+
+        return convert_checkpoint
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -146,6 +146,13 @@ class EngineMaster:
         for i in first:
             known = batch[i].prompt_ids + tuple(batch[i].output_ids)
             token_ids[row_end[i] - len(known) : row_end[i]] = known
+        # A token is where it was sampled, on worker n: worker 1 has it only where the two are one. Else it
+        # goes by way of the host, which has read it before the request could be issued again (ORCA 4.1).
+        on_device = ~initiation if self.n_workers == 1 else np.zeros(n, np.bool_)
+        if self.n_workers > 1:
+            for i, request in enumerate(batch):
+                if not initiation[i]:
+                    token_ids[row_end[i] - 1] = request.output_ids[-1]
         return ControlMessage(
             iteration=self._n_issued,
             row=row.astype(np.int32),
@@ -154,7 +161,7 @@ class EngineMaster:
             input_length=input_length,
             kv_length=kv_length,
             token_ids=token_ids,
-            token_on_device=~initiation,
+            token_on_device=on_device,
             block_table=self._kv.block_table.take(row, axis=0),
             sampling=SamplingRows(
                 temperature=self._temperature[row],

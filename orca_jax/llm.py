@@ -4,6 +4,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, get_args
 
@@ -27,14 +28,13 @@ from orca_jax.kv_manager import KVManager
 from orca_jax.model.gpt import Parameters
 from orca_jax.request import SamplingParams
 from orca_jax.service import Orca
-from orca_jax.sharding.capacity import Device, Sizes, serving_config
+from orca_jax.sharding.capacity import Sizes, serving_config
 from orca_jax.sharding.load import load_model
+from orca_jax.sharding.partition import StagePart, said_of, split_model
 from orca_jax.sharding.worker import Worker
 from orca_jax.tokenizer import TextStream
 
 Prompt = str | Sequence[int] | np.ndarray
-
-_N_WORKERS = 1
 
 
 class LLM:
@@ -52,8 +52,9 @@ class LLM:
     `attention` is chosen by device and model unless given, and said in the attribute of that name:
     "kernel" (Hopper GPUs), or pure JAX with "static" shapes or run-time trip counts ("follow_lengths").
 
-    One device runs the model: `tensor_parallel` and `pipeline_parallel` must be 1. Iterations do not overlap
-    yet: `overlap` may be None (as built) or False.
+    The model is cut into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
+    devices (docs/parallelism.md); the first devices that JAX has are taken. Iterations do not overlap yet:
+    `overlap` may be None (as built) or False.
 
     `on_load(done, total)` is told the progress of reading a checkpoint, in bytes of its files.
 
@@ -78,7 +79,7 @@ class LLM:
         attention: Attention | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
-        _refuse_what_is_not_built(tensor_parallel, pipeline_parallel, overlap)
+        _refuse_what_is_not_built(overlap)
         _one_of("load_format", load_format, get_args(LoadFormat))
         if dtype is not None:
             _one_of("dtype", dtype, get_args(Dtype))
@@ -93,17 +94,27 @@ class LLM:
             block_size=block_size,
             max_queue=max_queue,
         )
-        device: Device = jax.devices()[0]
+        devices = jax.devices()
+        device = devices[0]
         self.dtype: str = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
         self.device: str = device.device_kind if device.platform != "cpu" else "cpu"
-        loaded = load_model(model, load_format, jnp.dtype(self.dtype), seed or 0, device, on_load)
+        split = partial(
+            split_model,
+            devices=devices,
+            pipeline_parallel=pipeline_parallel,
+            tensor_parallel=tensor_parallel,
+        )
+        loaded = load_model(model, load_format, jnp.dtype(self.dtype), seed or 0, split, on_load)
         self.name = loaded.name
         self.directory = loaded.directory
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
-        self.serving = serving_config(self.config, jnp.dtype(self.dtype).itemsize, device, said)
+        self.stages = said_of(loaded.parts)
+        self.serving = serving_config(self.config, jnp.dtype(self.dtype).itemsize, loaded.parts, said)
         sizes = bucket_sizes(self.serving.max_batch_tokens)
-        built = build_engine(self.config, loaded.parameters, self.serving, buckets=sizes, attention=attention)
+        built = build_engine(
+            self.config, loaded.parameters, self.serving, loaded.parts, buckets=sizes, attention=attention
+        )
         self.attention: str = built.attention
         self._service: Orca | None = Orca(
             built.engine, built.kv, config=self.serving, model=self.config, bucket_sizes=sizes, seed=seed
@@ -238,10 +249,7 @@ def _one_for_each(params: Any, n_prompts: int) -> list[SamplingParams]:
     return list(listed)
 
 
-def _refuse_what_is_not_built(tensor_parallel: int, pipeline_parallel: int, overlap: bool | None) -> None:
-    for name, value in (("tensor_parallel", tensor_parallel), ("pipeline_parallel", pipeline_parallel)):
-        if value != 1 or isinstance(value, bool):
-            raise ConfigError(f"{name} is {value!r}; only 1 is built so far: one device runs the model")
+def _refuse_what_is_not_built(overlap: bool | None) -> None:
     if overlap is not None and overlap is not False:
         raise ConfigError(
             f"overlap is {overlap!r}; overlapping iterations are not built yet, so leave it out"
@@ -263,29 +271,35 @@ class BuiltEngine(NamedTuple):
 
 def build_engine(
     model: ModelConfig,
-    parameters: Parameters,
+    parameters: Sequence[Parameters],
     serving: ServingConfig,
+    parts: Sequence[StagePart],
     *,
     buckets: Sequence[int] | None = None,
     attention: Attention | None = None,
     worker: Worker | None = None,
 ) -> BuiltEngine:
-    """An engine of one worker, on the device of `parameters`. Raises ConfigError.
+    """An engine of a worker for each of `parts`, with that stage's `parameters`. Raises ConfigError.
 
     `buckets` are `bucket_sizes(serving.max_batch_tokens)` unless given, ascending; `attention` is the
-    Worker's. A `worker` of the same model and sizes that no engine uses any more may be handed in: it keeps
-    its compiled programs, and its own attention.
+    Workers'. The first `worker` of the same model, parts and sizes that no engine uses any more may be handed
+    in: it and those behind it keep their compiled programs, and their own attention.
     """
+    n_workers = len(parts)
     kv = KVManager(
         n_blocks=serving.n_blocks,
         block_size=serving.block_size,
-        n_rows=(_N_WORKERS + 1) * serving.max_batch_size,
+        n_rows=(n_workers + 1) * serving.max_batch_size,
         max_blocks_per_row=-(-model.n_positions // serving.block_size),
     )
     if worker is None:
-        worker = Worker(model, parameters, serving, n_rows=kv.n_rows, attention=attention)
+        for part, own in zip(reversed(parts), reversed(parameters), strict=True):  # each knows the one behind
+            worker = Worker(
+                model, own, serving, part, n_rows=kv.n_rows, attention=attention, next_worker=worker
+            )
+    assert worker is not None, "a model has a stage"
     sizes = bucket_sizes(serving.max_batch_tokens) if buckets is None else buckets
-    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=_N_WORKERS)
+    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=n_workers)
     return BuiltEngine(engine, kv, worker.attention.said)
 
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import orca_jax
 from orca_jax.errors import EngineError, OrcaError
-from server import generate, serve
+from server import convert, generate, serve
 from server.flags import UsageError, add_engine_flags, add_sampling_flags, add_serve_flags
 
 INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
@@ -70,6 +70,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add_serve_flags(command)
     command.set_defaults(run=serve.run)
+
+    command = commands.add_parser(
+        "convert",
+        help="turn a checkpoint of safetensors into an Orbax one, or back",
+        description="Read the checkpoint SRC and write it to DST in the other format: a Hugging Face "
+        "directory of safetensors becomes an Orbax checkpoint, an Orbax checkpoint becomes such a directory. "
+        "The tokenizer and what else stands beside the weights come along. Both serve alike.",
+        epilog="DST appears when all of it is written. Exit status: 0; 2 for a mistake, in SRC too; 130 "
+        "after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    convert.add_flags(command)
+    command.set_defaults(run=_convert)
     return top
 
 
@@ -94,6 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: argparse.Namespace) -> int:
     with _quiet():
         return generate.run(args)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    with _quiet():
+        return convert.run(args)
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:

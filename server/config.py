@@ -33,8 +33,10 @@ class EngineOptions:
         Attention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
     ] = None
     seed: Annotated[int | None, "starts the seeds of requests that have none (default: drawn)"] = None
-    tensor_parallel: Annotated[int, "devices of one stage; only 1 is built so far"] = 1
-    pipeline_parallel: Annotated[int, "stages; only 1 is built so far"] = 1
+    tensor_parallel: Annotated[int, "devices that each layer is split over"] = 1
+    pipeline_parallel: Annotated[
+        int, "stages that the layers are shared out to, each on devices of its own"
+    ] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

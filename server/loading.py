@@ -1,5 +1,7 @@
 """Loading a model, with a progress bar by bytes where stderr is a terminal."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -12,8 +14,9 @@ if TYPE_CHECKING:
     from orca_jax import LLM
 
 
-def load(notes: Notes, **options: Any) -> "LLM":
-    """An LLM with these options. A bar without an end until the first weights are read, then one by bytes."""
+@contextmanager
+def bytes_bar(notes: Notes, text: str) -> Iterator[Callable[[int, int], None]]:
+    """Something to tell bytes done and in all; a bar without an end until it is first told."""
     bar = Progress(
         TextColumn("{task.description}", style="dim"),
         BarColumn(),
@@ -23,12 +26,18 @@ def load(notes: Notes, **options: Any) -> "LLM":
         disable=not notes.console.is_terminal,
         transient=True,
     )
-    task = bar.add_task("Loading the model", total=None)
+    task = bar.add_task(text, total=None)
 
     def show(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
 
     with bar:
+        yield show
+
+
+def load(notes: Notes, **options: Any) -> "LLM":
+    """An LLM with these options."""
+    with bytes_bar(notes, "Loading the model") as show:
         return orca_jax.LLM(**options, on_load=show)
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from orca_jax.config import ModelConfig
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import LayerNorm, Linear, activate, matmul
+from orca_jax.model.shard import ALONE, Shard
 
 Parameters = Mapping[str, jax.Array]
 
@@ -24,7 +25,11 @@ class Attend(Protocol):
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter; linear weights are [out, in]. The one truth of both."""
+    """Name and shape of every parameter; linear weights are [out, in]. The one truth of both.
+
+    `qkv` has an axis of three in front, for queries, keys and values: so its heads can be split over devices
+    by a PartitionSpec.
+    """
     c, h = config, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "token_embedding": (c.padded_vocab_size, c.embedding_size),
@@ -38,14 +43,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     for i in range(c.n_layers):
         for name, out, into in (
-            ("qkv", 3 * h, h),
-            ("out", h, h),
-            ("up", c.ffn_size, h),
-            ("down", h, c.ffn_size),
+            ("qkv", (3, h), h),
+            ("out", (h,), h),
+            ("up", (c.ffn_size,), h),
+            ("down", (h,), c.ffn_size),
         ):
-            shapes[f"layers.{i}.{name}.weight"] = (out, into)
+            shapes[f"layers.{i}.{name}.weight"] = (*out, into)
             if c.use_bias:
-                shapes[f"layers.{i}.{name}.bias"] = (out,)
+                shapes[f"layers.{i}.{name}.bias"] = out
         norm(f"layers.{i}.attn_norm")
         norm(f"layers.{i}.mlp_norm")
     if c.final_norm:
@@ -58,15 +63,19 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, jax.Array]:
     """Random parameters as GPT-2 was initialised: normal with deviation 0.02, norms at 1 and 0."""
     shapes = parameter_shapes(config)
-    parameters = {}
-    for name, one in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
-        if name.endswith(".scale"):
-            parameters[name] = jnp.ones(shapes[name], dtype)
-        elif name.endswith(".bias"):
-            parameters[name] = jnp.zeros(shapes[name], dtype)
-        else:
-            parameters[name] = 0.02 * jax.random.normal(one, shapes[name], dtype)
-    return parameters
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: init_parameter(name, shapes[name], one, dtype) for name, one in zip(shapes, keys, strict=True)
+    }
+
+
+def init_parameter(name: str, shape: tuple[int, ...], key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """One of them."""
+    if name.endswith(".scale"):
+        return jnp.ones(shape, dtype)
+    if name.endswith(".bias"):
+        return jnp.zeros(shape, dtype)
+    return 0.02 * jax.random.normal(key, shape, dtype)
 
 
 class Block(nnx.Module):
@@ -82,20 +91,20 @@ class Block(nnx.Module):
         self.down = _linear(p, "down")
 
     def __call__(
-        self, x: jax.Array, cache: LayerCache, slot_of_token: jax.Array, attend: Attend
+        self, x: jax.Array, cache: LayerCache, slot_of_token: jax.Array, attend: Attend, shard: Shard
     ) -> tuple[jax.Array, LayerCache]:
         """x [T, H] through the layer; this iteration's keys and values are written to the cache first."""
         pre = self.config.norm == "pre"
 
         def attention(value: jax.Array) -> tuple[jax.Array, LayerCache]:
-            shape = (value.shape[0], 3, self.config.n_heads, self.config.head_size)
-            qkv = self.qkv(value).reshape(shape)  # [T, 3, N, D]
+            n_tokens, n_heads = value.shape[0], self.config.n_heads // shard.n
+            qkv = self.qkv(value).reshape(n_tokens, 3, n_heads, self.config.head_size)  # [T, 3, N, D]
             written = write(cache, qkv[:, 1], qkv[:, 2], slot_of_token)
-            merged = attend(qkv[:, 0], written).reshape(value.shape)  # split, attended, merged
-            return self.out(merged), written
+            merged = attend(qkv[:, 0], written).reshape(n_tokens, -1)  # split, attended, merged
+            return self.out(merged, shard), written
 
         def feed_forward(value: jax.Array) -> jax.Array:
-            return self.down(activate(self.up(value), self.config.activation))
+            return self.down(activate(self.up(value), self.config.activation), shard)
 
         if pre:
             attended, cache = attention(self.attn_norm(x))
@@ -107,51 +116,89 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """The whole model; built from named parameters and never changed."""
+    """The layers `layers` of the model, by default all; built from named parameters and never changed.
 
-    def __init__(self, config: ModelConfig, parameters: Parameters) -> None:
+    The first layer brings the embedding with it, the last one the final norm and the head: `stage_parameters`
+    names what is needed. With `shard` each call computes one part, from that part's weights.
+    """
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
         self.config = config
-        self.token_embedding = nnx.Param(parameters["token_embedding"])
-        self.position_embedding = nnx.Param(parameters["position_embedding"])
+        layers = range(config.n_layers) if layers is None else layers
+        first, last = layers.start == 0, layers.stop == config.n_layers
         project = config.embedding_size != config.hidden_size
-        self.project_in = Linear(parameters["project_in"], None) if project else None
-        self.project_out = Linear(parameters["project_out"], None) if project else None
-        self.layers = nnx.List(
-            [Block(config, partial(_layer_parameter, parameters, i)) for i in range(config.n_layers)]
-        )
-        self.final_norm = _norm(config, parameters.get, "final_norm") if config.final_norm else None
-        self.head = None if config.tie_embeddings else Linear(parameters["head.weight"], None)
+        if first or (last and config.tie_embeddings):
+            self.token_embedding = nnx.Param(parameters["token_embedding"])
+        if first:
+            self.position_embedding = nnx.Param(parameters["position_embedding"])
+            self.project_in = Linear(parameters["project_in"], None) if project else None
+        self.layers = nnx.List([Block(config, partial(_layer_parameter, parameters, i)) for i in layers])
+        if last:
+            self.final_norm = _norm(config, parameters.get, "final_norm") if config.final_norm else None
+            self.project_out = Linear(parameters["project_out"], None) if project else None
+            self.head = None if config.tie_embeddings else Linear(parameters["head.weight"], None)
 
-    def __call__(
-        self,
-        token_ids: jax.Array,
-        positions: jax.Array,
-        slot_of_token: jax.Array,
-        last_token_index: jax.Array,
-        caches: list[LayerCache],
-        attend: Attend,
-    ) -> tuple[jax.Array, list[LayerCache]]:
-        """One iteration: token_ids, positions, slot_of_token [T] int32; last_token_index [R] int32.
-
-        Returns the logits [R, V] float32 that follow each row's last token, and the written caches.
-        """
-        x = self.token_embedding[...].at[token_ids].get(mode="clip")  # [T, E]
+    def embed(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
+        """What goes into the first layer: token_ids, positions [T] int32 to [T, H]."""
+        table = self.token_embedding[...]  # [V / n, E]
+        if shard.n == 1:
+            x = table.at[token_ids].get(mode="clip")  # [T, E]
+        else:
+            here = token_ids - shard.index * table.shape[0]
+            mine = (here >= 0) & (here < table.shape[0])
+            x = shard.total(jnp.where(mine[:, None], table.at[here].get(mode="clip"), 0))
         if self.project_in is not None:
             x = self.project_in(x)
         place = positions + self.config.position_offset
-        x = x + self.position_embedding[...].at[place].get(mode="clip")  # [T, H]
+        return x + self.position_embedding[...].at[place].get(mode="clip")
+
+    def through(
+        self,
+        x: jax.Array,
+        slot_of_token: jax.Array,
+        caches: list[LayerCache],
+        attend: Attend,
+        shard: Shard = ALONE,
+    ) -> tuple[jax.Array, list[LayerCache]]:
+        """x [T, H] through these layers, with the caches written: slot_of_token [T] int32."""
         written: list[LayerCache] = []
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, cache, slot_of_token, attend)
+            x, cache = layer(x, cache, slot_of_token, attend, shard)
             written.append(cache)
+        return x, written
+
+    def logits(self, x: jax.Array, last_token_index: jax.Array, shard: Shard = ALONE) -> jax.Array:
+        """What the last layer leaves, x [T, H]: the logits [R, V] float32 that follow each row's last token.
+
+        last_token_index is [R] int32.
+        """
         x = x.at[last_token_index].get(mode="clip")  # [R, H]: only a row's last token has a next one
         if self.final_norm is not None:
             x = self.final_norm(x)
         if self.project_out is not None:
             x = self.project_out(x)
         head = self.token_embedding if self.head is None else self.head.weight
-        logits = matmul(x, head[...])[:, : self.config.vocab_size]
-        return logits.astype(jnp.float32), written
+        logits = shard.side_by_side(matmul(x, head[...]))[:, : self.config.vocab_size]
+        return logits.astype(jnp.float32)
+
+
+def stage_parameters(config: ModelConfig, layers: range) -> list[str]:
+    """The names of the parameters that `GPT(config, parameters, layers)` takes."""
+    first, last = layers.start == 0, layers.stop == config.n_layers
+    outside = {
+        "token_embedding": first or (last and config.tie_embeddings),
+        "position_embedding": first,
+        "project_in": first,
+        "project_out": last,
+        "final_norm.scale": last,
+        "final_norm.bias": last,
+        "head.weight": last,
+    }
+    return [
+        name
+        for name in parameter_shapes(config)
+        if (int(name.split(".")[1]) in layers if name.startswith("layers.") else outside[name])
+    ]
 
 
 def _layer_parameter(parameters: Parameters, layer: int, name: str) -> jax.Array | None:

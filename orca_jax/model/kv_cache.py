@@ -7,7 +7,6 @@ tile. They are arguments of the forward program and come back as its donated res
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from orca_jax.config import ModelConfig
 
@@ -19,10 +18,9 @@ class LayerCache(NamedTuple):
     values: jax.Array
 
 
-def empty_cache(config: ModelConfig, *, n_blocks: int, block_size: int, dtype: jnp.dtype) -> list[LayerCache]:
-    """Zeroed caches, one per layer."""
-    shape = (n_blocks, config.n_heads, block_size, config.head_size)
-    return [LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.n_layers)]
+def cache_shape(config: ModelConfig, *, n_blocks: int, block_size: int) -> tuple[int, int, int, int]:
+    """[n_blocks, K, B, D], of the keys or the values of one layer."""
+    return n_blocks, config.n_heads, block_size, config.head_size
 
 
 def write(cache: LayerCache, keys: jax.Array, values: jax.Array, slot_of_token: jax.Array) -> LayerCache:

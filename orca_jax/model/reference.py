@@ -33,12 +33,13 @@ def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -
         ]
 
     def linear(name: str, value: jax.Array) -> jax.Array:
-        product = value @ p[f"{name}.weight"].T
+        product = jnp.einsum("ti,...i->t...", value, p[f"{name}.weight"])
         return product + p[f"{name}.bias"] if config.use_bias else product
 
     def attention(name: str, value: jax.Array) -> jax.Array:
         shape = (n_tokens, 3, config.n_heads, config.head_size)
-        q, k, v = linear(f"{name}.qkv", value).reshape(shape).transpose(1, 2, 0, 3)  # each [N, T, D]
+        qkv = linear(f"{name}.qkv", value)  # [T, 3, H]
+        q, k, v = qkv.reshape(shape).transpose(1, 2, 0, 3)  # each [N, T, D]
         scores = q @ k.transpose(0, 2, 1) / jnp.sqrt(config.head_size)  # [N, T, T]
         causal = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)

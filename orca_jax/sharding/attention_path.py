@@ -133,9 +133,17 @@ class AttentionChoice:
 
 
 def choose_attention(
-    device: Device, config: ModelConfig, *, block_size: int, dtype: Any, forced: Attention | None = None
+    device: Device,
+    config: ModelConfig,
+    *,
+    n_heads: int,
+    block_size: int,
+    dtype: Any,
+    forced: Attention | None = None,
 ) -> AttentionChoice:
     """The attention for K/V blocks of `block_size` slots of `dtype` on a device, or the one that is `forced`.
+
+    `n_heads` are those that the device has of the model's.
 
     Raises ConfigError where the forced one cannot run there.
     """
@@ -143,8 +151,8 @@ def choose_attention(
         return AttentionChoice(PureJax(follow_lengths=True), "pure JAX, following the real lengths")
     if forced == "static":
         return AttentionChoice(PureJax(follow_lengths=False), "pure JAX, static shapes")
-    kernel = Kernel(config.n_heads, 1, n_cores=getattr(device, "core_count", 2))
-    reason = unsupported(config.head_size, block_size, np.dtype(dtype).name, config.n_heads, config.n_heads)
+    kernel = Kernel(n_heads, 1, n_cores=getattr(device, "core_count", 2))
+    reason = unsupported(config.head_size, block_size, np.dtype(dtype).name, n_heads, n_heads)
     if forced == "interpreted":
         kernel = replace(kernel, n_cores=1, interpret=True)
     else:

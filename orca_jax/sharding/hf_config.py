@@ -70,7 +70,7 @@ def read_hf_config(directory: Path) -> HFConfig:
         message = re.sub(r"\w+", lambda word: reader.names.get(word[0], word[0]), str(error))
         raise BadModelConfig(f"{shown(path)}: {shown(message)}") from error
     model = _with_generation_config(model, path, directory / "generation_config.json")
-    _check_tokenizer(model, path, directory / "tokenizer.json")
+    check_tokenizer(model, path, directory / "tokenizer.json")
     return HFConfig(path, reader.model_type, model)
 
 
@@ -297,8 +297,11 @@ def _disagree(name: str, one: Path, first: object, other: Path, second: object) 
     )
 
 
-def _check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:
-    """Every token of the tokenizer has a row in the embedding table. Rows without a token are common."""
+def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:
+    """Every token of the tokenizer has a row in the embedding table. Rows without a token are common.
+
+    `path` is the file that `model` is from. Raises BadModelConfig or CorruptFile.
+    """
     if not os.path.exists(tokenizer):
         return
     values = read_object(tokenizer, _MAX_TOKENIZER_BYTES)
@@ -321,3 +324,50 @@ def _check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:
             f"two files disagree on the vocabulary: {shown(path)} says vocab_size {model.vocab_size}, "
             f"{shown(tokenizer)} has the token id {shown(highest)}"
         )
+
+
+def hf_config_of(model: ModelConfig) -> dict[str, Any]:
+    """A config.json that `read_hf_config` reads as `model`: GPT-2's where that can say it, or else OPT's.
+
+    Raises UnsupportedModel where neither can.
+    """
+    special = {
+        "bos_token_id": model.bos_token_id,
+        "eos_token_id": list(model.eos_token_ids) or None,
+        "tie_word_embeddings": model.tie_embeddings,
+        "vocab_size": model.vocab_size,
+    }
+    names = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
+    plain = model.norm == "pre" and model.final_norm and model.use_bias
+    if plain and model.position_offset == 0 and model.embedding_size == model.hidden_size:
+        return special | {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "n_positions": model.n_positions,
+            "n_embd": model.hidden_size,
+            "n_layer": model.n_layers,
+            "n_head": model.n_heads,
+            "n_inner": model.ffn_size,
+            "activation_function": names[model.activation],
+            "layer_norm_epsilon": model.layer_norm_eps,
+        }
+    one_norm = model.norm == "pre" or not model.final_norm
+    if model.position_offset == 2 and model.layer_norm_eps == 1e-5 and one_norm:
+        return special | {
+            "model_type": "opt",
+            "architectures": ["OPTForCausalLM"],
+            "max_position_embeddings": model.n_positions,
+            "hidden_size": model.hidden_size,
+            "word_embed_proj_dim": model.embedding_size,
+            "num_hidden_layers": model.n_layers,
+            "num_attention_heads": model.n_heads,
+            "ffn_dim": model.ffn_size,
+            "activation_function": names[model.activation],
+            "do_layer_norm_before": model.norm == "pre",
+            "_remove_final_layer_norm": model.norm == "pre" and not model.final_norm,
+            "enable_bias": model.use_bias,
+        }
+    raise UnsupportedModel(
+        "neither GPT-2's nor OPT's config.json can describe this model, so it has no Hugging Face layout: "
+        "GPT-2 has LayerNorm before attention and at the end, biases, positions from 0; OPT positions from 2"
+    )

@@ -2,20 +2,22 @@
 
 A file is 8 bytes of header length (little endian), the header (a JSON object: name -> dtype, shape,
 data_offsets), and the data. The offsets count from the data's start. The tensors cover the data without a gap
-or an overlap.
+or an overlap. Ranges are read, not mapped as by the format's library: mapped pages count as the process's
+memory until the tensor is let go of, and the host would hold two tensors beside the shards.
 """
 
 import itertools
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from orca_jax.errors import CorruptFile, NotACheckpoint, TensorMismatch, UnsafeFile
+from orca_jax.errors import CorruptFile, NotACheckpoint, UnsafeFile
+from orca_jax.sharding.shards import Box
 from orca_jax.sharding.strict_json import file_size, parse_object, shown
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
@@ -50,6 +52,48 @@ class StoredTensor:
 
     def __str__(self) -> str:
         return f"{shown(self.file)}: tensor '{shown(self.name)}'"
+
+    @property
+    def element(self) -> np.dtype:
+        """The dtype of its elements, one of FLOAT_DTYPES."""
+        return FLOAT_DTYPES[self.dtype]
+
+    @property
+    def divisible(self) -> bool:
+        """A part of it may be read by itself."""
+        return True
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box` of a vector or a matrix, some rows at a time: the row within the box, and the piece.
+
+        Only the box's own bytes are read. Raises CorruptFile where the file is no longer what its header was.
+        """
+        (first, end), *inner = box
+        begin, stop = inner[0] if inner else (0, 1)
+        n_columns = self.shape[1] if inner else 1
+        n_bytes = self.element.itemsize
+        step = max(1, _CHUNK_BYTES // max(1, (stop - begin) * n_bytes))
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                for row in range(first, end, step):
+                    n_rows = min(step, end - row)
+                    piece = np.empty((n_rows, stop - begin) if inner else n_rows, self.element)
+                    # A range of columns is a run of bytes in each row; all columns are one run.
+                    runs = piece.reshape(1 if stop - begin == n_columns else n_rows, -1).view(np.uint8)
+                    start = self.offset + (row * n_columns + begin) * n_bytes
+                    for i, run in enumerate(runs):
+                        self._read(file.fileno(), run, start + i * n_columns * n_bytes)
+                    yield row - first, piece
+        except OSError as error:
+            raise CorruptFile(f"{self} cannot be read: {error.strerror}") from error
+
+    def _read(self, file: int, run: np.ndarray, offset: int) -> None:
+        view, done = run.data, 0
+        while done < len(view):
+            n = os.preadv(file, [view[done:]], offset + done)
+            if n == 0:
+                raise CorruptFile(f"{self} cannot be read: the file ends at byte {offset + done}")
+            done += n
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -157,45 +201,10 @@ def _check_cover(path: Path, tensors: dict[str, StoredTensor], data_start: int, 
         )
 
 
-def read_tensor(tensor: StoredTensor, out: np.ndarray, *, transpose: bool = False) -> None:
-    """Read a tensor of one or two dimensions into `out`, in the dtype `out` has.
-
-    `out` has the tensor's shape, or the reverse of it with `transpose`. It is read piece by piece, so that no
-    second copy of it stands in memory. Raises TensorMismatch where a number is too large for the dtype of
-    `out`, CorruptFile where the file is no longer what its header was.
-    """
-    row = 0
-    for piece in _pieces(tensor):
-        if out.dtype == np.float16 and tensor.dtype == "BF16":
-            piece = piece.astype(np.float32)  # bfloat16's own cast would turn large numbers into inf silently
-        rows = slice(row, row + len(piece))
-        target = out[:, rows] if transpose else out[rows]
-        try:
-            with np.errstate(over="raise", invalid="ignore"):
-                target[...] = piece.T if transpose else piece
-        except FloatingPointError as error:
-            raise TensorMismatch(
-                f"{tensor} holds numbers too large for {out.dtype.name}; ask for bfloat16 or float32"
-            ) from error
-        row += len(piece)
-
-
-def _pieces(tensor: StoredTensor) -> Iterator[np.ndarray]:
-    """The tensor's rows, several at a time, by the format's own library."""
-    row_bytes = max(1, math.prod(tensor.shape[1:])) * FLOAT_DTYPES[tensor.dtype].itemsize
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    try:
-        with safe_open(tensor.file, framework="np") as file:
-            rows = file.get_slice(tensor.name)
-            for row in range(0, tensor.shape[0], step):
-                yield rows[row : min(row + step, tensor.shape[0])]
-    except (OSError, SafetensorError) as error:
-        raise CorruptFile(f"{tensor} cannot be read: {error}") from error
-
-
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors hold the same elements, piece by piece."""
+    """Whether two matrices hold the same elements, piece by piece."""
     if one.shape != other.shape:
         return False
-    pairs = itertools.zip_longest(_pieces(one), _pieces(other))
-    return all(np.array_equal(left, right, equal_nan=True) for left, right in pairs)
+    box = tuple((0, n) for n in one.shape)
+    pairs = itertools.zip_longest(one.pieces(box), other.pieces(box))
+    return all(np.array_equal(left[1], right[1], equal_nan=True) for left, right in pairs)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from orca_jax.config import ModelConfig
 from orca_jax.flat_batch import FlatLayout, Sampler
@@ -17,42 +18,79 @@ from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.sampler import greedy, sample
 from orca_jax.sharding.attention_path import AttentionPath
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.specs import CACHE_SPEC
 
 
 class Stage:
-    """The programs of a model on one device.
+    """The programs of one stage's layers on its devices.
 
-    `parameters` are those of `model.gpt.parameter_shapes`, as arrays, or as jax.ShapeDtypeStruct to compile
-    without them. The buffer of an iteration is that of its FlatLayout with `attention`'s words behind it.
+    `parameters` are those of `part.placement`, where that says, as arrays, or as jax.ShapeDtypeStruct with a
+    sharding to compile without them. The buffer of an iteration is that of its FlatLayout with `attention`'s
+    words behind it.
+
+    `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
+    [T, H] of the stage before; for the first stage last_token [n_rows] where it is the only one, else None:
+    the tokens come from the host then. `out` is the hidden array [T, H], or from the last stage the logits
+    [R, V] float32.
     """
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, *, attention: AttentionPath) -> None:
-        self.config = config
-        graph, state = nnx.split(GPT(config, parameters))
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, part: StagePart, *, attention: AttentionPath
+    ) -> None:
+        self.part = part
+        graph, state = nnx.split(GPT(config, parameters, part.layers))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
+        group = part.group
 
-        def forward(
+        def one_part(
             weights: list[jax.Array],
             caches: list[LayerCache],
-            last_token: jax.Array,
+            arrived: jax.Array | None,
             buffer: jax.Array,
             *,
             layout: FlatLayout,
         ) -> tuple[jax.Array, list[LayerCache]]:
-            model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+            """What one device of the stage computes."""
+            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), group.shard()
             batch = layout.split(buffer)
-            words = buffer[layout.size :]
-            return model(
-                jnp.where(
-                    batch.take_last == 1, last_token.at[batch.last_row].get(mode="clip"), batch.token_ids
-                ),
-                batch.positions,
-                batch.slot_of_token,
-                jnp.maximum(batch.row_start[1:] - 1, 0),
-                caches,
-                attention.bind(layout, batch, words),
-            )
+            if part.first:
+                token_ids = batch.token_ids
+                if arrived is not None:
+                    last = arrived.at[batch.last_row].get(mode="clip")
+                    token_ids = jnp.where(batch.take_last == 1, last, token_ids)
+                x = model.embed(token_ids, batch.positions, shard)
+            else:
+                assert arrived is not None
+                x = arrived
+            attend = attention.bind(layout, batch, buffer[layout.size :])
+            x, caches = model.through(x, batch.slot_of_token, caches, attend, shard)
+            if part.last:
+                x = model.logits(x, jnp.maximum(batch.row_start[1:] - 1, 0), shard)
+            return x, caches
+
+        def forward(
+            weights: list[jax.Array],
+            caches: list[LayerCache],
+            arrived: jax.Array | None,
+            buffer: jax.Array,
+            *,
+            layout: FlatLayout,
+        ) -> tuple[jax.Array, list[LayerCache]]:
+            compute = partial(one_part, layout=layout)
+            if len(group) > 1:
+                specs = [weight.sharding.spec for weight in self.weights]
+                # Not checked (check_vma): Pallas kernels and what is gathered do not say over which axes
+                # their results vary.
+                compute = jax.shard_map(
+                    compute,
+                    mesh=group.mesh,
+                    in_specs=(specs, CACHE_SPEC, P(), P()),
+                    out_specs=(P(), CACHE_SPEC),
+                    check_vma=False,
+                )
+            return compute(weights, caches, arrived, buffer)
 
         self.forward = jax.jit(forward, static_argnames="layout", donate_argnames="caches")
         self.choose = jax.jit(_choose, static_argnames=("layout", "sampler"), donate_argnames="last_token")

@@ -9,8 +9,11 @@ from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.control import ControlMessage
 from orca_jax.flat_batch import FlatBatch
 from orca_jax.model.gpt import Parameters
-from orca_jax.model.kv_cache import empty_cache
+from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.link import DeviceLink, Link
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.specs import CACHE_SPEC
 from orca_jax.sharding.stage import Stage
 
 
@@ -31,11 +34,11 @@ class DeviceTokens:
 
 
 class Worker:
-    """The single worker of an engine with one stage, on the device that holds `parameters`.
+    """One stage of an engine: its part of the parameters and of every layer's cache, and its programs.
 
-    The cache is made in the parameters' dtype. `n_rows` is the size of `last_token`: the places of all
-    admitted requests. `attention` is chosen by device and model unless given;
-    raises ConfigError where that cannot run.
+    `n_rows` is the size of `last_token`: the places of all admitted requests. Caches are made in the
+    parameters' dtype. `attention` is chosen by device and model unless given; raises ConfigError where that
+    cannot run. `next_worker` has the layers behind this stage's; the last worker samples.
     """
 
     def __init__(
@@ -43,41 +46,55 @@ class Worker:
         config: ModelConfig,
         parameters: Parameters,
         serving: ServingConfig,
+        part: StagePart,
         *,
         n_rows: int,
         attention: Attention | None = None,
+        next_worker: "Worker | None" = None,
     ) -> None:
-        embedding = parameters["token_embedding"]
-        (self.device,) = embedding.devices()
+        assert part.last == (next_worker is None), "the last stage, and it alone, has none behind it"
+        group, dtype = part.group, next(iter(parameters.values())).dtype
         self.attention = choose_attention(
-            self.device, config, block_size=serving.block_size, dtype=embedding.dtype, forced=attention
+            group.devices[0],
+            config,
+            n_heads=config.n_heads // len(group),
+            block_size=serving.block_size,
+            dtype=dtype,
+            forced=attention,
         )
-        self.stage = Stage(config, parameters, attention=self.attention.path)
-        with jax.default_device(self.device):
-            caches = empty_cache(
-                config,
-                n_blocks=serving.n_blocks,
-                block_size=serving.block_size,
-                dtype=embedding.dtype,
-            )
-            last_token = jnp.zeros(n_rows, jnp.int32)
-        # Committed to the device, as the programs give them back: else each program would compile twice.
-        self._caches, self._last_token = jax.device_put((caches, last_token), self.device)
+        self.stage = Stage(config, parameters, part, attention=self.attention.path)
+        self._next = next_worker
+        self._link: Link | None = None if next_worker is None else DeviceLink(next_worker.stage.part.group)
+        self._place = group.place()
+        # Made on their devices and committed to them, as the programs give them back: else each program
+        # would compile twice.
+        shape = cache_shape(config, n_blocks=serving.n_blocks, block_size=serving.block_size)
+        empty = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=group.place(CACHE_SPEC))
+        self._caches = [LayerCache(empty(), empty()) for _ in part.layers]
+        self._last_token: jax.Array | None = None
+        if part.last:
+            self._last_token = jax.device_put(jnp.zeros(n_rows, jnp.int32), self._place)
 
-    def issue(self, message: ControlMessage, flat: FlatBatch) -> DeviceTokens:
-        """Start one iteration and return at once.
+    def issue(
+        self, message: ControlMessage, flat: FlatBatch, hidden: jax.Array | None = None
+    ) -> DeviceTokens:
+        """Start one iteration of this stage and of those behind it, and return at once.
 
-        The device runs what it is given in order, so caches and last_token of one iteration are whole before
-        the next reads them. `message` is what a worker in another process would need; here `flat` says all.
+        A device runs what it is given in order, so caches and last_token of one iteration are whole before
+        the next reads them. `hidden` comes from the stage before. `message` is what a worker in another
+        process would need; here `flat` says all.
         """
-        del message
         words = self.attention.path.words(flat.layout, flat.arrays)
         whole = np.concatenate((flat.buffer, words)) if len(words) else flat.buffer
-        buffer = jax.device_put(whole, self.device)
-        logits, self._caches = self.stage.forward(
-            self.stage.weights, self._caches, self._last_token, buffer, layout=flat.layout
+        buffer = jax.device_put(whole, self._place)
+        arrived = self._last_token if self.stage.part.first else hidden
+        out, self._caches = self.stage.forward(
+            self.stage.weights, self._caches, arrived, buffer, layout=flat.layout
         )
+        if self._next is not None:
+            assert self._link is not None
+            return self._next.issue(message, flat, self._link.send(out))
         tokens, self._last_token = self.stage.choose(
-            logits, self._last_token, buffer, layout=flat.layout, sampler=flat.sampler
+            out, self._last_token, buffer, layout=flat.layout, sampler=flat.sampler
         )
         return DeviceTokens(tokens)

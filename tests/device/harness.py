@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import jax
+
 from orca_jax.buckets import bucket_sizes
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.kv_manager import KVManager
@@ -12,6 +14,7 @@ from orca_jax.model.gpt import Parameters
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.scheduler import Scheduler, admissible
+from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.worker import Worker
 from orca_jax.timeline import Timeline
 
@@ -52,11 +55,22 @@ def harness(
     buckets: Sequence[int] | None = None,
     attention: Attention | None = None,
     worker: Worker | None = None,
+    parts: Sequence[StagePart] = (),
 ) -> Harness:
-    """Build one; a `worker` handed in keeps its compiled programs from case to case."""
+    """Build one, on one device unless `parts` say otherwise.
+
+    A `worker` handed in keeps its compiled programs from case to case.
+    """
     sizes = tuple(buckets or bucket_sizes(serving.max_batch_tokens))
+    parts = parts or split_model(model, jax.devices())
     engine, kv, _ = build_engine(
-        model, parameters, serving, buckets=sizes, attention=attention, worker=worker
+        model,
+        [] if worker else place(model, parameters, parts),
+        serving,
+        parts,
+        buckets=sizes,
+        attention=attention,
+        worker=worker,
     )
     timeline = Timeline(time.monotonic, bucket_sizes=sizes)
     deliveries: list[Delivery] = []
@@ -67,6 +81,27 @@ def harness(
         on_deliveries=deliveries.extend,
     )
     return Harness(Scheduler(pool, engine, kv, config=serving, timeline=timeline), pool, kv, deliveries)
+
+
+def place(model: ModelConfig, parameters: Parameters, parts: Sequence[StagePart]) -> list[Parameters]:
+    """Each stage's part of whole parameters."""
+    return [
+        {name: jax.device_put(parameters[name], sharding) for name, sharding in part.placement(model).items()}
+        for part in parts
+    ]
+
+
+def single_worker(
+    model: ModelConfig,
+    parameters: Parameters,
+    serving: ServingConfig,
+    *,
+    n_rows: int,
+    attention: Attention | None = None,
+) -> Worker:
+    """The worker of an engine on one device."""
+    (part,) = split_model(model, jax.devices())
+    return Worker(model, parameters, serving, part, n_rows=n_rows, attention=attention)
 
 
 def greedy_request(name: str, prompt: Sequence[int], n_output: int) -> Request:

@@ -12,8 +12,7 @@ import numpy as np
 import tests.device.compiled_once  # noqa: F401
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.model.gpt import init_parameters
-from orca_jax.sharding.worker import Worker
-from tests.device.harness import greedy_request, harness
+from tests.device.harness import greedy_request, harness, single_worker
 
 MODEL = ModelConfig(
     vocab_size=211, n_positions=160, hidden_size=128, n_layers=1, n_heads=2, ffn_size=96, vocab_multiple=8
@@ -28,7 +27,7 @@ def tokens(attention: Attention) -> dict[str, list[int]]:
     # Spread, so that the best token is far ahead of the second.
     parameters = {name: value * (1 if value.ndim == 1 else 6) for name, value in parameters.items()}
     n_rows = 2 * SERVING.max_batch_size
-    worker = Worker(MODEL, parameters, SERVING, n_rows=n_rows, attention=attention)
+    worker = single_worker(MODEL, parameters, SERVING, n_rows=n_rows, attention=attention)
     rng = np.random.default_rng(5)
     requests = [
         greedy_request(str(i), rng.integers(0, MODEL.vocab_size, n_input).tolist(), n_output)

@@ -47,7 +47,7 @@ def model(head_size: int) -> ModelConfig:
 def test_the_choice_by_device_and_model(
     device: SimpleNamespace, head_size: int, dtype: str, path: object, said: str
 ) -> None:
-    choice = choose_attention(device, model(head_size), block_size=16, dtype=dtype)
+    choice = choose_attention(device, model(head_size), n_heads=4, block_size=16, dtype=dtype)
     assert choice.path == path
     assert said in choice.said
 
@@ -63,7 +63,7 @@ def test_the_choice_by_device_and_model(
     ],
 )
 def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: object) -> None:
-    choice = choose_attention(device, model(64), block_size=16, dtype="bfloat16", forced=forced)
+    choice = choose_attention(device, model(64), n_heads=4, block_size=16, dtype="bfloat16", forced=forced)
     assert choice.path == path
 
 
@@ -81,7 +81,9 @@ def test_what_cannot_run_is_refused(
     device: SimpleNamespace, head_size: int, block_size: int, forced: Attention, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"attention is '{forced}'.*{said}"):
-        choose_attention(device, model(head_size), block_size=block_size, dtype="bfloat16", forced=forced)
+        choose_attention(
+            device, model(head_size), n_heads=4, block_size=block_size, dtype="bfloat16", forced=forced
+        )
 
 
 def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:

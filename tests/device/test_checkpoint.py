@@ -53,6 +53,8 @@ def expected(config: ModelConfig, tensors: Tensors) -> dict[str, np.ndarray]:
                 theirs = theirs.replace(ours, other)
             value = tensors[theirs]
             parameters[name] = value.T if ".c_" in theirs and value.ndim == 2 else value
+            if ".qkv" in name:
+                parameters[name] = np.stack(np.split(parameters[name], 3))
         else:
             theirs = name.replace(".scale", ".weight")
             for ours, other in (
@@ -70,10 +72,11 @@ def expected(config: ModelConfig, tensors: Tensors) -> dict[str, np.ndarray]:
                 theirs = theirs.replace(ours, other)
             if theirs.startswith("final_norm"):
                 theirs = theirs.replace("final_norm", "final_layer_norm")
-            names = [theirs]
             if ".qkv" in theirs:
                 names = [theirs.replace(".qkv", f".self_attn.{part}_proj") for part in "qkv"]
-            parameters[name] = np.concatenate([tensors[part] for part in names])
+                parameters[name] = np.stack([tensors[part] for part in names])
+            else:
+                parameters[name] = tensors[theirs]
     return parameters
 
 

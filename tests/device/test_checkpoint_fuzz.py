@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orca_jax.errors import CheckpointError
-from orca_jax.sharding.checkpoint import find_tensors, load_checkpoint
+from orca_jax.sharding.checkpoint import load_checkpoint
+from orca_jax.sharding.hf_checkpoint import find_tensors
 from orca_jax.sharding.hf_config import read_config
 from orca_jax.sharding.safetensors_file import read_header
 from tests.device.tiny_checkpoint import (

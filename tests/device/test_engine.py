@@ -14,7 +14,7 @@ from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.sharding.worker import Worker
-from tests.device.harness import finish_reasons, greedy_request, harness
+from tests.device.harness import finish_reasons, greedy_request, harness, single_worker
 
 MARGIN = 1e-4
 MODEL = ModelConfig(
@@ -41,7 +41,7 @@ def worker(configuration: int) -> tuple[Worker, ServingConfig]:
     serving = ServingConfig(
         max_batch_size=MAX_BS, n_slots=320, max_batch_tokens=96, block_size=block_size
     )  # 320 slots: three of the longest requests, so that reservations are what limits
-    return Worker(MODEL, parameters(), serving, n_rows=2 * MAX_BS, attention=attention), serving
+    return single_worker(MODEL, parameters(), serving, n_rows=2 * MAX_BS, attention=attention), serving
 
 
 @cache

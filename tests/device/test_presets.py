@@ -11,7 +11,7 @@ import pytest
 import orca_jax
 from orca_jax.model import reference
 from orca_jax.model.gpt import GPT, Parameters, init_parameters, parameter_shapes
-from orca_jax.model.kv_cache import LayerCache, empty_cache
+from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.model.presets import PRESETS
 from orca_jax.sharding.hf_config import read_config
 
@@ -61,8 +61,13 @@ def test_shapes_of_init_and_forward(name: str) -> None:
     def iteration(
         parameters: Parameters, tokens: jax.Array, rows: jax.Array
     ) -> tuple[jax.Array, list[LayerCache]]:
-        caches = empty_cache(config, n_blocks=2, block_size=4, dtype=jnp.dtype(jnp.bfloat16))
-        return GPT(config, parameters)(tokens, tokens, tokens, rows, caches, lambda q, cache: q)
+        model, empty = (
+            GPT(config, parameters),
+            jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
+        )
+        caches = [LayerCache(empty, empty)] * config.n_layers
+        x, caches = model.through(model.embed(tokens, tokens), tokens, caches, lambda q, cache: q)
+        return model.logits(x, rows), caches
 
     n_rows = jax.ShapeDtypeStruct((2,), jnp.int32)
     logits, caches = jax.eval_shape(iteration, parameters, n_tokens, n_rows)

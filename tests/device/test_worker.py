@@ -13,7 +13,7 @@ from orca_jax.control import ControlMessage, SamplingRows
 from orca_jax.flat_batch import FlatBatch, flat_batch
 from orca_jax.model.gpt import init_parameters
 from orca_jax.sharding.worker import Worker
-from tests.device.harness import greedy_request, harness
+from tests.device.harness import greedy_request, harness, single_worker
 
 MODEL = ModelConfig(vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24)
 SERVING = ServingConfig(max_batch_size=4, n_slots=64, max_batch_tokens=32, block_size=4)
@@ -23,7 +23,7 @@ UNTOUCHED = 7.0
 
 def worker(attention: Attention | None = None) -> Worker:
     parameters = init_parameters(MODEL, jax.random.key(0), jnp.float32)
-    return Worker(MODEL, parameters, SERVING, n_rows=N_ROWS, attention=attention)
+    return single_worker(MODEL, parameters, SERVING, n_rows=N_ROWS, attention=attention)
 
 
 @contextmanager
@@ -111,6 +111,7 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
     """Two requests, one in each phase, fill 4 tokens; the rest of the bucket leaves no trace."""
     device = worker(attention)
     device._caches = jax.tree.map(lambda cache: cache + UNTOUCHED, device._caches)
+    assert device._last_token is not None
     device._last_token -= 1  # which is no token
     device.issue(*batch([1, 6], [[0, 9], [4]], [3, 1], [3, 2], bucket=bucket)).fetch()
     written = [(0, 0), (0, 1), (0, 2), (4, 1)]  # block and place in it

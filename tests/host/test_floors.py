@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("orca_jax", "server", "bench", "scripts", "tests")
+SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 
 # The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
 LAYERS = (
@@ -40,12 +40,13 @@ DEVICE_ROOMS = {
 HOST_ROOMS = {room for layer in LAYERS for room in layer}
 FACE = "__init__"  # orca_jax/__init__.py
 COMPOSITION_ROOT = "llm"
+LAZY = {COMPOSITION_ROOT, "sharding"}  # where the face's lazy names are from
 
 MAY_IMPORT: dict[str, set[str]] = {
     **{room: {r for lower in LAYERS[:i] for r in lower} for i, layer in enumerate(LAYERS) for room in layer},
     **DEVICE_ROOMS,
     COMPOSITION_ROOT: HOST_ROOMS | set(DEVICE_ROOMS),
-    FACE: HOST_ROOMS | {COMPOSITION_ROOT},  # the latter inside __getattr__ alone
+    FACE: HOST_ROOMS | LAZY,  # the latter inside __getattr__ alone
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 KNOWS_JAX = {*DEVICE_ROOMS, COMPOSITION_ROOT}
@@ -159,8 +160,8 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
         return f"the room {room} has no place yet: give it one in tests/host/test_floors.py"
     if target_top == "orca_jax":
         target = room_of(item.target)
-        if target == COMPOSITION_ROOT and room == FACE and not lazy_face:
-            return "the face of the package imports llm at once"
+        if target in LAZY and room == FACE and not lazy_face:
+            return f"the face of the package imports {target} at once"
         if target != room and target not in MAY_IMPORT[room]:
             return f"{room} must not know {target}"
         return None
@@ -250,6 +251,7 @@ def test_the_host_floor_imports_where_there_is_no_jax() -> None:
         ("orca_jax/llm.py", "class A:\n    async def f(self):\n        import jax", "inside f"),
         ("server/cli.py", "class A:\n    from math import pi", "import of math inside A"),
         ("orca_jax/__init__.py", "from orca_jax.llm import LLM", "imports llm at once"),
+        ("orca_jax/__init__.py", "from orca_jax.sharding import worker", "imports sharding at once"),
         ("orca_jax/__init__.py", "def g():\n    from orca_jax.llm import LLM", "inside g"),
         ("orca_jax/errors.py", "if TYPE_CHECKING:\n    import orca_jax.config", "must not know config"),
         ("orca_jax/scheduler.py", "importlib.import_module('jax')", "import_module() hides an import"),

@@ -94,7 +94,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--temperature", "nan"], "temperature is nan; it must be a number from 0 to 100"),
         (["generate", "x", "--stop", ""], "each stop string must have 1 to 1024 characters"),
         (["generate", "x", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["generate", "x", "--tensor-parallel", "2"], "tensor_parallel is 2; only 1 is built"),
+        (["generate", "x", "--tensor-parallel", "8"], "n_heads 4 is no multiple of it; 1, 2, 4 split"),
         (["generate", "x", "--model", "/no/such/place"], "there is no directory /no/such/place"),
         (["generate"], "give a PROMPT, '-' to read one from stdin, or --input FILE.jsonl"),
         (["generate", "-", "-"], "it can stand there only once"),

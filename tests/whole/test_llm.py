@@ -31,7 +31,8 @@ from orca_jax.errors import (
 from orca_jax.generation import GenerationResult
 from orca_jax.model.reference import forward
 from orca_jax.sharding import capacity, checkpoint, load
-from orca_jax.sharding.checkpoint import find_tensors, load_checkpoint
+from orca_jax.sharding.checkpoint import load_checkpoint
+from orca_jax.sharding.hf_checkpoint import find_tensors
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SOON = 60.0
@@ -256,8 +257,8 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 2}, "tensor_parallel is 2"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel is 2"),
+        ({"tensor_parallel": 3}, "tensor_parallel is 3, and the model's n_heads 2 is no multiple"),
+        ({"pipeline_parallel": 5}, "pipeline_parallel is 5, and the model's n_layers is 1"),
         ({"pipeline_parallel": 0}, "pipeline_parallel is 0"),
         ({"overlap": True}, "overlap is True"),
         ({"load_format": "pickle"}, "load_format is 'pickle'; it must be one of auto, dummy"),
@@ -277,7 +278,7 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
 def test_a_configuration_that_cannot_work_is_refused(
     tiny_directory: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "_free_bytes", lambda _: 10**10)
+    monkeypatch.setattr(capacity, "_free_bytes", lambda *_: 10**10)
     options.setdefault("model", tiny_directory)
     with pytest.raises(ConfigError, match=message):
         LLM(**options)

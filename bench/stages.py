@@ -1,0 +1,294 @@
+"""What an iteration costs on each split of a model into stages and parts, against one device.
+
+    python -m bench.stages [--preset gpt2] [--splits 1x1,1x2,2x1,2x2,4x1] [--rows 1,8,32] [--initiation 128]
+    python -m bench.stages --same-gpu [--preset gpt2]    two stages on one GPU against one stage
+
+A split is stages x devices of each. On a CPU the devices are virtual and share the cores: what is measured is
+what splitting costs, not what it gains. Each split runs in a process of its own, which has as many devices.
+The first split is what the others are held against; the tokens of all are compared with its tokens.
+
+    alone        an increment phase of so many rows, one batch in flight: seconds from issue to tokens
+    in flight    the same with as many batches in flight as there are stages: seconds between two returns
+    initiation   one request's input tokens, alone
+    issue        the host's part of an iteration: laying the batch out and handing it to every stage
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.kv_manager import round_up
+from orca_jax.llm import build_engine
+from orca_jax.model.presets import PRESETS
+from orca_jax.request import Request, SamplingParams
+from orca_jax.request_pool import RequestPool
+from orca_jax.scheduler import Engine, Returned, Scheduler
+from orca_jax.sharding.load import random_parameters
+from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.timeline import Timeline
+
+BLOCK_SIZE = 16
+CONTEXT = 32  # input tokens of a request of the increment phases
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One split at one number of rows; medians in seconds, and the tokens of the last measured requests."""
+
+    rows: int
+    alone: float
+    in_flight: float
+    issue: float
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class SplitResult:
+    """All of one split."""
+
+    split: str
+    device: str
+    jax: str
+    initiation: float
+    increments: list[Measured]
+
+
+class TimedEngine:
+    """An engine, and the seconds of each call of its `issue`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.n_workers = engine.n_workers
+        self.issues: list[float] = []
+        self._engine = engine
+
+    def issue(self, batch: Sequence[Request]) -> None:
+        """The engine's."""
+        start = time.perf_counter()
+        self._engine.issue(batch)
+        self.issues.append(time.perf_counter() - start)
+
+    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+        """The engine's."""
+        return self._engine.wait(interrupted)
+
+
+class SplitBench:
+    """One model on one split."""
+
+    def __init__(self, model: ModelConfig, dtype: jnp.dtype, parts: Sequence[StagePart]) -> None:
+        self.model, self.parts = model, parts
+        self.parameters = [random_parameters(model, 0, dtype, part.placement(model)) for part in parts]
+
+    def scheduler(self, rows: int, longest: int) -> tuple[Scheduler, TimedEngine, RequestPool]:
+        """A fresh engine for batches of `rows` requests, as many batches as there are stages."""
+        n_stages = len(self.parts)
+        serving = ServingConfig(
+            max_batch_size=rows,
+            n_slots=rows * n_stages * round_up(longest, BLOCK_SIZE),
+            max_batch_tokens=max(rows * CONTEXT, longest),
+            block_size=BLOCK_SIZE,
+        )
+        built = build_engine(self.model, self.parameters, serving, self.parts)
+        engine, timeline = TimedEngine(built.engine), Timeline(time.perf_counter)
+        pool = RequestPool(
+            max_waiting=1 << 20, on_deliveries=lambda deliveries: None, on_arrival=timeline.arrived
+        )
+        return Scheduler(pool, engine, built.kv, config=serving, timeline=timeline), engine, pool
+
+    def requests(self, n: int, n_input: int, n_output: int) -> list[Request]:
+        """Greedy ones of random tokens, the same at every call."""
+        prompts = np.random.default_rng(5).integers(0, self.model.vocab_size, (n, n_input)).tolist()
+        sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
+        return [
+            Request(str(i), tuple(prompt), n_input + n_output, sampling, seed=0)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def increments(self, rows: int, repeat: int) -> Measured:
+        """Iterations of `rows` requests: one batch alone, then as many as there are stages."""
+        n_output = repeat + 3
+        scheduler, engine, pool = self.scheduler(rows, CONTEXT + n_output)
+        times: dict[int, list[float]] = {}
+        issues: list[float] = []
+        requests: list[Request] = []
+        for n_batches in (1, len(self.parts)):
+            requests = self.requests(n_batches * rows, CONTEXT, n_output)
+            for request in requests:
+                pool.add(request)
+            # The initiation phases, and the first increments, which compile.
+            while min(request.n_iterations for request in requests) < 3:
+                scheduler.step()
+            engine.issues.clear()
+            returned = _returns(scheduler)
+            while len(pool):
+                scheduler.step()
+            issues = engine.issues[: (repeat - 1) * n_batches]
+            ends = [it.returned for it in list(scheduler.timeline.iterations)[returned:] if it.returned]
+            # Those at the end have fewer beside them.
+            ends = ends[: len(ends) - n_batches + 1]
+            times[n_batches] = np.diff(ends).tolist()
+        n_all = len(self.parts)
+        return Measured(
+            rows=rows,
+            alone=median(times[1]),
+            # Stages may return in bursts: the mean of whole rounds, not the median of gaps.
+            in_flight=sum(times[n_all]) / len(times[n_all]),
+            issue=median(issues),
+            tokens=[request.output_ids for request in requests[:rows]],
+        )
+
+    def initiation(self, n_tokens: int, repeat: int) -> float:
+        """Seconds from issue to the first token of one request of `n_tokens`."""
+        scheduler, _, pool = self.scheduler(1, n_tokens + 1)
+        times: list[float] = []
+        for _ in range(repeat + 1):
+            pool.add(self.requests(1, n_tokens, 1)[0])
+            start = time.perf_counter()
+            while len(pool):
+                scheduler.step()
+            times.append(time.perf_counter() - start)
+        return median(times[1:])  # the first compiled
+
+
+def _returns(scheduler: Scheduler) -> int:
+    """Iterations that have returned so far."""
+    return sum(it.returned is not None for it in scheduler.timeline.iterations)
+
+
+def run_split(flags: argparse.Namespace) -> SplitResult:
+    """Measure one split, in the process that has its devices."""
+    n_stages, tensor = _sizes(flags.one)
+    devices = jax.devices()
+    # Padded for the widest split, so that the same weights are drawn for all.
+    multiple = math.lcm(*(_sizes(split)[1] for split in _splits(flags)))
+    model = replace(PRESETS[flags.preset], vocab_multiple=multiple)
+    if flags.same_gpu:
+        devices = devices[:1] * n_stages
+    parts = split_model(model, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
+    dtype = jnp.dtype("float32" if devices[0].platform == "cpu" else "bfloat16")
+    bench = SplitBench(model, dtype, parts)
+    return SplitResult(
+        split=flags.one,
+        device=devices[0].device_kind,
+        jax=jax.__version__,
+        initiation=bench.initiation(flags.initiation, max(3, flags.repeat // 4)),
+        increments=[bench.increments(rows, flags.repeat) for rows in _numbers(flags.rows)],
+    )
+
+
+def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
+    """Measure one split in a process of its own. Raises RuntimeError with its words if it fails."""
+    n_stages, tensor = _sizes(split)
+    environment = dict(os.environ)
+    if not flags.same_gpu:
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_stages * tensor}"
+    command = [sys.executable, "-m", "bench.stages", *sys.argv[1:], "--one", split]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=flags.timeout, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{split} failed: {done.stderr[-2000:]}")
+    said = json.loads(done.stdout.splitlines()[-1])
+    return SplitResult(**said | {"increments": [Measured(**one) for one in said["increments"]]})
+
+
+def table(results: list[SplitResult]) -> Table:
+    """Milliseconds of each split, and in brackets over the first one's."""
+    first = results[0]
+    made = Table(title="milliseconds (over the first split's)")
+    for column in ("split", "rows", "alone", "in flight", "tokens/s", "issue", "initiation", "same tokens"):
+        made.add_column(column, justify="right")
+
+    def ratio(value: float, against: float) -> str:
+        return f"{value * 1e3:.2f} ({value / against:.2f})"
+
+    for result in results:
+        for own, base in zip(result.increments, first.increments, strict=True):
+            made.add_row(
+                result.split,
+                str(own.rows),
+                ratio(own.alone, base.alone),
+                ratio(own.in_flight, base.in_flight),
+                f"{own.rows / own.in_flight:.0f}",
+                ratio(own.issue, base.issue),
+                ratio(result.initiation, first.initiation),
+                f"{same_tokens(own, base)} of {own.rows}",
+            )
+    return made
+
+
+def same_tokens(own: Measured, base: Measured) -> int:
+    """Requests whose tokens are the same on both splits."""
+    return sum(a == b for a, b in zip(own.tokens, base.tokens, strict=True))
+
+
+def _splits(flags: argparse.Namespace) -> list[str]:
+    default = "1x1,2x1" if flags.same_gpu else "1x1,1x2,2x1,2x2,4x1"
+    return str(flags.splits or default).split(",")
+
+
+def _sizes(split: str) -> tuple[int, int]:
+    n_stages, tensor = split.split("x")
+    return int(n_stages), int(tensor)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def main() -> None:
+    """Measure, print a table and last one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.stages", description=__doc__)
+    parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
+    parser.add_argument("--splits", help="default: 1x1,1x2,2x1,2x2,4x1; with --same-gpu 1x1,2x1")
+    parser.add_argument("--rows", default="1,8,32", help="requests of a batch (default: 1,8,32)")
+    parser.add_argument("--initiation", type=int, default=128, help="input tokens (default: 128)")
+    parser.add_argument("--repeat", type=int, default=20, help="iterations of each kind (default: 20)")
+    parser.add_argument("--same-gpu", action="store_true", help="every stage on the first device")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a split (default: 900)")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.one:
+        print(json.dumps(asdict(run_split(flags))))
+        return
+    splits = _splits(flags)
+    if flags.same_gpu and any(_sizes(split)[1] > 1 for split in splits):
+        parser.error("one GPU cannot be several devices of one stage: with --same-gpu a split is Nx1")
+    results = [in_a_process(split, flags) for split in track(splits, "splits", console=Console(stderr=True))]
+    on = results[0].device
+    print(f"{flags.preset} on {on}{', every stage on one' * flags.same_gpu}, jax {results[0].jax}")
+    Console(width=150).print(table(results))
+    said = [
+        asdict(result)
+        | {
+            "increments": [
+                asdict(own) | {"tokens": None, "same_tokens": same_tokens(own, base)}
+                for own, base in zip(result.increments, results[0].increments, strict=True)
+            ]
+        }
+        for result in results
+    ]
+    print(
+        json.dumps(
+            {"benchmark": "stages", "preset": flags.preset, "initiation": flags.initiation, "splits": said}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

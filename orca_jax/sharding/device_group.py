@@ -1,0 +1,49 @@
+"""The devices of one stage: a mesh with one axis, over which layers are split (ORCA 4.1, intra-layer)."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from orca_jax.model.shard import ALONE, Shard
+
+TENSOR = "tensor"  # the mesh's axis
+WHOLE = PartitionSpec()
+
+Device = Any  # a jax.Device
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """One stage's devices, in the order of the parts they hold."""
+
+    devices: tuple[Device, ...]
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Them along the axis `TENSOR`."""
+        return Mesh(np.array(self.devices), (TENSOR,))
+
+    def place(self, spec: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
+        """Where an array split by `spec` lies; by default every device has the whole."""
+        if len(self) == 1:
+            # What programs of one device give back lies so; a mesh of one would compile each a second time.
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self.mesh, spec)
+
+    def shard(self) -> Shard:
+        """The part that the device at hand computes, inside of a shard_map over `mesh`."""
+        if len(self) == 1:
+            return ALONE
+        return Shard(
+            n=len(self),
+            index=jax.lax.axis_index(TENSOR),
+            total=lambda x: jax.lax.psum(x, TENSOR),
+            side_by_side=lambda x: jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True),
+        )

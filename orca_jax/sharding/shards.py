@@ -1,0 +1,154 @@
+"""Parameters onto their shards: of what is stored, each device's own part is read and no more."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from orca_jax.errors import TensorMismatch
+
+Box = tuple[tuple[int, int], ...]  # first and end along each axis
+Place = jax.sharding.Sharding | None  # None: the default device, which the array is not bound to
+
+
+class Stored(Protocol):
+    """A vector or a matrix on disk, of which a box can be read. Its text says where it lies."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[n] or [rows, columns]."""
+        ...
+
+    @property
+    def element(self) -> np.dtype:
+        """The dtype of its elements."""
+        ...
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a part costs less to read than the whole."""
+        ...
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The elements of `box`, some rows at a time: the row within the box, and the piece."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a parameter is stored as: vectors or matrices one above the other, transposed where it says so.
+
+    The parameter's leading axes are taken as one: `qkv` [3, H, H] is one matrix [3H, H] or three of [H, H].
+    Rows of the parameter beyond them are zero.
+    """
+
+    tensors: tuple[Stored, ...]
+    transpose: bool = False
+
+    def n_bytes(self, shape: tuple[int, ...], box: Box) -> int:
+        """Bytes on disk of the part `box` of the parameter [shape]."""
+        return sum(
+            tensor.element.itemsize * math.prod(end - first for first, end in part)
+            for _, tensor, part in self._segments(shape, box)
+        )
+
+    def read(self, shape: tuple[int, ...], dtype: np.dtype, box: Box) -> np.ndarray:
+        """The part `box` of the parameter [shape], in `dtype`. Raises TensorMismatch or CorruptFile."""
+        sizes = [end - first for first, end in box]
+        if len(shape) == len(self.tensors[0].shape) + 1 and box[1] == (0, shape[1]):
+            # All rows of some of the leading axis: one run of the matrix, which is read in one go.
+            (first, end), (_, n), *columns = box
+            shape, box = (shape[0] * n, *shape[2:]), ((first * n, end * n), *columns)
+        out = np.zeros([end - first for first, end in box], dtype)
+        for where, tensor, part in self._segments(shape, box):
+            target = out[where].T if self.transpose else out[where]
+            for row, piece in tensor.pieces(part):
+                _assign(target[row : row + len(piece)], piece, tensor)
+        return out.reshape(sizes)
+
+    def _segments(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[Any, Stored, Box]]:
+        """What a box is made of: an index into the box, a tensor, and the box of it that belongs there."""
+        rank = len(self.tensors[0].shape)
+        n_leading = len(shape) - rank
+        leading, (first, end), columns = box[:n_leading], box[n_leading], box[n_leading + 1 :]
+        for at in np.ndindex(*(stop - start for start, stop in leading)):
+            above = 0
+            for i, (start, _), n in zip(at, leading, shape[:n_leading], strict=True):
+                above = above * n + start + i
+            row = above * shape[n_leading] + first  # of all tensors' rows
+            top = 0
+            for tensor in self.tensors:
+                n_rows = tensor.shape[-1] if self.transpose else tensor.shape[0]
+                begin, stop = max(row, top), min(row + end - first, top + n_rows)
+                if begin < stop:
+                    rows = (begin - top, stop - top)
+                    part = (*columns, rows) if self.transpose else (rows, *columns)
+                    yield (*at, slice(begin - row, stop - row)), tensor, part
+                top += n_rows
+
+
+def stacked_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A parameter's shape with its leading axes as one: [n] of a bias or a scale, else [rows, columns]."""
+    if name.endswith((".bias", ".scale")):
+        return (math.prod(shape),)
+    return (math.prod(shape[:-1]), shape[-1])
+
+
+def bytes_read(parts: Parts, shape: tuple[int, ...], places: Sequence[Place]) -> int:
+    """Bytes of the parameter's elements on disk that `put` asks for, each counted once."""
+    return sum(parts.n_bytes(shape, box) for box in _boxes_of(shape, places))
+
+
+def _boxes_of(shape: tuple[int, ...], places: Sequence[Place]) -> dict[Box, list[tuple[int, Any]]]:
+    """Each distinct part that these places ask for, with who wants it: the place's index, and the device."""
+    wanted: dict[Box, list[tuple[int, Any]]] = {}
+    for i, place in enumerate(places):
+        if place is None:
+            wanted.setdefault(tuple((0, n) for n in shape), []).append((i, None))
+            continue
+        for device, index in place.addressable_devices_indices_map(shape).items():
+            assert index is not None
+            box = tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+            wanted.setdefault(box, []).append((i, device))
+    return wanted
+
+
+def put(parts: Parts, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Place]) -> list[jax.Array]:
+    """A parameter on each of `places`, read part by part; what several devices hold alike is read once.
+
+    The host holds one part at a time, or the hull of all where no part can be read by itself.
+    """
+    wanted = _boxes_of(shape, places)
+    arrays: list[list[jax.Array]] = [[] for _ in places]
+    axes = zip(*wanted, strict=True)
+    hull: Box = tuple((min(a for a, _ in axis), max(b for _, b in axis)) for axis in axes)
+    at_once = len(wanted) > 1 and not all(tensor.divisible for tensor in parts.tensors)
+    whole = parts.read(shape, dtype, hull) if at_once else None
+    for box, users in wanted.items():
+        if whole is None:
+            values = parts.read(shape, dtype, box)
+        else:
+            values = whole[tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(box, hull, strict=True))]
+        for i, device in users:
+            arrays[i].append(jax.device_put(values, device))
+        jax.block_until_ready(arrays)
+    return [
+        one[0] if place is None else jax.make_array_from_single_device_arrays(shape, place, one)
+        for one, place in zip(arrays, places, strict=True)
+    ]
+
+
+def _assign(target: np.ndarray, piece: np.ndarray, tensor: Stored) -> None:
+    if target.dtype == np.float16 and piece.dtype == ml_dtypes.bfloat16:
+        piece = piece.astype(np.float32)  # bfloat16's own cast would turn large numbers into inf silently
+    try:
+        with np.errstate(over="raise", invalid="ignore"):
+            target[...] = piece
+    except FloatingPointError as error:
+        raise TensorMismatch(
+            f"{tensor} holds numbers too large for {target.dtype.name}; ask for bfloat16 or float32"
+        ) from error

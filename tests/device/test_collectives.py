@@ -1,0 +1,119 @@
+"""What a stage's devices tell each other: two sums a layer and nothing else (ORCA 4.1, Figure 6)."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench.collectives import Collective, collectives, counts
+from bench.partitions import compile_stage
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.flat_batch import FlatLayout
+from orca_jax.model.gpt import init_parameters
+from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.worker import Worker
+from tests.device.harness import place
+
+N_STAGES = 3
+OTHER = "post-norm, projected, no bias, own head"
+MODEL = ModelConfig(
+    vocab_size=205, n_positions=64, hidden_size=64, n_layers=6, n_heads=4, ffn_size=128, vocab_multiple=4
+)
+MODELS = {
+    "pre-norm": MODEL,
+    OTHER: replace(
+        MODEL,
+        norm="post",
+        final_norm=False,
+        embedding_size=32,
+        use_bias=False,
+        tie_embeddings=False,
+        activation="relu",
+    ),
+}
+# By place in the model: what stands outside the layers. Each device has a part of the vocabulary, so a
+# token's embedding is a sum, and the parts of the logits are set side by side.
+OUTSIDE = {
+    "first": {"all-reduce": 1},
+    "middle": {},
+    "last": {"all-gather": 1},
+    "only": {"all-reduce": 1, "all-gather": 1},
+}
+
+
+def stage(name: str, where: str, layers_each: int, tensor: int) -> tuple[ModelConfig, StagePart]:
+    n_stages = 1 if where == "only" else N_STAGES
+    model = replace(MODELS[name], n_layers=n_stages * layers_each)
+    parts = split_model(model, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=tensor)
+    return model, parts[{"only": 0, "first": 0, "middle": 1, "last": -1}[where]]
+
+
+@cache
+def of_stage(name: str, where: str, layers_each: int, tensor: int, bucket: int) -> list[Collective]:
+    """Those of the compiled forward program."""
+    program, _, _ = compile_stage(*stage(name, where, layers_each, tensor), bucket, memory_bytes=1 << 30)
+    return program.collectives
+
+
+CASES = [("pre-norm", tensor, where, 8) for tensor in (2, 4) for where in OUTSIDE]
+CASES += [("pre-norm", 2, "only", 64), (OTHER, 2, "only", 8)]
+
+
+@pytest.mark.parametrize(("name", "tensor", "where", "bucket"), CASES)
+def test_a_layer_has_two_sums_and_nothing_else(name: str, tensor: int, where: str, bucket: int) -> None:
+    two, four = (
+        Counter(found.kind for found in of_stage(name, where, n_layers, tensor, bucket))
+        for n_layers in (2, 4)
+    )
+    assert four - two == {"all-reduce": 2 * 2}
+    assert not two - four
+    assert two - Counter({"all-reduce": 2 * 2}) == OUTSIDE[where]
+
+
+@pytest.mark.parametrize("where", OUTSIDE)
+def test_one_device_has_nobody_to_tell(where: str) -> None:
+    assert of_stage("pre-norm", where, 2, 1, 8) == []
+
+
+def test_a_sum_is_of_the_hidden_array_and_no_more() -> None:
+    bucket = 8
+    sums = [found for found in of_stage("pre-norm", "middle", 2, 4, bucket) if found.kind == "all-reduce"]
+    # The CPU sums in float32 what is bfloat16; a GPU does not.
+    assert {found.n_bytes // (bucket * MODEL.hidden_size) for found in sums} <= {2, 4}
+
+
+def test_the_choice_of_a_token_needs_no_collective() -> None:
+    parts = split_model(MODEL, jax.devices(), tensor_parallel=4)
+    (own,) = place(MODEL, init_parameters(MODEL, jax.random.key(0), jnp.dtype("float32")), parts)
+    worker = Worker(MODEL, own, ServingConfig(n_slots=64), parts[0], n_rows=64)
+    layout, whole = FlatLayout(8, 8, 4), parts[0].group.place()
+    logits = jax.device_put(jnp.zeros((8, MODEL.vocab_size)), whole)
+    buffer = jax.device_put(jnp.zeros(layout.size, jnp.int32), whole)
+    for sampler in ("greedy", "plain", "full"):
+        program = worker.stage.choose.lower(
+            logits, worker._last_token, buffer, layout=layout, sampler=sampler
+        ).compile()
+        text = program.as_text()
+        assert text is not None and "ENTRY" in text
+        assert not counts(text), sampler
+
+
+def test_how_a_program_s_text_is_read() -> None:
+    text = """
+  %all-reduce-start.1 = bf16[32,12288]{1,0} all-reduce-start(%fusion.4), channel_id=1, to_apply=%add
+  %all-reduce-done.1 = bf16[32,12288]{1,0} all-reduce-done(%all-reduce-start.1)
+  %all-gather-start = (bf16[32,10]{0,1}, bf16[32,40]{0,1}) all-gather-start(%bitcast.129), dimensions={1}
+  %all-gather-done = bf16[32,40]{0,1} all-gather-done(%all-gather-start)
+  ROOT %all-reduce.7 = (f32[8]{0}, f32[4,2]{1,0}) all-reduce(%a, %b), to_apply=%add
+  %permute = s32[] collective-permute(%p), source_target_pairs={{0,1}}
+  %fusion = f32[8]{0} fusion(%all-reduce.7), kind=kLoop, metadata={op_name="all-gather(x)"}
+"""
+    assert collectives(text) == [
+        Collective("all-reduce", 32 * 12288 * 2),
+        Collective("all-gather", 32 * 40 * 2),
+        Collective("all-reduce", 8 * 4 + 8 * 4),
+        Collective("collective-permute", 4),
+    ]
