@@ -31,7 +31,7 @@ _COMPUTES = {
     "LayerNorm.__call__": "LayerNorm",
     "Block.__call__": "residual",
     "Block.__call__.<locals>.attention": "q, k, v apart",
-    "Stage.__init__.<locals>.forward": "batch apart",
+    "Stage.__init__.<locals>.one_part": "batch apart",
     "FlatLayout.split": "batch apart",
     "write": "K/V write",
 }

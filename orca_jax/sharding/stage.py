@@ -5,6 +5,7 @@ host. What one iteration needs from the host comes as a single int32 buffer.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,14 +71,7 @@ class Stage:
                 x = model.logits(x, jnp.maximum(batch.row_start[1:] - 1, 0), shard)
             return x, caches
 
-        def forward(
-            weights: list[jax.Array],
-            caches: list[LayerCache],
-            arrived: jax.Array | None,
-            buffer: jax.Array,
-            *,
-            layout: FlatLayout,
-        ) -> tuple[jax.Array, list[LayerCache]]:
+        def forward(*arrays: Any, layout: FlatLayout) -> tuple[jax.Array, list[LayerCache]]:
             compute = partial(one_part, layout=layout)
             if len(group) > 1:
                 specs = [weight.sharding.spec for weight in self.weights]
@@ -90,9 +84,9 @@ class Stage:
                     out_specs=(P(), CACHE_SPEC),
                     check_vma=False,
                 )
-            return compute(weights, caches, arrived, buffer)
+            return compute(*arrays)
 
-        self.forward = jax.jit(forward, static_argnames="layout", donate_argnames="caches")
+        self.forward = jax.jit(forward, static_argnames="layout", donate_argnums=1)  # the caches
         self.choose = jax.jit(_choose, static_argnames=("layout", "sampler"), donate_argnames="last_token")
 
 

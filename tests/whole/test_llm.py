@@ -1,6 +1,7 @@
 """The LLM: from prompts to results through the whole engine, and every way to get it wrong."""
 
 import gc
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from orca_jax.model.reference import forward
 from orca_jax.sharding import capacity, checkpoint, load
 from orca_jax.sharding.checkpoint import load_checkpoint
 from orca_jax.sharding.hf_checkpoint import find_tensors
+from orca_jax.sharding.partition import split_model
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SOON = 60.0
@@ -350,21 +352,27 @@ def test_a_failing_engine_is_told_and_stays_failed(tiny_directory: Path) -> None
 
 
 def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = jax.devices("cpu")[0]
+    devices = jax.devices("cpu")
     model = ModelConfig(
-        vocab_size=10, n_positions=100, hidden_size=8, n_layers=2, n_heads=1, ffn_size=8
-    )  # 2 * 2 * 8 * 4 = 128 bytes a slot
+        vocab_size=10, n_positions=100, hidden_size=8, n_layers=3, n_heads=2, ffn_size=8
+    )  # 2 * 3 * 8 * 4 = 192 bytes a slot
 
-    def sizes(n_bytes: int) -> tuple[int, int]:
+    def sizes(n_bytes: int, stages: int = 1, tensor: int = 1) -> tuple[int, int]:
         monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", n_bytes)
-        serving = capacity.serving_config(model, 4, cpu, capacity.Sizes())
+        parts = split_model(model, devices, pipeline_parallel=stages, tensor_parallel=tensor)
+        serving = capacity.serving_config(model, 4, parts, capacity.Sizes())
         return serving.n_slots, serving.max_batch_tokens
 
     assert sizes(2 << 30) == (32 * 112, 2048), "a full batch of the longest requests, in whole blocks"
-    assert sizes(128 * 1000) == (1000, 2048), "what the bytes hold"
+    assert sizes(192 * 1000) == (1000, 2048), "what the bytes hold"
     assert sizes(1) == (112, 2048), "one request at least"
-    longer = ModelConfig(vocab_size=10, n_positions=4096, hidden_size=8, n_layers=2, n_heads=1, ffn_size=8)
-    assert capacity.serving_config(longer, 4, cpu, capacity.Sizes()).max_batch_tokens == 4096
+    # 96,000 bytes for each of two stages, and 128 bytes a slot on the one with two of the three layers.
+    assert sizes(192 * 1000, stages=2) == (750, 2048)
+    # 48,000 for each of four devices, which hold half the heads: 64 bytes a slot.
+    assert sizes(192 * 1000, stages=2, tensor=2) == (750, 2048)
+    longer = replace(model, n_positions=4096)
+    parts = split_model(longer, devices)
+    assert capacity.serving_config(longer, 4, parts, capacity.Sizes()).max_batch_tokens == 4096
     assert tiny.dtype == ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 
