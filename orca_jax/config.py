@@ -1,5 +1,6 @@
 """Frozen configuration, checked when made, composed and never inherited."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -24,6 +25,11 @@ _LIMITS = {
     "n_heads": 1024,
     "vocab_multiple": 1 << 16,
 }
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0")
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:
@@ -121,3 +127,43 @@ class ServingConfig:
     def n_blocks(self) -> int:
         """Whole blocks within `n_slots`: what is reserved can always be allocated."""
         return self.n_slots // self.block_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartBound:
+    """How often workers may be lost: `restarts` times within `seconds`; then the engine has failed."""
+
+    restarts: int = 5
+    seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        _whole("restarts", self.restarts, 0, 1 << 20)
+        _positive("seconds", self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deadlines:
+    """How long workers in processes of their own are waited for, in seconds.
+
+    `iteration_seconds`: the engine master waits so long for the tokens of its oldest iteration, from when it
+    was sent or the one before it came back. `worker_seconds`: a worker's own patience with its device, for an
+    iteration or for new caches; it exits after that. It is the longer one, so that a worker that only waits
+    for a lost neighbour hears of the new epoch before. `ready_seconds`: all workers have that long to be
+    ready for a new epoch, a restart and the loading of weights included. `retry_seconds`: those that are not
+    are asked again so often. No wait goes longer than `look_seconds` without a look at who would interrupt.
+    """
+
+    iteration_seconds: float = 10.0
+    worker_seconds: float = 30.0
+    ready_seconds: float = 300.0
+    retry_seconds: float = 1.0
+    look_seconds: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("iteration_seconds", "worker_seconds", "ready_seconds", "retry_seconds", "look_seconds"):
+            _positive(name, getattr(self, name))
+        if self.worker_seconds < self.iteration_seconds:
+            raise ConfigError(
+                f"worker_seconds {self.worker_seconds:g} is below iteration_seconds "
+                f"{self.iteration_seconds:g}: workers would exit before the loss of one is noticed"
+            )

@@ -88,15 +88,10 @@ class EngineMaster:
         """Start one iteration for `batch`; never blocks on the device. Raises EngineError."""
         try:
             message = self._control_message(batch)
-            flat = flat_batch(
-                message,
-                bucket=bucket_for(message.token_ids.shape[0], self._bucket_sizes),
-                max_bs=self._config.max_batch_size,
-                block_size=self._kv.block_size,
-                n_slots=self._kv.n_blocks * self._kv.block_size,
-                n_rows=self._kv.n_rows,
-            )
-            self._in_flight.append((batch, self._worker.issue(message, flat)))
+            self._in_flight.append((batch, self._start(message)))
+        except EngineError:
+            self._in_flight.clear()
+            raise
         except Exception as error:
             raise self._failed(error) from error
         self._n_issued += 1
@@ -114,16 +109,29 @@ class EngineMaster:
                     return None
                 self._sleep(_POLL_SECONDS)
             token_ids = pending.fetch()[: len(batch)].tolist()
+        except EngineError:
+            self._in_flight.clear()
+            raise
         except Exception as error:
             raise self._failed(error) from error
         self._in_flight.popleft()
         return Returned(batch, token_ids)
 
+    def _start(self, message: ControlMessage) -> PendingTokens:
+        """One iteration of the worker, which has its batch laid out here."""
+        flat = flat_batch(
+            message,
+            bucket=bucket_for(message.token_ids.shape[0], self._bucket_sizes),
+            max_bs=self._config.max_batch_size,
+            block_size=self._kv.block_size,
+            n_slots=self._kv.n_blocks * self._kv.block_size,
+            n_rows=self._kv.n_rows,
+        )
+        return self._worker.issue(message, flat)
+
     def _failed(self, error: Exception) -> EngineError:
         """What is in flight behind a failure rests on caches that are lost: forget it."""
         self._in_flight.clear()
-        if isinstance(error, EngineError):
-            return error
         return EngineError(f"iteration {self._n_issued} failed: {type(error).__name__}: {error}")
 
     def _control_message(self, batch: Sequence[Request]) -> ControlMessage:

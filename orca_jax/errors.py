@@ -17,6 +17,23 @@ class EngineError(OrcaError, RuntimeError):
     """The engine failed while it ran; the requests in flight end with the reason `error`."""
 
 
+class WorkerLost(EngineError):
+    """A worker died, hangs or answers rubbish. Keys and values are lost, and with them what is in flight; an
+    engine that can bring its workers up again goes on from there.
+
+    `stage` counts from 0; the message counts as its reader does, from 1.
+    """
+
+    def __init__(self, stage: int, why: str) -> None:
+        super().__init__(f"stage {stage + 1}: {why}")
+        self.stage = stage
+        self.why = why
+
+
+class BadFrame(OrcaError, ValueError):
+    """Bytes on the control plane that are no message of its protocol, or not one for this engine."""
+
+
 class ServiceClosed(OrcaError, RuntimeError):
     """A request came after the service was closed."""
 

@@ -116,10 +116,10 @@ class Scheduler:
     def step(self) -> bool:
         """One turn of the loop (line 3); False when no request is live, so that there was nothing to do.
 
-        Raises what the engine raises; `fail_all` is the way on from there.
+        Raises what the engine raises; `fail_all` is the way on from there, or `run_again` from WorkerLost.
         """
         seen = self.pool.activity()  # taken before the pool is looked at: what comes later interrupts
-        ended = self._end_asked()
+        ended = self.end_asked()
         batch, self.n_rsrv = select(  # line 4
             self.pool.in_arrival_order(),
             self.n_rsrv,
@@ -144,6 +144,36 @@ class Scheduler:
         self.timeline.lost()
         live = list(self.pool.in_arrival_order())
         self._deliver([self._end(req, FinishReason.ERROR) for req in live])
+
+    def run_again(self) -> None:
+        """After WorkerLost: keys, values and what is in flight are lost, but no request is.
+
+        The paper leaves faults out. Every admitted request goes back to INITIATION and keeps its row, blocks
+        and reservation: its prompt and the output so far are the input of an iteration again, and the next
+        token is the one that it would have been. A token that was computed but did not come back is computed
+        again. What was asked to end ends.
+        """
+        self.n_scheduled = 0
+        self.timeline.lost()
+        ended: list[Delivery] = []
+        for req in self.pool.admitted():
+            if req.ending is not None:
+                ended.append(self._end(req, req.ending))
+                continue
+            if req.state is RUNNING:
+                req.n_iterations -= 1  # the order counts iterations that came back, or will
+            req.state = INITIATION
+        self._deliver(ended)
+
+    def end_asked(self) -> bool:
+        """End what was asked to end (cancelled, timeout); what is RUNNING ends when it returns.
+
+        Whether any did. `step` begins with it; to be called where there are no steps.
+        """
+        asked = self.pool.take_ending()
+        ended = [self._end(req, reason) for req, reason in asked if req.state is not RUNNING]
+        self._deliver(ended)
+        return bool(ended)
 
     def _issue(self, batch: list[Request]) -> None:
         """Lines 5 to 8, and before them rows and blocks for the requests that line 26 reserved for."""
@@ -181,13 +211,6 @@ class Scheduler:
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
         return Delivery(req, token_id, reason)
-
-    def _end_asked(self) -> bool:
-        """End what was asked to end (cancelled, timeout); what is RUNNING ends when it returns."""
-        asked = self.pool.take_ending()
-        ended = [self._end(req, reason) for req, reason in asked if req.state is not RUNNING]
-        self._deliver(ended)
-        return bool(ended)
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
         """The one way out for every request; the slots it held can be reserved again at once (line 14)."""

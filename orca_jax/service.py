@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ModelConfig, RestartBound, ServingConfig
 from orca_jax.errors import EngineError, NotSupported, ServiceClosed
 from orca_jax.generation import LOOK_SECONDS, Generation, Mailbox
 from orca_jax.kv_manager import KVManager
+from orca_jax.recovery import Recovery
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.scheduler import Engine, Scheduler, admissible, longest_request
@@ -31,9 +32,10 @@ class Orca:
 
     A request without a seed is given one: from the operating system, or from a generator that `seed` starts,
     so that a program that submits in the same order gets the same again. `clock` gives the timeline's
-    seconds. `failure` is what the engine failed with: every request that was live ended with the reason
-    `error` then, and no more are taken. `on_delivered`, if it is set, hears of all deliveries of an iteration
-    in one call, on the scheduler's thread, when they lie in their mailboxes.
+    seconds. An engine that lost a worker is brought up again, as often as `restarts` allows, and its requests
+    run again. `failure` is what the engine failed with for good: every request that was live ended with the
+    reason `error` then, and no more are taken. `on_delivered`, if it is set, hears of all deliveries of an
+    iteration in one call, on the scheduler's thread, when they lie in their mailboxes.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Orca:
         bucket_sizes: Sequence[int] = (),
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        restarts: RestartBound | None = None,
     ) -> None:
         self.failure: EngineError | None = None
         self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
@@ -57,6 +60,7 @@ class Orca:
             check=partial(admissible, config=config, model=model),
         )
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
+        self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
         self._config = config
         self._model = model
         self._thread = threading.Thread(target=self._run, name="orca-scheduler", daemon=True)
@@ -66,6 +70,11 @@ class Orca:
         self._numbers = itertools.count()
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self._dropped: deque[str] = deque()  # needs no lock
+
+    @property
+    def trouble(self) -> str | None:
+        """Which stage was lost and how, while the engine is brought up again; None while it works."""
+        return self.recovery.trouble
 
     def start(self) -> None:
         """Start the scheduler's thread; nothing the second time."""
@@ -167,7 +176,13 @@ class Orca:
         if self._stopping:
             for request in list(self.pool.in_arrival_order()):
                 self.pool.end(request.request_id, FinishReason.CANCELLED)
-        return self.scheduler.step() or self.pool.wait_for_work(LOOK_SECONDS) or not self._stopping
+        return (
+            self.recovery.step(self._is_called) or self.pool.wait_for_work(LOOK_SECONDS) or not self._stopping
+        )
+
+    def _is_called(self) -> bool:
+        """Is there something to do, other than for the pool, while the engine is down?"""
+        return self._stopping or bool(self._dropped)
 
     def _put_all(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:

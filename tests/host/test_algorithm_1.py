@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from orca_jax.config import ServingConfig
-from orca_jax.errors import EngineError
+from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.kv_manager import KVManager
 from orca_jax.request import FinishReason, Request, RequestState, SamplingParams
 from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
@@ -756,6 +756,141 @@ def test_an_engine_that_returns_a_token_too_few_is_found_out():
     house.engine.wait = lambda interrupted: Returned([a, b], [9])
     with pytest.raises(ValueError, match="shorter"):
         house.scheduler.step()
+
+
+# When a worker is lost, and the engine is brought up again.
+
+
+def lose(house: House) -> None:
+    """The engine raises at its next wait, and has nothing in flight then."""
+
+    def failure(_: object) -> Never:
+        house.engine.in_flight.clear()
+        raise WorkerLost(0, "gone")
+
+    house.engine.on_wait = failure
+    with pytest.raises(WorkerLost):
+        house.steps(9)
+    house.engine.on_wait = lambda _: False
+    house.scheduler.run_again()
+
+
+def test_what_was_admitted_goes_back_to_initiation_with_row_blocks_and_reservation():
+    house = House(n_workers=2, n_slots=36, block_size=4)
+    a, b, c, d, e = (house.add(name, n_input=2, n_output=6) for name in "ABCDE")
+    house.steps(3)
+    before = [(req.row, house.kv.blocks_of(req.row).tolist()) for req in (a, b, c, d)]
+    outputs = [list(req.output_ids) for req in (a, b, c, d)]
+    told = house.told()
+    lose(house)
+    assert [(req.row, house.kv.blocks_of(req.row).tolist()) for req in (a, b, c, d)] == before
+    assert [req.state for req in (a, b, c, d, e)] == [INITIATION] * 5
+    assert [req.output_ids for req in (a, b, c, d)] == outputs
+    assert (house.scheduler.n_rsrv, house.scheduler.n_scheduled, e.row) == (32, 0, -1)
+    assert house.told() == told, "nothing is delivered by it"
+
+
+def test_a_request_that_runs_again_puts_in_all_its_tokens_and_gets_the_next_one():
+    house = House()
+    a = house.add("A", n_input=2, n_output=4)
+    house.steps(2)
+    house.engine.tokens["A"] = 7  # of the iteration that is lost
+    lose(house)
+    house.engine.tokens["A"] = 8
+    assert input_length(a) == 4
+    assert house.steps(1) == ["issue A", "return A"]
+    assert (a.output_ids, a.state, a.n_iterations) == ([9, 9, 8], INCREMENT, 3)
+    assert input_length(a) == 1
+    house.steps(1)
+    assert house.told() == [
+        [("A", 9, None)],
+        [("A", 9, None)],
+        [("A", 8, None)],
+        [("A", 8, FinishReason.LENGTH)],
+    ]
+    assert [it.input_lengths for it in house.timeline.iterations] == [(2,), (1,), (1,), (4,), (1,)]
+    assert [it.returned is None for it in house.timeline.iterations] == [False, False, True, False, False]
+
+
+def test_requests_that_run_again_keep_their_order_and_come_before_those_that_wait():
+    house = House(n_workers=2)
+    for name in "ABCDEF":
+        house.add(name)
+    house.steps(4)
+    lose(house)
+    assert house.steps(3) == ["issue AB", "issue CD", "return AB", "issue AB", "return CD"]
+    counts = [req.n_iterations for req in house.pool.in_arrival_order()]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_no_more_run_again_at_once_than_max_batch_tokens_allows():
+    house = House(max_bs=4, n_slots=300)
+    a, b, c = (house.add(name, n_input=20, n_output=20) for name in "ABC")
+    house.steps(5)
+    assert [len(req.output_ids) for req in (a, b, c)] == [5, 5, 5]
+    lose(house)
+    assert house.steps(1) == ["issue AB", "return AB"], "75 tokens are more than 64"
+    assert house.steps(1) == ["issue ABC", "return ABC"]
+    assert [len(req.output_ids) for req in (a, b, c)] == [7, 7, 6]
+
+
+def test_what_was_asked_to_end_ends_when_it_is_lost():
+    house = House()
+    a, b = house.add("A"), house.add("B")
+    wait = house.engine.on_wait
+
+    def asks(interrupted: Callable[[], bool]) -> bool:
+        house.pool.end("A", FinishReason.CANCELLED)
+        return wait(interrupted)
+
+    house.engine.on_wait = asks
+    house.steps(1)
+    house.pool.add(c := make_request("C"))
+    house.steps(1)
+    house.pool.end("B", FinishReason.TIMEOUT)
+    n_told = len(house.told())
+    lose(house)
+    assert a.finish_reason is FinishReason.CANCELLED
+    assert b.finish_reason is FinishReason.TIMEOUT
+    assert house.told()[n_told:] == [[("B", None, FinishReason.TIMEOUT)]]
+    assert (c.state, house.scheduler.n_rsrv) == (INITIATION, 9)
+    assert house.pool.take_ending() == []
+
+
+def test_a_request_that_was_running_when_asked_to_end_ends_when_it_is_lost():
+    house = House()
+    a = house.add("A")
+
+    def failure(_: object) -> Never:
+        house.pool.end("A", FinishReason.CANCELLED)
+        raise WorkerLost(0, "gone")
+
+    house.engine.on_wait = failure
+    with pytest.raises(WorkerLost):
+        house.scheduler.step()
+    house.scheduler.run_again()
+    assert (a.state, a.row, a.output_ids) == (FINISHED, -1, [])
+    assert house.told() == [[("A", None, FinishReason.CANCELLED)]]
+    assert house.scheduler.step() is False
+
+
+def test_requests_that_wait_are_not_touched_by_a_loss():
+    house = House(max_bs=1)
+    house.add("A")
+    b = house.add("B")
+    house.steps(1)
+    lose(house)
+    assert (b.state, b.row, b.n_iterations, house.pool.n_waiting) == (INITIATION, -1, 0, 1)
+
+
+def test_an_end_that_is_asked_for_while_nothing_can_run_is_told_at_once():
+    house = House()
+    house.add("A")
+    house.add("B")
+    assert house.scheduler.end_asked() is False
+    house.pool.end("B", FinishReason.TIMEOUT)
+    assert house.scheduler.end_asked() is True
+    assert house.told() == [[("B", None, FinishReason.TIMEOUT)]]
 
 
 # The paper's figures.

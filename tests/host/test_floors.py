@@ -20,11 +20,21 @@ SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 LAYERS = (
     ("errors",),
     ("config", "request", "buckets", "kv_manager", "control"),
-    ("model.presets", "tokenizer", "request_pool", "flat_batch", "cost_model"),
-    ("grammar", "control_channel", "timeline", "generation", "plan"),
+    (
+        "model.presets",
+        "tokenizer",
+        "request_pool",
+        "flat_batch",
+        "cost_model",
+        "control_frame",
+        "control_wire",
+    ),
+    ("grammar", "timeline", "generation", "plan"),
     ("scheduler",),
-    ("engine_master", "simulated_engine", "supervisor"),
-    ("simulation", "service"),
+    ("engine_master", "simulated_engine", "supervisor", "recovery", "remote_workers", "worker_controller"),
+    ("simulation", "service", "remote_engine"),
+    ("simulated_workers",),
+    ("fault_simulation",),
 )
 # The device floor: what each room may import of the package. `model` and `pallas` do not know each other.
 DATA = {"errors", "config", "request", "buckets", "control", "flat_batch"}
@@ -33,7 +43,7 @@ DEVICE_ROOMS = {
     "pallas": {"errors", "config"},
     "sharding": {
         *DATA,
-        *("control_channel", "cost_model", "kv_manager", "tokenizer"),
+        *("control_frame", "control_wire", "worker_controller", "cost_model", "kv_manager", "tokenizer"),
         *("model", "model.presets", "pallas"),
     },
 }

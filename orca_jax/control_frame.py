@@ -1,0 +1,97 @@
+"""The frames of the control plane: what the engine master and its workers say to each other.
+
+A frame is a header of fixed size and a payload. It carries its epoch, iteration and stage, so that what
+comes late can be told from what is due, and a checksum, so that nothing that was damaged on its way is acted
+on. Iterations are counted from 0 in each epoch.
+"""
+
+import struct
+import zlib
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.errors import BadFrame
+
+PROTOCOL_VERSION = 1
+MAX_PAYLOAD = 64 << 20  # bytes; a control message is far below
+_MAGIC = 0x0CA1
+_HEADER = struct.Struct("<HBBHHQQII")  # magic, version, kind, stage, 0, epoch, iteration, length, checksum
+_CHECKSUM_AT = _HEADER.size - 4
+HEADER_BYTES = _HEADER.size
+
+
+class FrameKind(IntEnum):
+    """What a frame says; the payload in brackets."""
+
+    START = 1  # master to each worker: give up every epoch before, be ready for this one [nothing]
+    MESSAGE = 2  # master to worker 1, worker to worker: run an iteration [a control message]
+    READY = 3  # worker to master, as all from here on: caches are new, the epoch may begin [nothing]
+    RECEIVED = 4  # the iteration's message is here and was passed on [nothing]
+    DONE = 5  # this stage's part of the iteration is computed [nothing]
+    TOKENS = 6  # from the last stage alone: the same, with its tokens [R int32]
+    TROUBLE = 7  # this worker has given the epoch up [why, UTF-8]
+
+
+START, MESSAGE, READY, RECEIVED, DONE, TOKENS, TROUBLE = FrameKind
+
+
+class Frame(NamedTuple):
+    """One frame. `stage` is the sender's, counted from 0, and 0 where the master sends."""
+
+    kind: FrameKind
+    epoch: int
+    iteration: int = 0
+    stage: int = 0
+    payload: bytes = b""
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """The frame's bytes."""
+    length = len(frame.payload)
+    assert length <= MAX_PAYLOAD, f"{length} bytes"
+    header = _HEADER.pack(
+        _MAGIC, PROTOCOL_VERSION, frame.kind, frame.stage, 0, frame.epoch, frame.iteration, length, 0
+    )[:_CHECKSUM_AT]
+    checksum = zlib.crc32(frame.payload, zlib.crc32(header))
+    return b"".join((header, checksum.to_bytes(4, "little"), frame.payload))
+
+
+def decode_frame(data: bytes) -> Frame:
+    """The frame that these bytes are. Raises BadFrame."""
+    if len(data) < HEADER_BYTES:
+        raise BadFrame(f"{len(data)} bytes came; a frame has {HEADER_BYTES} at least")
+    magic, version, kind, stage, zero, epoch, iteration, length, checksum = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise BadFrame("the bytes are no frame of orca_jax's control plane")
+    if version != PROTOCOL_VERSION:
+        message = f"the frame is of protocol version {version}, and this side speaks {PROTOCOL_VERSION}; "
+        raise BadFrame(message + "run the same orca_jax everywhere")
+    if length > MAX_PAYLOAD or length != len(data) - HEADER_BYTES:
+        message = f"the header says {length} bytes of payload, and {len(data) - HEADER_BYTES} came; "
+        raise BadFrame(message + f"up to {MAX_PAYLOAD} are allowed")
+    payload = data[HEADER_BYTES:]
+    if checksum != zlib.crc32(payload, zlib.crc32(data[:_CHECKSUM_AT])):
+        raise BadFrame("the frame was damaged: its checksum is wrong")
+    if not START <= kind <= TROUBLE or zero:
+        raise BadFrame(f"the frame is of kind {kind}, which is not known")
+    return Frame(FrameKind(kind), epoch, iteration, stage, payload)
+
+
+def encode_tokens(token_ids: npt.NDArray[np.int32]) -> bytes:
+    """An iteration's tokens, `[R]`, as a payload."""
+    return token_ids.astype("<i4", copy=False).tobytes()
+
+
+def decode_tokens(payload: bytes, *, n_rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    """The tokens of `n_rows` requests. Raises BadFrame if they are not as many, or not in the vocabulary."""
+    if len(payload) != 4 * n_rows:
+        raise BadFrame(f"{len(payload)} bytes of tokens came for {n_rows} requests, which need {4 * n_rows}")
+    token_ids = np.frombuffer(payload, "<i4").astype(np.int32, copy=False)
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise BadFrame(f"token id {wrong} came; the vocabulary has 0 to {vocab_size - 1}")
+    return token_ids

@@ -1,0 +1,153 @@
+"""A control message as bytes: a small header, then numpy's buffers, little-endian, one after the other.
+
+A row takes 37 bytes and its blocks in use: those that hold its `kv_length` tokens, not all that are reserved,
+each in 2 bytes where the K/V manager has up to 65,536 blocks, else in 4. Its input tokens, 4 bytes each, come
+on top. A row in its increment phase so stays within 1 KB up to 491 blocks in use (7,856 tokens in blocks of
+16), or 245 where blocks are numbered in 4 bytes; one in its initiation phase has the tokens of its prompt
+beside it.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.control import ControlMessage, SamplingRows
+from orca_jax.errors import BadFrame
+
+_HEADER = struct.Struct("<IIQ")  # rows, input tokens, iteration
+_INITIATION, _ON_DEVICE = 1, 2  # of a row's flags
+_INTEGERS = ("row", "token_index", "input_length", "kv_length", "top_k")  # columns of 4 bytes a row
+_REALS = ("temperature", "top_p")  # the same
+ROW_BYTES = 8 + 4 * len(_INTEGERS) + 4 * len(_REALS) + 1  # with the seed and the flags
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlWire:
+    """Control messages to bytes and back, for an engine of these sizes; master and workers have the same.
+
+    `max_rows` and `max_tokens` bound a batch, `n_rows`, `n_blocks` and `vocab_size` are how many rows, blocks
+    and token ids there are. A block table has `max_blocks` columns, and those that are not in use come back
+    as 0. What `decode` makes takes the memory of the bytes that came and `max_blocks` numbers a row.
+    """
+
+    block_size: int
+    max_blocks: int
+    max_rows: int
+    max_tokens: int
+    n_rows: int
+    n_blocks: int
+    vocab_size: int
+
+    @property
+    def _block_dtype(self) -> str:
+        return "<u2" if self.n_blocks <= 1 << 16 else "<i4"
+
+    def encode(self, message: ControlMessage) -> bytes:
+        """The message's bytes."""
+        sampling = message.sampling
+        integers = (
+            message.row,
+            message.token_index,
+            message.input_length,
+            message.kv_length,
+            sampling.top_k,
+        )
+        flags = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
+        parts = [_HEADER.pack(len(message.row), len(message.token_ids), message.iteration)]
+        parts.append(sampling.seed.astype("<i8", copy=False).tobytes())
+        parts += [column.astype("<i4", copy=False).tobytes() for column in integers]
+        parts += [
+            column.astype("<f4", copy=False).tobytes() for column in (sampling.temperature, sampling.top_p)
+        ]
+        parts.append(message.token_ids.astype("<i4", copy=False).tobytes())
+        parts.append(message.block_table[self._in_use(message.kv_length)].astype(self._block_dtype).tobytes())
+        parts.append(flags.tobytes())
+        return b"".join(parts)
+
+    def decode(self, payload: bytes) -> ControlMessage:
+        """The message that these bytes are.
+
+        Raises BadFrame for what this engine's master would not send, so that a worker can rely on the rest.
+        """
+        if len(payload) < _HEADER.size:
+            raise BadFrame(f"{len(payload)} bytes came; a control message has {_HEADER.size} at least")
+        n, n_tokens, iteration = _HEADER.unpack_from(payload)
+        fixed = _HEADER.size + n * ROW_BYTES + 4 * n_tokens
+        if not 1 <= n <= self.max_rows or not n <= n_tokens <= self.max_tokens or fixed > len(payload):
+            message = (
+                f"a control message of {n} rows, {n_tokens} tokens and {len(payload)} bytes came; up to "
+            )
+            raise BadFrame(message + f"{self.max_rows} rows and {self.max_tokens} tokens are allowed")
+        start = _HEADER.size
+        seed = np.frombuffer(payload, "<i8", n, start)
+        start += seed.nbytes
+        integers = np.frombuffer(payload, "<i4", len(_INTEGERS) * n, start).reshape(-1, n)
+        start += integers.nbytes
+        reals = np.frombuffer(payload, "<f4", len(_REALS) * n, start).reshape(-1, n)
+        start += reals.nbytes
+        token_ids = np.frombuffer(payload, "<i4", n_tokens, start)
+        start += token_ids.nbytes
+        self._check(integers, reals, token_ids)
+        row, token_index, input_length, kv_length, top_k = integers
+        in_use = self._in_use(kv_length)
+        n_in_use = np.count_nonzero(in_use)
+        width = int(self._block_dtype[-1])
+        if len(payload) != fixed + width * n_in_use:
+            message = f"the control message has {len(payload)} bytes; its {n_in_use} blocks in use make "
+            raise BadFrame(message + f"{fixed + width * n_in_use}")
+        blocks = np.frombuffer(payload, self._block_dtype, n_in_use, start)
+        _within("block", blocks, 0, self.n_blocks - 1)
+        block_table = np.zeros((n, self.max_blocks), np.int32)
+        block_table[in_use] = blocks
+        flags = np.frombuffer(payload, np.uint8, n, len(payload) - n)
+        initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
+        if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
+            raise BadFrame("a row's flags are not known, or its input tokens cannot be on the device")
+        return ControlMessage(
+            iteration=iteration,
+            row=row,
+            initiation=initiation,
+            token_index=token_index,
+            input_length=input_length,
+            kv_length=kv_length,
+            token_ids=token_ids,
+            token_on_device=on_device,
+            block_table=block_table,
+            sampling=SamplingRows(temperature=reals[0], top_p=reals[1], top_k=top_k, seed=seed),
+        )
+
+    def _in_use(self, kv_length: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """`[R, max_blocks]`: where the block table has a block that holds a token."""
+        return np.arange(self.max_blocks) * self.block_size < kv_length[:, np.newaxis]
+
+    def _check(
+        self, integers: npt.NDArray[Any], reals: npt.NDArray[Any], token_ids: npt.NDArray[Any]
+    ) -> None:
+        longest = self.max_blocks * self.block_size
+        low = np.array((0, 0, 1, 1, 0))[:, np.newaxis]
+        high = np.array((self.n_rows - 1, longest, longest, longest, 1 << 30))[:, np.newaxis]
+        wrong = (integers < low) | (integers > high)
+        if wrong.any():
+            column, at = (int(i) for i in np.argwhere(wrong)[0])
+            _within(
+                _INTEGERS[column], integers[column, at : at + 1], int(low[column, 0]), int(high[column, 0])
+            )
+        _within("token id", token_ids, 0, self.vocab_size - 1)
+        input_length, kv_length = integers[2], integers[3]
+        if (input_length > kv_length).any() or int(input_length.sum(dtype=np.int64)) != len(token_ids):
+            raise BadFrame("the rows' input lengths do not fit their tokens")
+        if not ((reals >= 0) & (reals <= _MOST)).all():
+            raise BadFrame("a row's temperature or top_p is out of range")
+
+
+_MOST = np.array(((np.finfo(np.float32).max,), (1.0,)), np.float32)  # of the reals
+
+
+def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:
+    least, most = int(values.min()), int(values.max())
+    if least < low or most > high:
+        wrong = least if least < low else most
+        raise BadFrame(f"{name} {wrong} came in a control message; it goes from {low} to {high}")

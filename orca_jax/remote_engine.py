@@ -1,0 +1,48 @@
+"""The engine master of workers in processes of their own: an engine that can be brought up again."""
+
+from collections.abc import Callable, Sequence
+
+from orca_jax.config import ServingConfig
+from orca_jax.control import ControlMessage
+from orca_jax.engine_master import EngineMaster, PendingTokens
+from orca_jax.kv_manager import KVManager
+from orca_jax.remote_workers import RemoteWorkers
+
+
+class RemoteEngine(EngineMaster):
+    """An engine master that sends control messages alone: workers lay their batches out themselves.
+
+    It is a `recovery.RecoverableEngine`: call `recover` before the first iteration, and after a WorkerLost.
+    `sleep` is as in EngineMaster; its default wakes up when something comes from a worker.
+    """
+
+    def __init__(
+        self,
+        workers: RemoteWorkers,
+        kv: KVManager,
+        *,
+        config: ServingConfig,
+        bucket_sizes: Sequence[int],
+        n_workers: int,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        super().__init__(
+            workers,
+            kv,
+            config=config,
+            bucket_sizes=bucket_sizes,
+            n_workers=n_workers,
+            sleep=workers.wait if sleep is None else sleep,
+        )
+        self.workers = workers
+
+    def look(self) -> None:
+        """See whether a worker is lost, without waiting. Raises WorkerLost."""
+        self.workers.look()
+
+    def recover(self, interrupted: Callable[[], bool]) -> bool:
+        """Bring the workers up again, with new caches; False if interrupted. Raises WorkerLost."""
+        return self.workers.recover(interrupted)
+
+    def _start(self, message: ControlMessage) -> PendingTokens:
+        return self.workers.issue(message)

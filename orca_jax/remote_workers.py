@@ -1,0 +1,310 @@
+"""The engine master's side of workers in processes of their own: iterations out, tokens in, and what is lost.
+
+ORCA 4.1, Figure 7, with the faults that the paper leaves out. What a worker says is believed if it fits
+what it was asked. Any loss ends the epoch: all stages give up, and begin a new one with new caches.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.config import Deadlines
+from orca_jax.control import ControlMessage
+from orca_jax.control_frame import (
+    DONE,
+    MESSAGE,
+    READY,
+    RECEIVED,
+    START,
+    TOKENS,
+    TROUBLE,
+    Frame,
+    decode_frame,
+    decode_tokens,
+    encode_frame,
+)
+from orca_jax.control_wire import ControlWire
+from orca_jax.errors import BadFrame, WorkerLost
+from orca_jax.flat_batch import FlatBatch
+
+
+class Arrival(NamedTuple):
+    """What came over the line of a stage: a frame's bytes, or None and why the line broke."""
+
+    stage: int
+    data: bytes | None
+    why: str = ""
+
+
+class Channel(Protocol):
+    """The engine master's lines, one to each worker; they may lose, double, delay and damage frames."""
+
+    def send(self, stage: int, data: bytes) -> None:
+        """Send a frame without waiting. What cannot be sent is dropped; a broken line is an arrival."""
+        ...
+
+    def receive(self, timeout: float) -> Arrival | None:
+        """The next that came over any line; None when nothing has within `timeout` seconds."""
+        ...
+
+    def close(self) -> None:
+        """End all lines."""
+        ...
+
+
+@dataclass(slots=True)
+class RemoteCounters:
+    """What came and was not as it should be, and what went out; for metrics."""
+
+    stale: int = 0  # of an epoch before
+    duplicates: int = 0
+    rubbish: int = 0
+    message_bytes: int = 0  # of all control messages
+    messages: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    iteration: int
+    n_rows: int
+    sent: float
+    token_ids: npt.NDArray[np.int32] | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A new epoch on its way: when it began, when to ask again, who is ready."""
+
+    began: float
+    ask_at: float
+    ready: set[int] = field(default_factory=set[int])
+
+
+class RemoteTokens:
+    """PendingTokens of an iteration that runs elsewhere. Both methods raise WorkerLost."""
+
+    def __init__(self, workers: "RemoteWorkers", flight: _Flight) -> None:
+        self._workers = workers
+        self._flight = flight
+
+    def is_ready(self) -> bool:
+        """Whether they are here; looks at all that came, and at the deadline."""
+        if self._flight.token_ids is None:
+            self._workers.look()
+        return self._flight.token_ids is not None
+
+    def fetch(self) -> npt.NDArray[np.int32]:
+        """The tokens, `[R]` int32; no longer than the deadline allows."""
+        while not self.is_ready():
+            self._workers.wait()
+        assert self._flight.token_ids is not None
+        return self._flight.token_ids
+
+
+class RemoteWorkers:
+    """All stages of a pipeline, as the engine master sees them. For one thread.
+
+    `first_epoch` must be above every epoch that these workers have known from a master before this one: the
+    time will do. Until `recover` has brought that epoch up, `issue` raises WorkerLost.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        wire: ControlWire,
+        *,
+        n_stages: int,
+        clock: Callable[[], float],
+        deadlines: Deadlines,
+        first_epoch: int = 1,
+    ) -> None:
+        assert n_stages >= 1 and first_epoch >= 1
+        self.counters = RemoteCounters()
+        self.epoch = first_epoch - 1
+        self._channel = channel
+        self._wire = wire
+        self._n_stages = n_stages
+        self._clock = clock
+        self._deadlines = deadlines
+        self._attempt: _Attempt | None = None
+        self._lost: WorkerLost | None = WorkerLost(0, "the workers were not brought up yet")
+        self._in_flight: deque[_Flight] = deque()  # issued, and not all before it returned
+        self._n_issued = 0  # in this epoch
+        self._moved = 0.0  # when the oldest in flight became the oldest
+        self._received = [-1] * n_stages  # the newest iteration that each stage said so of
+        self._done = [-1] * n_stages
+
+    def issue(self, message: ControlMessage, flat: FlatBatch | None = None) -> RemoteTokens:
+        """Send one iteration to worker 1; each lays it out for itself, so `flat` is not needed.
+
+        Raises WorkerLost.
+        """
+        self.look()
+        payload = self._wire.encode(message)
+        now = self._clock()
+        flight = _Flight(self._n_issued, len(message.row), now)
+        if not self._in_flight:
+            self._moved = now
+        self._in_flight.append(flight)
+        self._n_issued += 1
+        self.counters.messages += 1
+        self.counters.message_bytes += len(payload)
+        self._channel.send(0, encode_frame(Frame(MESSAGE, self.epoch, flight.iteration, 0, payload)))
+        return RemoteTokens(self, flight)
+
+    def look(self) -> None:
+        """Take in all that came, without waiting. Raises WorkerLost, from then on until `recover`."""
+        if self._lost is not None:
+            raise self._lost
+        while (arrival := self._channel.receive(0.0)) is not None:
+            self._take(arrival)
+        if self._in_flight and self._clock() >= self._due():
+            self._lose(*self._who_is_behind())
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until something came, `seconds` at most; raises WorkerLost."""
+        if self._lost is not None:
+            raise self._lost
+        limit = self._deadlines.look_seconds if seconds is None else seconds
+        if self._in_flight:
+            limit = min(limit, max(0.0, self._due() - self._clock()))
+        arrival = self._channel.receive(limit)
+        if arrival is not None:
+            self._take(arrival)
+
+    def recover(self, interrupted: Callable[[], bool]) -> bool:
+        """Bring a new epoch up, in which every stage has new caches; False if interrupted before.
+
+        The next call goes on with the same epoch then. Raises WorkerLost when a stage is not ready within
+        `ready_seconds` or is lost again; the next call begins another epoch.
+        """
+        attempt = self._attempt or self._begin()
+        deadline = attempt.began + self._deadlines.ready_seconds
+        while len(attempt.ready) < self._n_stages:
+            now = self._clock()
+            if now >= deadline:
+                missing = sorted(set(range(self._n_stages)) - attempt.ready)
+                names = " and ".join(f"stage {stage + 1}" for stage in missing[1:])
+                also = f"; nor was {names}" if names else ""
+                self._lose(
+                    missing[0], f"was not ready within {self._deadlines.ready_seconds:g} seconds{also}"
+                )
+            if interrupted():
+                return False
+            if now >= attempt.ask_at:
+                attempt.ask_at = now + self._deadlines.retry_seconds
+                for stage in range(self._n_stages):
+                    if stage not in attempt.ready:
+                        self._channel.send(stage, encode_frame(Frame(START, self.epoch)))
+            limit = min(self._deadlines.look_seconds, deadline - now, attempt.ask_at - now)
+            arrival = self._channel.receive(max(0.0, limit))
+            if arrival is not None:
+                self._take(arrival)
+        self._attempt = None
+        self._lost = None
+        return True
+
+    def close(self) -> None:
+        """End the lines to all workers."""
+        self._channel.close()
+
+    def _begin(self) -> _Attempt:
+        while self._channel.receive(0.0) is not None:
+            pass  # said before the new epoch: all of it is stale
+        self.epoch += 1
+        self._in_flight.clear()
+        self._n_issued = 0
+        self._received = [-1] * self._n_stages
+        self._done = [-1] * self._n_stages
+        now = self._clock()
+        self._attempt = _Attempt(began=now, ask_at=now)
+        return self._attempt
+
+    def _due(self) -> float:
+        return max(self._in_flight[0].sent, self._moved) + self._deadlines.iteration_seconds
+
+    def _lose(self, stage: int, why: str) -> None:
+        self._attempt = None
+        self._in_flight.clear()
+        self._lost = WorkerLost(stage, why)
+        raise self._lost
+
+    def _who_is_behind(self) -> tuple[int, str]:
+        """The first stage that has not taken the oldest iteration, or else not finished it."""
+        iteration = self._in_flight[0].iteration
+        late = f"within {self._deadlines.iteration_seconds:g} seconds (epoch {self.epoch})"
+        for stage, received in enumerate(self._received):
+            if received < iteration:
+                return stage, f"did not take iteration {iteration} {late}"
+        for stage, done in enumerate(self._done):
+            if done < iteration:
+                return stage, f"did not finish iteration {iteration} {late}"
+        return self._n_stages - 1, f"did not return the tokens of iteration {iteration} {late}"
+
+    def _take(self, arrival: Arrival) -> None:
+        stage = arrival.stage
+        assert 0 <= stage < self._n_stages
+        if arrival.data is None:
+            # Of one that is not ready yet it is no news: it is asked until it is, or too late.
+            if self._attempt is None or stage in self._attempt.ready:
+                self._lose(stage, f"its line broke: {arrival.why}")
+            return
+        try:
+            frame = decode_frame(arrival.data)
+            if frame.stage != stage:
+                raise BadFrame(f"it speaks as stage {frame.stage + 1}")
+            if frame.epoch < self.epoch:
+                self.counters.stale += 1
+                return
+            self._take_current(frame)
+        except BadFrame as error:
+            self.counters.rubbish += 1
+            self._lose(stage, f"answered rubbish: {error}")
+
+    def _take_current(self, frame: Frame) -> None:
+        """Raises BadFrame for what no worker of this epoch may say, WorkerLost for what it should not."""
+        kind, stage = frame.kind, frame.stage
+        if frame.epoch > self.epoch:
+            raise BadFrame(f"it speaks of epoch {frame.epoch}, and this is {self.epoch}")
+        if kind is TROUBLE:
+            self._lose(stage, frame.payload.decode("utf-8", "replace")[:1000])
+        elif kind is READY:
+            ready = None if self._attempt is None else self._attempt.ready
+            if ready is None or stage in ready:
+                self.counters.duplicates += 1
+            else:
+                ready.add(stage)
+        elif kind in (RECEIVED, DONE, TOKENS):
+            if frame.iteration >= self._n_issued:
+                raise BadFrame(f"it speaks of iteration {frame.iteration}, which was not issued")
+            if kind is TOKENS:
+                self._take_tokens(frame)
+            else:
+                newest = self._received if kind is RECEIVED else self._done
+                newest[stage] = max(newest[stage], frame.iteration)
+        else:
+            raise BadFrame(f"it sent {kind.name}, which only an engine master sends")
+
+    def _take_tokens(self, frame: Frame) -> None:
+        if frame.stage != self._n_stages - 1:
+            raise BadFrame("it sent tokens, which only the last stage has")
+        oldest = self._in_flight[0].iteration if self._in_flight else self._n_issued
+        if frame.iteration < oldest:
+            self.counters.duplicates += 1
+            return
+        flight = self._in_flight[frame.iteration - oldest]
+        token_ids = decode_tokens(frame.payload, n_rows=flight.n_rows, vocab_size=self._wire.vocab_size)
+        if flight.token_ids is not None:
+            if not np.array_equal(flight.token_ids, token_ids):
+                raise BadFrame(f"it returned iteration {frame.iteration} twice, with other tokens")
+            self.counters.duplicates += 1
+            return
+        flight.token_ids = token_ids
+        # Those that came out of order wait here for the ones before them.
+        while self._in_flight and self._in_flight[0].token_ids is not None:
+            self._in_flight.popleft()
+            self._moved = self._clock()

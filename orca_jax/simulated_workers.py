@@ -1,0 +1,385 @@
+"""Workers and their lines on a virtual clock, with the real controllers; they fail when they are told to.
+
+The devices compute tokens from what lies in their simulated caches, so that keys and values that were lost,
+or belong to another request, give wrong tokens.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from orca_jax.config import Deadlines
+from orca_jax.control import ControlMessage
+from orca_jax.control_frame import READY, RECEIVED, START, TOKENS, Frame, encode_frame
+from orca_jax.control_wire import ControlWire
+from orca_jax.remote_workers import Arrival
+from orca_jax.simulated_engine import VirtualClock
+from orca_jax.worker_controller import Controller
+
+Damage = Literal["drop", "double", "delay", "rubbish"]
+_PRIME = 1_000_003
+_LOST = 777_777  # what a cache gives that was never written
+_MOST_LOOKS = 200_000  # of the master at its lines; a serving of a few requests takes some thousands
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds that things take; `line` and `link` are the ways of control messages and hidden states."""
+
+    line: float = 0.002
+    link: float = 0.001
+    iteration: float = 0.1  # one stage's part
+    caches: float = 0.05  # to make them new
+    restart: float = 1.0  # from a process's end to the next one's start
+    turn: float = 0.0  # the engine master's own, each time that it goes on
+    pulls_hang: bool = False  # a device that waits for a lost neighbour never comes back from it
+
+
+def prefix_digest(digest: int, token_id: int) -> int:
+    """What a cache holds for a token: it depends on all tokens up to there."""
+    return (digest * 131 + token_id + 1) % _PRIME
+
+
+def through_stage(hidden: int, digest: int) -> int:
+    """What a stage makes of the hidden state that comes in, with what its cache holds."""
+    return (hidden * 31 + digest) % _PRIME
+
+
+def token_of(hidden: int, seed: int, index: int, vocab_size: int) -> int:
+    """What the last stage samples."""
+    return (hidden + seed * 31 + index * 7919) % vocab_size
+
+
+def undisturbed_tokens(
+    prompt_ids: Sequence[int], seed: int, n_output: int, *, n_stages: int, vocab_size: int
+) -> list[int]:
+    """The tokens that a request gets where nothing goes wrong."""
+    digest = 0
+    for token_id in prompt_ids:
+        digest = prefix_digest(digest, token_id)
+    tokens: list[int] = []
+    for index in range(n_output):
+        hidden = 0
+        for _ in range(n_stages):
+            hidden = through_stage(hidden, digest)
+        tokens.append(token_of(hidden, seed, index, vocab_size))
+        digest = prefix_digest(digest, tokens[-1])
+    return tokens
+
+
+class SimulatedStageDevice:
+    """A stage's device: one iteration after the other, when the stage before has sent its hidden states."""
+
+    def __init__(self, stage: "SimulatedStage", wire: ControlWire) -> None:
+        self.wedged = False  # it never finishes anything any more
+        self.broken = False  # what it runs next fails
+        self._stage = stage
+        self._wire = wire
+        self._epoch = 0
+        self._cache: dict[int, int] = {}  # by slot
+        self._last_token: dict[int, int] = {}  # by row; on the last stage
+        self._queue: deque[tuple[int, ControlMessage]] = deque()
+        self._arrived: dict[tuple[int, int], list[int]] = {}  # hidden states by epoch and iteration
+        self._busy = False
+
+    def start(self, epoch: int) -> None:
+        """StageDevice."""
+        assert epoch > self._epoch, "epochs grow"
+        if self._queue and not self._busy and self._stage.timing.pulls_hang:
+            self.wedged = True
+        self._epoch = epoch
+        self._cache.clear()
+        self._last_token.clear()
+        self._queue.clear()
+        self._busy = False
+        self._arrived = {key: hidden for key, hidden in self._arrived.items() if key[0] >= epoch}
+        self._stage.later(self._stage.timing.caches, lambda: self._started(epoch))
+
+    def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
+        """StageDevice."""
+        assert epoch == self._epoch
+        self._queue.append((iteration, message))
+        self._go_on()
+
+    def hidden_arrived(self, epoch: int, iteration: int, hidden: list[int]) -> None:
+        """The stage before has sent an iteration's hidden states."""
+        if epoch >= self._epoch:
+            self._arrived[epoch, iteration] = hidden
+            self._go_on()
+
+    def _started(self, epoch: int) -> None:
+        if not self.wedged and epoch == self._epoch:
+            self._stage.controller.started(epoch)
+
+    def _go_on(self) -> None:
+        if self._busy or not self._queue:
+            return
+        key = (self._epoch, self._queue[0][0])
+        if self._stage.index and key not in self._arrived:
+            return
+        self._busy = True
+        self._stage.later(self._stage.timing.iteration, lambda: self._finish(*key))
+
+    def _finish(self, epoch: int, iteration: int) -> None:
+        if self.wedged or epoch != self._epoch:
+            return
+        if self.broken:
+            self.broken = False
+            self._queue.clear()
+            self._busy = False
+            self._stage.controller.failed(epoch, "the device failed")
+            return
+        _, message = self._queue.popleft()
+        self._busy = False
+        hidden = self._arrived.pop((epoch, iteration), [0] * len(message.row))
+        out = self._compute(message, hidden)
+        token_ids = None
+        if self._stage.next is None:
+            keys = zip(out, message.sampling.seed.tolist(), message.token_index.tolist(), strict=True)
+            tokens = [token_of(*key, self._wire.vocab_size) for key in keys]
+            self._last_token.update(zip(message.row.tolist(), tokens, strict=True))
+            token_ids = np.array(tokens, np.int32)
+        else:
+            self._stage.send_hidden(epoch, iteration, out)
+        self._stage.controller.done(epoch, iteration, token_ids)
+        self._go_on()
+
+    def _compute(self, message: ControlMessage, hidden: list[int]) -> list[int]:
+        size, cache = self._wire.block_size, self._cache
+        known = message.token_ids.tolist()
+        if message.token_on_device.any():  # then this stage is the last one as well
+            starts = (np.cumsum(message.input_length) - message.input_length).tolist()
+            for start, row, on_device in zip(
+                starts, message.row.tolist(), message.token_on_device.tolist(), strict=True
+            ):
+                if on_device:
+                    known[start] = self._last_token.get(row, _LOST)
+        token_ids = iter(known)
+        lengths = zip(message.kv_length.tolist(), message.input_length.tolist(), strict=True)
+        out: list[int] = []
+        for (kv_length, input_length), blocks, incoming in zip(
+            lengths, message.block_table.tolist(), hidden, strict=True
+        ):
+            digest = 0
+            for position in range(max(0, kv_length - input_length - 1), kv_length):
+                slot = blocks[position // size] * size + position % size
+                if position < kv_length - input_length:
+                    digest = cache.get(slot, _LOST)
+                else:
+                    digest = cache[slot] = prefix_digest(digest, next(token_ids))
+            out.append(through_stage(incoming, digest))
+        return out
+
+
+class SimulatedStage:
+    """A worker process: a controller and its device, that die, stop, lie and come back when told to."""
+
+    def __init__(
+        self,
+        index: int,
+        n_stages: int,
+        *,
+        lines: "SimulatedLines",
+        wire: ControlWire,
+        deadlines: Deadlines,
+        timing: Timing,
+    ) -> None:
+        self.index = index
+        self.timing = timing
+        self.next: SimulatedStage | None = None
+        self.alive = False
+        self._n_stages = n_stages
+        self._lines = lines
+        self._wire = wire
+        self._deadlines = deadlines
+        self._clock = lines.clock
+        self._life = 0  # which process of this stage it is
+        self._n_stops = 0  # of the stops in force, all but the longest are over when this says so
+        self._stopped = False
+        self._backlog: list[Callable[[], object]] = []
+        self._check_at = math.inf
+        self.begin()
+
+    def begin(self) -> None:
+        """A new process, if the one before is dead."""
+        if self.alive:
+            return
+        self.alive = True
+        self._life += 1
+        self._stopped = False
+        self._backlog.clear()
+        self._check_at = math.inf
+        self.device = SimulatedStageDevice(self, self._wire)
+        self.controller = Controller(
+            self.index,
+            self._n_stages,
+            lines=self,
+            device=self.device,
+            wire=self._wire,
+            clock=self._clock.now,
+            deadlines=self._deadlines,
+        )
+
+    def die(self, back_after: float, *, noticed: bool) -> None:
+        """The process ends; the master's line breaks at once, if that is noticed."""
+        if not self.alive:
+            return
+        self.alive = False
+        if noticed:
+            self._lines.broken(self.index)
+        if back_after < math.inf:
+            self._clock.call_at(self._clock.now() + back_after, self.begin)
+
+    def stop(self, seconds: float) -> None:
+        """As by SIGSTOP; what is for it waits until it goes on."""
+        self._stopped = True
+        self._n_stops += 1
+        stop, life = self._n_stops, self._life
+
+        def go_on() -> None:
+            if (stop, life) == (self._n_stops, self._life):
+                self._stopped = False
+                backlog, self._backlog = self._backlog, []
+                for action in backlog:
+                    self._do(action)
+
+        if seconds < math.inf:
+            self._clock.call_at(self._clock.now() + seconds, go_on)
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        """Let the process, if it lives then, do something."""
+        life = self._life
+        self._clock.call_at(self._clock.now() + seconds, lambda: self._do(action, life))
+
+    def take(self, data: bytes) -> None:
+        """A frame arrives; a dead process takes none."""
+        self._do(lambda: self.controller.take(data))
+
+    def send_hidden(self, epoch: int, iteration: int, hidden: list[int]) -> None:
+        """Over the link to the next stage, whichever process that is by then."""
+        behind = self.next
+        assert behind is not None
+        at = self._clock.now() + self.timing.link
+        self._clock.call_at(
+            at, lambda: behind._do(lambda: behind.device.hidden_arrived(epoch, iteration, hidden))
+        )
+
+    def lie(self, which: int) -> None:
+        """Say something well-formed that is not so."""
+        if not self.alive or self._stopped:
+            return
+        epoch, stage = self.controller.epoch, self.index
+        ids = np.array([0, self._wire.vocab_size], "<i4").tobytes()
+        lies = (
+            Frame(TOKENS, epoch, 0, stage, ids),
+            Frame(TOKENS, epoch, 1 << 40, stage, ids),
+            Frame(READY, epoch + 5, 0, stage),
+            Frame(RECEIVED, epoch, 3, stage + 1),
+            Frame(START, epoch, 0, stage),
+        )
+        self.report(encode_frame(lies[which % len(lies)]))
+
+    def forward(self, data: bytes) -> None:
+        """Lines."""
+        assert self.next is not None
+        self._lines.to_stage(self.next.index, data)
+
+    def report(self, data: bytes) -> None:
+        """Lines."""
+        self._lines.to_master(self.index, data)
+
+    def _do(self, action: Callable[[], object], life: int | None = None) -> None:
+        if not self.alive or (life is not None and life != self._life):
+            return
+        if self._stopped:
+            self._backlog.append(action)
+            return
+        action()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Ask for the worker's own deadline when it has come; a process past it exits."""
+        deadline = self.controller.deadline()
+        if self.alive and deadline < self._check_at:
+            self._check_at = deadline
+            self.later(max(0.0, deadline - self._clock.now()), self._check)
+
+    def _check(self) -> None:
+        self._check_at = math.inf
+        if self.controller.overdue() is not None:
+            self.die(self.timing.restart, noticed=True)
+
+
+class SimulatedLines:
+    """The lines between master and stages, and from stage to stage; `Channel` for the master.
+
+    `spoil` has the next frame to or from a stage dropped, doubled, delayed or damaged.
+    """
+
+    def __init__(self, clock: VirtualClock, *, seconds: float, longest_wait: float) -> None:
+        self.clock = clock
+        self.stages: list[SimulatedStage] = []
+        self._seconds = seconds
+        self._longest_wait = longest_wait
+        self._inbox: deque[Arrival] = deque()
+        self._n_looks = 0
+        self._spoiled: dict[tuple[int, bool], deque[tuple[Damage, float]]] = {}
+
+    def spoil(self, stage: int, inbound: bool, damage: Damage, seconds: float) -> None:
+        """Spoil the next frame to (`inbound`) or from a stage; a delay or a double comes `seconds` late."""
+        self._spoiled.setdefault((stage, inbound), deque()).append((damage, seconds))
+
+    def to_stage(self, stage: int, data: bytes) -> None:
+        """From whom does not matter."""
+        self._carry((stage, True), data, self.stages[stage].take)
+
+    def to_master(self, stage: int, data: bytes) -> None:
+        """From a stage."""
+        self._carry((stage, False), data, lambda data: self._inbox.append(Arrival(stage, data)))
+
+    def broken(self, stage: int) -> None:
+        """The line between the master and a stage breaks."""
+        arrival = Arrival(stage, None, "the connection was closed")
+        self.clock.call_at(self.clock.now() + self._seconds, lambda: self._inbox.append(arrival))
+
+    def send(self, stage: int, data: bytes) -> None:
+        """Channel."""
+        self.to_stage(stage, data)
+
+    def receive(self, timeout: float) -> Arrival | None:
+        """Channel. Comes back after every event, because it may be an interruption."""
+        assert 0 <= timeout <= self._longest_wait, f"a wait of {timeout} seconds"
+        self._n_looks += 1
+        assert self._n_looks < _MOST_LOOKS, "it waits for ever"
+        if not self._inbox and timeout > 0:
+            now = self.clock.now()
+            end = max(now + timeout, math.nextafter(now, math.inf))
+            if self.clock.next_event() <= end:
+                self.clock.run_next()
+            else:
+                self.clock.advance_to(end)
+        return self._inbox.popleft() if self._inbox else None
+
+    def close(self) -> None:
+        """Channel."""
+        self._inbox.clear()
+
+    def _carry(self, line: tuple[int, bool], data: bytes, take: Callable[[bytes], object]) -> None:
+        at = self.clock.now() + self._seconds
+        spoiled = self._spoiled.get(line)
+        if spoiled:
+            damage, seconds = spoiled.popleft()
+            if damage == "drop":
+                return
+            if damage == "double":
+                self.clock.call_at(at + seconds, lambda: take(data))
+            elif damage == "delay":
+                at += seconds
+            else:
+                place = len(data) * 7 // 11
+                data = data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :]
+        self.clock.call_at(at, lambda: take(data))

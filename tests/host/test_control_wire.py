@@ -1,0 +1,224 @@
+"""Control messages as bytes: nothing is lost, they stay small, and rubbish is told from them."""
+
+import struct
+import tracemalloc
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax.control import ControlMessage, SamplingRows
+from orca_jax.control_wire import ROW_BYTES, ControlWire
+from orca_jax.errors import BadFrame
+
+WIRE = ControlWire(
+    block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
+)
+WIDE = replace(WIRE, n_blocks=1 << 17)  # blocks are numbered in 4 bytes
+HEADER = 16
+
+
+def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage:
+    """`rows`: row, initiation, index, kv_length, token_ids, blocks, temperature, top_p, top_k, seed."""
+    table = np.zeros((len(rows), WIRE.max_blocks), np.int32)
+    for i, r in enumerate(rows):
+        table[i, : len(r["blocks"])] = r["blocks"]
+
+    def column(name: str, dtype: type) -> Any:
+        return np.array([r[name] for r in rows], dtype)
+
+    initiation = column("initiation", np.bool_)
+    return ControlMessage(
+        iteration=iteration,
+        row=column("row", np.int32),
+        initiation=initiation,
+        token_index=column("index", np.int32),
+        input_length=np.array([len(r["token_ids"]) for r in rows], np.int32),
+        kv_length=column("kv_length", np.int32),
+        token_ids=np.concatenate([r["token_ids"] for r in rows]).astype(np.int32),
+        token_on_device=~initiation,
+        block_table=table,
+        sampling=SamplingRows(
+            temperature=column("temperature", np.float32),
+            top_p=column("top_p", np.float32),
+            top_k=column("top_k", np.int32),
+            seed=column("seed", np.int64),
+        ),
+    )
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> dict[str, Any]:
+    initiation = draw(st.booleans())
+    kv_length = draw(st.integers(1, 10 if initiation else 32))
+    n_input = kv_length if initiation else 1
+    return {
+        "row": draw(st.integers(0, 11)),
+        "initiation": initiation,
+        "index": draw(st.integers(0, 31)),
+        "kv_length": kv_length,
+        "token_ids": draw(st.lists(st.integers(0, 299), min_size=n_input, max_size=n_input)),
+        # All that are reserved, more than are in use.
+        "blocks": draw(st.lists(st.integers(0, 63), min_size=-(-kv_length // 4), max_size=8)),
+        "temperature": draw(st.floats(0, 100, width=32)),
+        "top_p": draw(st.floats(0, 1, width=32)),
+        "top_k": draw(st.integers(0, 1 << 30)),
+        "seed": draw(st.integers(-(2**63), 2**63 - 1)),
+    }
+
+
+messages = st.builds(message_of, st.lists(rows(), min_size=1, max_size=6), st.integers(0, 2**64 - 1))
+ONE = {
+    "row": 3,
+    "initiation": False,
+    "index": 2,
+    "kv_length": 6,
+    "token_ids": [9],
+    "blocks": [5, 0, 7],
+    "temperature": 0.5,
+    "top_p": 1.0,
+    "top_k": 0,
+    "seed": -1,
+}
+
+
+@settings(deadline=None)
+@given(messages, st.sampled_from([WIRE, WIDE]))
+def test_a_message_comes_back_as_it_was_with_the_blocks_in_use(message: ControlMessage, wire: ControlWire):
+    back = wire.decode(wire.encode(message))
+    in_use = np.arange(8) * 4 < message.kv_length[:, None]
+    expected = replace(message, block_table=np.where(in_use, message.block_table, 0))
+    for field in fields(ControlMessage):
+        was, came = getattr(expected, field.name), getattr(back, field.name)
+        if isinstance(was, np.ndarray):
+            assert came.dtype == was.dtype and came.tolist() == was.tolist(), field.name
+    assert back.iteration == message.iteration
+    for field in fields(SamplingRows):
+        was, came = getattr(message.sampling, field.name), getattr(back.sampling, field.name)
+        assert came.dtype == was.dtype and came.tolist() == was.tolist(), field.name
+
+
+def test_the_size_is_that_of_rows_blocks_in_use_and_tokens():
+    assert len(WIRE.encode(message_of([ONE]))) == HEADER + ROW_BYTES + 4 + 2 * 2
+    assert len(WIDE.encode(message_of([ONE]))) == HEADER + ROW_BYTES + 4 + 4 * 2
+
+
+@pytest.mark.parametrize(("n_blocks", "in_use"), [(1 << 16, 491), (1 << 17, 245)])
+def test_a_row_in_its_increment_phase_stays_within_a_kilobyte(n_blocks: int, in_use: int):
+    wire = ControlWire(
+        block_size=16,
+        max_blocks=in_use,
+        max_rows=256,
+        max_tokens=256,
+        n_rows=256,
+        n_blocks=n_blocks,
+        vocab_size=300,
+    )
+    n = 256
+    message = replace(
+        message_of([ONE] * n),
+        kv_length=np.full(n, in_use * 16, np.int32),
+        block_table=np.full((n, in_use), n_blocks - 1, np.int32),
+    )
+    size = len(wire.encode(message))
+    assert n * 1000 < size <= n * 1024 + 4096
+    assert (wire.decode(wire.encode(message)).block_table == n_blocks - 1).all()
+
+
+def test_the_tokens_of_an_initiation_take_four_bytes_each_on_top():
+    first = {**ONE, "initiation": True, "kv_length": 24, "token_ids": [1] * 24, "blocks": [1] * 6}
+    assert len(WIRE.encode(message_of([first]))) == HEADER + ROW_BYTES + 4 * 24 + 2 * 6
+
+
+def altered(offset: int, form: str, value: float) -> bytes:
+    data = bytearray(WIRE.encode(message_of([ONE, ONE])))
+    struct.pack_into(form, data, offset, value)
+    return bytes(data)
+
+
+INTEGERS = HEADER + 2 * 8  # behind the seeds; five columns of two rows
+REALS = INTEGERS + 5 * 8
+TOKENS = REALS + 2 * 8
+BLOCKS = TOKENS + 8
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"", "0 bytes came"),
+        (WIRE.encode(message_of([ONE]))[:-1], "make 61"),
+        (WIRE.encode(message_of([ONE])) + b"x", "make 61"),
+        (altered(0, "<I", 0), "0 rows"),
+        (altered(0, "<I", 7), "7 rows"),
+        (altered(0, "<I", 2**32 - 1), "4294967295 rows"),
+        (altered(4, "<I", 65), "65 tokens"),
+        (altered(4, "<I", 1), "1 tokens"),
+        (altered(INTEGERS, "<i", 12), "row 12 came"),
+        (altered(INTEGERS + 4, "<i", -1), "row -1 came"),
+        (altered(INTEGERS + 8, "<i", 33), "token_index 33 came"),
+        (altered(INTEGERS + 16, "<i", 0), "input_length 0 came"),
+        (altered(INTEGERS + 16, "<i", 2), "do not fit their tokens"),
+        (altered(INTEGERS + 16, "<i", 7), "do not fit their tokens"),
+        (altered(INTEGERS + 24, "<i", 33), "kv_length 33 came"),
+        (altered(INTEGERS + 24, "<i", 4), "make 104"),
+        (altered(INTEGERS + 32, "<i", -5), "top_k -5 came"),
+        (altered(REALS, "<f", -0.1), "temperature or top_p"),
+        (altered(REALS, "<f", float("inf")), "temperature or top_p"),
+        (altered(REALS + 8, "<f", float("nan")), "temperature or top_p"),
+        (altered(REALS + 8, "<f", 1.5), "temperature or top_p"),
+        (altered(TOKENS, "<i", 300), "token id 300 came"),
+        (altered(TOKENS + 4, "<i", -1), "token id -1 came"),
+        (altered(BLOCKS, "<H", 64), "block 64 came"),
+        (altered(BLOCKS + 8, "<B", 4), "flags"),
+    ],
+)
+def test_what_no_master_sends_is_refused(data: bytes, complaint: str):
+    with pytest.raises(BadFrame, match=complaint):
+        WIRE.decode(data)
+
+
+def test_only_one_token_a_row_can_be_on_the_device():
+    first = {**ONE, "initiation": True, "kv_length": 3, "token_ids": [1, 2, 3], "blocks": [1]}
+    message = replace(message_of([first]), token_on_device=np.array([True]))
+    with pytest.raises(BadFrame, match="on the device"):
+        WIRE.decode(WIRE.encode(message))
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=400))
+def test_rubbish_is_refused_and_nothing_else_is_raised(data: bytes):
+    try:
+        WIRE.decode(data)
+    except BadFrame:
+        pass
+
+
+@settings(deadline=None, max_examples=300)
+@given(messages, st.data())
+def test_a_damaged_message_is_refused_or_is_a_message(message: ControlMessage, data: st.DataObject):
+    payload = bytearray(WIRE.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    payload = payload[: data.draw(st.integers(0, len(payload)))] if data.draw(st.booleans()) else payload
+    try:
+        back = WIRE.decode(bytes(payload))
+    except BadFrame:
+        return
+    assert len(WIRE.encode(back)) == len(payload)
+
+
+@pytest.mark.parametrize("n", [2**32 - 1, 1 << 20])
+def test_a_header_that_lies_allocates_nothing(n: int):
+    huge = replace(WIRE, max_rows=1 << 31, max_tokens=1 << 32)
+    data = struct.pack("<IIQ", n, n, 0) + bytes(64)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadFrame):
+            huge.decode(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000

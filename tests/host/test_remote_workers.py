@@ -1,0 +1,478 @@
+"""The engine master's side of the workers, with a channel whose other end is the test."""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from orca_jax.buckets import bucket_sizes
+from orca_jax.config import Deadlines, RestartBound, ServingConfig
+from orca_jax.control_frame import (
+    DONE,
+    MESSAGE,
+    READY,
+    RECEIVED,
+    START,
+    TOKENS,
+    TROUBLE,
+    Frame,
+    FrameKind,
+    decode_frame,
+    encode_frame,
+)
+from orca_jax.engine_master import PendingTokens, Worker
+from orca_jax.errors import ConfigError, EngineError, WorkerLost
+from orca_jax.kv_manager import KVManager
+from orca_jax.recovery import RecoverableEngine
+from orca_jax.remote_engine import RemoteEngine
+from orca_jax.remote_workers import Arrival, RemoteTokens, RemoteWorkers
+from orca_jax.request import Request, SamplingParams
+from tests.host.test_control_wire import ONE, WIRE, message_of
+
+DEADLINES = Deadlines(
+    iteration_seconds=2, worker_seconds=4, ready_seconds=10, retry_seconds=1, look_seconds=0.5
+)
+MESSAGE_OF_TWO = message_of([ONE, ONE])
+
+
+class Bench:
+    """`RemoteWorkers` of three stages and the channel to them; a wait without an arrival passes the time."""
+
+    def __init__(self, first_epoch: int = 1) -> None:
+        self.now = 100.0
+        self.sent: list[tuple[int, Frame]] = []
+        self.arrivals: deque[Arrival] = deque()
+        self.on_send: Callable[[int, Frame], None] = lambda stage, frame: None
+        self.closed = False
+        self.workers = RemoteWorkers(
+            self, WIRE, n_stages=3, clock=lambda: self.now, deadlines=DEADLINES, first_epoch=first_epoch
+        )
+
+    # Channel
+
+    def send(self, stage: int, data: bytes) -> None:
+        frame = decode_frame(data)
+        self.sent.append((stage, frame))
+        self.on_send(stage, frame)
+
+    def receive(self, timeout: float) -> Arrival | None:
+        assert 0 <= timeout <= DEADLINES.look_seconds
+        if self.arrivals:
+            return self.arrivals.popleft()
+        self.now += timeout
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+    # What the tests say
+
+    def say(
+        self, stage: int, kind: FrameKind, iteration: int = 0, payload: bytes = b"", epoch: int | None = None
+    ) -> None:
+        epoch = self.workers.epoch if epoch is None else epoch
+        self.arrivals.append(Arrival(stage, encode_frame(Frame(kind, epoch, iteration, stage, payload))))
+
+    def tokens(self, iteration: int, *token_ids: int, stage: int = 2, epoch: int | None = None) -> None:
+        self.say(stage, TOKENS, iteration, np.array(token_ids, "<i4").tobytes(), epoch)
+
+    def all_answer(self) -> None:
+        """Every stage is ready as soon as it is asked."""
+
+        def ready(stage: int, frame: Frame) -> None:
+            if frame.kind is START:
+                self.say(stage, READY)
+
+        self.on_send = ready
+
+    def up(self) -> "Bench":
+        self.all_answer()
+        assert self.workers.recover(lambda: False) is True
+        self.on_send = lambda stage, frame: None
+        self.sent.clear()
+        return self
+
+    def lost(self) -> WorkerLost:
+        """What a look finds."""
+        with pytest.raises(WorkerLost) as caught:
+            self.workers.look()
+        return caught.value
+
+
+def test_an_iteration_goes_to_worker_1_alone_and_its_tokens_come_back():
+    bench = Bench().up()
+    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    ((stage, frame),) = bench.sent
+    assert (stage, frame.kind, frame.epoch, frame.iteration) == (0, MESSAGE, 1, 0)
+    assert WIRE.decode(frame.payload).row.tolist() == [3, 3]
+    assert not pending.is_ready()
+    bench.tokens(0, 7, 8)
+    assert pending.is_ready() and pending.is_ready()
+    assert pending.fetch().tolist() == [7, 8]
+    counters = bench.workers.counters
+    assert (counters.messages, counters.message_bytes) == (1, len(frame.payload))
+
+
+def test_it_fits_where_a_local_worker_does():
+    workers: Worker = Bench().up().workers
+    pending: PendingTokens = workers.issue(MESSAGE_OF_TWO, None)  # pyright: ignore[reportArgumentType]
+    assert isinstance(pending, RemoteTokens)
+
+
+def test_tokens_wait_for_those_before_them():
+    bench = Bench().up()
+    first, second, third = (bench.workers.issue(MESSAGE_OF_TWO) for _ in range(3))
+    bench.tokens(1, 3, 4)
+    assert not first.is_ready() and second.is_ready()
+    bench.tokens(0, 1, 2)
+    bench.tokens(2, 5, 6)
+    assert [p.fetch().tolist() for p in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_tokens_that_come_twice_count_once():
+    bench = Bench().up()
+    first, second = bench.workers.issue(MESSAGE_OF_TWO), bench.workers.issue(MESSAGE_OF_TWO)
+    bench.tokens(1, 3, 4)
+    bench.tokens(1, 3, 4)
+    bench.tokens(0, 1, 2)
+    bench.tokens(0, 9, 9)  # it has been read: what it says now is not looked at
+    assert first.is_ready() and second.is_ready()
+    assert bench.workers.counters.duplicates == 2
+    assert [p.fetch().tolist() for p in (first, second)] == [[1, 2], [3, 4]]
+
+
+def test_what_an_old_epoch_says_is_dropped():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.say(1, TROUBLE, payload=b"lost")
+    assert bench.lost().stage == 1
+    bench.up()
+    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    assert bench.sent[-1][1][:3] == (MESSAGE, 2, 0)
+    bench.tokens(0, 6, 6, epoch=1)
+    bench.say(1, TROUBLE, payload=b"late", epoch=1)
+    bench.say(0, READY, epoch=1)
+    bench.tokens(0, 299, 300, 301, epoch=1)
+    assert not pending.is_ready()
+    assert bench.workers.counters.stale == 4
+    bench.tokens(0, 7, 8)
+    assert pending.fetch().tolist() == [7, 8]
+
+
+def bytes_of(kind: FrameKind, iteration: int = 0, payload: bytes = b"", *, epoch: int = 1, stage: int = 2):
+    return encode_frame(Frame(kind, epoch, iteration, stage, payload))
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"", "0 bytes came"),
+        (b"HTTP/1.1 400 Bad Request, and something more", "no frame of orca_jax"),
+        (bytes_of(TOKENS, 0, b"12345678")[:-1] + b"9", "damaged"),
+        (bytes_of(DONE, stage=1), "speaks as stage 2"),
+        (bytes_of(READY, epoch=2), "speaks of epoch 2, and this is 1"),
+        (bytes_of(TOKENS, 0, b"1234"), "4 bytes of tokens came for 2 requests"),
+        (bytes_of(TOKENS, 0, np.array([1, 300], "<i4").tobytes()), "token id 300"),
+        (bytes_of(TOKENS, 0, np.array([-1, 1], "<i4").tobytes()), "token id -1"),
+        (bytes_of(TOKENS, 1, b"12345678"), "iteration 1, which was not issued"),
+        (bytes_of(DONE, 1), "iteration 1, which was not issued"),
+        (bytes_of(RECEIVED, 99), "iteration 99, which was not issued"),
+        (bytes_of(START), "START, which only an engine master sends"),
+        (bytes_of(MESSAGE, 0, b"x"), "MESSAGE, which only"),
+    ],
+)
+def test_a_worker_that_answers_rubbish_is_lost(data: bytes, complaint: str):
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.arrivals.append(Arrival(2, data))
+    lost = bench.lost()
+    assert lost.stage == 2
+    assert str(lost).startswith("stage 3: answered rubbish: ")
+    assert complaint in str(lost)
+    assert bench.workers.counters.rubbish == 1
+
+
+def test_only_the_last_stage_has_tokens():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.tokens(0, 7, 8, stage=1)
+    assert "stage 2: answered rubbish: it sent tokens" in str(bench.lost())
+
+
+def test_two_answers_that_differ_cannot_both_be_right():
+    bench = Bench().up()
+    for _ in range(2):
+        bench.workers.issue(MESSAGE_OF_TWO)
+    bench.tokens(1, 3, 4)
+    bench.tokens(1, 3, 5)
+    assert "returned iteration 1 twice, with other tokens" in str(bench.lost())
+
+
+def test_what_a_worker_says_of_itself_is_passed_on():
+    bench = Bench().up()
+    bench.say(1, TROUBLE, payload=b"out of memory \xff" + b"x" * 5000)
+    lost = bench.lost()
+    assert str(lost).startswith("stage 2: out of memory \ufffdxxx") and len(str(lost)) < 1100
+
+
+def test_a_broken_line_is_a_loss_even_when_nothing_runs():
+    bench = Bench().up()
+    bench.arrivals.append(Arrival(0, None, "connection reset"))
+    assert str(bench.lost()) == "stage 1: its line broke: connection reset"
+
+
+def test_after_a_loss_everything_raises_until_it_is_recovered_from():
+    bench = Bench()
+    for attempt in range(2):
+        for call in (
+            bench.workers.look,
+            bench.workers.wait,
+            lambda: bench.workers.issue(MESSAGE_OF_TWO),
+        ):
+            with pytest.raises(WorkerLost, match="were not brought up yet" if attempt == 0 else "line broke"):
+                call()
+        assert bench.sent == []
+        bench.up()
+        pending = bench.workers.issue(MESSAGE_OF_TWO)
+        bench.sent.clear()
+        if attempt == 0:
+            bench.arrivals.append(Arrival(0, None, "gone"))
+            with pytest.raises(WorkerLost, match="line broke"):
+                pending.fetch()
+
+
+@pytest.mark.parametrize(
+    ("received", "done", "stage", "why"),
+    [
+        ((), (), 0, "did not take iteration 0"),
+        ((0,), (), 1, "did not take iteration 0"),
+        ((0, 1), (0, 1), 2, "did not take iteration 0"),
+        ((0, 1, 2), (), 0, "did not finish iteration 0"),
+        ((0, 1, 2), (0,), 1, "did not finish iteration 0"),
+        ((0, 1, 2), (0, 1), 2, "did not finish iteration 0"),
+        ((0, 1, 2), (0, 1, 2), 2, "did not return the tokens of iteration 0"),
+    ],
+)
+def test_a_deadline_that_passes_names_the_stage_that_is_behind(
+    received: tuple[int, ...], done: tuple[int, ...], stage: int, why: str
+):
+    bench = Bench().up()
+    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    start = bench.now
+    for i in received:
+        bench.say(i, RECEIVED)
+    for i in done:
+        bench.say(i, DONE)
+    with pytest.raises(WorkerLost) as caught:
+        pending.fetch()
+    assert bench.now == start + 2
+    assert caught.value.stage == stage
+    assert str(caught.value) == f"stage {stage + 1}: {why} within 2 seconds (epoch 1)"
+
+
+def test_each_iteration_has_its_time_from_when_the_one_before_came_back():
+    bench = Bench().up()
+    first, second = bench.workers.issue(MESSAGE_OF_TWO), bench.workers.issue(MESSAGE_OF_TWO)
+    bench.now += 1.5
+    bench.tokens(0, 7, 8)
+    assert first.is_ready()
+    bench.now += 1.9
+    assert not second.is_ready()
+    bench.now += 0.2
+    with pytest.raises(WorkerLost, match="iteration 1"):
+        second.is_ready()
+
+
+def test_an_engine_that_was_idle_for_long_is_not_late():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.tokens(0, 7, 8)
+    bench.workers.look()
+    bench.now += 1000
+    bench.workers.look()
+    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    assert not pending.is_ready()
+
+
+# A new epoch
+
+
+def test_a_new_epoch_asks_every_stage_until_it_is_ready():
+    bench = Bench(first_epoch=1000)
+    asked_at: dict[int, list[float]] = {0: [], 1: [], 2: []}
+
+    def answer(stage: int, frame: Frame) -> None:
+        assert frame == Frame(START, 1000)
+        asked_at[stage].append(bench.now - 100)
+        if len(asked_at[stage]) > stage:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert asked_at == {0: [0], 1: [0, 1], 2: [0, 1, 2]}
+    assert bench.workers.epoch == 1000
+
+
+def test_a_stage_that_is_not_ready_in_time_is_named():
+    bench = Bench()
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 1:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    with pytest.raises(
+        WorkerLost, match=r"^stage 1: was not ready within 10 seconds; nor was stage 3$"
+    ) as caught:
+        bench.workers.recover(lambda: False)
+    assert caught.value.stage == 0
+    assert bench.now == 110
+    bench.up()
+    assert bench.workers.epoch == 2, "another try is another epoch"
+
+
+def test_an_interrupted_recovery_goes_on_with_the_same_epoch_and_deadline():
+    bench = Bench()
+    answers = iter([False, True, True])
+    assert bench.workers.recover(lambda: next(answers)) is False
+    assert bench.workers.recover(lambda: next(answers)) is False
+    assert (bench.workers.epoch, len(bench.sent)) == (1, 3)
+    with pytest.raises(WorkerLost):
+        bench.workers.recover(lambda: False)
+    assert bench.now == 110
+
+
+def test_what_was_said_before_the_new_epoch_is_not_heard():
+    bench = Bench().up()
+    bench.arrivals.append(Arrival(0, None, "connection reset"))
+    bench.lost()
+    bench.arrivals.append(Arrival(0, b"rubbish"))
+    bench.arrivals.append(Arrival(0, None, "connection reset once more"))
+    bench.up()
+    assert bench.workers.epoch == 2
+
+
+def test_a_broken_line_of_a_stage_that_is_not_ready_is_no_news():
+    bench = Bench()
+    broken: list[int] = []
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 1 and not broken:
+            broken.append(stage)
+            bench.arrivals.append(Arrival(stage, None, "connection refused"))
+        else:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert bench.workers.epoch == 1
+
+
+@pytest.mark.parametrize("trouble", [True, False])
+def test_a_stage_that_is_lost_again_ends_the_attempt(trouble: bool):
+    bench = Bench()
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 1:
+            bench.say(stage, READY)
+            if trouble:
+                bench.say(stage, TROUBLE, payload=b"no memory for caches")
+            else:
+                bench.arrivals.append(Arrival(stage, None, "no memory for caches"))
+
+    bench.on_send = answer
+    with pytest.raises(WorkerLost, match=r"stage 2: .*no memory for caches"):
+        bench.workers.recover(lambda: False)
+    bench.arrivals.clear()
+    bench.up()
+    assert bench.workers.epoch == 2
+
+
+def test_ready_twice_is_ready_once():
+    bench = Bench()
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 0:
+            bench.say(0, READY)
+            bench.say(0, READY)
+
+    bench.on_send = answer
+    with pytest.raises(WorkerLost, match="stage 2: was not ready"):
+        bench.workers.recover(lambda: False)
+
+
+def test_close_ends_the_lines():
+    bench = Bench()
+    bench.workers.close()
+    assert bench.closed
+
+
+# The engine master over them
+
+
+def engine_of(bench: Bench) -> tuple[RemoteEngine, KVManager]:
+    config = ServingConfig(max_batch_size=6, n_slots=256, max_batch_tokens=64, block_size=4)
+    kv = KVManager(n_blocks=64, block_size=4, n_rows=12, max_blocks_per_row=8)
+    return RemoteEngine(bench.workers, kv, config=config, bucket_sizes=bucket_sizes(64), n_workers=3), kv
+
+
+def test_the_engine_master_sends_what_it_sends_to_a_local_worker():
+    bench = Bench().up()
+    engine, kv = engine_of(bench)
+    assert isinstance(engine, RecoverableEngine)
+    request = Request("r", (5, 6, 7), 9, SamplingParams(temperature=0.5), seed=3)
+    request.row = kv.reserve(9)
+    engine.issue([request])
+    message = WIRE.decode(bench.sent[-1][1].payload)
+    assert message.token_ids.tolist() == [5, 6, 7] and message.initiation.tolist() == [True]
+    assert message.sampling.seed.tolist() == [3]
+    assert engine.wait(lambda: True) is None
+    bench.tokens(0, 42)
+    returned = engine.wait(lambda: False)
+    assert returned is not None
+    assert (returned.batch, returned.token_ids) == ([request], [42])
+
+
+def test_a_loss_is_raised_as_it_is_and_the_engine_can_go_on():
+    bench = Bench().up()
+    engine, kv = engine_of(bench)
+    requests = [Request(name, (5, 6, 7), 9, SamplingParams(), seed=3) for name in "ab"]
+    for request in requests:
+        request.row = kv.reserve(9)
+        engine.issue([request])
+    bench.say(2, TROUBLE, payload=b"out of memory")
+    with pytest.raises(WorkerLost, match="stage 3: out of memory") as caught:
+        engine.wait(lambda: False)
+    assert caught.value.__cause__ is None
+    with pytest.raises(WorkerLost):
+        engine.look()
+    bench.all_answer()
+    assert engine.recover(lambda: False)
+    engine.look()
+    engine.issue([requests[0]])
+    bench.tokens(0, 1)
+    returned = engine.wait(lambda: False)
+    assert returned is not None and returned.batch == [requests[0]]
+
+
+def test_a_message_that_cannot_be_sent_is_an_engine_error():
+    bench = Bench().up()
+    engine, _ = engine_of(bench)
+    with pytest.raises(EngineError, match="iteration 0 failed"):
+        engine.issue([Request("r", (2**40,), 9, SamplingParams(), seed=3)])
+
+
+# Their configuration
+
+
+def test_deadlines_and_bounds_are_checked_when_made():
+    with pytest.raises(ConfigError, match="worker_seconds 1 is below iteration_seconds 2"):
+        Deadlines(iteration_seconds=2, worker_seconds=1)
+    for wrong in (0, -1, float("inf"), float("nan"), True, "1"):
+        with pytest.raises(ConfigError, match="retry_seconds is"):
+            Deadlines(retry_seconds=wrong)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigError, match="seconds is"):
+            RestartBound(seconds=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="restarts is -1"):
+        RestartBound(restarts=-1)
