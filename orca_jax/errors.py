@@ -13,6 +13,16 @@ class ConfigError(OrcaError, ValueError):
     """A configuration that cannot work, found when it is made."""
 
 
+class WorkerRefused(ConfigError):
+    """A worker that is another than the engine master takes it for, or knows another secret; the message
+    names what differs, expected and found.
+    """
+
+
+class WorkerUnreachable(ConfigError):
+    """Nothing answers at a worker's address within the time allowed."""
+
+
 class EngineError(OrcaError, RuntimeError):
     """The engine failed while it ran; the requests in flight end with the reason `error`."""
 

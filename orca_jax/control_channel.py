@@ -1,0 +1,68 @@
+"""The engine master's control lines: a remote_workers.Channel over gRPC, one stream to each worker."""
+
+import time
+from collections.abc import Sequence
+
+from orca_jax.control_join import MASTER, JoinTerms
+from orca_jax.control_line import ControlLine, Deliver, LineLimits
+from orca_jax.errors import ConfigError
+from orca_jax.frame_queue import FrameQueue
+from orca_jax.remote_workers import Arrival
+
+
+class ControlChannel:
+    """Lines to all workers, joined when this is made: `addresses[i]` is that of stage i, "host:port".
+
+    `terms[i]` is what the worker of stage i must be. All are waited for together, `seconds` at most. Raises
+    WorkerRefused where a worker is another than that, or knows another secret, WorkerUnreachable where none
+    answers; whatever was joined by then is left again.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        terms: Sequence[JoinTerms],
+        *,
+        secret: str,
+        seconds: float = 30.0,
+        limits: LineLimits | None = None,
+    ) -> None:
+        if len(addresses) != len(terms) or not addresses or len(set(addresses)) != len(addresses):
+            message = f"{len(addresses)} addresses of workers came, {', '.join(addresses)}, for {len(terms)} "
+            raise ConfigError(message + "stages; each stage needs one, and its own")
+        limits = limits or LineLimits()
+        self._inbox = FrameQueue[Arrival](limits.frames)
+        self._lines = [
+            ControlLine(
+                address, role=MASTER, terms=of, secret=secret, deliver=self._deliver(stage), limits=limits
+            )
+            for stage, (address, of) in enumerate(zip(addresses, terms, strict=True))
+        ]
+        deadline = time.monotonic() + seconds
+        try:
+            for line in self._lines:
+                line.wait_joined(max(0.0, deadline - time.monotonic()))
+        except ConfigError:
+            self.close()
+            raise
+
+    def send(self, stage: int, data: bytes) -> None:
+        """Send a frame without waiting; dropped while the line is broken."""
+        self._lines[stage].send(data)
+
+    def receive(self, timeout: float) -> Arrival | None:
+        """The next that came over any line; None when nothing has within `timeout` seconds."""
+        return self._inbox.get(timeout)
+
+    def close(self) -> None:
+        """End all lines and their threads, each within `close_seconds`."""
+        self._inbox.end()
+        for line in self._lines:
+            line.close()
+
+    def _deliver(self, stage: int) -> Deliver:
+        def deliver(data: bytes | None, why: str) -> bool:
+            # That a line broke is told even where frames have no room: a line breaks seldom.
+            return self._inbox.put(Arrival(stage, data, why), beyond_limit=data is None)
+
+        return deliver

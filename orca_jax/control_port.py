@@ -1,0 +1,192 @@
+"""The answering end of control lines: a worker's port, with one stream from each of its two peers at most.
+
+The peers are the engine master and the worker of the stage before. Who does not know the secret, or states
+other terms, is refused and changes nothing.
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from typing import Any, NoReturn, cast
+
+import grpc
+
+from orca_jax.control_join import (
+    JOINED,
+    MASTER,
+    MAX_MESSAGE,
+    MAX_SECRET,
+    METHOD,
+    OPTIONS,
+    PREVIOUS,
+    JoinTerms,
+    disagreement,
+    has_secret,
+    role_of,
+)
+from orca_jax.errors import ConfigError
+from orca_jax.frame_queue import FrameQueue
+
+_CALLS = 8  # at once, with those that are about to be refused
+_STOP_SECONDS = 5.0
+
+
+class _Peer:
+    """A stream that was taken: the frames that go out, and why this end breaks it."""
+
+    def __init__(self, frames: int) -> None:
+        self.outbox = FrameQueue[bytes](frames)
+        self.why = ""
+
+    def end(self, why: str = "") -> None:
+        """End the stream; the first reason counts."""
+        self.why = self.why or why
+        self.outbox.end()
+
+
+class ControlPort:
+    """A worker's gRPC server, listening once it is made. `port` is the one it got where 0 was asked for.
+
+    `frames` bounds each queue. Raises ConfigError for an address that cannot be had, or for one that others
+    can reach without a secret.
+    """
+
+    def __init__(
+        self,
+        terms: JoinTerms,
+        *,
+        secret: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        frames: int = 4096,
+    ) -> None:
+        if len(secret.encode()) > MAX_SECRET:
+            raise ConfigError(
+                f"the control plane's secret has more than {MAX_SECRET} bytes; take a shorter one"
+            )
+        if not secret and not _is_loopback(host):
+            message = f"a worker that listens on {host!r} can be reached by others, and there is no secret; "
+            raise ConfigError(message + "set one, the same for the server and all workers")
+        self._terms = terms
+        self._secret = secret
+        self._frames = frames
+        self._inbox = FrameQueue[bytes](frames)
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._readers: set[threading.Thread] = set()
+        self._pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="control port")
+        self._server: Any = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=_CALLS)
+        service, method = METHOD.strip("/").split("/")
+        handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port: int = self._server.add_insecure_port(at)
+        except RuntimeError as error:
+            self._pool.shutdown()
+            message = f"a worker cannot listen on {at}: {error}; choose another address or port"
+            raise ConfigError(message) from error
+        self._server.start()
+
+    def receive(self, timeout: float) -> bytes | None:
+        """The next frame from any peer; None when none came within `timeout` seconds."""
+        return self._inbox.get(timeout)
+
+    def report(self, data: bytes) -> None:
+        """Send a frame to the engine master without waiting; dropped while there is none."""
+        with self._lock:
+            peer = self._peers.get(MASTER)
+        if peer is None:
+            return
+        if len(data) > MAX_MESSAGE:
+            peer.end(f"a frame of {len(data)} bytes was to be sent; up to {MAX_MESSAGE} are allowed")
+        elif not peer.outbox.put(data):
+            peer.end(f"{peer.outbox.limit} frames wait to be sent, and the engine master takes none")
+
+    def close(self) -> None:
+        """End all streams and threads, within some seconds; what was not sent is dropped."""
+        stopped = self._server.stop(None)
+        with self._lock:
+            peers, readers = list(self._peers.values()), list(self._readers)
+        for peer in peers:
+            peer.end()
+        self._inbox.end()
+        stopped.wait(_STOP_SECONDS)
+        for reader in readers:
+            reader.join(_STOP_SECONDS)
+        self._pool.shutdown(wait=False)
+
+    def _answer(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        role, peer = self._admit(context)
+
+        def over() -> None:
+            peer.end()
+            with self._lock:
+                if self._peers.get(role) is peer:
+                    del self._peers[role]
+
+        if not context.add_callback(over):
+            over()  # it is over already
+            return
+        reader = threading.Thread(
+            target=self._read, args=(requests, peer), name=f"control port, from {role}", daemon=True
+        )
+        with self._lock:
+            self._readers.add(reader)
+        reader.start()
+        yield JOINED
+        yield from peer.outbox
+        if peer.why:
+            _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, peer.why)
+
+    def _admit(self, context: Any) -> tuple[str, _Peer]:
+        """Take the caller, or end its call with a status that says why not."""
+        found: dict[str, str | bytes] = dict(context.invocation_metadata())
+        if not has_secret(found, self._secret):
+            why = "the control plane's secret is wrong; give the server and all workers the same"
+            _refuse(context, grpc.StatusCode.UNAUTHENTICATED, why)
+        if why := disagreement(found, self._terms):
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        role = role_of(found)
+        allowed = (MASTER, PREVIOUS) if self._terms.stage else (MASTER,)
+        if role not in allowed:
+            why = f"role: this worker takes {' or '.join(allowed)}, and the caller is {role[:100]!r}"
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        peer = _Peer(self._frames)
+        with self._lock:
+            taken = role in self._peers
+            if not taken:
+                self._peers[role] = peer
+        if taken:
+            who = "an engine master" if role == MASTER else "the worker of the stage before"
+            why = f"{who} has joined this worker already; end that one first"
+            _refuse(context, grpc.StatusCode.ALREADY_EXISTS, why)
+        return role, peer
+
+    def _read(self, requests: Iterator[bytes], peer: _Peer) -> None:
+        try:
+            for data in requests:
+                if not self._inbox.put(data):
+                    peer.end(f"{self._inbox.limit} frames wait at this worker, which is too slow")
+                    return
+            peer.end()  # the caller sends no more
+        except grpc.RpcError:
+            pass  # the stream broke; `over` is told
+        finally:
+            with self._lock:
+                self._readers.discard(threading.current_thread())
+
+
+def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
+    context.abort(code, why)
+    raise AssertionError("abort raises")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

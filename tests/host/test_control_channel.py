@@ -1,0 +1,434 @@
+"""Control lines on loopback, with real gRPC servers at the other end."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from orca_jax import control_join, control_line, control_port
+from orca_jax.config import ModelConfig
+from orca_jax.control_channel import ControlChannel
+from orca_jax.control_join import MASTER, MAX_MESSAGE, OPTIONS, PREVIOUS, JoinTerms, model_digest
+from orca_jax.control_line import ControlLine, LineLimits
+from orca_jax.control_port import ControlPort
+from orca_jax.control_wire import ControlWire
+from orca_jax.errors import ConfigError, WorkerRefused, WorkerUnreachable
+from orca_jax.remote_workers import Arrival, Channel
+
+SOON = 20.0  # seconds; what is waited for comes in milliseconds
+SECRET = "a secret, ünequal to others"
+MODEL = ModelConfig(vocab_size=100, n_positions=64, hidden_size=8, n_layers=4, n_heads=2, ffn_size=16)
+WIRE = ControlWire(
+    block_size=16, max_blocks=4, max_rows=8, max_tokens=64, n_rows=8, n_blocks=32, vocab_size=100
+)
+LIMITS = LineLimits(join_seconds=2.0, first_delay=0.02, longest_delay=0.1)
+FIRST = JoinTerms(
+    model="tiny",
+    digest=model_digest(MODEL),
+    dtype="float32",
+    stage=0,
+    n_stages=2,
+    first_layer=0,
+    n_layers=2,
+    wire=WIRE,
+)
+SECOND = replace(FIRST, stage=1, first_layer=2)
+
+
+@pytest.fixture
+def ends() -> Iterator[ExitStack]:
+    """What a test opened is closed, and leaves no thread behind."""
+    before = set(threading.enumerate())
+    with ExitStack() as stack:
+        yield stack
+    eventually(lambda: not [t for t in threading.enumerate() if t not in before and t.is_alive()])
+
+
+def eventually(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON
+    while not true():
+        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
+        time.sleep(0.01)
+
+
+def listen(
+    ends: ExitStack, terms: JoinTerms = FIRST, *, secret: str = SECRET, port: int = 0, frames: int = 4096
+) -> ControlPort:
+    worker = ControlPort(terms, secret=secret, port=port, frames=frames)
+    ends.callback(worker.close)
+    return worker
+
+
+def at(worker: ControlPort) -> str:
+    return f"127.0.0.1:{worker.port}"
+
+
+def join(
+    ends: ExitStack,
+    *workers: ControlPort,
+    terms: tuple[JoinTerms, ...] = (FIRST, SECOND),
+    secret: str = SECRET,
+    seconds: float = SOON,
+    limits: LineLimits = LIMITS,
+) -> ControlChannel:
+    addresses = [at(worker) for worker in workers]
+    channel = ControlChannel(addresses, terms[: len(workers)], secret=secret, seconds=seconds, limits=limits)
+    ends.callback(channel.close)
+    return channel
+
+
+def works(channel: Channel, worker: ControlPort, stage: int = 0) -> bool:
+    channel.send(stage, b"there")
+    worker.report(b"back")
+    there = worker.receive(SOON) == b"there"
+    return there and channel.receive(SOON) == Arrival(stage, b"back")
+
+
+def test_frames_go_both_ways_in_order(ends: ExitStack) -> None:
+    first, second = listen(ends), listen(ends, SECOND)
+    channel = join(ends, first, second)
+    there = [b"%d" % i for i in range(500)]
+    for data in there:
+        channel.send(0, data)
+        channel.send(1, data + b"!")
+        first.report(data + b"?")
+    assert [first.receive(SOON) for _ in there] == there
+    assert [second.receive(SOON) for _ in there] == [data + b"!" for data in there]
+    assert [channel.receive(SOON) for _ in there] == [Arrival(0, data + b"?") for data in there]
+    second.report(b"")
+    assert channel.receive(SOON) == Arrival(1, b"")
+    assert channel.receive(0.0) is None
+    assert first.receive(0.0) is None
+
+
+def test_a_worker_calls_the_next_one(ends: ExitStack) -> None:
+    second = listen(ends, SECOND)
+    told = list[object]()
+
+    def deliver(data: bytes | None, why: str) -> bool:
+        told.append((data, why))
+        return True
+
+    forward = ControlLine(
+        at(second), role=PREVIOUS, terms=SECOND, secret=SECRET, deliver=deliver, limits=LIMITS
+    )
+    ends.callback(forward.close)
+    forward.wait_joined(SOON)
+    forward.send(b"on")
+    second.report(b"there is no master yet")
+    assert second.receive(SOON) == b"on"
+    assert told == []
+
+
+def test_large_frames_pass_and_larger_ones_break_the_line(ends: ExitStack) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker)
+    large = bytes(range(256)) * (MAX_MESSAGE // 256)
+    channel.send(0, large)
+    assert worker.receive(SOON) == large
+    worker.report(large)
+    assert channel.receive(SOON) == Arrival(0, large)
+    channel.send(0, large + b"x")
+    arrival = channel.receive(SOON)
+    assert arrival is not None and arrival.data is None
+    assert f"{MAX_MESSAGE + 1} bytes" in arrival.why
+    eventually(lambda: rejoined(channel, worker))
+    worker.report(large + b"x")
+    eventually(lambda: (found := channel.receive(SOON)) is not None and "allowed" in found.why)
+
+
+def rejoined(channel: Channel, worker: ControlPort) -> bool:
+    channel.send(0, b"again")
+    return worker.receive(0.05) == b"again"
+
+
+def test_a_broken_line_is_told_once_and_made_again(ends: ExitStack) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker)
+    assert works(channel, worker)
+    worker.close()
+    arrival = channel.receive(SOON)
+    assert arrival is not None and arrival.stage == 0 and arrival.data is None and arrival.why
+    channel.send(0, b"dropped")
+    assert channel.receive(0.5) is None  # several attempts later
+    worker = listen(ends, port=worker.port)
+    eventually(lambda: rejoined(channel, worker))
+    while worker.receive(0.2) is not None:
+        pass
+    assert works(channel, worker)
+
+
+def test_another_worker_at_the_address_is_told(ends: ExitStack) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker)
+    worker.close()
+    arrival = channel.receive(SOON)
+    assert arrival is not None and arrival.data is None
+    worker = listen(ends, replace(FIRST, dtype="bfloat16"), port=worker.port)
+    refusal = channel.receive(SOON)
+    assert refusal is not None and refusal.data is None
+    assert "dtype: this worker has 'bfloat16', and the caller 'float32'" in refusal.why
+    for _ in range(3):
+        channel.send(0, b"tries again")
+        assert channel.receive(0.1) is None  # the same is not told twice
+    worker.close()
+    worker = listen(ends, port=worker.port)
+    eventually(lambda: rejoined(channel, worker))
+
+
+@pytest.mark.parametrize("secret", ["", "another", SECRET + "x", SECRET[:-1]])
+def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: str) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker)
+    with pytest.raises(
+        WorkerRefused, match=r"stage 1 at 127\.0\.0\.1:\d+ refused: .*secret is wrong"
+    ) as found:
+        join(ends, worker, secret=secret)
+    assert SECRET not in str(found.value)
+    assert works(channel, worker)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": "other"}, "model: this worker has 'tiny', and the caller 'other'"),
+        ({"digest": "0"}, "digest: this worker has"),
+        ({"dtype": "bfloat16"}, "dtype: this worker has 'float32', and the caller 'bfloat16'"),
+        ({"stage": 1}, "stage: this worker has 0, and the caller 1"),
+        ({"n_stages": 4}, "n_stages: this worker has 2, and the caller 4"),
+        ({"first_layer": 1}, "first_layer: this worker has 0, and the caller 1"),
+        ({"n_layers": 3}, "n_layers: this worker has 2, and the caller 3"),
+        ({"wire": replace(WIRE, block_size=8)}, "block_size: this worker has 16, and the caller 8"),
+        ({"wire": replace(WIRE, n_rows=9)}, "n_rows: this worker has 8, and the caller 9"),
+        ({"model": "m" * 5000}, "model: this worker has 'tiny', and the caller 'mmm"),
+    ],
+)
+def test_other_terms_are_refused_by_name(ends: ExitStack, change: dict[str, object], named: str) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker)
+    with pytest.raises(WorkerRefused) as found:
+        join(ends, worker, terms=(replace(FIRST, **change),))  # pyright: ignore[reportArgumentType]
+    assert named in str(found.value)
+    assert works(channel, worker)
+
+
+def test_another_protocol_version_is_named_first(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_join, "PROTOCOL_VERSION", 7)
+    found = dict(control_join.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
+    monkeypatch.undo()
+    why = control_join.disagreement(found, FIRST)
+    assert why is not None and why.startswith("protocol_version: this worker has 1, and the caller 7")
+
+
+@pytest.mark.parametrize("terms", [b"", b"[]", b"{", b"\xff", b"[" * 5000, b"{}"])
+def test_terms_that_are_rubbish(terms: bytes) -> None:
+    why = control_join.disagreement({"orca-terms-bin": terms}, FIRST)
+    assert why is not None and ("terms that can be read" in why or "caller nothing" in why)
+
+
+def test_a_change_of_the_model_changes_its_digest() -> None:
+    assert model_digest(MODEL) == model_digest(replace(MODEL))
+    assert model_digest(MODEL) != model_digest(replace(MODEL, layer_norm_eps=1e-6))
+
+
+def test_a_second_master_is_refused_until_the_first_has_left(ends: ExitStack) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker)
+    with pytest.raises(WorkerRefused, match="an engine master has joined this worker already"):
+        join(ends, worker, seconds=0.5)
+    assert works(channel, worker)
+    channel.close()
+    assert works(join(ends, worker), worker)
+
+
+def test_the_first_stage_has_none_before_it(ends: ExitStack) -> None:
+    line = ControlLine(
+        at(listen(ends)),
+        role=PREVIOUS,
+        terms=FIRST,
+        secret=SECRET,
+        deliver=lambda data, why: True,
+        limits=LIMITS,
+    )
+    ends.callback(line.close)
+    with pytest.raises(WorkerRefused, match="this worker takes master, and the caller is 'previous'"):
+        line.wait_joined(SOON)
+
+
+def test_nobody_listens(ends: ExitStack) -> None:
+    first = listen(ends)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        with pytest.raises(WorkerUnreachable, match=rf"stage 2 at 127.0.0.1:{port} was not reached"):
+            ControlChannel(
+                [at(first), f"127.0.0.1:{port}"], [FIRST, SECOND], secret=SECRET, seconds=0.5, limits=LIMITS
+            )
+        assert time.monotonic() - began < SOON
+    assert works(join(ends, first), first)  # what was joined was left
+
+
+def test_one_that_listens_and_never_answers(ends: ExitStack) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(WorkerUnreachable, match="did not"):
+            ControlChannel(
+                [f"127.0.0.1:{port}"],
+                [FIRST],
+                secret=SECRET,
+                seconds=1.0,
+                limits=replace(LIMITS, join_seconds=0.3),
+            )
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b"\xff\x16\x03" * 9999])
+def test_garbage_on_the_port_harms_nobody(ends: ExitStack, garbage: bytes) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker)
+    with socket.create_connection(("127.0.0.1", worker.port), timeout=SOON) as stranger:
+        try:
+            stranger.sendall(garbage)
+            while stranger.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+    assert works(channel, worker)
+
+
+class Relay:
+    """Passes bytes on between a port of its own and another, until it is told to pass nothing more.
+
+    To either end that is a peer that vanished without a word: the connection stands.
+    """
+
+    def __init__(self, ends: ExitStack, port: int) -> None:
+        self.silent = threading.Event()
+        self._over = threading.Event()
+        self._to = port
+        self._ends = ends
+        self._listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.port: int = self._listener.getsockname()[1]
+        self._listener.settimeout(0.02)
+        ends.callback(self._over.set)
+        threading.Thread(target=self._accept).start()
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            try:
+                near = self._listener.accept()[0]
+            except OSError:
+                continue
+            far = socket.create_connection(("127.0.0.1", self._to), timeout=SOON)
+            for source, sink in ((near, far), (far, near)):
+                source.settimeout(0.02)
+                threading.Thread(target=self._pass, args=(source, sink)).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        while not self._over.is_set():
+            try:
+                data = source.recv(1 << 16)
+                if not self.silent.is_set():
+                    sink.sendall(data)
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+            if not data and not self.silent.is_set():
+                break
+            time.sleep(0.0 if data else 0.02)
+        source.close()
+
+
+def test_a_peer_that_vanished_without_a_word_is_noticed_on_both_sides(
+    ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = tuple((name, value // 10 if name.endswith("_ms") else value) for name, value in OPTIONS)
+    monkeypatch.setattr(control_line, "OPTIONS", quick)
+    monkeypatch.setattr(control_port, "OPTIONS", quick)
+    worker = listen(ends)
+    relay = Relay(ends, worker.port)
+    channel = ControlChannel([f"127.0.0.1:{relay.port}"], [FIRST], secret=SECRET, limits=LIMITS)
+    ends.callback(channel.close)
+    assert works(channel, worker)
+    assert channel.receive(2.0) is None  # an idle line stays
+    began = time.monotonic()
+    relay.silent.set()
+    arrival = channel.receive(SOON)
+    assert arrival is not None and arrival.data is None
+    assert time.monotonic() - began < SOON / 2  # of gRPC's own it would be a minute
+    assert works(join(ends, worker), worker)  # for the worker, the master before has left
+
+
+def test_a_worker_that_takes_no_frames_breaks_the_line(ends: ExitStack) -> None:
+    worker = listen(ends, frames=4)
+    channel = join(ends, worker)
+    for _ in range(5):
+        channel.send(0, b"too many")
+    arrival = channel.receive(SOON)
+    assert arrival is not None and arrival.data is None
+    assert arrival.why == "4 frames wait at this worker, which is too slow"
+    assert [worker.receive(SOON) for _ in range(4)] == [b"too many"] * 4
+    eventually(lambda: rejoined(channel, worker))
+
+
+def test_a_master_that_takes_no_frames_breaks_the_line(ends: ExitStack) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker, limits=replace(LIMITS, frames=4))
+    for _ in range(5):
+        worker.report(b"too many")
+    eventually(lambda: len(channel._inbox) == 5)  # the last says that the line broke
+    eventually(lambda: rejoined(channel, worker))
+    for _ in range(4):
+        assert channel.receive(SOON) == Arrival(0, b"too many")
+    assert channel.receive(SOON) == Arrival(0, None, "more frames came than there is room for")
+
+
+def test_a_send_beyond_the_queue_breaks_the_line_and_does_not_wait(ends: ExitStack) -> None:
+    worker = listen(ends)
+    channel = join(ends, worker, limits=replace(LIMITS, frames=1))
+    large = bytes(MAX_MESSAGE)
+    for _ in range(50):  # far more than one queue and gRPC's windows hold
+        channel.send(0, large)
+    arrival = channel.receive(SOON)
+    assert arrival is not None and arrival.data is None
+    assert arrival.why == "1 frames wait to be sent, and the worker takes none"
+
+
+def test_closing_does_not_wait_for_who_is_lost() -> None:
+    before = set(threading.enumerate())
+    worker = ControlPort(FIRST, secret=SECRET)
+    channel = ControlChannel([at(worker)], [FIRST], secret=SECRET, limits=LIMITS)
+    worker.close()
+    began = time.monotonic()
+    channel.close()
+    channel.close()
+    worker.close()
+    assert time.monotonic() - began < LIMITS.close_seconds
+    assert channel.receive(SOON) is None  # at once
+    eventually(lambda: not [t for t in threading.enumerate() if t not in before and t.is_alive()])
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            ControlPort(FIRST, secret=SECRET, port=port)
+
+
+def test_what_others_can_reach_needs_a_secret() -> None:
+    with pytest.raises(ConfigError, match="there is no secret"):
+        ControlPort(FIRST, secret="", host="0.0.0.0")
+    with pytest.raises(ConfigError, match="more than 1024 bytes"):
+        ControlPort(FIRST, secret="x" * 1025)
+
+
+def test_each_stage_needs_an_address_of_its_own() -> None:
+    with pytest.raises(ConfigError, match="each stage needs one, and its own"):
+        ControlChannel(["a:1", "a:1"], [FIRST, SECOND], secret=SECRET)
+    with pytest.raises(ConfigError, match="1 addresses of workers came, a:1, for 2 stages"):
+        ControlChannel(["a:1"], [FIRST, SECOND], secret=SECRET)
