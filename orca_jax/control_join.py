@@ -13,11 +13,13 @@ from typing import Any, cast
 from orca_jax.config import ModelConfig
 from orca_jax.control_frame import PROTOCOL_VERSION
 from orca_jax.control_wire import ControlWire
+from orca_jax.worker_pb2 import Frame
 
 METHOD = "/orca.v1.Worker/Frames"
 MASTER, PREVIOUS = "master", "previous"  # who calls: the engine master, or the worker of the stage before
 JOINED = b""  # the worker's first message: it has taken the caller
 MAX_MESSAGE = 16 << 20  # bytes of a frame
+_AROUND = 16  # bytes of protobuf around it, at most
 MAX_SECRET = 1024  # bytes
 _MAX_VALUE = 200  # characters of one that is shown
 
@@ -31,8 +33,8 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.max_receive_message_length", MAX_MESSAGE),
-    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.max_receive_message_length", MAX_MESSAGE + _AROUND),
+    ("grpc.max_send_message_length", MAX_MESSAGE + _AROUND),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
@@ -71,6 +73,16 @@ def model_digest(config: ModelConfig) -> str:
     """A digest of all that a ModelConfig says."""
     text = json.dumps(asdict(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def to_message(frame: bytes) -> bytes:
+    """A frame as the message of worker.proto."""
+    return Frame(frame=frame).SerializeToString()
+
+
+def from_message(message: bytes) -> bytes:
+    """The frame in a message; gRPC ends the call where it raises."""
+    return Frame.FromString(message).frame
 
 
 def metadata(role: str, terms: JoinTerms, secret: str) -> Metadata:

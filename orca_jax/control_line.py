@@ -11,7 +11,16 @@ from typing import Any, Protocol, cast
 
 import grpc
 
-from orca_jax.control_join import JOINED, MAX_MESSAGE, METHOD, OPTIONS, JoinTerms, metadata
+from orca_jax.control_join import (
+    JOINED,
+    MAX_MESSAGE,
+    METHOD,
+    OPTIONS,
+    JoinTerms,
+    from_message,
+    metadata,
+    to_message,
+)
 from orca_jax.errors import WorkerRefused, WorkerUnreachable
 from orca_jax.frame_queue import FrameQueue
 
@@ -161,7 +170,7 @@ class ControlLine:
         outbox = FrameQueue[bytes](limits.frames)
         joined = False
         with grpc.insecure_channel(self._address, OPTIONS) as channel:
-            stub = cast(Any, channel.stream_stream(METHOD))
+            stub = cast(Any, channel.stream_stream(METHOD, to_message, from_message))
             call = stub(iter(outbox), metadata=self._metadata)
             late = f"it did not take the caller within {limits.join_seconds:g} seconds"
             timer = threading.Timer(limits.join_seconds, self._break, (call, late))

@@ -22,8 +22,10 @@ from orca_jax.control_join import (
     PREVIOUS,
     JoinTerms,
     disagreement,
+    from_message,
     has_secret,
     role_of,
+    to_message,
 )
 from orca_jax.errors import ConfigError
 from orca_jax.frame_queue import FrameQueue
@@ -78,7 +80,7 @@ class ControlPort:
         self._pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="control port")
         self._server: Any = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=_CALLS)
         service, method = METHOD.strip("/").split("/")
-        handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer)
+        handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer, from_message, to_message)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )

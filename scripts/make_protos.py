@@ -1,4 +1,4 @@
-"""Make the Python of server/rpc/generation.proto again, beside it. From the repository's root:
+"""Make the Python of every .proto again, beside it. From the repository's root:
 
 python -m scripts.make_protos
 """
@@ -8,15 +8,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROTO = "server/rpc/generation.proto"
+PROTOS = {
+    "server/rpc/generation.proto": ("python", "pyi", "grpc_python"),
+    "orca_jax/worker.proto": ("python", "pyi"),  # the two ends of its one method are written by hand
+}
 
 
 def make(into: Path) -> None:
-    """Run protoc in the repository's root; the files land in `into`/server/rpc. Raises CalledProcessError."""
-    outputs = [f"--{kind}_out={into}" for kind in ("python", "pyi", "grpc_python")]
+    """Run protoc in the repository's root; the files land below `into`. Raises CalledProcessError."""
     # The path from the root makes the import in the generated code `from server.rpc import generation_pb2`.
     protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I", "."]
-    subprocess.run([*protoc, *outputs, PROTO], cwd=ROOT, check=True)
+    for proto, kinds in PROTOS.items():
+        outputs = [f"--{kind}_out={into}" for kind in kinds]
+        subprocess.run([*protoc, *outputs, proto], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -259,15 +259,17 @@ def test_each_call_is_logged_and_counted_and_says_nothing_secret(caplog: pytest.
 def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="it is made with grpcio-tools")
     make_protos.make(tmp_path)
-    made = sorted((tmp_path / "server" / "rpc").iterdir())
-    assert [path.name for path in made] == [
-        "generation_pb2.py",
-        "generation_pb2.pyi",
-        "generation_pb2_grpc.py",
+    made = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
+    assert made == [
+        "orca_jax/worker_pb2.py",
+        "orca_jax/worker_pb2.pyi",
+        "server/rpc/generation_pb2.py",
+        "server/rpc/generation_pb2.pyi",
+        "server/rpc/generation_pb2_grpc.py",
     ]
     for path in made:
-        committed = make_protos.ROOT / "server" / "rpc" / path.name
-        assert committed.read_text() == path.read_text(), f"{path.name}: run python -m scripts.make_protos"
+        committed = (make_protos.ROOT / path).read_text()
+        assert committed == (tmp_path / path).read_text(), f"{path}: run python -m scripts.make_protos"
 
 
 class Gone:

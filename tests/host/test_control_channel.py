@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
+import grpc
 import pytest
 
 from orca_jax import control_join, control_line, control_port
@@ -411,6 +412,17 @@ def test_closing_does_not_wait_for_who_is_lost() -> None:
     assert time.monotonic() - began < LIMITS.close_seconds
     assert channel.receive(SOON) is None  # at once
     eventually(lambda: not [t for t in threading.enumerate() if t not in before and t.is_alive()])
+
+
+def test_a_caller_that_joins_and_then_sends_garbage_is_left(ends: ExitStack) -> None:
+    worker = listen(ends)
+    with grpc.insecure_channel(at(worker)) as stranger:
+        method = stranger.stream_stream(control_join.METHOD)
+        found = control_join.metadata(MASTER, FIRST, SECRET)
+        call = method(iter([b"\xff\xff no message"]), metadata=found, timeout=SOON)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    assert works(join(ends, worker), worker)
 
 
 def test_a_port_that_is_taken() -> None:

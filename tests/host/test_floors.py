@@ -19,7 +19,7 @@ SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 # The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
 LAYERS = (
     ("errors",),
-    ("config", "request", "buckets", "kv_manager", "control", "frame_queue"),
+    ("config", "request", "buckets", "kv_manager", "control", "frame_queue", "worker_pb2"),
     (
         "model.presets",
         "tokenizer",
@@ -64,7 +64,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 KNOWS_JAX = {*DEVICE_ROOMS, COMPOSITION_ROOT}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
-KNOWS_GRPC = {"control_line", "control_port"}  # of the host floor: the two ends of a control line
+# Libraries that one or two rooms of the host floor may know besides: the two ends of a control line.
+LIBRARIES_OF = {"control_line": "grpc", "control_port": "grpc", "worker_pb2": "google"}
 
 # The server: its two endpoints do not know each other, and nothing below knows what puts them together.
 ENDPOINTS = ("server.http", "server.rpc")
@@ -184,7 +185,7 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
     if target_top in JAX and room not in KNOWS_JAX:
         return f"{room} is on the host floor, which knows no {target_top}"
     known = target_top in sys.stdlib_module_names or target_top in HOST_LIBRARIES
-    known = known or (target_top == "grpc" and room in KNOWS_GRPC)
+    known = known or LIBRARIES_OF.get(room) == target_top
     if not known and room in HOST_ROOMS | {FACE}:
         return f"{room} imports {target_top}, which is no library of the host floor"
     return None
