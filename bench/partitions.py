@@ -35,8 +35,8 @@ from bench.compiled_stage import (
 )
 from bench.described_gpu import GPU, MEMORY, described_devices
 from orca_jax.config import ModelConfig
-from orca_jax.cost_model import kv_bytes_per_slot
 from orca_jax.model.presets import PRESETS
+from orca_jax.sharding.capacity import slot_bytes
 from orca_jax.sharding.partition import StagePart, split_model
 
 # Stages and devices of each: Table 1 for the paper's GPUs, and for the H200 what its memory asks for.
@@ -104,7 +104,7 @@ def program_of(
 ) -> tuple[Program, CompiledStage]:
     """Compile a stage's forward program of one bucket, with as large a cache as usefully fits."""
     weights = device_bytes(placed_parameters(model, part))
-    fits = int(memory_bytes * _FILLED - weights) // (_slot_bytes(model, part) * BLOCK_SIZE)
+    fits = int(memory_bytes * _FILLED - weights) // (slot_bytes(model, DTYPE.itemsize, part) * BLOCK_SIZE)
     n_blocks = min(MAX_BS * -(-model.n_positions // BLOCK_SIZE), fits)
     start = time.perf_counter()
     compiled = compile_stage(model, part, bucket, max_bs=MAX_BS, n_blocks=n_blocks)
@@ -151,7 +151,7 @@ def measure(gpu: GPU, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
         per_layer = {kind: (whole[kind] - single[kind]) / (len(part.layers) - 1) for kind in whole | single}
         outside = {kind: single[kind] - per_layer[kind] for kind in per_layer}
         assert all(Counter(c.kind for c in p.collectives) == whole for p in programs), "buckets differ"
-        slot_bytes = _slot_bytes(model, part)
+        per_slot = slot_bytes(model, DTYPE.itemsize, part)
         work = max(program.temporaries + program.results for program in programs)
         yield StageRow(
             gpu=gpu,
@@ -161,8 +161,8 @@ def measure(gpu: GPU, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
             layers=(part.layers.start + 1, part.layers.stop),
             attention=attention,
             weights=weights,
-            slot_bytes=slot_bytes,
-            slots=max(0, (MEMORY[gpu] - weights - work) // slot_bytes),
+            slot_bytes=per_slot,
+            slots=max(0, (MEMORY[gpu] - weights - work) // per_slot),
             programs=programs,
             per_layer=per_layer,
             outside=outside,
@@ -197,11 +197,6 @@ def table(rows: list[StageRow]) -> Table:
             " / ".join(f"{program.seconds:.0f}" for program in row.programs),
         )
     return made
-
-
-def _slot_bytes(model: ModelConfig, part: StagePart) -> int:
-    """What a token's keys and values take on each of a stage's devices."""
-    return kv_bytes_per_slot(model, DTYPE.itemsize) // model.n_layers * len(part.layers) // len(part.group)
 
 
 def _both(sizes: list[int]) -> str:

@@ -51,7 +51,7 @@ def serving_config(
     """
     longest = config.n_positions
     whole_request = round_up(longest, said.block_size)
-    fits = [_budget(part, parts) // _slot_bytes(config, itemsize, part) for part in parts]
+    fits = [_budget(part, parts) // slot_bytes(config, itemsize, part) for part in parts]
     serving = said.filled(
         n_slots=max(whole_request, min(said.max_batch_size * whole_request, *fits)),
         max_batch_tokens=max(2048, longest, said.max_batch_size),
@@ -62,7 +62,7 @@ def serving_config(
             "positions, so that the longest prompt fits into one iteration"
         )
     for part in parts:
-        n_bytes = serving.n_slots * _slot_bytes(config, itemsize, part)
+        n_bytes = serving.n_slots * slot_bytes(config, itemsize, part)
         _check(f"the keys and values of n_slots = {serving.n_slots}", n_bytes, part, parts)
     return serving
 
@@ -78,7 +78,7 @@ def check_weights(config: ModelConfig, itemsize: int, parts: Sequence[StagePart]
         _check("the weights", n_bytes, part, parts)
 
 
-def _slot_bytes(config: ModelConfig, itemsize: int, part: StagePart) -> int:
+def slot_bytes(config: ModelConfig, itemsize: int, part: StagePart) -> int:
     """Bytes that one slot takes on each of a stage's devices."""
     return kv_bytes_per_slot(config, itemsize) // config.n_layers * len(part.layers) // len(part.group)
 
