@@ -28,7 +28,7 @@ from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.cost_model import Device, IterationShape, OperationKind, floor, operations
 from orca_jax.flat_batch import FlatLayout
 from orca_jax.kv_manager import round_up
-from orca_jax.llm import build_engine
+from orca_jax.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import activate, matmul

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.kv_manager import round_up
-from orca_jax.llm import build_engine
+from orca_jax.local_engine import build_engine
 from orca_jax.model.presets import PRESETS
 from orca_jax.request import Request, SamplingParams
 from orca_jax.request_pool import RequestPool

@@ -22,9 +22,10 @@ from orca_jax.request import SamplingParams
 if TYPE_CHECKING:
     from orca_jax.llm import LLM
     from orca_jax.sharding.convert import convert_checkpoint
+    from orca_jax.worker_process import run_worker
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "convert_checkpoint"]
+__all__ = ["LLM", "SamplingParams", "__version__", "convert_checkpoint", "run_worker"]
 
 
 def __getattr__(name: str) -> Any:
@@ -37,4 +38,8 @@ def __getattr__(name: str) -> Any:
         from orca_jax.sharding.convert import convert_checkpoint
 
         return convert_checkpoint
+    if name == "run_worker":
+        from orca_jax.worker_process import run_worker
+
+        return run_worker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Frozen configuration, checked when made, composed and never inherited."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from orca_jax.errors import ConfigError
@@ -166,4 +166,39 @@ class Deadlines:
             raise ConfigError(
                 f"worker_seconds {self.worker_seconds:g} is below iteration_seconds "
                 f"{self.iteration_seconds:g}: workers would exit before the loss of one is noticed"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerOptions:
+    """What a worker's process is told when it is started; the sizes come from the engine master later.
+
+    `stage` counts from 0. `listen` is the control port's address, "host:port" or "unix:/path"; `data_host`
+    the address that the next stage reaches its data port by. `secret` guards the control port.
+    `forward_ahead` False forwards control messages only behind the device's work, to measure what forwarding
+    ahead is good for. `end_with_stdin` ends the process when its standard input does, which its parent holds
+    open.
+    """
+
+    model: str | None = None
+    stage: int
+    n_stages: int
+    listen: str
+    data_host: str = "127.0.0.1"
+    tensor_parallel: int = 1
+    dtype: Dtype | None = None
+    load_format: LoadFormat = "auto"
+    attention: Attention | None = None
+    seed: int = 0
+    secret: str = field(default="", repr=False)
+    forward_ahead: bool = True
+    end_with_stdin: bool = False
+
+    def __post_init__(self) -> None:
+        _whole("the number of stages", self.n_stages, 1, 256)
+        _whole("stage", self.stage + 1, 1, self.n_stages)
+        if self.data_host in ("", "0.0.0.0", "::"):
+            raise ConfigError(
+                f"data_host is {self.data_host!r}; it must be one address that the next stage's worker can "
+                "reach this one by"
             )

@@ -1,21 +1,22 @@
 """The engine master's control lines: a remote_workers.Channel over gRPC, one stream to each worker."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from orca_jax.control_join import MASTER, JoinTerms
+from orca_jax.control_join import MASTER, JoinTerms, WorkerAbout, control_address
 from orca_jax.control_line import ControlLine, Deliver, LineLimits
-from orca_jax.errors import ConfigError
+from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.remote_workers import Arrival
 
 
 class ControlChannel:
-    """Lines to all workers, joined when this is made: `addresses[i]` is that of stage i, "host:port".
+    """Lines to all workers, joined when this is made: `addresses[i]` is that of stage i.
 
-    `terms[i]` is what the worker of stage i must be. All are waited for together, `seconds` at most. Raises
-    WorkerRefused where a worker is another than that, or knows another secret, WorkerUnreachable where none
-    answers; whatever was joined by then is left again.
+    It is "host:port", "[v6]:port" or "unix:/absolute/path", and `terms[i]` is what the worker there must be.
+    All are waited for together, `seconds` at most. Raises WorkerRefused where a worker is another than that,
+    or knows another secret, WorkerUnreachable where none answers, and meanwhile what `failure` returns, which
+    says why a worker will never be there; whatever was joined by then is left again.
     """
 
     def __init__(
@@ -26,10 +27,13 @@ class ControlChannel:
         secret: str,
         seconds: float = 30.0,
         limits: LineLimits | None = None,
+        failure: Callable[[], OrcaError | None] = lambda: None,
     ) -> None:
         if len(addresses) != len(terms) or not addresses or len(set(addresses)) != len(addresses):
             message = f"{len(addresses)} addresses of workers came, {', '.join(addresses)}, for {len(terms)} "
             raise ConfigError(message + "stages; each stage needs one, and its own")
+        for address in addresses:
+            control_address(address)
         limits = limits or LineLimits()
         self._inbox = FrameQueue[Arrival](limits.frames)
         self._lines = [
@@ -41,10 +45,17 @@ class ControlChannel:
         deadline = time.monotonic() + seconds
         try:
             for line in self._lines:
-                line.wait_joined(max(0.0, deadline - time.monotonic()))
-        except ConfigError:
+                line.wait_joined(max(0.0, deadline - time.monotonic()), failure)
+        except OrcaError:
             self.close()
             raise
+
+    @property
+    def about(self) -> list[WorkerAbout]:
+        """What each stage's worker said of itself when it was last joined."""
+        found = [line.about for line in self._lines]
+        assert all(about is not None for about in found), "all were joined when this was made"
+        return [about for about in found if about is not None]
 
     def send(self, stage: int, data: bytes) -> None:
         """Send a frame without waiting; dropped while the line is broken."""

@@ -5,6 +5,7 @@ comes late can be told from what is due, and a checksum, so that nothing that wa
 on. Iterations are counted from 0 in each epoch.
 """
 
+import math
 import struct
 import zlib
 from enum import IntEnum
@@ -21,17 +22,18 @@ _MAGIC = 0x0CA1
 _HEADER = struct.Struct("<HBBHHQQII")  # magic, version, kind, stage, 0, epoch, iteration, length, checksum
 _CHECKSUM_AT = _HEADER.size - 4
 HEADER_BYTES = _HEADER.size
+_STAGE_TIME = struct.Struct("<dQ")
 
 
 class FrameKind(IntEnum):
     """What a frame says; the payload in brackets."""
 
-    START = 1  # master to each worker: give up every epoch before, be ready for this one [nothing]
+    START = 1  # master to each worker: give up every epoch before, be ready for this one [a StartOrder]
     MESSAGE = 2  # master to worker 1, worker to worker: run an iteration [a control message]
     READY = 3  # worker to master, as all from here on: caches are new, the epoch may begin [nothing]
-    RECEIVED = 4  # the iteration's message is here and was passed on [nothing]
-    DONE = 5  # this stage's part of the iteration is computed [nothing]
-    TOKENS = 6  # from the last stage alone: the same, with its tokens [R int32]
+    RECEIVED = 4  # the iteration's message is here, and was passed on if that is not held back [a StageTime]
+    DONE = 5  # this stage's part of the iteration is computed; the last stage sends TOKENS [a StageTime]
+    TOKENS = 6  # from the last stage alone: the iteration is computed, and these are its tokens [R int32]
     TROUBLE = 7  # this worker has given the epoch up [why, UTF-8]
 
 
@@ -46,6 +48,16 @@ class Frame(NamedTuple):
     iteration: int = 0
     stage: int = 0
     payload: bytes = b""
+
+
+class StageTime(NamedTuple):
+    """When a stage took an iteration's message, or finished its part, in seconds of its worker's own clock.
+
+    `link_bytes` are what the stage then has put on the link to the next one for it: 0 when it took it.
+    """
+
+    seconds: float
+    link_bytes: int
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -95,3 +107,18 @@ def decode_tokens(payload: bytes, *, n_rows: int, vocab_size: int) -> npt.NDArra
         wrong = low if low < 0 else high
         raise BadFrame(f"token id {wrong} came; the vocabulary has 0 to {vocab_size - 1}")
     return token_ids
+
+
+def encode_stage_time(time: StageTime) -> bytes:
+    """The time as a payload."""
+    return _STAGE_TIME.pack(*time)
+
+
+def decode_stage_time(payload: bytes) -> StageTime:
+    """The time that these bytes are. Raises BadFrame."""
+    if len(payload) != _STAGE_TIME.size:
+        raise BadFrame(f"{len(payload)} bytes of a stage's time came, which has {_STAGE_TIME.size}")
+    time = StageTime(*_STAGE_TIME.unpack(payload))
+    if not 0 <= time.seconds < math.inf:
+        raise BadFrame(f"a stage's time came that is {time.seconds} seconds")
+    return time

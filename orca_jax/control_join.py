@@ -7,12 +7,14 @@ network that others can read needs a tunnel.
 import hashlib
 import hmac
 import json
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from ipaddress import ip_address
+from typing import Any, NamedTuple, cast
 
 from orca_jax.config import ModelConfig
 from orca_jax.control_frame import PROTOCOL_VERSION
-from orca_jax.control_wire import ControlWire
+from orca_jax.errors import ConfigError
 from orca_jax.worker_pb2 import Frame
 
 METHOD = "/orca.v1.Worker/Frames"
@@ -22,6 +24,9 @@ MAX_MESSAGE = 16 << 20  # bytes of a frame
 _AROUND = 16  # bytes of protobuf around it, at most
 MAX_SECRET = 1024  # bytes
 _MAX_VALUE = 200  # characters of one that is shown
+_MAX_ABOUT = 4096  # bytes; gRPC takes no more than twice that
+_MAX_SLOTS = 1 << 50
+_MAX_DATA_ADDRESS = 1000  # bytes
 
 # Times in milliseconds. A peer that vanished without a word is noticed within ten seconds, by either side;
 # gRPC's own threads answer, so that one which compiles for minutes is not taken for dead. A proxy of the
@@ -41,7 +46,8 @@ OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 
-_ROLE, _SECRET, _TERMS = "orca-role", "orca-secret-bin", "orca-terms-bin"
+_ROLE, _SECRET, _TERMS, _DATA = "orca-role", "orca-secret-bin", "orca-terms-bin", "orca-data-bin"
+_ABOUT = "orca-about-bin"
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -50,29 +56,88 @@ class JoinTerms:
     """What a stage is: both ends of a line to its worker state it, each from its own configuration.
 
     `stage` counts from 0, its layers are `first_layer` to `first_layer + n_layers - 1`; `model` is the
-    model's name and `digest` that of its configuration.
+    model's name and `digest` that of its configuration. A caller whose `dtype` is None takes any.
     """
 
     model: str
     digest: str
-    dtype: str
+    dtype: str | None
     stage: int
     n_stages: int
     first_layer: int
     n_layers: int
-    wire: ControlWire
 
-    def fields(self) -> dict[str, str | int]:
-        """Every field by its name, with those of the wire and the protocol's version, which comes first."""
-        own = asdict(self)
-        wire = own.pop("wire")
-        return {"protocol_version": PROTOCOL_VERSION, **own, **wire}
+    def fields(self) -> dict[str, str | int | None]:
+        """Every field by its name, with the protocol's version, which comes first."""
+        return {"protocol_version": PROTOCOL_VERSION, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAbout:
+    """What a worker says of itself when it takes a caller.
+
+    `slots` are the whole slots of keys and values that fit its devices; `device` is what one is called, and
+    `attention` how attention runs there.
+    """
+
+    dtype: str
+    slots: int
+    device: str
+    attention: str
+
+
+class ControlAddress(NamedTuple):
+    """Where a worker takes calls: a host and a port, or the path of a unix socket, and "" for the host."""
+
+    host: str
+    port: int
+    path: str = ""
+
+    def __str__(self) -> str:
+        """As it is written, and as gRPC takes it."""
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def is_local(self) -> bool:
+        """Whether nobody on another machine can reach it."""
+        try:
+            return bool(self.path) or ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def control_address(text: str) -> ControlAddress:
+    """The address "host:port", "[v6]:port" or "unix:/absolute/path". Raises ConfigError."""
+    plain = text.isprintable() and not set(text) & set(" %?#,")  # what gRPC would read in its own way
+    scheme, _, path = text.partition(":")
+    if plain and scheme == "unix" and path.startswith("/"):
+        return ControlAddress("", 0, path)
+    host, _, port = text.rpartition(":")
+    numbered = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        named = _is_ipv6(host)
+    else:
+        named = host not in ("", "unix") and not set(host) & set(":/[]")
+    if plain and numbered and named:
+        return ControlAddress(host, int(port))
+    message = f"a worker's address is {text[:_MAX_VALUE]!r}; it must be host:port, [IPv6 address]:port or "
+    raise ConfigError(message + "unix:/absolute/path")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 def model_digest(config: ModelConfig) -> str:
-    """A digest of all that a ModelConfig says."""
-    text = json.dumps(asdict(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    """A digest of all that a ModelConfig says, but for how a table is padded to be split over devices."""
+    said = asdict(config)
+    del said["vocab_multiple"]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def to_message(frame: bytes) -> bytes:
@@ -85,13 +150,49 @@ def from_message(message: bytes) -> bytes:
     return Frame.FromString(message).frame
 
 
-def metadata(role: str, terms: JoinTerms, secret: str) -> Metadata:
-    """What a caller sends along."""
-    return (
+def metadata(role: str, terms: JoinTerms, secret: str, data_address: str = "") -> Metadata:
+    """What a caller sends along; one of the stage before with the address that its hidden states are at."""
+    said = (
         (_ROLE, role),
         (_SECRET, secret.encode()),
         (_TERMS, json.dumps(terms.fields()).encode()),
     )
+    return (*said, (_DATA, data_address.encode())) if role == PREVIOUS else said
+
+
+def data_address_of(found: dict[str, str | bytes]) -> str | None:
+    """The data address in a caller's metadata, "" where there is none; None for one that cannot be."""
+    value = found.get(_DATA, b"")
+    value = value.encode() if isinstance(value, str) else value
+    try:
+        address = value.decode()
+    except UnicodeDecodeError:
+        return None
+    return address if len(value) <= _MAX_DATA_ADDRESS and address.isprintable() else None
+
+
+def about_metadata(about: WorkerAbout) -> Metadata:
+    """What a worker sends to a caller that it takes, before the first message."""
+    return ((_ABOUT, json.dumps(asdict(about)).encode()),)
+
+
+def about_of(found: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
+    """What a worker's metadata says of it; None where that is not what a worker says."""
+    said = dict(found).get(_ABOUT, b"")
+    if len(said) > _MAX_ABOUT:
+        return None
+    try:
+        read: object = json.loads(said)
+    except (ValueError, RecursionError):
+        return None
+    about = cast("dict[str, Any] | None", read if isinstance(read, dict) else None)
+    if about is None or about.keys() != {field.name for field in fields(WorkerAbout)}:
+        return None
+    slots = about["slots"]
+    texts = all(isinstance(about[name], str) for name in ("dtype", "device", "attention"))
+    if not texts or type(slots) is not int or not 0 <= slots <= _MAX_SLOTS:
+        return None
+    return WorkerAbout(**about)
 
 
 def has_secret(found: dict[str, str | bytes], secret: str) -> bool:
@@ -117,6 +218,8 @@ def disagreement(found: dict[str, str | bytes], terms: JoinTerms) -> str | None:
     theirs = cast("dict[str, Any]", theirs)
     for name, expected in terms.fields().items():
         value = theirs.get(name)
+        if name == "dtype" and name in theirs and value is None:
+            continue  # any
         if type(value) is not type(expected) or value != expected:
             shown = "nothing" if value is None else repr(value)[:_MAX_VALUE]
             expected = repr(expected)[:_MAX_VALUE]

@@ -17,11 +17,13 @@ from orca_jax.control_join import (
     METHOD,
     OPTIONS,
     JoinTerms,
+    WorkerAbout,
+    about_of,
     from_message,
     metadata,
     to_message,
 )
-from orca_jax.errors import WorkerRefused, WorkerUnreachable
+from orca_jax.errors import OrcaError, WorkerRefused, WorkerUnreachable
 from orca_jax.frame_queue import FrameQueue
 
 # What trying again does not change: somebody has to start something else.
@@ -31,6 +33,7 @@ _FINAL = (
     grpc.StatusCode.UNIMPLEMENTED,
 )
 _REFUSED = (*_FINAL, grpc.StatusCode.ALREADY_EXISTS)
+_LOOK_SECONDS = 0.1  # between two looks at who would interrupt a wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +64,11 @@ class Deliver(Protocol):
 
 
 class ControlLine:
-    """One line to the worker at `address`, "host:port". A thread of its own calls `deliver`.
+    """One line to the worker at `address`, which control_join.control_address could read.
 
-    A line that was joined and broke is told once, and so is a refusal; attempts that fail are not.
+    A thread of its own calls `deliver`. A line that was joined and broke is told once, and so is a refusal;
+    attempts that fail are not. `data_address`, of a worker that calls the next one, is where its hidden
+    states are to be had. `about` is what the worker said of itself when it last took this caller.
     """
 
     def __init__(
@@ -75,10 +80,12 @@ class ControlLine:
         secret: str,
         deliver: Deliver,
         limits: LineLimits,
+        data_address: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.about: WorkerAbout | None = None
         self._address = address
-        self._metadata = metadata(role, terms, secret)
+        self._metadata = metadata(role, terms, secret, data_address)
         self._deliver = deliver
         self._limits = limits
         self._clock = clock
@@ -93,14 +100,19 @@ class ControlLine:
         self._thread = threading.Thread(target=self._run, name=f"control line {address}", daemon=True)
         self._thread.start()
 
-    def wait_joined(self, seconds: float) -> None:
-        """Until the worker has taken this caller. Raises WorkerRefused, WorkerUnreachable."""
+    def wait_joined(self, seconds: float, failure: Callable[[], OrcaError | None] = lambda: None) -> None:
+        """Until the worker has taken this caller. Raises WorkerRefused, WorkerUnreachable.
 
-        def decided() -> bool:
-            return self._outbox is not None or (self._failure is not None and self._failure[0] in _FINAL)
-
+        Raises what `failure` returns as well, which is asked several times a second.
+        """
+        deadline = self._clock() + seconds
+        while not self._decided(min(_LOOK_SECONDS, deadline - self._clock())):
+            error = failure()
+            if error is not None:
+                raise error
+            if self._clock() >= deadline:
+                break
         with self._changed:
-            self._changed.wait_for(decided, seconds)
             if self._outbox is not None:
                 return
             if self._failure is not None and self._failure[0] in _REFUSED:
@@ -131,6 +143,15 @@ class ControlLine:
         if call is not None:
             call.cancel()
         self._thread.join(self._limits.close_seconds)
+
+    def _decided(self, seconds: float) -> bool:
+        """Wait until the worker has taken this caller, or refused it for good; False where neither was."""
+
+        def decided() -> bool:
+            return self._outbox is not None or (self._failure is not None and self._failure[0] in _FINAL)
+
+        with self._changed:
+            return self._changed.wait_for(decided, max(0.0, seconds))
 
     def _break(self, call: Any, why: str) -> None:
         with self._changed:
@@ -184,12 +205,14 @@ class ControlLine:
             try:
                 for data in call:
                     if not joined:
-                        if data != JOINED:
+                        about = about_of(call.initial_metadata())
+                        if data != JOINED or about is None:
                             self._break(call, "it is no worker of orca_jax")
                             continue
                         timer.cancel()
                         joined = True
                         with self._changed:
+                            self.about = about
                             self._outbox, self._failure = outbox, None
                             self._changed.notify_all()
                     elif not self._deliver(data, ""):

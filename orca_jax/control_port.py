@@ -4,10 +4,10 @@ The peers are the engine master and the worker of the stage before. Who does not
 other terms, is refused and changes nothing.
 """
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from ipaddress import ip_address
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -21,6 +21,10 @@ from orca_jax.control_join import (
     OPTIONS,
     PREVIOUS,
     JoinTerms,
+    WorkerAbout,
+    about_metadata,
+    control_address,
+    data_address_of,
     disagreement,
     from_message,
     has_secret,
@@ -32,12 +36,14 @@ from orca_jax.frame_queue import FrameQueue
 
 _CALLS = 8  # at once, with those that are about to be refused
 _STOP_SECONDS = 5.0
+_PROBE_SECONDS = 1.0  # to see whether somebody listens at a unix socket; locally that is known at once
 
 
 class _Peer:
     """A stream that was taken: the frames that go out, and why this end breaks it."""
 
-    def __init__(self, frames: int) -> None:
+    def __init__(self, frames: int, data_address: str) -> None:
+        self.data_address = data_address
         self.outbox = FrameQueue[bytes](frames)
         self.why = ""
 
@@ -48,54 +54,72 @@ class _Peer:
 
 
 class ControlPort:
-    """A worker's gRPC server, listening once it is made. `port` is the one it got where 0 was asked for.
+    """A worker's gRPC server at `address`: "host:port", "[v6]:port" or "unix:/absolute/path".
 
-    `frames` bounds each queue. Raises ConfigError for an address that cannot be had, or for one that others
-    can reach without a secret.
+    The address is had once this is made, and `address` is the real one where port 0 was asked for; callers
+    wait, and try again, until `open`. `deliver` takes each frame that comes, without waiting, on the peer's
+    own thread; False, when there is no room for it, breaks that peer's line. `frames` bounds what waits to be
+    sent to one peer. Raises ConfigError for an address that cannot be had or read, or for one that others can
+    reach without a secret.
     """
 
     def __init__(
         self,
-        terms: JoinTerms,
+        address: str,
         *,
+        terms: JoinTerms,
         secret: str,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        deliver: Callable[[bytes], bool],
         frames: int = 4096,
     ) -> None:
+        assert terms.dtype is not None, "a worker has a dtype"
+        at = control_address(address)
         if len(secret.encode()) > MAX_SECRET:
             raise ConfigError(
                 f"the control plane's secret has more than {MAX_SECRET} bytes; take a shorter one"
             )
-        if not secret and not _is_loopback(host):
-            message = f"a worker that listens on {host!r} can be reached by others, and there is no secret; "
+        if not secret and not at.is_local():
+            message = (
+                f"a worker that listens on {at.host!r} can be reached by others, and there is no secret; "
+            )
             raise ConfigError(message + "set one, the same for the server and all workers")
         self._terms = terms
         self._secret = secret
+        self._deliver = deliver
         self._frames = frames
-        self._inbox = FrameQueue[bytes](frames)
+        self._about: WorkerAbout | None = None  # None: callers are not taken
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._readers: set[threading.Thread] = set()
         self._pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="control port")
         self._server: Any = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=_CALLS)
+        self._started = False
         service, method = METHOD.strip("/").split("/")
         handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer, from_message, to_message)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
-        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port: int = self._server.add_insecure_port(at)
+            if at.path and _is_listened_at(at.path):  # gRPC would take it away from who listens
+                raise RuntimeError("another process listens there")
+            port: int = self._server.add_insecure_port(str(at))
         except RuntimeError as error:
             self._pool.shutdown()
             message = f"a worker cannot listen on {at}: {error}; choose another address or port"
             raise ConfigError(message) from error
-        self._server.start()
+        self.address = str(at if at.path else at._replace(port=port))
 
-    def receive(self, timeout: float) -> bytes | None:
-        """The next frame from any peer; None when none came within `timeout` seconds."""
-        return self._inbox.get(timeout)
+    def open(self, about: WorkerAbout) -> None:
+        """Take callers from now on; each is told `about`."""
+        assert not self._started, "a port is opened once"
+        self._about = about
+        self._start()
+
+    def data_address_of_previous(self) -> str:
+        """Where the hidden states of the stage before are to be had; "" while its worker has not joined."""
+        with self._lock:
+            peer = self._peers.get(PREVIOUS)
+        return "" if peer is None else peer.data_address
 
     def report(self, data: bytes) -> None:
         """Send a frame to the engine master without waiting; dropped while there is none."""
@@ -110,18 +134,26 @@ class ControlPort:
 
     def close(self) -> None:
         """End all streams and threads, within some seconds; what was not sent is dropped."""
+        if not self._started:
+            self._start()  # gRPC gives an address back only where it was served
         stopped = self._server.stop(None)
         with self._lock:
             peers, readers = list(self._peers.values()), list(self._readers)
         for peer in peers:
             peer.end()
-        self._inbox.end()
         stopped.wait(_STOP_SECONDS)
         for reader in readers:
             reader.join(_STOP_SECONDS)
         self._pool.shutdown(wait=False)
 
+    def _start(self) -> None:
+        self._started = True
+        self._server.start()
+
     def _answer(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        about = self._about
+        if about is None:
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, "this worker ended before it was ready")
         role, peer = self._admit(context)
 
         def over() -> None:
@@ -139,6 +171,7 @@ class ControlPort:
         with self._lock:
             self._readers.add(reader)
         reader.start()
+        context.send_initial_metadata(about_metadata(about))
         yield JOINED
         yield from peer.outbox
         if peer.why:
@@ -157,7 +190,11 @@ class ControlPort:
         if role not in allowed:
             why = f"role: this worker takes {' or '.join(allowed)}, and the caller is {role[:100]!r}"
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
-        peer = _Peer(self._frames)
+        data_address = data_address_of(found) if role == PREVIOUS else ""
+        if data_address is None:
+            why = "the caller sent no data address that can be read; run the same orca_jax everywhere"
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        peer = _Peer(self._frames, data_address)
         with self._lock:
             taken = role in self._peers
             if not taken:
@@ -171,8 +208,8 @@ class ControlPort:
     def _read(self, requests: Iterator[bytes], peer: _Peer) -> None:
         try:
             for data in requests:
-                if not self._inbox.put(data):
-                    peer.end(f"{self._inbox.limit} frames wait at this worker, which is too slow")
+                if not self._deliver(data):
+                    peer.end("more frames came than this worker has room for")
                     return
             peer.end()  # the caller sends no more
         except grpc.RpcError:
@@ -187,8 +224,13 @@ def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _is_listened_at(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_SECONDS)
+        try:
+            probe.connect(path)
+        except (BlockingIOError, TimeoutError):
+            pass  # somebody does, and has many callers
+        except OSError:
+            return False  # nothing, or what a killed process left behind
+    return True

@@ -8,11 +8,12 @@ seed can be replayed.
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from orca_jax.buckets import bucket_sizes
 from orca_jax.config import Deadlines, RestartBound, ServingConfig
+from orca_jax.control_start import StartOrder
 from orca_jax.control_wire import ControlWire
 from orca_jax.errors import EngineError, OrcaError, WorkerLost
 from orca_jax.kv_manager import KVManager, round_up
@@ -83,6 +84,8 @@ class FaultTrace:
     faults: tuple[Fault, ...] = ()
     restarts: int = 100
     timing: Timing = field(default_factory=Timing)
+    supervised: bool = False  # a worker that is suspected is ended and started anew
+    forward_ahead: bool = True
 
 
 def random_fault_trace(seed: int) -> FaultTrace:
@@ -124,17 +127,24 @@ def random_fault_trace(seed: int) -> FaultTrace:
     for _ in range(rng.choice((0, 0, 1, 2))):
         reason = rng.choice((FinishReason.CANCELLED, FinishReason.TIMEOUT))
         ends.append(PlannedEnd(rng.uniform(0, span + 2), rng.randrange(len(requests)), reason))
+    n_slots = round_up(longest, block_size) + rng.choice((0, longest, 4 * longest))
+    max_batch_tokens = max(max_bs, longest - 1) + rng.choice((0, 3, 30))
+    restarts = rng.choice((0, 1, 2, 20, 20, 20, 20, 20, 20, 20))
+    # Programs may take longer than a worker's patience with its device, and shorter than a recovery may.
+    timing = replace(timing, programs=rng.choice((0.0, 0.0, DEADLINES.worker_seconds + 0.5)))
     return FaultTrace(
         n_stages=n_stages,
         max_bs=max_bs,
         block_size=block_size,
-        n_slots=round_up(longest, block_size) + rng.choice((0, longest, 4 * longest)),
-        max_batch_tokens=max(max_bs, longest - 1) + rng.choice((0, 3, 30)),
+        n_slots=n_slots,
+        max_batch_tokens=max_batch_tokens,
         requests=tuple(requests),
         ends=tuple(ends),
         faults=tuple(sorted(faults, key=lambda fault: fault.time)),
-        restarts=rng.choice((0, 1, 2, 20, 20, 20, 20, 20, 20, 20)),
+        restarts=restarts,
         timing=timing,
+        supervised=rng.random() < 0.5,
+        forward_ahead=rng.random() < 0.9,
     )
 
 
@@ -156,6 +166,7 @@ class FaultSimulation:
         self.deliveries: list[Delivery] = []
         self.refused: list[tuple[Request, OrcaError]] = []
         self.asked_to_end: set[str] = set()
+        self.suspects: list[int] = []
         self.failure: EngineError | None = None
         config = ServingConfig(
             max_batch_size=trace.max_bs,
@@ -185,7 +196,11 @@ class FaultSimulation:
         )
         self.stages = [
             SimulatedStage(
-                i, trace.n_stages, lines=self.lines, wire=wire, deadlines=DEADLINES, timing=trace.timing
+                i,
+                trace.n_stages,
+                lines=self.lines,
+                timing=trace.timing,
+                forward_ahead=trace.forward_ahead,
             )
             for i in range(trace.n_stages)
         ]
@@ -193,7 +208,19 @@ class FaultSimulation:
         for stage, behind in zip(self.stages, self.stages[1:], strict=False):
             stage.next = behind
         self.workers = RemoteWorkers(
-            self.lines, wire, n_stages=trace.n_stages, clock=self.clock.now, deadlines=DEADLINES
+            self.lines,
+            [
+                StartOrder(
+                    wire=wire,
+                    next_address=str(i + 1) if i + 1 < trace.n_stages else "",
+                    worker_seconds=DEADLINES.worker_seconds,
+                    ready_seconds=DEADLINES.ready_seconds,
+                )
+                for i in range(trace.n_stages)
+            ],
+            clock=self.clock.now,
+            deadlines=DEADLINES,
+            on_suspect=self._suspect,
         )
         self.engine = RemoteEngine(
             self.workers,
@@ -279,6 +306,11 @@ class FaultSimulation:
 
         self.clock.call_at(planned.time, add)
         return request
+
+    def _suspect(self, stage: int) -> None:
+        self.suspects.append(stage)
+        if self.trace.supervised:
+            self.stages[stage].die(self.trace.timing.restart, noticed=True)
 
     def _end(self, end: PlannedEnd) -> None:
         if self.pool.end(str(end.number), end.reason):

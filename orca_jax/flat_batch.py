@@ -123,8 +123,7 @@ def flat_batch(
     real_tokens = message.token_ids.shape[0]
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
-    buffer = np.zeros(layout.size, np.int32)
-    to = layout.split(buffer)
+    buffer, to = _padding(layout, n_slots=n_slots, n_rows=n_rows)
 
     # Per row.
     row_start = to.row_start
@@ -132,7 +131,6 @@ def flat_batch(
     row_start[real_rows + 1 :] = real_tokens
     to.kv_length[:real_rows] = message.kv_length
     to.row[:real_rows] = message.row
-    to.row[real_rows:] = n_rows
     to.block_table[:real_rows] = message.block_table
     to.token_index[:real_rows] = message.token_index
     sampling = message.sampling
@@ -140,9 +138,7 @@ def flat_batch(
     to.seed_low[:real_rows] = (sampling.seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     to.seed_high[:real_rows] = sampling.seed >> 32
     to.temperature[:real_rows] = sampling.temperature.view(np.int32)
-    top_p = to.top_p.view(np.float32)
-    top_p[:real_rows] = sampling.top_p
-    top_p[real_rows:] = 1
+    to.top_p.view(np.float32)[:real_rows] = sampling.top_p
 
     # Per token. Increments alone need no map from token to row: each row is one token.
     kv_length, row, take_last = message.kv_length, message.row, message.token_on_device
@@ -160,7 +156,22 @@ def flat_batch(
     to.slot_of_token[:real_tokens] = (
         message.block_table[owner, positions // block_size] * block_size + positions % block_size
     )
-    to.slot_of_token[real_tokens:] = n_slots
     to.take_last[:real_tokens] = take_last
     to.last_row[:real_tokens] = row * take_last  # where nothing is taken 0, which is in range
     return FlatBatch(layout, buffer, to, real_tokens, real_rows, sampler_for(sampling))
+
+
+def padding_batch(layout: FlatLayout, *, n_slots: int, n_rows: int, sampler: Sampler) -> FlatBatch:
+    """A batch of no request, to run a program that nobody has a request for yet: it writes nowhere."""
+    buffer, to = _padding(layout, n_slots=n_slots, n_rows=n_rows)
+    return FlatBatch(layout, buffer, to, 0, 0, sampler)
+
+
+def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDArray[np.int32], FlatArrays]:
+    """A buffer in which every token and row is padding, and its parts."""
+    buffer = np.zeros(layout.size, np.int32)
+    to = layout.split(buffer)
+    to.row.fill(n_rows)
+    to.slot_of_token.fill(n_slots)
+    to.top_p.view(np.float32).fill(1)
+    return buffer, to

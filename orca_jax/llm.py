@@ -1,20 +1,15 @@
 # pyright: standard
-"""The composition root: the one place that builds an engine, and the offline API on top of it."""
+"""The offline API, which is also the composition root: an engine is chosen here, with its workers' place."""
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, Literal, Self, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.buckets import bucket_sizes
-from orca_jax.config import Attention, Dtype, LoadFormat, ModelConfig, ServingConfig
-from orca_jax.engine_master import EngineMaster
+from orca_jax.config import Attention, Deadlines, Dtype, LoadFormat, RestartBound, WorkerOptions
 from orca_jax.errors import (
     ConfigError,
     EngineError,
@@ -24,15 +19,14 @@ from orca_jax.errors import (
     ServiceClosed,
 )
 from orca_jax.generation import Generation, GenerationResult
-from orca_jax.kv_manager import KVManager
-from orca_jax.model.gpt import Parameters
+from orca_jax.local_engine import local_engine
+from orca_jax.remote_pipeline import WorkersBehind, remote_pipeline
 from orca_jax.request import SamplingParams
 from orca_jax.service import Orca
-from orca_jax.sharding.capacity import Sizes, serving_config
-from orca_jax.sharding.load import load_model
-from orca_jax.sharding.partition import StagePart, said_of, split_model
-from orca_jax.sharding.worker import Worker
+from orca_jax.sharding.load import find_model
+from orca_jax.sizes import Sizes
 from orca_jax.tokenizer import TextStream
+from orca_jax.worker_processes import supervised_pipeline
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -56,6 +50,12 @@ class LLM:
     devices (docs/parallelism.md); the first devices that JAX has are taken. Iterations do not overlap yet:
     `overlap` may be None (as built) or False.
 
+    With `worker_processes` each stage runs in a process of its own on this machine, which is started anew
+    when it is lost. `workers` are the control ports of workers that somebody else has started, "host:port" of
+    stage 1 first; they must run the same model, and know `control_secret`, if there is one. `deadlines` say
+    how long workers are waited for, `restarts` how often they may be lost; `on_event` is told what becomes of
+    the processes, a line at a time (docs/workers.md).
+
     `on_load(done, total)` is told the progress of reading a checkpoint, in bytes of its files.
 
     Raises ConfigError or a CheckpointError. All methods may be called from many threads.
@@ -77,7 +77,13 @@ class LLM:
         block_size: int = 16,
         max_queue: int = 1 << 20,
         attention: Attention | None = None,
+        workers: Sequence[str] | None = None,
+        worker_processes: bool = False,
+        control_secret: str = "",
+        deadlines: Deadlines | None = None,
+        restarts: RestartBound | None = None,
         on_load: Callable[[int, int], None] | None = None,
+        on_event: Callable[[str], None] | None = None,
     ) -> None:
         _refuse_what_is_not_built(overlap)
         _one_of("load_format", load_format, get_args(LoadFormat))
@@ -94,33 +100,76 @@ class LLM:
             block_size=block_size,
             max_queue=max_queue,
         )
-        devices = jax.devices()
-        device = devices[0]
-        self.dtype: str = dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-        self.device: str = device.device_kind if device.platform != "cpu" else "cpu"
-        split = partial(
-            split_model,
-            devices=devices,
-            pipeline_parallel=pipeline_parallel,
-            tensor_parallel=tensor_parallel,
-        )
-        loaded = load_model(model, load_format, jnp.dtype(self.dtype), seed or 0, split, on_load)
-        self.name = loaded.name
-        self.directory = loaded.directory
-        self.config = loaded.config
-        self.tokenizer = loaded.tokenizer
-        self.stages = said_of(loaded.parts)
-        self.serving = serving_config(self.config, jnp.dtype(self.dtype).itemsize, loaded.parts, said)
-        sizes = bucket_sizes(self.serving.max_batch_tokens)
-        built = build_engine(
-            self.config, loaded.parameters, self.serving, loaded.parts, buckets=sizes, attention=attention
-        )
-        self.attention: str = built.attention
+        place = _place_of(workers, worker_processes, pipeline_parallel)
+        deadlines, restarts = deadlines or Deadlines(), restarts or RestartBound()
+        found = find_model(model, load_format)
+        self.name = found.name
+        self.directory = found.directory
+        self.tokenizer = found.tokenizer
+        if place == "here":
+            built = local_engine(
+                found,
+                said,
+                load_format=load_format,
+                dtype=dtype,
+                seed=seed or 0,
+                pipeline_parallel=pipeline_parallel,
+                tensor_parallel=tensor_parallel,
+                attention=attention,
+                on_load=on_load,
+            )
+        elif place == "elsewhere":
+            assert workers is not None
+            if attention is not None:
+                raise ConfigError("attention is chosen by each worker: say it to `orca worker`, not here")
+            built = remote_pipeline(
+                found.name,
+                found.config,
+                said,
+                WorkersBehind(addresses=tuple(workers), secret=control_secret),
+                dtype=dtype,
+                tensor_parallel=tensor_parallel,
+                deadlines=deadlines,
+            )
+        else:
+            options = WorkerOptions(
+                model=None if model is None else str(model),
+                stage=0,
+                n_stages=pipeline_parallel,
+                listen="",
+                tensor_parallel=tensor_parallel,
+                dtype=dtype,
+                load_format=load_format,
+                attention=attention,
+                seed=seed or 0,
+            )
+            built = supervised_pipeline(
+                found.name,
+                found.config,
+                said,
+                options,
+                restarts=restarts,
+                deadlines=deadlines,
+                on_event=on_event or _nobody_listens,
+            )
+        self.config = built.model
+        self.dtype = built.dtype
+        self.device = built.device
+        self.stages = built.stages
+        self.attention = built.attention
+        self.serving = built.serving
+        self._close_engine = built.close
         self._service: Orca | None = Orca(
-            built.engine, built.kv, config=self.serving, model=self.config, bucket_sizes=sizes, seed=seed
+            built.engine,
+            built.kv,
+            config=self.serving,
+            model=self.config,
+            bucket_sizes=built.buckets,
+            seed=seed,
+            restarts=restarts,
         )
         self._service.start()
-        self._finalizer = weakref.finalize(self, _close_quietly, self._service)
+        self._finalizer = weakref.finalize(self, _close_quietly, self._service, self._close_engine)
 
     @property
     def service(self) -> Orca:
@@ -190,7 +239,10 @@ class LLM:
         if self._service is not None:
             service, self._service = self._service, None
             self._finalizer.detach()
-            service.close()
+            try:
+                service.close()
+            finally:
+                self._close_engine()
 
     def __enter__(self) -> Self:
         return self
@@ -249,6 +301,31 @@ def _one_for_each(params: Any, n_prompts: int) -> list[SamplingParams]:
     return list(listed)
 
 
+def _place_of(
+    workers: Sequence[str] | None, worker_processes: bool, pipeline_parallel: int
+) -> Literal["here", "elsewhere", "processes"]:
+    """Where the stages run. Raises ConfigError for what contradicts itself."""
+    if workers is None:
+        return "processes" if worker_processes else "here"
+    if isinstance(workers, str) or not workers:
+        raise ConfigError(f"workers is {workers!r}; it must be a list of addresses, one for each stage")
+    if worker_processes:
+        raise ConfigError(
+            "workers and worker_processes exclude each other: workers run already, or they are started here; "
+            "give one of the two"
+        )
+    if pipeline_parallel not in (1, len(workers)):
+        raise ConfigError(
+            f"pipeline_parallel is {pipeline_parallel}, and there are {len(workers)} workers; each is one "
+            "stage, so leave pipeline_parallel out"
+        )
+    return "elsewhere"
+
+
+def _nobody_listens(line: str) -> None:
+    """Nobody wants to know what becomes of the processes."""
+
+
 def _refuse_what_is_not_built(overlap: bool | None) -> None:
     if overlap is not None and overlap is not False:
         raise ConfigError(
@@ -261,51 +338,10 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
-class BuiltEngine(NamedTuple):
-    """An engine, the K/V manager of its cache, and a line that says which attention it runs."""
-
-    engine: EngineMaster
-    kv: KVManager
-    attention: str
-
-
-def build_engine(
-    model: ModelConfig,
-    parameters: Sequence[Parameters],
-    serving: ServingConfig,
-    parts: Sequence[StagePart],
-    *,
-    buckets: Sequence[int] | None = None,
-    attention: Attention | None = None,
-    worker: Worker | None = None,
-) -> BuiltEngine:
-    """An engine of a worker for each of `parts`, with that stage's `parameters`. Raises ConfigError.
-
-    `buckets` are `bucket_sizes(serving.max_batch_tokens)` unless given, ascending; `attention` is the
-    Workers'. The first `worker` of the same model, parts and sizes that no engine uses any more may be handed
-    in: it and those behind it keep their compiled programs, and their own attention.
-    """
-    n_workers = len(parts)
-    kv = KVManager(
-        n_blocks=serving.n_blocks,
-        block_size=serving.block_size,
-        n_rows=(n_workers + 1) * serving.max_batch_size,
-        max_blocks_per_row=-(-model.n_positions // serving.block_size),
-    )
-    if worker is None:
-        for part, own in zip(reversed(parts), reversed(parameters), strict=True):  # each knows the one behind
-            worker = Worker(
-                model, own, serving, part, n_rows=kv.n_rows, attention=attention, next_worker=worker
-            )
-    assert worker is not None, "a model has a stage"
-    sizes = bucket_sizes(serving.max_batch_tokens) if buckets is None else buckets
-    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=n_workers)
-    return BuiltEngine(engine, kv, worker.attention.said)
-
-
-def _close_quietly(service: Orca) -> None:
+def _close_quietly(service: Orca, close_engine: Callable[[], None]) -> None:
     """For an LLM that was dropped, or the end of the program: nobody is there to be told."""
     try:
         service.close(timeout=10.0)
     except EngineError:
         pass
+    close_engine()

@@ -37,11 +37,14 @@ class RemoteEngine(EngineMaster):
         self.workers = workers
 
     def look(self) -> None:
-        """See whether a worker is lost, without waiting. Raises WorkerLost."""
+        """See whether a worker is lost, without waiting. Raises WorkerLost, or EngineError if for good."""
         self.workers.look()
 
     def recover(self, interrupted: Callable[[], bool]) -> bool:
-        """Bring the workers up again, with new caches; False if interrupted. Raises WorkerLost."""
+        """Bring the workers up again, with new caches; False if interrupted.
+
+        Raises WorkerLost, or EngineError where they will never come up again.
+        """
         return self.workers.recover(interrupted)
 
     def _start(self, message: ControlMessage) -> PendingTokens:

@@ -4,10 +4,11 @@ ORCA 4.1, Figure 7, with the faults that the paper leaves out. What a worker say
 what it was asked. Any loss ends the epoch: all stages give up, and begin a new one with new caches.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,15 @@ from orca_jax.control_frame import (
     TROUBLE,
     Frame,
     decode_frame,
+    decode_stage_time,
     decode_tokens,
     encode_frame,
 )
-from orca_jax.control_wire import ControlWire
-from orca_jax.errors import BadFrame, WorkerLost
+from orca_jax.control_start import StartOrder, encode_start
+from orca_jax.errors import BadFrame, EngineError, WorkerLost
 from orca_jax.flat_batch import FlatBatch
+
+_MAX_TIMES = 4096  # of a stage, in memory
 
 
 class Arrival(NamedTuple):
@@ -65,6 +69,29 @@ class RemoteCounters:
     rubbish: int = 0
     message_bytes: int = 0  # of all control messages
     messages: int = 0
+
+
+class IterationTimes(NamedTuple):
+    """When a stage took an iteration's message and when its device was done, in seconds of its own clock.
+
+    `received` is nan where that was not heard of, `done` where the stage is the last: it returns tokens.
+    """
+
+    epoch: int
+    iteration: int
+    stage: int
+    received: float
+    done: float
+
+
+@dataclass(slots=True)
+class StageCounters:
+    """What a stage said of the iterations that it ran; `times` has the newest, oldest first."""
+
+    link_bytes: int = 0  # put on the link to the next stage
+    received: int = 0  # iterations that it took
+    done: int = 0  # that it said it was done with; the last stage returns tokens instead
+    times: deque[IterationTimes] = field(default_factory=lambda: deque[IterationTimes](maxlen=_MAX_TIMES))
 
 
 @dataclass(slots=True, eq=False)
@@ -108,28 +135,42 @@ class RemoteTokens:
 class RemoteWorkers:
     """All stages of a pipeline, as the engine master sees them. For one thread.
 
-    `first_epoch` must be above every epoch that these workers have known from a master before this one: the
-    time will do. Until `recover` has brought that epoch up, `issue` raises WorkerLost.
+    `orders[i]` is what stage i is told at the start of an epoch. `first_epoch` must be above every epoch that
+    these workers have known from a master before this one: the time will do. Until `recover` has brought that
+    epoch up, `issue` raises WorkerLost.
+
+    `on_suspect` is told of each stage whose worker may not come back by itself: it missed a deadline,
+    answered rubbish, or its line broke; `on_ready` of each that is ready for a new epoch. Neither may wait.
+    `failure` says why the workers will never come up again; what it returns is raised.
     """
 
     def __init__(
         self,
         channel: Channel,
-        wire: ControlWire,
+        orders: Sequence[StartOrder],
         *,
-        n_stages: int,
         clock: Callable[[], float],
         deadlines: Deadlines,
         first_epoch: int = 1,
+        on_suspect: Callable[[int], None] = lambda stage: None,
+        on_ready: Callable[[int], None] = lambda stage: None,
+        failure: Callable[[], EngineError | None] = lambda: None,
     ) -> None:
+        n_stages = len(orders)
         assert n_stages >= 1 and first_epoch >= 1
         self.counters = RemoteCounters()
+        self.stages = [StageCounters() for _ in orders]
         self.epoch = first_epoch - 1
         self._channel = channel
-        self._wire = wire
+        self._wire = orders[0].wire
+        assert all(order.wire == self._wire for order in orders), "one engine has one wire"
+        self._orders = [encode_start(order) for order in orders]
         self._n_stages = n_stages
         self._clock = clock
         self._deadlines = deadlines
+        self._on_suspect = on_suspect
+        self._on_ready = on_ready
+        self._failure = failure
         self._attempt: _Attempt | None = None
         self._lost: WorkerLost | None = WorkerLost(0, "the workers were not brought up yet")
         self._in_flight: deque[_Flight] = deque()  # issued, and not all before it returned
@@ -137,11 +178,12 @@ class RemoteWorkers:
         self._moved = 0.0  # when the oldest in flight became the oldest
         self._received = [-1] * n_stages  # the newest iteration that each stage said so of
         self._done = [-1] * n_stages
+        self._received_at = [dict[int, float]() for _ in orders]  # of iterations that are not done
 
     def issue(self, message: ControlMessage, flat: FlatBatch | None = None) -> RemoteTokens:
         """Send one iteration to worker 1; each lays it out for itself, so `flat` is not needed.
 
-        Raises WorkerLost.
+        Raises as `look`.
         """
         self.look()
         payload = self._wire.encode(message)
@@ -157,13 +199,19 @@ class RemoteWorkers:
         return RemoteTokens(self, flight)
 
     def look(self) -> None:
-        """Take in all that came, without waiting. Raises WorkerLost, from then on until `recover`."""
+        """Take in all that came, without waiting.
+
+        Raises WorkerLost, from then on until `recover`, or what `failure` returns.
+        """
+        self._see_failure()
         if self._lost is not None:
             raise self._lost
         while (arrival := self._channel.receive(0.0)) is not None:
             self._take(arrival)
+            self._see_failure()
         if self._in_flight and self._clock() >= self._due():
-            self._lose(*self._who_is_behind())
+            stage, why = self._who_is_behind()
+            self._lose(stage, why, suspects=(stage,))
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until something came, `seconds` at most; raises WorkerLost."""
@@ -180,26 +228,26 @@ class RemoteWorkers:
         """Bring a new epoch up, in which every stage has new caches; False if interrupted before.
 
         The next call goes on with the same epoch then. Raises WorkerLost when a stage is not ready within
-        `ready_seconds` or is lost again; the next call begins another epoch.
+        `ready_seconds` or is lost again; the next call begins another epoch. Raises what `failure` returns.
         """
         attempt = self._attempt or self._begin()
         deadline = attempt.began + self._deadlines.ready_seconds
         while len(attempt.ready) < self._n_stages:
+            self._see_failure()
             now = self._clock()
             if now >= deadline:
                 missing = sorted(set(range(self._n_stages)) - attempt.ready)
                 names = " and ".join(f"stage {stage + 1}" for stage in missing[1:])
                 also = f"; nor was {names}" if names else ""
-                self._lose(
-                    missing[0], f"was not ready within {self._deadlines.ready_seconds:g} seconds{also}"
-                )
+                why = f"was not ready within {self._deadlines.ready_seconds:g} seconds{also}"
+                self._lose(missing[0], why, suspects=missing)
             if interrupted():
                 return False
             if now >= attempt.ask_at:
                 attempt.ask_at = now + self._deadlines.retry_seconds
-                for stage in range(self._n_stages):
+                for stage, order in enumerate(self._orders):
                     if stage not in attempt.ready:
-                        self._channel.send(stage, encode_frame(Frame(START, self.epoch)))
+                        self._channel.send(stage, encode_frame(Frame(START, self.epoch, payload=order)))
             limit = min(self._deadlines.look_seconds, deadline - now, attempt.ask_at - now)
             arrival = self._channel.receive(max(0.0, limit))
             if arrival is not None:
@@ -220,6 +268,8 @@ class RemoteWorkers:
         self._n_issued = 0
         self._received = [-1] * self._n_stages
         self._done = [-1] * self._n_stages
+        for received_at in self._received_at:
+            received_at.clear()
         now = self._clock()
         self._attempt = _Attempt(began=now, ask_at=now)
         return self._attempt
@@ -227,10 +277,17 @@ class RemoteWorkers:
     def _due(self) -> float:
         return max(self._in_flight[0].sent, self._moved) + self._deadlines.iteration_seconds
 
-    def _lose(self, stage: int, why: str) -> None:
+    def _see_failure(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    def _lose(self, stage: int, why: str, *, suspects: Sequence[int] = ()) -> NoReturn:
         self._attempt = None
         self._in_flight.clear()
         self._lost = WorkerLost(stage, why)
+        for suspect in suspects:
+            self._on_suspect(suspect)
         raise self._lost
 
     def _who_is_behind(self) -> tuple[int, str]:
@@ -251,7 +308,7 @@ class RemoteWorkers:
         if arrival.data is None:
             # Of one that is not ready yet it is no news: it is asked until it is, or too late.
             if self._attempt is None or stage in self._attempt.ready:
-                self._lose(stage, f"its line broke: {arrival.why}")
+                self._lose(stage, f"its line broke: {arrival.why}", suspects=(stage,))
             return
         try:
             frame = decode_frame(arrival.data)
@@ -263,7 +320,7 @@ class RemoteWorkers:
             self._take_current(frame)
         except BadFrame as error:
             self.counters.rubbish += 1
-            self._lose(stage, f"answered rubbish: {error}")
+            self._lose(stage, f"answered rubbish: {error}", suspects=(stage,))
 
     def _take_current(self, frame: Frame) -> None:
         """Raises BadFrame for what no worker of this epoch may say, WorkerLost for what it should not."""
@@ -271,6 +328,7 @@ class RemoteWorkers:
         if frame.epoch > self.epoch:
             raise BadFrame(f"it speaks of epoch {frame.epoch}, and this is {self.epoch}")
         if kind is TROUBLE:
+            # It says so itself, and waits for the next epoch: it is no suspect.
             self._lose(stage, frame.payload.decode("utf-8", "replace")[:1000])
         elif kind is READY:
             ready = None if self._attempt is None else self._attempt.ready
@@ -278,16 +336,41 @@ class RemoteWorkers:
                 self.counters.duplicates += 1
             else:
                 ready.add(stage)
+                self._on_ready(stage)
         elif kind in (RECEIVED, DONE, TOKENS):
             if frame.iteration >= self._n_issued:
                 raise BadFrame(f"it speaks of iteration {frame.iteration}, which was not issued")
             if kind is TOKENS:
                 self._take_tokens(frame)
             else:
-                newest = self._received if kind is RECEIVED else self._done
-                newest[stage] = max(newest[stage], frame.iteration)
+                self._take_time(frame)
         else:
             raise BadFrame(f"it sent {kind.name}, which only an engine master sends")
+
+    def _take_time(self, frame: Frame) -> None:
+        stage, iteration = frame.stage, frame.iteration
+        seconds, link_bytes = decode_stage_time(frame.payload)
+        newest = self._received if frame.kind is RECEIVED else self._done
+        if iteration <= newest[stage]:
+            self.counters.duplicates += 1
+            return
+        newest[stage] = iteration
+        counters, received_at = self.stages[stage], self._received_at[stage]
+        if frame.kind is RECEIVED:
+            counters.received += 1
+            received_at[iteration] = seconds
+            if len(received_at) > _MAX_TIMES:  # of a worker that is never done, and yet returns tokens
+                del received_at[next(iter(received_at))]
+            return
+        counters.done += 1
+        counters.link_bytes += link_bytes
+        if stage != self._n_stages - 1:
+            self._note_times(stage, iteration, done=seconds)
+
+    def _note_times(self, stage: int, iteration: int, *, done: float) -> None:
+        received = self._received_at[stage].pop(iteration, math.nan)
+        times = IterationTimes(self.epoch, iteration, stage, received, done)
+        self.stages[stage].times.append(times)
 
     def _take_tokens(self, frame: Frame) -> None:
         if frame.stage != self._n_stages - 1:
@@ -304,6 +387,7 @@ class RemoteWorkers:
             self.counters.duplicates += 1
             return
         flight.token_ids = token_ids
+        self._note_times(frame.stage, frame.iteration, done=math.nan)
         # Those that came out of order wait here for the ones before them.
         while self._in_flight and self._in_flight[0].token_ids is not None:
             self._in_flight.popleft()

@@ -12,9 +12,9 @@ from typing import Literal
 
 import numpy as np
 
-from orca_jax.config import Deadlines
 from orca_jax.control import ControlMessage
 from orca_jax.control_frame import READY, RECEIVED, START, TOKENS, Frame, encode_frame
+from orca_jax.control_start import StartOrder
 from orca_jax.control_wire import ControlWire
 from orca_jax.remote_workers import Arrival
 from orca_jax.simulated_engine import VirtualClock
@@ -23,6 +23,7 @@ from orca_jax.worker_controller import Controller
 Damage = Literal["drop", "double", "delay", "rubbish"]
 _PRIME = 1_000_003
 _LOST = 777_777  # what a cache gives that was never written
+HIDDEN_BYTES = 4  # that one row's hidden state takes on the link
 _MOST_LOOKS = 200_000  # of the master at its lines; a serving of a few requests takes some thousands
 
 
@@ -34,6 +35,7 @@ class Timing:
     link: float = 0.001
     iteration: float = 0.1  # one stage's part
     caches: float = 0.05  # to make them new
+    programs: float = 0.0  # to make them, once in a process
     restart: float = 1.0  # from a process's end to the next one's start
     turn: float = 0.0  # the engine master's own, each time that it goes on
     pulls_hang: bool = False  # a device that waits for a lost neighbour never comes back from it
@@ -74,21 +76,23 @@ def undisturbed_tokens(
 class SimulatedStageDevice:
     """A stage's device: one iteration after the other, when the stage before has sent its hidden states."""
 
-    def __init__(self, stage: "SimulatedStage", wire: ControlWire) -> None:
+    def __init__(self, stage: "SimulatedStage") -> None:
         self.wedged = False  # it never finishes anything any more
         self.broken = False  # what it runs next fails
         self._stage = stage
-        self._wire = wire
+        self._wire: ControlWire
         self._epoch = 0
+        self._programs_at = math.inf  # when they are made
         self._cache: dict[int, int] = {}  # by slot
         self._last_token: dict[int, int] = {}  # by row; on the last stage
         self._queue: deque[tuple[int, ControlMessage]] = deque()
         self._arrived: dict[tuple[int, int], list[int]] = {}  # hidden states by epoch and iteration
         self._busy = False
 
-    def start(self, epoch: int) -> None:
+    def start(self, epoch: int, order: StartOrder) -> bool:
         """StageDevice."""
         assert epoch > self._epoch, "epochs grow"
+        self._wire = order.wire
         if self._queue and not self._busy and self._stage.timing.pulls_hang:
             self.wedged = True
         self._epoch = epoch
@@ -97,7 +101,11 @@ class SimulatedStageDevice:
         self._queue.clear()
         self._busy = False
         self._arrived = {key: hidden for key, hidden in self._arrived.items() if key[0] >= epoch}
-        self._stage.later(self._stage.timing.caches, lambda: self._started(epoch))
+        now, timing = self._stage.clock.now(), self._stage.timing
+        self._programs_at = min(self._programs_at, now + timing.programs)
+        seconds = max(0.0, self._programs_at - now)
+        self._stage.later(seconds + timing.caches, lambda: self._started(epoch))
+        return seconds > 0
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
         """StageDevice."""
@@ -137,7 +145,7 @@ class SimulatedStageDevice:
         self._busy = False
         hidden = self._arrived.pop((epoch, iteration), [0] * len(message.row))
         out = self._compute(message, hidden)
-        token_ids = None
+        token_ids, link_bytes = None, 0
         if self._stage.next is None:
             keys = zip(out, message.sampling.seed.tolist(), message.token_index.tolist(), strict=True)
             tokens = [token_of(*key, self._wire.vocab_size) for key in keys]
@@ -145,7 +153,8 @@ class SimulatedStageDevice:
             token_ids = np.array(tokens, np.int32)
         else:
             self._stage.send_hidden(epoch, iteration, out)
-        self._stage.controller.done(epoch, iteration, token_ids)
+            link_bytes = HIDDEN_BYTES * len(out)
+        self._stage.controller.done(epoch, iteration, token_ids, link_bytes=link_bytes)
         self._go_on()
 
     def _compute(self, message: ControlMessage, hidden: list[int]) -> list[int]:
@@ -184,9 +193,8 @@ class SimulatedStage:
         n_stages: int,
         *,
         lines: "SimulatedLines",
-        wire: ControlWire,
-        deadlines: Deadlines,
         timing: Timing,
+        forward_ahead: bool = True,
     ) -> None:
         self.index = index
         self.timing = timing
@@ -194,9 +202,8 @@ class SimulatedStage:
         self.alive = False
         self._n_stages = n_stages
         self._lines = lines
-        self._wire = wire
-        self._deadlines = deadlines
-        self._clock = lines.clock
+        self._forward_ahead = forward_ahead
+        self.clock = lines.clock
         self._life = 0  # which process of this stage it is
         self._n_stops = 0  # of the stops in force, all but the longest are over when this says so
         self._stopped = False
@@ -213,15 +220,15 @@ class SimulatedStage:
         self._stopped = False
         self._backlog.clear()
         self._check_at = math.inf
-        self.device = SimulatedStageDevice(self, self._wire)
+        self._next_address: str | None = None
+        self.device = SimulatedStageDevice(self)
         self.controller = Controller(
             self.index,
             self._n_stages,
             lines=self,
             device=self.device,
-            wire=self._wire,
-            clock=self._clock.now,
-            deadlines=self._deadlines,
+            clock=self.clock.now,
+            forward_ahead=self._forward_ahead,
         )
 
     def die(self, back_after: float, *, noticed: bool) -> None:
@@ -232,7 +239,7 @@ class SimulatedStage:
         if noticed:
             self._lines.broken(self.index)
         if back_after < math.inf:
-            self._clock.call_at(self._clock.now() + back_after, self.begin)
+            self.clock.call_at(self.clock.now() + back_after, self.begin)
 
     def stop(self, seconds: float) -> None:
         """As by SIGSTOP; what is for it waits until it goes on."""
@@ -248,12 +255,12 @@ class SimulatedStage:
                     self._do(action)
 
         if seconds < math.inf:
-            self._clock.call_at(self._clock.now() + seconds, go_on)
+            self.clock.call_at(self.clock.now() + seconds, go_on)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Let the process, if it lives then, do something."""
         life = self._life
-        self._clock.call_at(self._clock.now() + seconds, lambda: self._do(action, life))
+        self.clock.call_at(self.clock.now() + seconds, lambda: self._do(action, life))
 
     def take(self, data: bytes) -> None:
         """A frame arrives; a dead process takes none."""
@@ -263,8 +270,8 @@ class SimulatedStage:
         """Over the link to the next stage, whichever process that is by then."""
         behind = self.next
         assert behind is not None
-        at = self._clock.now() + self.timing.link
-        self._clock.call_at(
+        at = self.clock.now() + self.timing.link
+        self.clock.call_at(
             at, lambda: behind._do(lambda: behind.device.hidden_arrived(epoch, iteration, hidden))
         )
 
@@ -273,20 +280,25 @@ class SimulatedStage:
         if not self.alive or self._stopped:
             return
         epoch, stage = self.controller.epoch, self.index
-        ids = np.array([0, self._wire.vocab_size], "<i4").tobytes()
+        ids = np.array([0, 1 << 30], "<i4").tobytes()
         lies = (
             Frame(TOKENS, epoch, 0, stage, ids),
             Frame(TOKENS, epoch, 1 << 40, stage, ids),
             Frame(READY, epoch + 5, 0, stage),
             Frame(RECEIVED, epoch, 3, stage + 1),
             Frame(START, epoch, 0, stage),
+            Frame(RECEIVED, epoch, 0, stage),
         )
         self.report(encode_frame(lies[which % len(lies)]))
 
+    def connect(self, address: str) -> None:
+        """Lines. An address is the number of a stage."""
+        self._next_address = address
+
     def forward(self, data: bytes) -> None:
         """Lines."""
-        assert self.next is not None
-        self._lines.to_stage(self.next.index, data)
+        assert self._next_address is not None, "it was never told where the next stage is"
+        self._lines.to_stage(int(self._next_address), data)
 
     def report(self, data: bytes) -> None:
         """Lines."""
@@ -306,7 +318,7 @@ class SimulatedStage:
         deadline = self.controller.deadline()
         if self.alive and deadline < self._check_at:
             self._check_at = deadline
-            self.later(max(0.0, deadline - self._clock.now()), self._check)
+            self.later(max(0.0, deadline - self.clock.now()), self._check)
 
     def _check(self) -> None:
         self._check_at = math.inf

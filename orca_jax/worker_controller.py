@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import Deadlines
 from orca_jax.control import ControlMessage
 from orca_jax.control_frame import (
     DONE,
@@ -25,19 +24,24 @@ from orca_jax.control_frame import (
     TROUBLE,
     Frame,
     FrameKind,
+    StageTime,
     decode_frame,
     encode_frame,
+    encode_stage_time,
     encode_tokens,
 )
-from orca_jax.control_wire import ControlWire
+from orca_jax.control_start import StartOrder, decode_start
 from orca_jax.errors import BadFrame
 
 
 class StageDevice(Protocol):
     """One stage's devices. Neither method waits; their news goes to the controller, on its thread."""
 
-    def start(self, epoch: int) -> None:
-        """Give up what was issued before and make new caches; then `started(epoch)`, or `failed`."""
+    def start(self, epoch: int, order: StartOrder) -> bool:
+        """Give up what was issued before and make new caches; then `started(epoch)`, or `failed`.
+
+        True where programs have to be made first, which takes longer.
+        """
         ...
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
@@ -50,7 +54,11 @@ class StageDevice(Protocol):
 
 
 class Lines(Protocol):
-    """A controller's lines; neither method waits, and what cannot be sent is dropped."""
+    """A controller's lines; no method waits, and what cannot be sent is dropped."""
+
+    def connect(self, address: str) -> None:
+        """The next stage's worker is there; called at each new START, but not by the last stage."""
+        ...
 
     def forward(self, data: bytes) -> None:
         """To the controller of the next stage; not called by the last."""
@@ -59,6 +67,15 @@ class Lines(Protocol):
     def report(self, data: bytes) -> None:
         """To the engine master."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """An iteration at the device; `data` is its frame, where that is held back until the device is done."""
+
+    iteration: int
+    n_rows: int
+    data: bytes | None
 
 
 @dataclass(slots=True)
@@ -74,7 +91,12 @@ class Controller:
     """The state of one stage: no epoch, an epoch that starts, one that runs, or one that was given up.
 
     In an epoch it takes iterations 0, 1, 2, ... and each once. What it cannot go on from, a gap or a failure
-    of its device, makes it give the epoch up and say so; the master then begins the next one.
+    of its device, makes it give the epoch up and say so; the master then begins the next one. The sizes of
+    the engine and the time that its device has are those of the epoch's START.
+
+    With `forward_ahead` a message goes to the next stage as soon as it is taken (ORCA 4.1), without it when
+    this stage's device is done: only to measure what the former is worth, because a master that misses a
+    deadline then may name the next stage.
     """
 
     def __init__(
@@ -84,9 +106,8 @@ class Controller:
         *,
         lines: Lines,
         device: StageDevice,
-        wire: ControlWire,
         clock: Callable[[], float],
-        deadlines: Deadlines,
+        forward_ahead: bool = True,
     ) -> None:
         assert 0 <= stage < n_stages
         self.counters = ControllerCounters()
@@ -95,13 +116,14 @@ class Controller:
         self._last = stage == n_stages - 1
         self._lines = lines
         self._device = device
-        self._wire = wire
         self._clock = clock
-        self._deadlines = deadlines
+        self._forward_ahead = forward_ahead
+        self._order: StartOrder | None = None  # of this epoch
+        self._makes_programs = False
         self._starting = False
         self._running = False  # neither: no epoch, or it was given up
         self._next = 0  # the iteration that is due
-        self._issued: deque[tuple[int, int]] = deque()  # iterations at the device, each with its rows
+        self._issued: deque[_Issued] = deque()
         self._waits_since = math.inf
 
     # Told by the process around it.
@@ -116,7 +138,7 @@ class Controller:
         if frame.epoch < self.epoch:
             self.counters.stale += 1
         elif frame.kind is START:
-            self._start(frame.epoch)
+            self._take_start(frame)
         elif frame.kind is MESSAGE:
             self._take_message(frame, data)
         else:
@@ -131,21 +153,32 @@ class Controller:
         self._waits_since = math.inf
         self._report(READY)
 
-    def done(self, epoch: int, iteration: int, token_ids: npt.NDArray[np.int32] | None = None) -> None:
+    def done(
+        self,
+        epoch: int,
+        iteration: int,
+        token_ids: npt.NDArray[np.int32] | None = None,
+        *,
+        link_bytes: int = 0,
+    ) -> None:
         """The device has run its part of an iteration; on the last stage with the tokens.
 
         They are int32, one a row, and at least as many as the message has rows: padding is cut off here.
+        `link_bytes` are what the stage put on the link to the next one for this iteration.
         """
         if epoch != self.epoch or not self._running:
             return
-        issued, n_rows = self._issued.popleft()
-        assert issued == iteration, f"iteration {iteration} is done before {issued}"
-        self._waits_since = self._clock() if self._issued else math.inf
+        issued = self._issued.popleft()
+        assert issued.iteration == iteration, f"iteration {iteration} is done before {issued.iteration}"
+        now = self._clock()
+        self._waits_since = now if self._issued else math.inf
         if self._last:
             assert token_ids is not None
-            self._report(TOKENS, iteration, encode_tokens(token_ids[:n_rows]))
-        else:
-            self._report(DONE, iteration)
+            self._report(TOKENS, iteration, encode_tokens(token_ids[: issued.n_rows]))
+            return
+        if issued.data is not None:
+            self._lines.forward(issued.data)
+        self._report(DONE, iteration, encode_stage_time(StageTime(now, link_bytes)))
 
     def failed(self, epoch: int, why: str) -> None:
         """The device cannot go on in this epoch."""
@@ -154,17 +187,17 @@ class Controller:
 
     def deadline(self) -> float:
         """When `overdue` is to be asked; infinity while nothing is waited for."""
-        return self._waits_since + self._deadlines.worker_seconds
+        return self._waits_since + self._patience()
 
     def overdue(self) -> str | None:
         """Why the process must exit: its device has hung for too long, and nothing else ends that."""
         if self._clock() < self.deadline():
             return None
-        what = (
-            "new caches" if self._starting else f"iteration {self._issued[0][0]}" if self._issued else "work"
-        )
-        why = f"the device did not finish {what} within {self._deadlines.worker_seconds:g} seconds; "
-        why += "the worker exits"
+        if self._starting:
+            what = "programs and new caches" if self._makes_programs else "new caches"
+        else:
+            what = f"iteration {self._issued[0].iteration}"
+        why = f"the device did not finish {what} within {self._patience():g} seconds; the worker exits"
         if self._starting:  # the master still asks whether it is ready, and the next process will be
             self._starting = False
             self._waits_since = math.inf
@@ -172,20 +205,39 @@ class Controller:
             self._give_up(why)
         return why
 
-    def _start(self, epoch: int) -> None:
-        if epoch == self.epoch:
+    def _patience(self) -> float:
+        """How long the device may take for what is waited for, in seconds."""
+        if self._order is None:
+            return math.inf
+        programs = self._starting and self._makes_programs
+        return self._order.ready_seconds if programs else self._order.worker_seconds
+
+    def _take_start(self, frame: Frame) -> None:
+        try:
+            order = decode_start(frame.payload)
+            if not self._last and not order.next_address:
+                raise BadFrame("a start order came without the next stage's address")
+            if frame.epoch == self.epoch and order != self._order:
+                raise BadFrame("another start order came for the same epoch")
+        except BadFrame as error:
+            self._rubbish(error)
+            return
+        if frame.epoch == self.epoch:
             if self._running:
                 self._report(READY)  # the first answer may be lost
             elif not self._starting:
                 self._report(TROUBLE, payload=b"it has given this epoch up")
             return
-        self.epoch = epoch
+        self.epoch = frame.epoch
+        self._order = order
         self._starting = True
         self._running = False
         self._next = 0
         self._issued.clear()
         self._waits_since = self._clock()
-        self._device.start(epoch)
+        if not self._last:
+            self._lines.connect(order.next_address)
+        self._makes_programs = self._device.start(frame.epoch, order)
 
     def _take_message(self, frame: Frame, data: bytes) -> None:
         if frame.epoch > self.epoch or not self._running:
@@ -199,19 +251,22 @@ class Controller:
         if iteration > self._next:
             self._give_up(f"iteration {iteration} came, and {self._next} did not")
             return
+        now = self._clock()
         # First on, so that the next stage prepares while this one's device still works.
-        if not self._last:
+        if self._forward_ahead and not self._last:
             self._lines.forward(data)
-        self._report(RECEIVED, iteration)
+        self._report(RECEIVED, iteration, encode_stage_time(StageTime(now, 0)))
         self._next += 1
+        assert self._order is not None
         try:
-            message = self._wire.decode(frame.payload)
+            message = self._order.wire.decode(frame.payload)
         except BadFrame as error:
             self._rubbish(error)
             return
         if not self._issued:
-            self._waits_since = self._clock()
-        self._issued.append((iteration, len(message.row)))
+            self._waits_since = now
+        held_back = None if self._forward_ahead else data
+        self._issued.append(_Issued(iteration, len(message.row), held_back))
         self._device.run(self.epoch, iteration, message)
 
     def _rubbish(self, error: BadFrame) -> None:

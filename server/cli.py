@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import orca_jax
 from orca_jax.errors import EngineError, OrcaError
-from server import convert, generate, serve
-from server.flags import UsageError, add_engine_flags, add_sampling_flags, add_serve_flags
+from server import convert, generate, serve, worker
+from server.flags import UsageError, add_engine_flags, add_sampling_flags, add_serve_flags, add_worker_flags
 
 INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
@@ -72,6 +72,22 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=serve.run)
 
     command = commands.add_parser(
+        "worker",
+        help="run one stage of a pipeline, for an `orca serve --workers` elsewhere",
+        usage="orca worker [MODEL] --stage I --of N --listen HOST:PORT [FLAGS]",
+        description="Load stage I of MODEL's N stages and compute its part of each iteration that a server "
+        "asks for. Start one for each stage, in any order, and then `orca serve [MODEL] --workers "
+        "HOST:PORT,HOST:PORT...` with their addresses.",
+        epilog="A worker that is lost may be started again at any time: the server waits for it, and its "
+        "requests run again. Exit status: 0 after SIGTERM or Ctrl-C; 1 when its device hangs; 2 for a "
+        "mistake in the flags or the checkpoint.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_worker_flags(command)
+    command.set_defaults(run=_worker)
+
+    command = commands.add_parser(
         "convert",
         help="turn a checkpoint of safetensors into an Orbax one, or back",
         description="Read the checkpoint SRC and write it to DST in the other format: a Hugging Face "
@@ -107,6 +123,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: argparse.Namespace) -> int:
     with _quiet():
         return generate.run(args)
+
+
+def _worker(args: argparse.Namespace) -> int:
+    with _quiet():
+        return worker.run(args)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from orca_jax.config import Attention, Dtype, LoadFormat
+from orca_jax.config import Deadlines, Dtype, LoadFormat, RestartBound
 from orca_jax.errors import ConfigError
 
 AccessLog = Literal["text", "json", "off"]
+ServedAttention = Literal["kernel", "static", "follow_lengths"]  # of config.Attention; the other is for tests
 
 _MAX_NAME = 256
+_DEADLINES, _RESTARTS = Deadlines(), RestartBound()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,13 +32,79 @@ class EngineOptions:
     ] = None
     load_format: Annotated[LoadFormat, "dummy: random weights of a preset or directory"] = "auto"
     attention: Annotated[
-        Attention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
+        ServedAttention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
     ] = None
     seed: Annotated[int | None, "starts the seeds of requests that have none (default: drawn)"] = None
     tensor_parallel: Annotated[int, "devices that each layer is split over"] = 1
     pipeline_parallel: Annotated[
         int, "stages that the layers are shared out to, each on devices of its own"
     ] = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """Where the stages run, and how long their workers are waited for, in seconds. `LLM` checks them."""
+
+    workers: Annotated[
+        str | None,
+        "addresses of running `orca worker`s, HOST:PORT with commas between, stage 1 first "
+        "(default: the stages run in this process)",
+    ] = None
+    worker_processes: Annotated[
+        bool, "run each stage in a process of its own on this machine, and restart it when it is lost"
+    ] = False
+    control_secret_file: Annotated[
+        Path | None,
+        "file with the secret that server and workers share; the variable ORCA_CONTROL_SECRET may hold it "
+        "instead (default: none, and workers listen on loopback alone)",
+        "security",
+    ] = None
+    iteration_timeout: Annotated[
+        float, "an iteration that is not back after so long means that a worker is lost"
+    ] = _DEADLINES.iteration_seconds
+    worker_timeout: Annotated[float, "a worker whose device hangs for so long exits"] = (
+        _DEADLINES.worker_seconds
+    )
+    ready_timeout: Annotated[
+        float, "workers get so long to start, load and compile, at first and after a loss"
+    ] = _DEADLINES.ready_seconds
+    max_restarts: Annotated[
+        int, "losses of workers within --restart-window; one more, and the server fails"
+    ] = _RESTARTS.restarts
+    restart_window: Annotated[float, "seconds that --max-restarts counts over"] = _RESTARTS.seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFlags:
+    """One stage's worker. Its sizes come from the server that it works for."""
+
+    stage: Annotated[int, "which stage this is, from 1"]
+    of: Annotated[int, "how many stages there are"]
+    listen: Annotated[
+        str, "HOST:PORT for control messages; another host than loopback needs a control secret"
+    ]
+    data_host: Annotated[
+        str | None,
+        "address that the next stage's worker reaches this one by, for activations (default: the host of "
+        "--listen)",
+    ] = None
+    control_secret_file: Annotated[
+        Path | None,
+        "file with the secret that server and workers share; the variable ORCA_CONTROL_SECRET may hold it "
+        "instead",
+    ] = None
+    tensor_parallel: Annotated[int, "devices that each layer is split over"] = 1
+    dtype: Annotated[
+        Dtype | None, "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
+    ] = None
+    load_format: Annotated[LoadFormat, "dummy: random weights of a preset or directory"] = "auto"
+    attention: Annotated[
+        ServedAttention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
+    ] = None
+    seed: Annotated[int, "of the random weights"] = 0
+    forward_ahead: Annotated[
+        bool, "pass control messages on before the device's work, not after it (off: to measure that)"
+    ] = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

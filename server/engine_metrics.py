@@ -20,6 +20,7 @@ from orca_jax.request import FinishReason
 from orca_jax.timeline import IterationRecord, RequestRecord
 from server.histogram import Histogram
 from server.served_model import ServedModel
+from server.worker_metrics import WorkerMetrics
 
 _LABELS = ("model_name",)
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
@@ -53,6 +54,7 @@ class EngineMetrics:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
+        self._workers = WorkerMetrics(model)
         self._lock = threading.Lock()  # held for moments: the scheduler waits for it
         self._n_arrived = 0
         self._n_prompt_tokens = 0
@@ -166,6 +168,7 @@ class EngineMetrics:
             gauge = GaugeMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
             gauge.add_metric(label, value)
             yield gauge
+        yield from self._workers.collect()
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         service = self._model.service

@@ -2,12 +2,12 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
 from orca_jax.errors import OrcaError
 from orca_jax.request import SamplingParams
-from server.config import EndpointOptions, EngineOptions
+from server.config import EndpointOptions, EngineOptions, PipelineOptions, WorkerFlags
 from server.options import Option, option, options_of
 
 
@@ -41,7 +41,13 @@ MODEL = Option(
 # `orca generate` has a `--seed` for sampling, and waits itself rather than have a request refused.
 _NOT_OF_GENERATE = ("seed", "max_queue")
 ENGINE_FLAGS = tuple(one for one in options_of(EngineOptions) if one.name not in _NOT_OF_GENERATE)
-SERVE_OPTIONS = (MODEL, *options_of(EndpointOptions), *options_of(EngineOptions, _ENGINE_GROUP))
+SERVE_OPTIONS = (
+    MODEL,
+    *options_of(EndpointOptions),
+    *options_of(EngineOptions, _ENGINE_GROUP),
+    *options_of(PipelineOptions, "workers"),
+)
+WORKER_OPTIONS = options_of(WorkerFlags)
 
 _METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -101,10 +107,28 @@ def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] 
             _add(parsers[one.group], one, argparse.SUPPRESS)
 
 
+def add_worker_flags(command: argparse.ArgumentParser) -> None:
+    """The model, and a flag for each field of WorkerFlags."""
+    command.add_argument("model", nargs="?", type=_type(MODEL), metavar="MODEL", help=MODEL.help)
+    group = command.add_argument_group("worker")
+    for one in WORKER_OPTIONS:
+        _add(group, one, one.default)
+
+
+def worker_flags(args: argparse.Namespace) -> WorkerFlags:
+    """What they say."""
+    return WorkerFlags(**{one.name: getattr(args, one.name) for one in WORKER_OPTIONS})
+
+
 def _add(parser: argparse._ArgumentGroup, one: Option, default: Any) -> None:
     if one.kind is bool:
         action = parser.add_argument(one.flag, action=argparse.BooleanOptionalAction, default=default)
         action.help = _escaped(one.full_help)  # given above, some versions of Python add the default again
+        return
+    if default is MISSING:
+        parser.add_argument(
+            one.flag, type=_type(one), required=True, metavar=_METAVARS[one.kind], help=one.help
+        )
         return
     metavar = "{" + ",".join(one.choices) + "}" if one.choices else _METAVARS.get(one.kind, "FILE")
     parser.add_argument(

@@ -6,27 +6,37 @@ lies there, no more than its request's own output, and holds nobody up.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Self
+from functools import partial
+from typing import NamedTuple, Self
 
-from orca_jax.errors import EngineError, InvalidRequest, RequestCancelled, RequestTimedOut
+from orca_jax.errors import EngineError, InvalidRequest, RequestCancelled, RequestTimedOut, WorkerLost
 from orca_jax.generation import LOOK_SECONDS, Generation, Piece
 from orca_jax.request import FinishReason, SamplingParams
 from orca_jax.request_pool import Delivery
 from server.errors import NotReady, RequestIdTaken, UnknownModel
 from server.served_model import ServedModel
+from server.trouble_log import log_failure, log_loss, log_recovery
 
 _GRACE_SECONDS = 5.0  # for the scheduler to end what it was asked to end; a device that hangs never does
 
 
 class Phase(StrEnum):
-    """Where a server is in its life."""
+    """Where a server is in its life. While it is RECOVERING requests are taken, and wait for the engine."""
 
     LOADING = "loading"
     READY = "ready"
+    RECOVERING = "recovering"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+class Standing(NamedTuple):
+    """The phase a server is in, and why; None when it is ready."""
+
+    phase: Phase
+    reason: str | None
 
 
 class LiveRequest:
@@ -153,11 +163,23 @@ class Gateway:
     @property
     def phase(self) -> Phase:
         """Where the server is in its life; FAILED stays, for the engine does not come back."""
-        if self._model is not None and self._model.service.failure is not None:
-            return Phase.FAILED
+        return self.standing.phase
+
+    @property
+    def standing(self) -> Standing:
+        """The phase and the reason, of one moment."""
+        service = None if self._model is None else self._model.service
+        if service is not None and service.failure is not None:
+            return Standing(Phase.FAILED, f"the engine failed: {service.failure}")
         if self._draining:
-            return Phase.DRAINING
-        return Phase.LOADING if self._model is None else Phase.READY
+            return Standing(Phase.DRAINING, "the server is shutting down")
+        if service is None:
+            return Standing(Phase.LOADING, "the model is still loading")
+        trouble = service.trouble
+        if trouble is not None:
+            reason = f"{trouble}; its requests run again when the workers are up"
+            return Standing(Phase.RECOVERING, reason)
+        return Standing(Phase.READY, None)
 
     @property
     def n_live(self) -> int:
@@ -173,6 +195,7 @@ class Gateway:
         """The model is loaded and warm: let requests in."""
         self._model = model
         model.service.on_delivered = self._delivered
+        model.service.recovery.on_trouble = partial(self._troubled, model)
 
     def model(self, name: str | None = None) -> ServedModel:
         """The model that is served. Raises NotReady, EngineError, or UnknownModel if `name` is another's."""
@@ -231,10 +254,18 @@ class Gateway:
         return True
 
     async def watch(self) -> None:
-        """Wake all that wait when the service died without a word; runs as long as the server."""
+        """Wake all that wait when the service died without a word, and log its end, whatever it was.
+
+        Runs as long as the server.
+        """
+        logged = False
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self.phase is Phase.FAILED:
+            failure = None if self._model is None else self._model.service.failure
+            if failure is not None:
+                if not logged:
+                    log_failure(failure)
+                    logged = True
                 self._wake_all()
 
     async def drain(self, timeout: float) -> int:
@@ -257,8 +288,19 @@ class Gateway:
 
     def _delivered(self, deliveries: Sequence[Delivery]) -> None:
         """On the scheduler's thread, once an iteration."""
+        self._on_loop(partial(self._wake, deliveries))
+
+    def _troubled(self, model: ServedModel, lost: WorkerLost | None) -> None:
+        """On the scheduler's thread, which must not wait for whoever reads the log."""
+        service = model.service
+        if lost is not None:
+            self._on_loop(partial(log_loss, lost, service.pool.n_running))
+        elif service.recovery.last_recovery_seconds is not None:
+            self._on_loop(partial(log_recovery, service.recovery.last_recovery_seconds))
+
+    def _on_loop(self, what: Callable[[], None]) -> None:
         try:
-            self.loop.call_soon_threadsafe(self._wake, deliveries)
+            self.loop.call_soon_threadsafe(what)
         except RuntimeError:  # the loop is closed: nobody is left to be told
             pass
 

@@ -38,7 +38,7 @@ def bytes_bar(notes: Notes, text: str) -> Iterator[Callable[[int, int], None]]:
 def load(notes: Notes, **options: Any) -> "LLM":
     """An LLM with these options."""
     with bytes_bar(notes, "Loading the model") as show:
-        return orca_jax.LLM(**options, on_load=show)
+        return orca_jax.LLM(**options, on_load=show, on_event=notes)
 
 
 def summary(llm: "LLM") -> str:

@@ -19,6 +19,7 @@ from server.gateway import Gateway
 from server.loading import load
 from server.metrics import Metrics
 from server.notes import Notes
+from server.pipeline import pipeline_options
 from server.served_model import ServedModel
 from server.settings import ServeSettings, serve_settings
 from server.stop_signals import Stopped, StopSignals, in_daemon_thread
@@ -96,7 +97,12 @@ async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Not
 
 def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | None]":
     """The model, warm: its smallest programs are compiled, and an iteration of each phase has run."""
-    llm = load(notes, model=settings.model, **dataclasses.asdict(settings.engine))
+    llm = load(
+        notes,
+        model=settings.model,
+        **dataclasses.asdict(settings.engine),
+        **pipeline_options(settings.pipeline, settings.control_secret),
+    )
     try:
         template = load_chat_template(llm.directory, settings.endpoint.chat_template)
         n_output = min(2, llm.service.most_output(1))

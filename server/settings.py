@@ -5,15 +5,15 @@ import difflib
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from server import api_keys
+from server import api_keys, control_secret
 from server.api_keys import ApiKeys
-from server.config import EndpointOptions, EngineOptions
+from server.config import EndpointOptions, EngineOptions, PipelineOptions
 from server.flags import SERVE_OPTIONS, UsageError
 from server.small_files import read_text
 
@@ -40,7 +40,9 @@ class ServeSettings:
     model: str | None
     engine: EngineOptions
     endpoint: EndpointOptions
+    pipeline: PipelineOptions
     api_keys: ApiKeys
+    control_secret: str = field(default="", repr=False)
     notes: tuple[str, ...] = ()
 
 
@@ -57,12 +59,15 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
     if chosen.get("model") == "":
         raise UsageError("the model's name is empty; leave it out for the demo model")
     endpoint = EndpointOptions(**_of_class(EndpointOptions, chosen))
+    pipeline = PipelineOptions(**_of_class(PipelineOptions, chosen))
     keys = ApiKeys.read(endpoint.api_key_file, environ)
     return ServeSettings(
         model=chosen.get("model"),
         engine=EngineOptions(**_of_class(EngineOptions, chosen)),
         endpoint=endpoint,
+        pipeline=pipeline,
         api_keys=keys,
+        control_secret=control_secret.read_secret(pipeline.control_secret_file, environ),
         notes=(*_unknown_variables(environ), *keys.notes),
     )
 
@@ -96,7 +101,11 @@ def _of_environment(environ: Mapping[str, str], *, ports_said: Mapping[str, Any]
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterable[str]:
     """A note for each variable that looks like a setting and is none, without its value, maybe a secret."""
-    known = {PREFIX + name.upper() for name in _OPTIONS} | {_CONFIG, api_keys.VARIABLE}
+    known = {PREFIX + name.upper() for name in _OPTIONS} | {
+        _CONFIG,
+        api_keys.VARIABLE,
+        control_secret.VARIABLE,
+    }
     for variable in sorted(environ):
         if not variable.startswith(PREFIX) or variable in known or _SERVICE_VARIABLE.fullmatch(variable):
             continue

@@ -22,64 +22,66 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model on its devices, and what came with it; a preset has neither tokenizer nor directory.
-
-    `parameters` are those of each of `parts`.
+class FoundModel:
+    """A model before its weights are read, and what came with it; a preset has neither tokenizer nor
+    directory.
     """
 
     name: str
     config: ModelConfig
-    parts: tuple[StagePart, ...]
-    parameters: Sequence[Parameters]
     tokenizer: Tokenizer | None
     directory: Path | None
 
 
-def load_model(
-    model: str | Path | None,
-    load_format: LoadFormat,
-    dtype: jnp.dtype,
-    seed: int,
-    split: Callable[[ModelConfig], tuple[StagePart, ...]],
-    on_load: Callable[[int, int], None] | None,
-) -> LoadedModel:
-    """Load what `model` names onto the devices of the stages that `split` cuts it into.
-
-    The other arguments are those of `orca_jax.llm.LLM`. Raises ConfigError or a CheckpointError.
-    """
+def find_model(model: str | Path | None, load_format: LoadFormat) -> FoundModel:
+    """What `model` names: None is the demo model. Raises ConfigError or a CheckpointError."""
     place = DEMO_MODEL if model is None else model
     name = "the demo model" if model is None else str(model)
     if not isinstance(place, str | Path):
         raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
     if load_format == "dummy" and str(place) in PRESETS:
-        config, directory = PRESETS[str(place)], None
-    else:
-        try:
-            directory = find_directory(place)
-        except NotACheckpoint as error:
-            if str(place) not in PRESETS:
-                raise
-            hint = f'{place} is also a preset: load_format="dummy" runs it with random weights'
-            raise NotACheckpoint(f"{error}; {hint}") from error
-        config = model_config(directory)
-    parts = split(config)
-    config = replace(config, vocab_multiple=math.lcm(config.vocab_multiple, len(parts[0].group)))
+        return FoundModel(name, PRESETS[str(place)], None, None)
+    try:
+        directory = find_directory(place)
+    except NotACheckpoint as error:
+        if str(place) not in PRESETS:
+            raise
+        hint = f'{place} is also a preset: load_format="dummy" runs it with random weights'
+        raise NotACheckpoint(f"{error}; {hint}") from error
+    return FoundModel(name, model_config(directory), _tokenizer(directory), directory)
+
+
+def load_parameters(
+    found: FoundModel,
+    parts: Sequence[StagePart],
+    *,
+    load_format: LoadFormat,
+    dtype: jnp.dtype,
+    seed: int,
+    n_devices: int,
+    on_load: Callable[[int, int], None] | None = None,
+) -> tuple[ModelConfig, Sequence[Parameters]]:
+    """Load the weights of these stages onto their devices: the model as it lies there, and each one's.
+
+    The vocabulary is padded so that a stage's devices share it evenly. `n_devices` are those of all stages,
+    in whatever process; `seed` is for random weights. Raises ConfigError or a CheckpointError.
+    """
+    multiple = math.lcm(found.config.vocab_multiple, len(parts[0].group))
+    config = replace(found.config, vocab_multiple=multiple)
+    for part in parts:
+        check_weights(config, dtype.itemsize, part, n_devices=n_devices)
     placements = [part.placement(config) for part in parts]
-    check_weights(config, dtype.itemsize, parts)
     if load_format == "dummy":
-        parameters = [random_parameters(config, seed, dtype, placement) for placement in placements]
-    else:
-        assert directory is not None
-        parameters = load_checkpoint(
-            directory,
-            dtype=dtype,
-            vocab_multiple=config.vocab_multiple,
-            placements=placements,
-            on_bytes=on_load,
-        ).stages
-    tokenizer = None if directory is None else _tokenizer(directory)
-    return LoadedModel(name, config, parts, parameters, tokenizer, directory)
+        return config, [random_parameters(config, seed, dtype, placement) for placement in placements]
+    assert found.directory is not None
+    checkpoint = load_checkpoint(
+        found.directory,
+        dtype=dtype,
+        vocab_multiple=config.vocab_multiple,
+        placements=placements,
+        on_bytes=on_load,
+    )
+    return config, checkpoint.stages
 
 
 def random_parameters(

@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 import orca_jax
-from server.gateway import Gateway, Phase
+from server.gateway import Phase
 from server.http.errors import NOT_READY_SECONDS
 from server.http.state import GatewayOf
 
@@ -24,7 +24,7 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Whether requests are taken, and if not, why."""
+    """Whether requests are taken and run at once, and if not, why."""
 
     status: Phase
     reason: str | None = None
@@ -46,9 +46,11 @@ async def health() -> Health:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses={503: {"model": Readiness, "description": "Not ready"}})
 async def ready(gateway: GatewayOf) -> Response:
-    """200 while requests are taken; 503 while the model loads, while the server drains, or for good."""
-    phase = gateway.phase
-    body = Readiness(status=phase, reason=_reason(gateway, phase)).model_dump(exclude_none=True)
+    """200 while requests run; 503 while the model loads, while the server drains, or for good, and while lost
+    workers are brought up again: requests are taken then, and wait.
+    """
+    phase, reason = gateway.standing
+    body = Readiness(status=phase, reason=reason).model_dump(exclude_none=True)
     if phase is Phase.READY:
         return JSONResponse(body)
     return JSONResponse(body, 503, None if phase is Phase.FAILED else _RETRY)  # a failed engine stays so
@@ -65,13 +67,3 @@ async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     figures = request.app.state.metrics
     return Response(figures.render(), headers={"Content-Type": figures.content_type})
-
-
-def _reason(gateway: Gateway, phase: Phase) -> str | None:
-    if phase is Phase.LOADING:
-        return "the model is still loading"
-    if phase is Phase.DRAINING:
-        return "the server is shutting down"
-    if phase is Phase.FAILED and gateway.served is not None:
-        return f"the engine failed: {gateway.served.service.failure}"
-    return None

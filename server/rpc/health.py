@@ -14,7 +14,10 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health(HealthServicer):
-    """SERVING for each of `services`, and for the server as a whole (""), while the gateway is ready."""
+    """SERVING for each of `services`, and for the server as a whole (""), while the gateway is ready.
+
+    NOT_SERVING before and after that, and while lost workers are brought up again.
+    """
 
     def __init__(self, gateway: Gateway, services: tuple[str, ...]) -> None:
         self._gateway = gateway

@@ -9,7 +9,7 @@ import jax
 from orca_jax.buckets import bucket_sizes
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.kv_manager import KVManager
-from orca_jax.llm import build_engine
+from orca_jax.local_engine import build_engine
 from orca_jax.model.gpt import Parameters
 from orca_jax.request import FinishReason, Request, SamplingParams
 from orca_jax.request_pool import Delivery, RequestPool

@@ -17,7 +17,8 @@ from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters, parameter_shapes
 from orca_jax.request import Request
 from orca_jax.sharding.load import random_parameters
-from orca_jax.sharding.partition import said_of, split_model, stage_layers
+from orca_jax.sharding.partition import one_stage, split_model
+from orca_jax.stage_layers import said_of_split, stage_layers
 from tests.device.harness import greedy_request, harness
 
 MARGIN = 1e-4
@@ -104,10 +105,20 @@ def test_layers_are_shared_out_evenly_and_in_order() -> None:
 
 
 def test_what_is_said_of_the_stages() -> None:
+    assert said_of_split(5, 1, 1) == "1 stage on 1 device"
+    assert said_of_split(5, 4, 2) == "4 stages of 2, 1, 1, 1 layers, 2 devices each"
+    assert said_of_split(8, 2, 1) == "2 stages of 4 layers, 1 device each"
+
+
+def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
     devices, model = jax.devices(), MODELS["tied"]
-    assert said_of(split_model(model, devices)) == "1 stage on 1 device"
-    split = split_model(model, devices, pipeline_parallel=4, tensor_parallel=2)
-    assert said_of(split) == "4 stages of 2, 1, 1, 1 layers, 2 devices each"
+    parts = split_model(model, devices, pipeline_parallel=4, tensor_parallel=2)
+    for stage, part in enumerate(parts):
+        own = one_stage(model, devices, stage, pipeline_parallel=4, tensor_parallel=2)
+        assert (own.layers, own.first, own.last) == (part.layers, part.first, part.last)
+        assert own.group.devices == tuple(devices[:2])
+    with pytest.raises(ConfigError, match="tensor_parallel 4 needs as many devices"):
+        one_stage(model, devices[:2], 0, pipeline_parallel=2, tensor_parallel=4)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tests.host.engines import (
     simulated,
     writing,
 )
+from tests.host.fragile_engine import LOST, FragileEngine
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -266,6 +267,65 @@ def test_a_scheduler_that_dies_without_a_word_is_noticed(gated: GatedEngine) -> 
 
     service = orca(gated)
     run(service, test)
+
+
+def test_while_workers_are_brought_up_requests_are_taken_and_wait() -> None:
+    async def test(gateway: Gateway) -> None:
+        await until(engine.is_down.is_set)
+        reason = "stage 2: its process died; its requests run again when the workers are up"
+        assert gateway.standing == (Phase.RECOVERING, reason)
+        assert gateway.model("test").name == "test"
+        with gateway.submit([97], SamplingParams(max_tokens=3), request_id="one") as live:
+            assert service.pool.n_waiting == 1
+            engine.recoveries.append(True)
+            await until(lambda: gateway.phase is Phase.READY)
+            assert gateway.standing == (Phase.READY, None)
+            engine.let(100)
+            assert await text_of(live) == "abc"
+
+    engine = FragileEngine()
+    engine.known_lost = LOST
+    service = orca(engine)
+    run(service, test)
+
+
+def test_a_drain_while_workers_are_brought_up_ends_what_waits_in_time() -> None:
+    async def test(gateway: Gateway) -> None:
+        await until(engine.is_down.is_set)
+
+        async def one() -> str:
+            with gateway.submit([1], LONG, request_id="one") as live:
+                with pytest.raises(RequestCancelled) as ended:
+                    await text_of(live)
+                return str(ended.value)
+
+        request = asyncio.create_task(one())
+        await until(lambda: gateway.n_live == 1)
+        assert await gateway.drain(0.05) == 1
+        assert gateway.phase is Phase.DRAINING
+        assert "shutting down" in await request
+
+    engine = FragileEngine()
+    engine.known_lost = LOST
+    run(orca(engine), test)
+
+
+def test_a_loss_after_the_loop_is_closed_is_told_to_nobody_and_recovered_from() -> None:
+    engine = FragileEngine()
+    service = orca(engine)
+
+    async def main() -> None:
+        Gateway().open(served(service))
+
+    asyncio.run(main())
+    engine.known_lost = LOST
+    with service:
+        assert engine.is_down.wait(SOON)
+        engine.recoveries.append(True)
+        engine.let(10)
+        assert service.submit([1], SamplingParams(max_tokens=2)).result(SOON).token_ids == [1, 2]
+    assert (service.recovery.losses, service.recovery.recoveries) == (1, 1)
+    assert service.failure is None
 
 
 @pytest.mark.parametrize("n", [1, 5])

@@ -6,21 +6,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import orca_jax
-from orca_jax.config import ServingConfig
-from orca_jax.errors import EngineError
+from orca_jax.config import RestartBound, ServingConfig
+from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.kv_manager import KVManager
+from orca_jax.remote_workers import RemoteCounters, RemoteWorkers, StageCounters
 from orca_jax.request import FinishReason, SamplingParams
 from orca_jax.scheduler import Engine
 from orca_jax.service import Orca
 from server.gateway import Gateway
 from server.metrics import Metrics
 from server.served_model import ServedModel
+from server.worker_metrics import Workers
 from tests.host.engines import CONFIG, EOS, MODEL, SOON, GatedEngine, at_rest, simulated
+from tests.host.fragile_engine import LOST, FragileEngine
 
 Scrape = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -49,6 +53,22 @@ ENGINE = {
     "orca_iteration_bucket_tokens": "histogram",
     "orca_iteration_seconds": "histogram",
 }
+RECOVERABLE = {
+    "orca_worker_losses": "counter",
+    "orca_worker_recoveries": "counter",
+    "orca_worker_down_seconds": "counter",
+    "orca_worker_last_recovery_seconds": "gauge",
+}
+REMOTE = {
+    "orca_worker_up": "gauge",
+    "orca_control_messages": "counter",
+    "orca_control_message_bytes": "counter",
+    "orca_control_stale_frames": "counter",
+    "orca_control_duplicate_frames": "counter",
+    "orca_control_rubbish_frames": "counter",
+    "orca_link_bytes": "counter",
+    "orca_stage_iterations": "counter",
+}
 SERVER = {
     "orca_build_info": "gauge",
     "orca_server_phase": "gauge",
@@ -69,6 +89,7 @@ def observed(
     config: ServingConfig = CONFIG,
     bucket_sizes: Sequence[int] = (),
     clock: Callable[[], float] = time.monotonic,
+    restarts: RestartBound | None = None,
 ) -> tuple[Orca, Metrics]:
     """A service that is not started, and metrics that are attached to it."""
     kv = KVManager(
@@ -77,7 +98,9 @@ def observed(
         n_rows=2 * config.max_batch_size,
         max_blocks_per_row=MODEL.n_positions // config.block_size,
     )
-    service = Orca(engine, kv, config=config, model=MODEL, bucket_sizes=bucket_sizes, clock=clock)
+    service = Orca(
+        engine, kv, config=config, model=MODEL, bucket_sizes=bucket_sizes, clock=clock, restarts=restarts
+    )
     _, metrics = asyncio.run(_metrics())
     metrics.attach(ServedModel(name="test", service=service, config=MODEL, serving=config))
     return service, metrics
@@ -314,6 +337,100 @@ def ends(samples: Scrape) -> float:
     )
 
 
+# Workers in processes of their own
+
+
+@dataclass
+class StandIn:
+    """Workers that run nowhere."""
+
+    counters: RemoteCounters = field(default_factory=RemoteCounters)
+    stages: list[StageCounters] = field(default_factory=lambda: [StageCounters() for _ in range(3)])
+
+
+class RemoteStandIn(FragileEngine):
+    """An engine with such workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = StandIn()
+
+
+def as_workers(workers: RemoteWorkers) -> Workers:
+    """That the real ones have what is asked for: the type checker's test."""
+    return workers
+
+
+def test_losses_and_recoveries_by_the_clock() -> None:
+    now = 100.0
+    engine = RemoteStandIn()
+    service, metrics = observed(engine, clock=lambda: now, restarts=RestartBound(restarts=2))
+
+    def turn() -> None:
+        service.recovery.step(lambda: False)
+
+    def seen() -> tuple[list[float], list[float]]:
+        samples = scrape(metrics)
+        figures = [
+            of_engine(samples, f"worker_{name}_total") for name in ("losses", "recoveries", "down_seconds")
+        ]
+        last = ("orca_worker_last_recovery_seconds", frozenset({("model_name", "test")}))
+        figures += [samples[last]] if last in samples else []
+        return figures, [of_engine(samples, "worker_up", stage=stage) for stage in ("1", "2", "3")]
+
+    assert seen() == ([0, 0, 0], [1, 1, 1])
+    engine.known_lost = LOST
+    turn()
+    now = 100.5
+    assert seen() == ([1, 0, 0.5], [1, 0, 1])
+    engine.recoveries.append(WorkerLost(2, "its line broke"))
+    turn()
+    now = 102.0
+    assert seen() == ([2, 0, 2.0], [1, 1, 0])
+    engine.recoveries.append(True)
+    turn()
+    now = 130.0
+    assert seen() == ([2, 1, 2.0, 2.0], [1, 1, 1])
+    engine.known_lost = WorkerLost(0, "its line broke")
+    with pytest.raises(EngineError, match="3 times"):
+        turn()
+    now = 131.0
+    assert seen() == ([3, 1, 3.0, 2.0], [0, 1, 1])
+
+
+def test_what_the_control_plane_and_the_stages_count() -> None:
+    engine = RemoteStandIn()
+    _, metrics = observed(engine)
+    engine.workers.counters = RemoteCounters(stale=1, duplicates=2, rubbish=3, message_bytes=400, messages=5)
+    engine.workers.stages[0] = StageCounters(link_bytes=6000, received=7, done=6)
+    engine.workers.stages[2] = StageCounters(link_bytes=0, received=5, done=0)
+    samples = scrape(metrics)
+    for name, count in (
+        ("control_messages", 5),
+        ("control_message_bytes", 400),
+        ("control_stale_frames", 1),
+        ("control_duplicate_frames", 2),
+        ("control_rubbish_frames", 3),
+    ):
+        assert of_engine(samples, f"{name}_total") == count
+    for name, counts in (("link_bytes", (6000, 0, 0)), ("stage_iterations", (7, 0, 5))):
+        for stage, count in zip("123", counts, strict=True):
+            assert of_engine(samples, f"{name}_total", stage=stage) == count
+
+
+def test_an_engine_has_the_figures_of_the_workers_it_has() -> None:
+    for engine, expected in (
+        (simulated(), ENGINE),
+        (FragileEngine(), ENGINE | RECOVERABLE),
+        (RemoteStandIn(), ENGINE | RECOVERABLE | REMOTE),
+    ):
+        _, metrics = observed(engine)
+        found = {name for name in families(metrics) if name.startswith("orca_")}
+        assert found - SERVER.keys() - {"orca_asyncio_tasks"} == expected.keys()
+    _, metrics = observed(RemoteStandIn())
+    assert (ENGINE | RECOVERABLE | REMOTE).items() <= families(metrics).items()
+
+
 # Names
 
 
@@ -392,6 +509,9 @@ def test_the_phases_of_a_life_and_the_version(gated: GatedEngine) -> None:
                 service.failure = EngineError("gone")
                 seen.append(phases(metrics))
                 service.failure = None
+                service.recovery._lost = LOST
+                seen.append(phases(metrics))
+                service.recovery._lost = None
             assert scrape(metrics)["orca_live_streams", frozenset()] == 0
             gated.let(100)
         await gateway.drain(1.0)
@@ -399,11 +519,8 @@ def test_the_phases_of_a_life_and_the_version(gated: GatedEngine) -> None:
         return seen
 
     found = asyncio.run(live())
-    names = ("loading", "ready", "failed", "draining")
-    assert found == [
-        {name: float(name == current) for name in ("loading", "ready", "draining", "failed")}
-        for current in names
-    ]
+    names = ("loading", "ready", "failed", "recovering", "draining")
+    assert found == [{name: float(name == current) for name in names} for current in names]
 
 
 def test_tasks_of_the_loop_are_counted() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orca_jax.errors import ConfigError
 from server import cli
-from server.config import EndpointOptions, EngineOptions
+from server.config import EndpointOptions, EngineOptions, PipelineOptions
 from server.flags import MODEL, SERVE_OPTIONS, UsageError, add_engine_flags, add_serve_flags
 from server.options import options_of
 from server.settings import ServeSettings, serve_settings
@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_queue": (1, 2, 3, 4),
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
-    "attention": ("kernel", "static", "follow_lengths", "interpreted"),
+    "attention": ("kernel", "static", "follow_lengths", "kernel"),
     "seed": (0, -1, 2**63, 7),
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),
@@ -46,6 +46,14 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_body_bytes": (1024, 2048, 4096, 8192),
     "max_choices": (1, 2, 3, 4),
     "access_log": ("json", "off", "text", "json"),
+    "workers": ("a:1", "a:1,b:2", "unix:/a", None),
+    "worker_processes": (True, False, True, False),
+    "control_secret_file": (None, None, None, None),  # the file is read as well
+    "iteration_timeout": (1.0, 2.5, 1e-3, 1e7),
+    "worker_timeout": (1.0, 2.5, 1e-3, 1e7),
+    "ready_timeout": (1.0, 2.5, 1e-3, 1e7),
+    "max_restarts": (0, 1, 2, 3),
+    "restart_window": (1.0, 2.5, 1e-3, 1e7),
 }
 
 
@@ -67,7 +75,7 @@ def refused(*arguments: str, environ: Mapping[str, str] | None = None, file: Pat
 
 
 def flat(of: ServeSettings) -> dict[str, Any]:
-    return {"model": of.model, **asdict(of.engine), **asdict(of.endpoint)}
+    return {"model": of.model, **asdict(of.engine), **asdict(of.endpoint), **asdict(of.pipeline)}
 
 
 @pytest.fixture
@@ -85,11 +93,14 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert (nothing.model, nothing.notes, nothing.api_keys.required) == (None, (), False)
     assert nothing.engine == EngineOptions()
     assert nothing.endpoint == EndpointOptions()
+    assert nothing.pipeline == PipelineOptions() and nothing.control_secret == ""
     assert (nothing.endpoint.port, nothing.endpoint.grpc_port, nothing.engine.max_queue) == (8000, 8001, 1024)
 
 
 def test_every_field_is_a_setting() -> None:
-    names = {field.name for config in (EngineOptions, EndpointOptions) for field in fields(config)}
+    names = {
+        field.name for config in (EngineOptions, EndpointOptions, PipelineOptions) for field in fields(config)
+    }
     assert {option.name for option in SERVE_OPTIONS} == names | {"model"} == set(VALUES)
 
 
@@ -99,7 +110,7 @@ def test_help_says_each_default_once_and_groups(capsys: pytest.CaptureFixture[st
     told = capsys.readouterr().out
     groups = re.split(r"\n\n(?=[a-z ]+:\n)", told)
     titles = [group.split(":")[0] for group in groups[1:]]
-    assert titles == ["options", "model and engine", "addresses", "security", "limits", "logging"]
+    assert titles == ["options", "model and engine", "addresses", "security", "limits", "logging", "workers"]
     for option in SERVE_OPTIONS:
         start = rf"\n  {'MODEL' if option is MODEL else option.flag}[ \n]"
         (group,) = (group for group in groups if re.search(start, group))
@@ -196,6 +207,20 @@ def test_keys_of_file_and_variable(tmp_path: Path, yaml_file: Path) -> None:
     assert [note for note in found.notes if "others can read it" in note]
     (tmp_path / "keys").write_text("")
     assert "has no API key" in refused(file=yaml_file)
+
+
+def test_the_control_secret_of_a_file_or_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("of-the-file-0123456789\n")
+    (tmp_path / "short").write_text("too-short\n")
+    by_variable = {"ORCA_CONTROL_SECRET": " of-the-variable-0123456789 "}
+    assert settings(environ=by_variable).control_secret == "of-the-variable-0123456789"
+    both = settings("--control-secret-file", str(tmp_path / "secret"), environ=by_variable)
+    assert both.control_secret == "of-the-file-0123456789"
+    assert "0123456789" not in repr(both) and both.notes == ()
+    said = refused("--control-secret-file", str(tmp_path / "short"))
+    assert "holds a control secret of 9 characters; it must have 16 at least" in said
+    assert "too-short" not in said
+    assert "the control secret:" in refused("--control-secret-file", str(tmp_path / "nowhere"))
 
 
 # The file

@@ -1,11 +1,17 @@
 """Control lines on loopback, with real gRPC servers at the other end."""
 
+import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryDirectory
 
 import grpc
 import pytest
@@ -13,19 +19,24 @@ import pytest
 from orca_jax import control_join, control_line, control_port
 from orca_jax.config import ModelConfig
 from orca_jax.control_channel import ControlChannel
-from orca_jax.control_join import MASTER, MAX_MESSAGE, OPTIONS, PREVIOUS, JoinTerms, model_digest
+from orca_jax.control_join import (
+    MASTER,
+    MAX_MESSAGE,
+    OPTIONS,
+    PREVIOUS,
+    JoinTerms,
+    WorkerAbout,
+    model_digest,
+)
 from orca_jax.control_line import ControlLine, LineLimits
 from orca_jax.control_port import ControlPort
-from orca_jax.control_wire import ControlWire
-from orca_jax.errors import ConfigError, WorkerRefused, WorkerUnreachable
+from orca_jax.errors import ConfigError, EngineError, WorkerRefused, WorkerUnreachable
+from orca_jax.frame_queue import FrameQueue
 from orca_jax.remote_workers import Arrival, Channel
 
 SOON = 20.0  # seconds; what is waited for comes in milliseconds
 SECRET = "a secret, ünequal to others"
 MODEL = ModelConfig(vocab_size=100, n_positions=64, hidden_size=8, n_layers=4, n_heads=2, ffn_size=16)
-WIRE = ControlWire(
-    block_size=16, max_blocks=4, max_rows=8, max_tokens=64, n_rows=8, n_blocks=32, vocab_size=100
-)
 LIMITS = LineLimits(join_seconds=2.0, first_delay=0.02, longest_delay=0.1)
 FIRST = JoinTerms(
     model="tiny",
@@ -35,9 +46,9 @@ FIRST = JoinTerms(
     n_stages=2,
     first_layer=0,
     n_layers=2,
-    wire=WIRE,
 )
 SECOND = replace(FIRST, stage=1, first_layer=2)
+ABOUT = WorkerAbout(dtype="float32", slots=1234, device="a cpu, ünlike others", attention="pure JAX")
 
 
 @pytest.fixture
@@ -56,33 +67,48 @@ def eventually(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+class Listening(ControlPort):
+    """A port with a queue of the test's own behind it."""
+
+    def __init__(self, address: str, terms: JoinTerms, *, secret: str, frames: int) -> None:
+        inbox = FrameQueue[bytes](frames)
+        super().__init__(address, terms=terms, secret=secret, deliver=inbox.put, frames=frames)
+        self.receive = inbox.get
+        self.port = int(self.address.rpartition(":")[2]) if self.address.startswith("127.") else 0
+
+
 def listen(
-    ends: ExitStack, terms: JoinTerms = FIRST, *, secret: str = SECRET, port: int = 0, frames: int = 4096
-) -> ControlPort:
-    worker = ControlPort(terms, secret=secret, port=port, frames=frames)
+    ends: ExitStack,
+    terms: JoinTerms = FIRST,
+    *,
+    secret: str = SECRET,
+    address: str = "127.0.0.1:0",
+    frames: int = 4096,
+    about: WorkerAbout | None = ABOUT,
+) -> Listening:
+    """A worker's port, open but where `about` is None."""
+    worker = Listening(address, terms, secret=secret, frames=frames)
     ends.callback(worker.close)
+    if about is not None:
+        worker.open(about)
     return worker
-
-
-def at(worker: ControlPort) -> str:
-    return f"127.0.0.1:{worker.port}"
 
 
 def join(
     ends: ExitStack,
-    *workers: ControlPort,
+    *workers: Listening,
     terms: tuple[JoinTerms, ...] = (FIRST, SECOND),
     secret: str = SECRET,
     seconds: float = SOON,
     limits: LineLimits = LIMITS,
 ) -> ControlChannel:
-    addresses = [at(worker) for worker in workers]
+    addresses = [worker.address for worker in workers]
     channel = ControlChannel(addresses, terms[: len(workers)], secret=secret, seconds=seconds, limits=limits)
     ends.callback(channel.close)
     return channel
 
 
-def works(channel: Channel, worker: ControlPort, stage: int = 0) -> bool:
+def works(channel: Channel, worker: Listening, stage: int = 0) -> bool:
     channel.send(stage, b"there")
     worker.report(b"back")
     there = worker.receive(SOON) == b"there"
@@ -115,7 +141,7 @@ def test_a_worker_calls_the_next_one(ends: ExitStack) -> None:
         return True
 
     forward = ControlLine(
-        at(second), role=PREVIOUS, terms=SECOND, secret=SECRET, deliver=deliver, limits=LIMITS
+        second.address, role=PREVIOUS, terms=SECOND, secret=SECRET, deliver=deliver, limits=LIMITS
     )
     ends.callback(forward.close)
     forward.wait_joined(SOON)
@@ -142,7 +168,7 @@ def test_large_frames_pass_and_larger_ones_break_the_line(ends: ExitStack) -> No
     eventually(lambda: (found := channel.receive(SOON)) is not None and "allowed" in found.why)
 
 
-def rejoined(channel: Channel, worker: ControlPort) -> bool:
+def rejoined(channel: Channel, worker: Listening) -> bool:
     channel.send(0, b"again")
     return worker.receive(0.05) == b"again"
 
@@ -156,7 +182,7 @@ def test_a_broken_line_is_told_once_and_made_again(ends: ExitStack) -> None:
     assert arrival is not None and arrival.stage == 0 and arrival.data is None and arrival.why
     channel.send(0, b"dropped")
     assert channel.receive(0.5) is None  # several attempts later
-    worker = listen(ends, port=worker.port)
+    worker = listen(ends, address=worker.address)
     eventually(lambda: rejoined(channel, worker))
     while worker.receive(0.2) is not None:
         pass
@@ -169,7 +195,7 @@ def test_another_worker_at_the_address_is_told(ends: ExitStack) -> None:
     worker.close()
     arrival = channel.receive(SOON)
     assert arrival is not None and arrival.data is None
-    worker = listen(ends, replace(FIRST, dtype="bfloat16"), port=worker.port)
+    worker = listen(ends, replace(FIRST, dtype="bfloat16"), address=worker.address)
     refusal = channel.receive(SOON)
     assert refusal is not None and refusal.data is None
     assert "dtype: this worker has 'bfloat16', and the caller 'float32'" in refusal.why
@@ -177,7 +203,7 @@ def test_another_worker_at_the_address_is_told(ends: ExitStack) -> None:
         channel.send(0, b"tries again")
         assert channel.receive(0.1) is None  # the same is not told twice
     worker.close()
-    worker = listen(ends, port=worker.port)
+    worker = listen(ends, address=worker.address)
     eventually(lambda: rejoined(channel, worker))
 
 
@@ -203,8 +229,8 @@ def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: 
         ({"n_stages": 4}, "n_stages: this worker has 2, and the caller 4"),
         ({"first_layer": 1}, "first_layer: this worker has 0, and the caller 1"),
         ({"n_layers": 3}, "n_layers: this worker has 2, and the caller 3"),
-        ({"wire": replace(WIRE, block_size=8)}, "block_size: this worker has 16, and the caller 8"),
-        ({"wire": replace(WIRE, n_rows=9)}, "n_rows: this worker has 8, and the caller 9"),
+        ({"digest": None}, "digest: this worker has"),
+        ({"first_layer": None}, "first_layer: this worker has 0, and the caller nothing"),
         ({"model": "m" * 5000}, "model: this worker has 'tiny', and the caller 'mmm"),
     ],
 )
@@ -231,9 +257,242 @@ def test_terms_that_are_rubbish(terms: bytes) -> None:
     assert why is not None and ("terms that can be read" in why or "caller nothing" in why)
 
 
+def test_a_caller_may_take_any_dtype_but_has_to_say_so(ends: ExitStack) -> None:
+    worker = listen(ends)
+    assert works(join(ends, worker, terms=(replace(FIRST, dtype=None),)), worker)
+    said = {name: value for name, value in FIRST.fields().items() if name != "dtype"}
+    why = control_join.disagreement({"orca-terms-bin": json.dumps(said).encode()}, FIRST)
+    assert why is not None and "dtype: this worker has 'float32', and the caller nothing" in why
+    said |= {"dtype": None, "model": "other"}
+    why = control_join.disagreement({"orca-terms-bin": json.dumps(said).encode()}, FIRST)
+    assert why is not None and why.startswith("model: ")
+
+
 def test_a_change_of_the_model_changes_its_digest() -> None:
     assert model_digest(MODEL) == model_digest(replace(MODEL))
     assert model_digest(MODEL) != model_digest(replace(MODEL, layer_norm_eps=1e-6))
+    assert model_digest(MODEL) == model_digest(replace(MODEL, vocab_multiple=64)), (
+        "that is the stage's affair"
+    )
+
+
+# What each end says of itself when it joins
+
+
+def test_a_worker_says_what_it_is_each_time_that_it_is_joined(ends: ExitStack) -> None:
+    first, second = listen(ends), listen(ends, SECOND, about=replace(ABOUT, slots=0))
+    channel = join(ends, first, second)
+    assert channel.about == [ABOUT, replace(ABOUT, slots=0)]
+    first.close()
+    again = listen(ends, address=first.address, about=replace(ABOUT, slots=99))
+    eventually(lambda: rejoined(channel, again))
+    assert [about.slots for about in channel.about] == [99, 0]
+
+
+SAID = {"dtype": "float32", "slots": 5, "device": "cpu", "attention": "static"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 4000,
+        *(
+            json.dumps(found).encode()
+            for found in (
+                {},
+                {**SAID, "more": 1},
+                {name: value for name, value in SAID.items() if name != "device"},
+                {**SAID, "dtype": None},
+                {**SAID, "device": 5},
+                {**SAID, "attention": ["static"]},
+                *({**SAID, "slots": slots} for slots in (True, -1, 1.0, "1", None, 1 << 51)),
+                {**SAID, "device": "x" * 5000},
+            )
+        ),
+    ],
+)
+def test_what_no_worker_says_of_itself_is_refused(said: bytes) -> None:
+    assert control_join.about_of([("orca-about-bin", json.dumps(SAID).encode())]) == WorkerAbout(
+        dtype="float32", slots=5, device="cpu", attention="static"
+    )
+    assert control_join.about_of([("orca-about-bin", said)]) is None
+    assert control_join.about_of([]) is None
+
+
+def test_one_that_does_not_say_what_it_is_is_no_worker(
+    ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_port, "about_metadata", lambda about: (("orca-about-bin", b"{}"),))
+    with pytest.raises(WorkerUnreachable, match="it is no worker of orca_jax"):
+        join(ends, listen(ends), seconds=0.5)
+
+
+def previous(ends: ExitStack, second: ControlPort, data_address: str) -> ControlLine:
+    line = ControlLine(
+        second.address,
+        role=PREVIOUS,
+        terms=SECOND,
+        secret=SECRET,
+        deliver=lambda data, why: True,
+        limits=LIMITS,
+        data_address=data_address,
+    )
+    ends.callback(line.close)
+    return line
+
+
+def test_the_stage_before_says_where_its_data_is(ends: ExitStack) -> None:
+    second = listen(ends, SECOND)
+    assert second.data_address_of_previous() == ""
+    line = previous(ends, second, "10.0.0.9:1234")
+    line.wait_joined(SOON)
+    assert line.about == ABOUT
+    assert second.data_address_of_previous() == "10.0.0.9:1234"
+    line.close()
+    eventually(lambda: second.data_address_of_previous() == "")
+    previous(ends, second, "10.0.0.9:5678").wait_joined(SOON)
+    assert second.data_address_of_previous() == "10.0.0.9:5678"
+
+
+def test_an_engine_master_has_no_data() -> None:
+    assert "orca-data-bin" not in dict(control_join.metadata(MASTER, FIRST, SECRET, "10.0.0.9:1"))
+
+
+@pytest.mark.parametrize("address", ["x" * 1001, "a\nb", "ü" * 501])
+def test_a_data_address_that_cannot_be_is_refused(ends: ExitStack, address: str) -> None:
+    second = listen(ends, SECOND)
+    with pytest.raises(WorkerRefused, match="no data address that can be read"):
+        previous(ends, second, address).wait_joined(SOON)
+    assert second.data_address_of_previous() == ""
+    assert control_join.data_address_of({"orca-data-bin": b"\xff"}) is None
+
+
+# Where a worker listens, and from when
+
+
+def test_a_port_takes_nobody_before_it_is_open(ends: ExitStack) -> None:
+    worker = listen(ends, about=None)
+    quick = replace(LIMITS, join_seconds=0.2)
+    with pytest.raises(WorkerUnreachable, match="did not"):
+        join(ends, worker, seconds=0.5, limits=quick)
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join, ends, worker, limits=quick)
+        with pytest.raises(TimeoutError):
+            joining.result(0.5)
+        worker.open(ABOUT)
+        assert works(joining.result(SOON), worker)
+
+
+def test_a_port_has_its_address_before_it_is_open(ends: ExitStack) -> None:
+    worker = listen(ends, about=None)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        listen(ends, address=worker.address)
+    worker.close()
+    listen(ends, address=worker.address)
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    with TemporaryDirectory(prefix="orca") as short:  # a socket's path has 107 characters at most
+        yield f"{short}/w"
+
+
+def test_a_unix_socket_is_a_line_as_others_are_and_needs_no_secret(ends: ExitStack, path: str) -> None:
+    worker = listen(ends, secret="", address=f"unix:{path}")
+    assert worker.address == f"unix:{path}"
+    channel = join(ends, worker, secret="")
+    assert works(channel, worker)
+    worker.close()
+    assert not Path(path).exists()
+    again = listen(ends, secret="", address=f"unix:{path}")
+    eventually(lambda: rejoined(channel, again))
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_socket_that_a_killed_process_left_is_taken_over(ends: ExitStack, path: str, opened: bool) -> None:
+    program = (
+        "import sys\n"
+        "from tests.host.test_control_channel import *\n"
+        "port = ControlPort(sys.argv[1], terms=FIRST, secret=SECRET, deliver=lambda data: True)\n"
+        "if sys.argv[2:]: port.open(ABOUT)\n"
+        "print('up', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    arguments = [sys.executable, "-c", program, f"unix:{path}", *(["open"] if opened else [])]
+    root = Path(__file__).parents[2]
+    with Popen(arguments, stdin=PIPE, stdout=PIPE, cwd=root) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        with pytest.raises(ConfigError, match="another process listens there"):
+            listen(ends, address=f"unix:{path}")
+        process.kill()
+        process.wait(SOON)
+    assert Path(path).is_socket()
+    worker = listen(ends, address=f"unix:{path}")
+    assert works(join(ends, worker), worker)
+
+
+def test_a_file_that_is_no_socket_is_left_alone(ends: ExitStack, path: str) -> None:
+    Path(path).write_text("mine")
+    with pytest.raises(ConfigError, match="cannot listen on unix:"):
+        listen(ends, address=f"unix:{path}")
+    assert Path(path).read_text() == "mine"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_ipv6_has_brackets(ends: ExitStack) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    worker = listen(ends, secret="", address="[::1]:0")
+    assert worker.address.startswith("[::1]:") and worker.address != "[::1]:0"
+    assert works(join(ends, worker, secret=""), worker)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("", "localhost", ":80", "::1:80", "[::1]", "[::1]:", "[worker]:80", "a:b", "a:65536", "a:-1"),
+        *("a:\u0661", "a:123456", "a b:80", "a\n:80", "http://a:80", "ipv4:a:80", "a,b:80"),
+        *("unix:", "unix:relative", "unix:/a?b", "unix:/a b", "unix:/a%20b", "unix:80"),
+    ],
+)
+def test_an_address_that_cannot_be_read(ends: ExitStack, address: str) -> None:
+    message = "it must be host:port, .* or unix:/absolute/path"
+    with pytest.raises(ConfigError, match=message):
+        listen(ends, address=address)
+    with pytest.raises(ConfigError, match=message):
+        ControlChannel([address], [FIRST], secret=SECRET, seconds=0.0)
+
+
+# Why a worker will never be there
+
+
+def test_a_failure_ends_the_wait_and_what_was_joined_is_left(ends: ExitStack) -> None:
+    first, absent = listen(ends), listen(ends, SECOND, about=None)
+    n_looks = 0
+
+    def failure() -> EngineError | None:
+        nonlocal n_looks
+        n_looks += 1
+        return EngineError("stage 2 cannot start") if n_looks == 3 else None
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="stage 2 cannot start"):
+        ControlChannel(
+            [first.address, absent.address],
+            [FIRST, SECOND],
+            secret=SECRET,
+            seconds=600.0,
+            limits=LIMITS,
+            failure=failure,
+        )
+    assert time.monotonic() - began < SOON
+    assert works(join(ends, first), first)
 
 
 def test_a_second_master_is_refused_until_the_first_has_left(ends: ExitStack) -> None:
@@ -248,7 +507,7 @@ def test_a_second_master_is_refused_until_the_first_has_left(ends: ExitStack) ->
 
 def test_the_first_stage_has_none_before_it(ends: ExitStack) -> None:
     line = ControlLine(
-        at(listen(ends)),
+        listen(ends).address,
         role=PREVIOUS,
         terms=FIRST,
         secret=SECRET,
@@ -268,7 +527,11 @@ def test_nobody_listens(ends: ExitStack) -> None:
         began = time.monotonic()
         with pytest.raises(WorkerUnreachable, match=rf"stage 2 at 127.0.0.1:{port} was not reached"):
             ControlChannel(
-                [at(first), f"127.0.0.1:{port}"], [FIRST, SECOND], secret=SECRET, seconds=0.5, limits=LIMITS
+                [first.address, f"127.0.0.1:{port}"],
+                [FIRST, SECOND],
+                secret=SECRET,
+                seconds=0.5,
+                limits=LIMITS,
             )
         assert time.monotonic() - began < SOON
     assert works(join(ends, first), first)  # what was joined was left
@@ -372,7 +635,7 @@ def test_a_worker_that_takes_no_frames_breaks_the_line(ends: ExitStack) -> None:
         channel.send(0, b"too many")
     arrival = channel.receive(SOON)
     assert arrival is not None and arrival.data is None
-    assert arrival.why == "4 frames wait at this worker, which is too slow"
+    assert arrival.why == "more frames came than this worker has room for"
     assert [worker.receive(SOON) for _ in range(4)] == [b"too many"] * 4
     eventually(lambda: rejoined(channel, worker))
 
@@ -402,8 +665,9 @@ def test_a_send_beyond_the_queue_breaks_the_line_and_does_not_wait(ends: ExitSta
 
 def test_closing_does_not_wait_for_who_is_lost() -> None:
     before = set(threading.enumerate())
-    worker = ControlPort(FIRST, secret=SECRET)
-    channel = ControlChannel([at(worker)], [FIRST], secret=SECRET, limits=LIMITS)
+    worker = ControlPort("127.0.0.1:0", terms=FIRST, secret=SECRET, deliver=lambda data: True)
+    worker.open(ABOUT)
+    channel = ControlChannel([worker.address], [FIRST], secret=SECRET, limits=LIMITS)
     worker.close()
     began = time.monotonic()
     channel.close()
@@ -416,7 +680,7 @@ def test_closing_does_not_wait_for_who_is_lost() -> None:
 
 def test_a_caller_that_joins_and_then_sends_garbage_is_left(ends: ExitStack) -> None:
     worker = listen(ends)
-    with grpc.insecure_channel(at(worker)) as stranger:
+    with grpc.insecure_channel(worker.address) as stranger:
         method = stranger.stream_stream(control_join.METHOD)
         found = control_join.metadata(MASTER, FIRST, SECRET)
         call = method(iter([b"\xff\xff no message"]), metadata=found, timeout=SOON)
@@ -425,18 +689,19 @@ def test_a_caller_that_joins_and_then_sends_garbage_is_left(ends: ExitStack) -> 
     assert works(join(ends, worker), worker)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(ends: ExitStack) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            ControlPort(FIRST, secret=SECRET, port=port)
+            listen(ends, address=f"127.0.0.1:{port}")
 
 
-def test_what_others_can_reach_needs_a_secret() -> None:
-    with pytest.raises(ConfigError, match="there is no secret"):
-        ControlPort(FIRST, secret="", host="0.0.0.0")
+def test_what_others_can_reach_needs_a_secret(ends: ExitStack) -> None:
+    for address in ("0.0.0.0:0", "[::]:0", "10.0.0.7:0", "somewhere:0"):
+        with pytest.raises(ConfigError, match="there is no secret"):
+            listen(ends, secret="", address=address)
     with pytest.raises(ConfigError, match="more than 1024 bytes"):
-        ControlPort(FIRST, secret="x" * 1025)
+        listen(ends, secret="x" * 1025)
 
 
 def test_each_stage_needs_an_address_of_its_own() -> None:

@@ -1,3 +1,4 @@
+import struct
 import zlib
 
 import numpy as np
@@ -12,9 +13,12 @@ from orca_jax.control_frame import (
     TOKENS,
     Frame,
     FrameKind,
+    StageTime,
     decode_frame,
+    decode_stage_time,
     decode_tokens,
     encode_frame,
+    encode_stage_time,
     encode_tokens,
 )
 from orca_jax.errors import BadFrame
@@ -108,3 +112,25 @@ def test_tokens_that_cannot_be_are_refused(token_ids: list[int], complaint: str)
 
 def test_the_master_sends_as_stage_0():
     assert decode_frame(encode_frame(Frame(START, 9))) == Frame(START, 9, 0, 0, b"")
+
+
+def test_a_stage_s_time_comes_back_as_it_was():
+    time = StageTime(12.25, 2**64 - 1)
+    assert encode_stage_time(time) == struct.pack("<dQ", 12.25, 2**64 - 1)
+    assert decode_stage_time(encode_stage_time(time)) == time
+
+
+@pytest.mark.parametrize(
+    ("payload", "complaint"),
+    [
+        (b"", "0 bytes of a stage's time"),
+        (bytes(15), "15 bytes"),
+        (bytes(17), "17 bytes"),
+        (struct.pack("<dQ", float("nan"), 0), "nan seconds"),
+        (struct.pack("<dQ", float("inf"), 0), "inf seconds"),
+        (struct.pack("<dQ", -0.5, 0), "-0.5 seconds"),
+    ],
+)
+def test_a_stage_s_time_that_cannot_be_is_refused(payload: bytes, complaint: str):
+    with pytest.raises(BadFrame, match=complaint):
+        decode_stage_time(payload)

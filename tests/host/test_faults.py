@@ -20,7 +20,7 @@ from orca_jax.fault_simulation import (
 )
 from orca_jax.kv_manager import round_up
 from orca_jax.request import FinishReason, Request, RequestState
-from orca_jax.simulated_workers import Timing
+from orca_jax.simulated_workers import HIDDEN_BYTES, Timing
 
 N_SEEDS = 5_000
 
@@ -163,10 +163,57 @@ def test_nothing_is_lost_where_nothing_goes_wrong():
     player = played(CALM)
     assert player.recovery.losses == 0
     assert player.workers.epoch == 1
+    assert player.suspects == []
     counters = player.workers.counters
     assert (counters.stale, counters.duplicates, counters.rubbish) == (0, 0, 0)
     n_rows = sum(iteration.n_rows for iteration in player.timeline.iterations)
     assert counters.message_bytes <= 4096 * counters.messages + 1024 * n_rows
+
+
+def test_each_stage_says_what_it_ran_and_what_it_sent():
+    player = played(CALM)
+    iterations = player.timeline.iterations
+    n, n_tokens = len(iterations), HIDDEN_BYTES * sum(iteration.n_rows for iteration in iterations)
+    stages = player.workers.stages
+    assert [(stage.received, stage.done, stage.link_bytes) for stage in stages] == [
+        (n, n, n_tokens),
+        (n, n, n_tokens),
+        (n, 0, 0),
+    ]
+    for number, stage in enumerate(stages):
+        assert [(times.epoch, times.iteration, times.stage) for times in stage.times] == [
+            (1, i, number) for i in range(n)
+        ]
+    # One clock here, so that a stage can be seen to take a message before the one before it is done.
+    for behind, before in zip(stages[1].times, stages[0].times, strict=True):
+        assert before.received < behind.received < before.done < behind.done
+
+
+def test_messages_that_are_held_back_give_the_same_tokens():
+    player = played(replace(CALM, forward_ahead=False))
+    assert player.recovery.losses == 0
+    for behind, before in zip(*[stage.times for stage in player.workers.stages[1::-1]], strict=True):
+        assert behind.received > before.done
+
+
+def test_programs_may_take_longer_than_a_worker_s_patience():
+    timing = Timing(programs=DEADLINES.worker_seconds + 1)
+    player = played(replace(CALM, timing=timing, faults=(Fault(6.0, "crash", 1, 0.5, 0),)))
+    assert player.recovery.losses == 1
+    assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_a_worker_that_is_stopped_is_suspected_and_started_anew():
+    fault = Fault(0.55, "stop", 1, float("inf"))
+    player = played(replace(CALM, faults=(fault,), supervised=True))
+    assert (player.suspects, player.recovery.losses, player.failure) == ([1], 1, None)
+    alone = played(replace(CALM, faults=(fault,), restarts=3))
+    assert alone.failure is not None and set(alone.suspects) == {1}
+
+
+def test_a_worker_that_says_that_it_failed_is_no_suspect():
+    player = played(replace(CALM, faults=(Fault(0.55, "fail", 1),)))
+    assert (player.suspects, player.recovery.losses) == ([], 1)
 
 
 def test_the_same_trace_plays_the_same_way():

@@ -29,15 +29,15 @@ LAYERS = (
         "control_frame",
         "control_wire",
     ),
-    ("grammar", "timeline", "generation", "plan", "control_join"),
+    ("grammar", "timeline", "generation", "plan", "control_join", "control_start"),
     ("scheduler",),
     (
-        *("engine_master", "simulated_engine", "supervisor", "recovery"),
+        *("engine_master", "simulated_engine", "supervisor", "worker_environment", "recovery"),
         *("remote_workers", "worker_controller", "control_line", "control_port"),
     ),
-    ("simulation", "service", "remote_engine", "control_channel"),
-    ("simulated_workers",),
-    ("fault_simulation",),
+    ("simulation", "service", "remote_engine", "control_channel", "built_engine", "sizes", "stage_layers"),
+    ("simulated_workers", "remote_pipeline"),
+    ("fault_simulation", "worker_processes"),
 )
 # The device floor: what each room may import of the package. `model` and `pallas` do not know each other.
 DATA = {"errors", "config", "request", "buckets", "control", "flat_batch"}
@@ -46,23 +46,24 @@ DEVICE_ROOMS = {
     "pallas": {"errors", "config"},
     "sharding": {
         *DATA,
-        *("control_frame", "control_wire", "worker_controller", "cost_model", "kv_manager", "tokenizer"),
+        *("control_wire", "control_start", "worker_controller", "frame_queue"),
+        *("cost_model", "kv_manager", "stage_layers", "tokenizer"),
         *("model", "model.presets", "pallas"),
     },
 }
 HOST_ROOMS = {room for layer in LAYERS for room in layer}
 FACE = "__init__"  # orca_jax/__init__.py
-COMPOSITION_ROOT = "llm"
-LAZY = {COMPOSITION_ROOT, "sharding"}  # where the face's lazy names are from
+COMPOSITION = ("local_engine", "worker_process", "llm")  # know both floors; each those before it
+LAZY = {"llm", "sharding", "worker_process"}  # where the face's lazy names are from
 
 MAY_IMPORT: dict[str, set[str]] = {
     **{room: {r for lower in LAYERS[:i] for r in lower} for i, layer in enumerate(LAYERS) for room in layer},
     **DEVICE_ROOMS,
-    COMPOSITION_ROOT: HOST_ROOMS | set(DEVICE_ROOMS),
+    **{room: HOST_ROOMS | set(DEVICE_ROOMS) | set(COMPOSITION[:i]) for i, room in enumerate(COMPOSITION)},
     FACE: HOST_ROOMS | LAZY,  # the latter inside __getattr__ alone
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-KNOWS_JAX = {*DEVICE_ROOMS, COMPOSITION_ROOT}
+KNOWS_JAX = {*DEVICE_ROOMS, *COMPOSITION}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
 # Libraries that one or two rooms of the host floor may know besides: the two ends of a control line.
 LIBRARIES_OF = {"control_line": "grpc", "control_port": "grpc", "worker_pb2": "google"}
@@ -224,7 +225,7 @@ def test_the_house_keeps_its_rules() -> None:
 
 
 def test_the_host_floor_imports_where_there_is_no_jax() -> None:
-    rooms = sorted(path.stem for path in (ROOT / "orca_jax").glob("*.py") if path.stem != COMPOSITION_ROOT)
+    rooms = sorted(path.stem for path in (ROOT / "orca_jax").glob("*.py") if path.stem not in COMPOSITION)
     names = ["orca_jax" if room == FACE else f"orca_jax.{room}" for room in rooms]
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(JAX)})); import {', '.join(names)}"
     done = subprocess.run(

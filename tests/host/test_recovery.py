@@ -2,8 +2,6 @@
 
 import gc
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,57 +12,9 @@ from orca_jax.generation import Generation, Mailbox
 from orca_jax.kv_manager import KVManager
 from orca_jax.recovery import Recovery
 from orca_jax.request import FinishReason, Request, SamplingParams
-from orca_jax.scheduler import Returned
 from orca_jax.service import Orca
-from tests.host.engines import MODEL, SOON, GatedEngine, at_rest, counting, orca
-
-LOST = WorkerLost(1, "its process died")
-
-
-class FragileEngine(GatedEngine):
-    """Loses a worker when `error` is set, and is up again when the test lets it.
-
-    `recoveries` holds what each call of `recover` does: True or an error. Empty: it waits until interrupted.
-    """
-
-    def __init__(self, *recoveries: bool | Exception) -> None:
-        super().__init__(counting)
-        self.recoveries: deque[bool | Exception] = deque(recoveries)
-        self.n_recovers = 0
-        self.known_lost: WorkerLost | None = None
-        self.is_down = threading.Event()
-        self.issued: list[list[str]] = []
-
-    def issue(self, batch: Sequence[Request]) -> None:
-        self.issued.append([f"{req.state.value} {req.n_tokens}" for req in batch])
-        super().issue(batch)
-
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        try:
-            return super().wait(interrupted)
-        except WorkerLost:
-            self.error = None
-            self._in_flight.clear()
-            raise
-
-    def look(self) -> None:
-        if self.known_lost is not None:
-            raise self.known_lost
-
-    def recover(self, interrupted: Callable[[], bool]) -> bool:
-        self.n_recovers += 1
-        self.known_lost = None
-        self.is_down.set()
-        for _ in range(3000):
-            if self.recoveries:
-                what = self.recoveries.popleft()
-                if isinstance(what, Exception):
-                    raise what
-                return what
-            if interrupted():
-                return False
-            self.gate.acquire(timeout=0.01)
-        raise AssertionError("nobody came")
+from tests.host.engines import MODEL, SOON, GatedEngine, at_rest, orca
+from tests.host.fragile_engine import LOST, FragileEngine
 
 
 def service_of(engine: FragileEngine, bound: RestartBound | None = None, max_queue: int = 100) -> Orca:
@@ -217,7 +167,7 @@ def test_the_bound_counts_losses_within_its_window():
     engine = FragileEngine()
     service = service_of(engine)
     recovery = Recovery(service.scheduler, bound=RestartBound(restarts=2, seconds=10), clock=lambda: now)
-    told: list[str | None] = []
+    told: list[WorkerLost | None] = []
     recovery.on_trouble = told.append
     for at in (0.0, 4.0, 10.0, 14.0, 20.0):
         now = at
@@ -232,8 +182,69 @@ def test_the_bound_counts_losses_within_its_window():
     engine.known_lost = LOST
     with pytest.raises(EngineError, match="3 times within 10 seconds"):
         recovery.step(lambda: False)
-    assert recovery.losses == 6
-    assert told == [str(LOST), None] * 5 + [str(LOST)]
+    assert (recovery.losses, recovery.recoveries) == (6, 5)
+    assert told == [LOST, None] * 5, "of the last nobody is told that requests run again"
+
+
+def test_the_figures_of_losses_and_recoveries():
+    now = 100.0
+    engine = FragileEngine()
+    service = service_of(engine)
+    recovery = Recovery(service.scheduler, bound=RestartBound(restarts=3), clock=lambda: now)
+    seen: list[object] = []
+    recovery.on_trouble = lambda lost: seen.append((recovery.trouble, recovery.last_recovery_seconds))
+
+    def figures() -> tuple[int, int, float, float | None, int | None]:
+        return (
+            recovery.losses,
+            recovery.recoveries,
+            recovery.down_seconds,
+            recovery.last_recovery_seconds,
+            recovery.troubled_stage,
+        )
+
+    assert recovery.recoverable
+    assert figures() == (0, 0, 0.0, None, None)
+    assert recovery.step(lambda: False) is False
+    now = 110.0
+    assert figures() == (0, 0, 0.0, None, None)
+    engine.known_lost = LOST
+    recovery.step(lambda: False)
+    assert figures() == (1, 0, 0.0, None, 1)
+    now = 111.5
+    assert figures() == (1, 0, 1.5, None, 1), "this time so far"
+    recovery.step(lambda: True)
+    assert figures() == (1, 0, 1.5, None, 1), "it was interrupted"
+    now = 112.0
+    engine.recoveries.append(WorkerLost(0, "another"))
+    recovery.step(lambda: False)
+    assert figures() == (2, 0, 2.0, None, 0), "it was down before, and still is"
+    now = 114.0
+    engine.recoveries.append(True)
+    recovery.step(lambda: False)
+    assert figures() == (2, 1, 4.0, 4.0, None)
+    now = 150.0
+    assert figures() == (2, 1, 4.0, 4.0, None)
+    engine.known_lost = LOST
+    recovery.step(lambda: False)
+    now = 150.25
+    engine.recoveries.append(True)
+    recovery.step(lambda: False)
+    assert figures() == (3, 2, 4.25, 0.25, None)
+    engine.known_lost = LOST
+    now = 160.0
+    with pytest.raises(EngineError, match="4 times"):
+        recovery.step(lambda: False)
+    now = 161.0
+    assert figures() == (4, 2, 5.25, 0.25, 1), "it stays down"
+    lost, other = str(LOST), "stage 1: another"
+    assert seen == [(lost, None), (other, None), (None, 4.0), (lost, 4.0), (None, 0.25)]
+
+
+def test_an_engine_that_cannot_lose_workers_has_no_figures():
+    recovery = orca(GatedEngine()).recovery
+    assert not recovery.recoverable
+    assert (recovery.losses, recovery.recoveries, recovery.down_seconds) == (0, 0, 0.0)
 
 
 def test_the_longest_request_can_run_again():

@@ -1,7 +1,9 @@
 """The engine master's side of the workers, with a channel whose other end is the test."""
 
+import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,15 +20,18 @@ from orca_jax.control_frame import (
     TROUBLE,
     Frame,
     FrameKind,
+    StageTime,
     decode_frame,
     encode_frame,
+    encode_stage_time,
 )
+from orca_jax.control_start import StartOrder, decode_start
 from orca_jax.engine_master import PendingTokens, Worker
 from orca_jax.errors import ConfigError, EngineError, WorkerLost
 from orca_jax.kv_manager import KVManager
 from orca_jax.recovery import RecoverableEngine
 from orca_jax.remote_engine import RemoteEngine
-from orca_jax.remote_workers import Arrival, RemoteTokens, RemoteWorkers
+from orca_jax.remote_workers import Arrival, IterationTimes, RemoteTokens, RemoteWorkers
 from orca_jax.request import Request, SamplingParams
 from tests.host.test_control_wire import ONE, WIRE, message_of
 
@@ -34,6 +39,10 @@ DEADLINES = Deadlines(
     iteration_seconds=2, worker_seconds=4, ready_seconds=10, retry_seconds=1, look_seconds=0.5
 )
 MESSAGE_OF_TWO = message_of([ONE, ONE])
+ORDERS = [
+    StartOrder(wire=WIRE, next_address=address, worker_seconds=4.0, ready_seconds=10.0)
+    for address in ("two:2", "three:3", "")
+]
 
 
 class Bench:
@@ -45,8 +54,18 @@ class Bench:
         self.arrivals: deque[Arrival] = deque()
         self.on_send: Callable[[int, Frame], None] = lambda stage, frame: None
         self.closed = False
+        self.suspects: list[int] = []
+        self.ready: list[int] = []
+        self.failure: EngineError | None = None
         self.workers = RemoteWorkers(
-            self, WIRE, n_stages=3, clock=lambda: self.now, deadlines=DEADLINES, first_epoch=first_epoch
+            self,
+            orders=ORDERS,
+            clock=lambda: self.now,
+            deadlines=DEADLINES,
+            first_epoch=first_epoch,
+            on_suspect=self.suspects.append,
+            on_ready=self.ready.append,
+            failure=lambda: self.failure,
         )
 
     # Channel
@@ -74,6 +93,11 @@ class Bench:
         epoch = self.workers.epoch if epoch is None else epoch
         self.arrivals.append(Arrival(stage, encode_frame(Frame(kind, epoch, iteration, stage, payload))))
 
+    def time(
+        self, stage: int, kind: FrameKind, iteration: int, seconds: float = 1.0, link_bytes: int = 0
+    ) -> None:
+        self.say(stage, kind, iteration, encode_stage_time(StageTime(seconds, link_bytes)))
+
     def tokens(self, iteration: int, *token_ids: int, stage: int = 2, epoch: int | None = None) -> None:
         self.say(stage, TOKENS, iteration, np.array(token_ids, "<i4").tobytes(), epoch)
 
@@ -91,6 +115,7 @@ class Bench:
         assert self.workers.recover(lambda: False) is True
         self.on_send = lambda stage, frame: None
         self.sent.clear()
+        self.ready.clear()
         return self
 
     def lost(self) -> WorkerLost:
@@ -180,6 +205,10 @@ def bytes_of(kind: FrameKind, iteration: int = 0, payload: bytes = b"", *, epoch
         (bytes_of(RECEIVED, 99), "iteration 99, which was not issued"),
         (bytes_of(START), "START, which only an engine master sends"),
         (bytes_of(MESSAGE, 0, b"x"), "MESSAGE, which only"),
+        (bytes_of(RECEIVED), "0 bytes of a stage's time"),
+        (bytes_of(DONE, 0, bytes(17)), "17 bytes of a stage's time"),
+        (bytes_of(RECEIVED, 0, encode_stage_time(StageTime(math.nan, 0))), "nan seconds"),
+        (bytes_of(DONE, 0, encode_stage_time(StageTime(-1.0, 0))), "-1.0 seconds"),
     ],
 )
 def test_a_worker_that_answers_rubbish_is_lost(data: bytes, complaint: str):
@@ -191,6 +220,8 @@ def test_a_worker_that_answers_rubbish_is_lost(data: bytes, complaint: str):
     assert str(lost).startswith("stage 3: answered rubbish: ")
     assert complaint in str(lost)
     assert bench.workers.counters.rubbish == 1
+    assert bench.suspects == [2]
+    assert (bench.workers.stages[2].received, bench.workers.stages[2].done) == (0, 0)
 
 
 def test_only_the_last_stage_has_tokens():
@@ -214,12 +245,15 @@ def test_what_a_worker_says_of_itself_is_passed_on():
     bench.say(1, TROUBLE, payload=b"out of memory \xff" + b"x" * 5000)
     lost = bench.lost()
     assert str(lost).startswith("stage 2: out of memory \ufffdxxx") and len(str(lost)) < 1100
+    assert bench.suspects == [], "it says so itself"
 
 
 def test_a_broken_line_is_a_loss_even_when_nothing_runs():
     bench = Bench().up()
     bench.arrivals.append(Arrival(0, None, "connection reset"))
     assert str(bench.lost()) == "stage 1: its line broke: connection reset"
+    bench.lost()
+    assert bench.suspects == [0], "once"
 
 
 def test_after_a_loss_everything_raises_until_it_is_recovered_from():
@@ -261,14 +295,15 @@ def test_a_deadline_that_passes_names_the_stage_that_is_behind(
     pending = bench.workers.issue(MESSAGE_OF_TWO)
     start = bench.now
     for i in received:
-        bench.say(i, RECEIVED)
+        bench.time(i, RECEIVED, 0)
     for i in done:
-        bench.say(i, DONE)
+        bench.time(i, DONE, 0)
     with pytest.raises(WorkerLost) as caught:
         pending.fetch()
     assert bench.now == start + 2
     assert caught.value.stage == stage
     assert str(caught.value) == f"stage {stage + 1}: {why} within 2 seconds (epoch 1)"
+    assert bench.suspects == [stage]
 
 
 def test_each_iteration_has_its_time_from_when_the_one_before_came_back():
@@ -303,7 +338,8 @@ def test_a_new_epoch_asks_every_stage_until_it_is_ready():
     asked_at: dict[int, list[float]] = {0: [], 1: [], 2: []}
 
     def answer(stage: int, frame: Frame) -> None:
-        assert frame == Frame(START, 1000)
+        assert frame[:4] == (START, 1000, 0, 0)
+        assert decode_start(frame.payload) == ORDERS[stage]
         asked_at[stage].append(bench.now - 100)
         if len(asked_at[stage]) > stage:
             bench.say(stage, READY)
@@ -312,6 +348,7 @@ def test_a_new_epoch_asks_every_stage_until_it_is_ready():
     assert bench.workers.recover(lambda: False) is True
     assert asked_at == {0: [0], 1: [0, 1], 2: [0, 1, 2]}
     assert bench.workers.epoch == 1000
+    assert (bench.ready, bench.suspects) == ([0, 1, 2], [])
 
 
 def test_a_stage_that_is_not_ready_in_time_is_named():
@@ -328,6 +365,8 @@ def test_a_stage_that_is_not_ready_in_time_is_named():
         bench.workers.recover(lambda: False)
     assert caught.value.stage == 0
     assert bench.now == 110
+    assert bench.suspects == [0, 2], "each that was not ready"
+    assert bench.ready == [1]
     bench.up()
     assert bench.workers.epoch == 2, "another try is another epoch"
 
@@ -367,6 +406,7 @@ def test_a_broken_line_of_a_stage_that_is_not_ready_is_no_news():
     bench.on_send = answer
     assert bench.workers.recover(lambda: False) is True
     assert bench.workers.epoch == 1
+    assert bench.suspects == []
 
 
 @pytest.mark.parametrize("trouble", [True, False])
@@ -384,6 +424,7 @@ def test_a_stage_that_is_lost_again_ends_the_attempt(trouble: bool):
     bench.on_send = answer
     with pytest.raises(WorkerLost, match=r"stage 2: .*no memory for caches"):
         bench.workers.recover(lambda: False)
+    assert bench.suspects == ([] if trouble else [1])
     bench.arrivals.clear()
     bench.up()
     assert bench.workers.epoch == 2
@@ -400,12 +441,154 @@ def test_ready_twice_is_ready_once():
     bench.on_send = answer
     with pytest.raises(WorkerLost, match="stage 2: was not ready"):
         bench.workers.recover(lambda: False)
+    assert bench.ready == [0]
 
 
 def test_close_ends_the_lines():
     bench = Bench()
     bench.workers.close()
     assert bench.closed
+
+
+# Workers that will never come up again
+
+
+def test_a_failure_ends_a_recovery():
+    bench = Bench()
+    failure = EngineError("stage 2 cannot start")
+
+    def answer(stage: int, frame: Frame) -> None:
+        bench.failure = failure
+
+    bench.on_send = answer
+    with pytest.raises(EngineError) as caught:
+        bench.workers.recover(lambda: False)
+    assert caught.value is failure
+    assert bench.now <= 100 + DEADLINES.look_seconds
+    assert bench.suspects == []
+
+
+def test_a_failure_is_seen_at_each_look_and_before_a_loss():
+    bench = Bench().up()
+    bench.workers.look()
+    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    bench.arrivals.append(Arrival(0, None, "gone"))
+    bench.lost()
+    bench.failure = EngineError("stage 1 was started too often")
+    for call in (bench.workers.look, pending.is_ready, lambda: bench.workers.issue(MESSAGE_OF_TWO)):
+        with pytest.raises(EngineError, match="too often") as caught:
+            call()
+        assert not isinstance(caught.value, WorkerLost)
+
+
+def test_a_failure_is_seen_between_two_arrivals():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    for _ in range(2):
+        bench.time(0, RECEIVED, 0)
+    looks = iter([None, EngineError("over")])
+    bench.workers._failure = lambda: next(looks)  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(EngineError, match="over"):
+        bench.workers.look()
+    assert len(bench.arrivals) == 1
+
+
+# What each stage says of its iterations
+
+
+def test_a_stage_says_when_it_took_an_iteration_and_was_done_and_what_it_sent():
+    bench = Bench().up()
+    first, second = bench.workers.issue(MESSAGE_OF_TWO), bench.workers.issue(MESSAGE_OF_TWO)
+    bench.time(0, RECEIVED, 0, 10.0)
+    bench.time(0, RECEIVED, 1, 10.5)
+    bench.time(0, DONE, 0, 11.0, 300)
+    bench.time(0, DONE, 1, 12.0, 200)
+    bench.time(1, RECEIVED, 0, 7.0)
+    bench.time(2, RECEIVED, 0, 20.0)
+    bench.tokens(0, 7, 8)
+    assert first.is_ready() and not second.is_ready()
+    stages = bench.workers.stages
+    assert [(stage.received, stage.done, stage.link_bytes) for stage in stages] == [
+        (2, 2, 500),
+        (1, 0, 0),
+        (1, 0, 0),
+    ]
+    assert list(stages[0].times) == [IterationTimes(1, 0, 0, 10.0, 11.0), IterationTimes(1, 1, 0, 10.5, 12.0)]
+    assert list(stages[1].times) == []
+    (last,) = stages[2].times
+    assert last[:4] == (1, 0, 2, 20.0) and math.isnan(last.done)
+
+
+def test_what_comes_twice_or_of_an_old_epoch_counts_once():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    for _ in range(2):
+        bench.time(0, RECEIVED, 0, 10.0)
+        bench.time(0, DONE, 0, 11.0, 300)
+    bench.workers.look()
+    assert bench.workers.counters.duplicates == 2
+    bench.say(1, TROUBLE)
+    bench.lost()
+    bench.up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.say(0, DONE, 0, encode_stage_time(StageTime(12.0, 300)), epoch=1)
+    bench.time(0, DONE, 0, 13.0, 5)  # its RECEIVED was lost
+    bench.workers.look()
+    stage = bench.workers.stages[0]
+    assert (stage.received, stage.done, stage.link_bytes, len(stage.times)) == (1, 2, 305, 2)
+    assert math.isnan(stage.times[1].received) and stage.times[1].done == 13.0
+
+
+def test_what_was_heard_in_one_epoch_is_nothing_in_the_next():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.time(0, RECEIVED, 0, 10.0)
+    bench.say(1, TROUBLE)
+    bench.lost()
+    bench.up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.time(0, DONE, 0, 12.0)
+    bench.workers.look()
+    ((epoch, *_, received, done),) = bench.workers.stages[0].times
+    assert (epoch, done) == (2, 12.0) and math.isnan(received)
+
+
+def test_the_last_stage_is_done_when_its_tokens_come():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.time(2, RECEIVED, 0, 20.0)
+    bench.time(2, DONE, 0, 21.0)  # which it need not say
+    bench.workers.look()
+    assert list(bench.workers.stages[2].times) == []
+    bench.tokens(0, 7, 8)
+    bench.workers.look()
+    assert [times.received for times in bench.workers.stages[2].times] == [20.0]
+
+
+def test_times_are_kept_in_bounded_memory():
+    bench = Bench().up()
+    for i in range(5000):
+        bench.workers.issue(MESSAGE_OF_TWO)
+        bench.time(0, RECEIVED, i, float(i))
+        bench.time(0, DONE, i, i + 0.5)
+        bench.time(1, RECEIVED, i, float(i))  # and is never done
+        bench.tokens(i, 7, 8)
+    bench.workers.look()
+    first, second, last = bench.workers.stages
+    assert (len(first.times), len(second.times), len(last.times)) == (4096, 0, 4096)
+    assert (first.times[0].iteration, first.times[-1].iteration) == (904, 4999)
+    assert first.done == second.received == 5000
+    bench.workers.issue(MESSAGE_OF_TWO)
+    for stage in (0, 1):
+        bench.time(stage, DONE, 5000 - stage, 6000.0)
+    bench.workers.look()
+    assert len(bench.workers._received_at[1]) < 4096  # pyright: ignore[reportPrivateUsage]
+
+
+def test_one_engine_has_one_wire():
+    orders = [*ORDERS[:2], replace(ORDERS[2], wire=replace(WIRE, n_rows=5))]
+    with pytest.raises(AssertionError, match="one wire"):
+        RemoteWorkers(Bench(), orders=orders, clock=lambda: 0.0, deadlines=DEADLINES)
 
 
 # The engine master over them

@@ -1,9 +1,10 @@
 """A worker's controller, told what happens one thing at a time."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from orca_jax.config import Deadlines
 from orca_jax.control import ControlMessage
 from orca_jax.control_frame import (
     DONE,
@@ -14,35 +15,47 @@ from orca_jax.control_frame import (
     TOKENS,
     TROUBLE,
     Frame,
+    StageTime,
     decode_frame,
+    decode_stage_time,
     encode_frame,
 )
+from orca_jax.control_start import StartOrder, encode_start
 from orca_jax.worker_controller import Controller
 from tests.host.test_control_wire import ONE, WIRE, message_of
 
-DEADLINES = Deadlines(iteration_seconds=2, worker_seconds=4)
+ORDER = StartOrder(wire=WIRE, next_address="next:1", worker_seconds=4.0, ready_seconds=50.0)
+
+
+def start(epoch: int, order: StartOrder = ORDER) -> Frame:
+    return Frame(START, epoch, payload=encode_start(order))
 
 
 class Bench:
     """A controller with everything around it noted, in one log."""
 
-    def __init__(self, stage: int = 0, n_stages: int = 3) -> None:
+    def __init__(self, stage: int = 0, n_stages: int = 3, *, forward_ahead: bool = True) -> None:
         self.now = 0.0
         self.log: list[str] = []
         self.reports: list[Frame] = []
         self.forwarded: list[bytes] = []
         self.messages: list[ControlMessage] = []
+        self.orders: list[StartOrder] = []
+        self.addresses: list[str] = []
+        self.makes_programs = False
         self.controller = Controller(
             stage,
             n_stages,
             lines=self,
             device=self,
-            wire=WIRE,
             clock=lambda: self.now,
-            deadlines=DEADLINES,
+            forward_ahead=forward_ahead,
         )
 
     # Lines
+
+    def connect(self, address: str) -> None:
+        self.addresses.append(address)
 
     def forward(self, data: bytes) -> None:
         self.forwarded.append(data)
@@ -55,8 +68,10 @@ class Bench:
 
     # StageDevice
 
-    def start(self, epoch: int) -> None:
+    def start(self, epoch: int, order: StartOrder) -> bool:
+        self.orders.append(order)
         self.log.append(f"start {epoch}")
+        return self.makes_programs
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
         self.messages.append(message)
@@ -65,7 +80,7 @@ class Bench:
     # What the tests say
 
     def up(self, epoch: int = 1) -> "Bench":
-        self.take(Frame(START, epoch))
+        self.take(start(epoch))
         self.controller.started(epoch)
         self.log.clear()
         return self
@@ -88,7 +103,7 @@ def tokens(*token_ids: int) -> np.ndarray:
 
 def test_an_epoch_starts_when_the_device_is_ready():
     bench = Bench()
-    assert bench.take(Frame(START, 4)) == ["start 4"]
+    assert bench.take(start(4)) == ["start 4"]
     bench.controller.started(4)
     assert bench.reports == [Frame(READY, 4, 0, 0)]
     assert bench.controller.epoch == 4
@@ -113,8 +128,10 @@ def test_the_last_stage_returns_tokens_without_padding():
 def test_the_others_say_that_they_are_done():
     bench = Bench().up()
     bench.message(0)
-    bench.controller.done(1, 0)
-    assert bench.reports[-1] == Frame(DONE, 1, 0, 0)
+    bench.now = 7.5
+    bench.controller.done(1, 0, link_bytes=1 << 33)
+    assert bench.reports[-1][:4] == (DONE, 1, 0, 0)
+    assert decode_stage_time(bench.reports[-1].payload) == StageTime(7.5, 1 << 33)
 
 
 def test_a_message_that_comes_twice_runs_once():
@@ -134,14 +151,14 @@ def test_a_gap_ends_the_epoch():
     assert bench.message(1) == ["TROUBLE 1.0"], "nothing runs any more"
     bench.controller.done(1, 0)
     assert bench.log[-1] == "TROUBLE 1.0"
-    assert bench.take(Frame(START, 1)) == ["TROUBLE 1.0"], "what was given up is not taken up"
-    assert bench.take(Frame(START, 2)) == ["start 2"]
+    assert bench.take(start(1)) == ["TROUBLE 1.0"], "what was given up is not taken up"
+    assert bench.take(start(2)) == ["start 2"]
 
 
 def test_a_new_epoch_ends_the_one_before():
     bench = Bench(stage=2).up()
     bench.message(0)
-    assert bench.take(Frame(START, 2)) == ["start 2"]
+    assert bench.take(start(2)) == ["start 2"]
     bench.controller.done(1, 0, tokens(1, 2))
     bench.controller.failed(1, "too late to matter")
     assert bench.log[-1] == "start 2", "news of the old epoch is no news"
@@ -152,15 +169,15 @@ def test_a_new_epoch_ends_the_one_before():
 def test_what_is_of_an_old_epoch_is_dropped():
     bench = Bench().up(3)
     assert bench.message(0, epoch=2) == []
-    assert bench.take(Frame(START, 2)) == []
+    assert bench.take(start(2)) == []
     assert bench.controller.counters.stale == 2
     assert bench.message(0, epoch=3)[-1] == "run 3.0"
 
 
 def test_an_epoch_that_was_overtaken_while_it_started_is_never_ready():
     bench = Bench()
-    bench.take(Frame(START, 1))
-    bench.take(Frame(START, 2))
+    bench.take(start(1))
+    bench.take(start(2))
     bench.controller.started(1)
     assert bench.reports == []
     bench.controller.started(2)
@@ -169,11 +186,11 @@ def test_an_epoch_that_was_overtaken_while_it_started_is_never_ready():
 
 def test_a_start_that_comes_again_is_answered_again():
     bench = Bench()
-    bench.take(Frame(START, 1))
-    assert bench.take(Frame(START, 1)) == []
+    bench.take(start(1))
+    assert bench.take(start(1)) == []
     bench.controller.started(1)
     bench.message(0)
-    assert bench.take(Frame(START, 1)) == ["READY 1.0"]
+    assert bench.take(start(1)) == ["READY 1.0"]
     assert bench.message(1)[-1] == "run 1.1"
 
 
@@ -182,7 +199,7 @@ def test_a_process_without_the_epoch_says_so(started: bool):
     bench = Bench().up(1) if started else Bench()
     assert bench.message(5, epoch=7) == ["TROUBLE 7.0"], "in the epoch that it was asked in"
     bench = Bench()
-    bench.take(Frame(START, 7))
+    bench.take(start(7))
     assert bench.message(0, epoch=7) == ["TROUBLE 7.0"], "its caches are not ready"
 
 
@@ -194,6 +211,10 @@ def test_a_process_without_the_epoch_says_so(started: bool):
         encode_frame(Frame(READY, 1)),
         encode_frame(Frame(TOKENS, 1, 0, 0, b"abcd")),
         encode_frame(Frame(MESSAGE, 1, 0, 0, b"abcd")),
+        encode_frame(Frame(START, 1)),
+        encode_frame(Frame(START, 2)),
+        encode_frame(Frame(START, 2, payload=encode_start(ORDER) + b"}")),
+        encode_frame(start(1, replace(ORDER, worker_seconds=5.0))),
     ],
 )
 def test_rubbish_ends_the_epoch_and_runs_nothing(rubbish: bytes):
@@ -207,7 +228,7 @@ def test_rubbish_ends_the_epoch_and_runs_nothing(rubbish: bytes):
 def test_rubbish_without_an_epoch_is_dropped():
     bench = Bench()
     assert bench.take_bytes(b"GET / HTTP/1.1") == []
-    assert bench.take(Frame(START, 1)) == ["start 1"]
+    assert bench.take(start(1)) == ["start 1"]
 
 
 def test_a_device_that_fails_ends_the_epoch():
@@ -221,7 +242,7 @@ def test_a_device_that_fails_ends_the_epoch():
 
 def test_a_device_that_cannot_start_says_so():
     bench = Bench()
-    bench.take(Frame(START, 1))
+    bench.take(start(1))
     bench.controller.failed(1, "no memory for caches")
     assert bench.reports == [Frame(TROUBLE, 1, 0, 0, b"no memory for caches")]
 
@@ -248,7 +269,7 @@ def test_a_worker_past_its_deadline_must_exit():
 
 def test_new_caches_have_a_deadline_as_well():
     bench = Bench()
-    bench.take(Frame(START, 1))
+    bench.take(start(1))
     bench.now = 4.0
     assert "did not finish new caches within 4 seconds" in (bench.controller.overdue() or "")
     assert bench.reports == [], "the next process is asked in the same epoch, and may be ready for it"
@@ -262,9 +283,114 @@ def test_done_out_of_order_is_our_own_mistake():
         bench.controller.done(1, 1)
 
 
-def test_received_says_which_iteration():
-    bench = Bench().up()
-    bench.message(0)
-    bench.message(1)
+def test_received_says_which_iteration_and_when():
+    bench = Bench(stage=2).up()
+    for bench.now in (3.0, 4.5):
+        bench.message(int(bench.now) - 3)
     received = [frame for frame in bench.reports if frame.kind is RECEIVED]
-    assert [(frame.epoch, frame.iteration, frame.stage) for frame in received] == [(1, 0, 0), (1, 1, 0)]
+    assert [(frame.epoch, frame.iteration, frame.stage) for frame in received] == [(1, 0, 2), (1, 1, 2)]
+    times = [decode_stage_time(frame.payload) for frame in received]
+    assert times == [StageTime(3.0, 0), StageTime(4.5, 0)]
+
+
+# What a START orders
+
+
+def test_a_start_tells_the_sizes_and_the_next_stage():
+    bench = Bench().up(1)
+    assert bench.take(start(1)) == ["READY 1.0"]
+    assert (bench.orders, bench.addresses) == ([ORDER], ["next:1"]), "once for each epoch"
+    small = replace(ORDER, wire=replace(WIRE, max_rows=1), next_address="next:2")
+    assert bench.take(start(2, small)) == ["start 2"]
+    bench.controller.started(2)
+    assert (bench.orders, bench.addresses) == ([ORDER, small], ["next:1", "next:2"])
+    assert bench.message(0, epoch=2)[-1] == "TROUBLE 2.0"
+    assert b"2 rows" in bench.reports[-1].payload, "the sizes are those of the order in force"
+
+
+def test_the_last_stage_is_connected_to_nobody():
+    bench = Bench(stage=2)
+    bench.take(start(1, replace(ORDER, next_address="")))
+    bench.controller.started(1)
+    bench.take(start(2))
+    assert bench.addresses == []
+    assert len(bench.orders) == 2
+
+
+def test_another_stage_has_to_know_the_next_one():
+    bench = Bench(stage=1)
+    assert bench.take(start(1, replace(ORDER, next_address=""))) == []
+    assert bench.controller.counters.rubbish == 1
+    assert bench.controller.epoch == 0
+
+
+def test_an_order_that_cannot_be_read_leaves_a_new_process_as_it_is():
+    bench = Bench()
+    assert bench.take(Frame(START, 3, payload=b"{}")) == []
+    assert (bench.controller.epoch, bench.controller.counters.rubbish) == (0, 1)
+    assert bench.take(start(3)) == ["start 3"]
+
+
+def test_programs_that_have_to_be_made_first_have_the_time_of_a_recovery():
+    bench = Bench()
+    bench.makes_programs = True
+    bench.now = 10.0
+    bench.take(start(1))
+    assert bench.controller.deadline() == 60.0
+    bench.now = 59.0
+    assert bench.controller.overdue() is None
+    bench.now = 60.0
+    why = bench.controller.overdue()
+    assert why == "the device did not finish programs and new caches within 50 seconds; the worker exits"
+
+
+def test_an_iteration_has_no_longer_for_it():
+    bench = Bench()
+    bench.makes_programs = True
+    bench.take(start(1))
+    bench.now = 40.0
+    bench.controller.started(1)
+    assert bench.controller.deadline() == float("inf")
+    bench.message(0)
+    assert bench.controller.deadline() == 44.0
+
+
+def test_the_seconds_are_those_of_the_order_in_force():
+    bench = Bench().up(1)
+    bench.take(start(2, replace(ORDER, worker_seconds=7.0)))
+    assert bench.controller.deadline() == 7.0
+    bench.now = 7.0
+    assert "new caches within 7 seconds" in (bench.controller.overdue() or "")
+
+
+# Without forwarding ahead
+
+
+def test_a_message_that_is_held_back_goes_on_when_the_device_is_done():
+    bench = Bench(forward_ahead=False).up()
+    assert bench.message(0) == ["RECEIVED 1.0", "run 1.0"]
+    assert bench.message(1) == ["RECEIVED 1.1", "run 1.1"]
+    bench.log.clear()
+    bench.controller.done(1, 0)
+    bench.controller.done(1, 1)
+    assert bench.log == ["forward", "DONE 1.0", "forward", "DONE 1.1"]
+    payloads = [WIRE.encode(message_of([ONE, ONE], i)) for i in (0, 1)]
+    assert [decode_frame(data) for data in bench.forwarded] == [
+        Frame(MESSAGE, 1, i, 0, payload) for i, payload in enumerate(payloads)
+    ]
+
+
+def test_what_was_held_back_of_an_epoch_that_is_over_goes_nowhere():
+    bench = Bench(forward_ahead=False).up()
+    bench.message(0)
+    bench.take(start(2))
+    bench.controller.done(1, 0)
+    assert bench.forwarded == []
+
+
+def test_the_last_stage_has_nothing_to_hold_back():
+    bench = Bench(stage=2, forward_ahead=False).up()
+    bench.message(0)
+    bench.controller.done(1, 0, tokens(7, 8))
+    assert bench.forwarded == []
+    assert bench.reports[-1].kind is TOKENS

@@ -35,6 +35,7 @@ from orca_jax.sharding import capacity, checkpoint, load
 from orca_jax.sharding.checkpoint import load_checkpoint
 from orca_jax.sharding.hf_checkpoint import find_tensors
 from orca_jax.sharding.partition import split_model
+from orca_jax.sizes import Sizes, serving_config
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SOON = 60.0
@@ -360,7 +361,9 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
     def sizes(n_bytes: int, stages: int = 1, tensor: int = 1) -> tuple[int, int]:
         monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", n_bytes)
         parts = split_model(model, devices, pipeline_parallel=stages, tensor_parallel=tensor)
-        serving = capacity.serving_config(model, 4, parts, capacity.Sizes())
+        n_devices = stages * tensor
+        fits = [capacity.slots_that_fit(model, 4, part, n_devices=n_devices) for part in parts]
+        serving = serving_config(model, Sizes(), fits)
         return serving.n_slots, serving.max_batch_tokens
 
     assert sizes(2 << 30) == (32 * 112, 2048), "a full batch of the longest requests, in whole blocks"
@@ -371,8 +374,7 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
     # 48,000 for each of four devices, which hold half the heads: 64 bytes a slot.
     assert sizes(192 * 1000, stages=2, tensor=2) == (750, 2048)
     longer = replace(model, n_positions=4096)
-    parts = split_model(longer, devices)
-    assert capacity.serving_config(longer, 4, parts, capacity.Sizes()).max_batch_tokens == 4096
+    assert serving_config(longer, Sizes(), [10_000]).max_batch_tokens == 4096
     assert tiny.dtype == ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 

@@ -1,0 +1,159 @@
+"""A pipeline of workers in processes of their own: how an engine master reaches them and brings them up."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from orca_jax.buckets import bucket_sizes
+from orca_jax.built_engine import BuiltEngine
+from orca_jax.config import Deadlines, Dtype, ModelConfig
+from orca_jax.control_channel import ControlChannel
+from orca_jax.control_join import JoinTerms, model_digest
+from orca_jax.control_start import StartOrder
+from orca_jax.control_wire import ControlWire
+from orca_jax.errors import ConfigError, EngineError, OrcaError
+from orca_jax.kv_manager import KVManager
+from orca_jax.remote_engine import RemoteEngine
+from orca_jax.remote_workers import RemoteWorkers
+from orca_jax.sizes import Sizes, serving_config
+from orca_jax.stage_layers import check_split, said_of_split, stage_layers
+
+
+def _nothing(_: int) -> None:
+    """Nobody wants to be told."""
+
+
+def _no_failure() -> None:
+    """None that anybody knows of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersBehind:
+    """Where the workers are, and who looks after their processes.
+
+    `addresses` are their control ports, of stage 1 first; `on_suspect` and `on_ready` are told a stage that
+    cannot be relied on any more, and one that is ready for a new epoch; `failure` says why workers will never
+    come up again.
+    """
+
+    addresses: tuple[str, ...]
+    secret: str = ""
+    on_suspect: Callable[[int], None] = _nothing
+    on_ready: Callable[[int], None] = _nothing
+    failure: Callable[[], EngineError | None] = _no_failure
+
+
+def remote_pipeline(
+    name: str,
+    model: ModelConfig,
+    said: Sizes,
+    workers: WorkersBehind,
+    *,
+    dtype: Dtype | None,
+    tensor_parallel: int,
+    deadlines: Deadlines,
+) -> BuiltEngine:
+    """Join all workers and bring their first epoch up; `name` is the model's, `dtype` None takes theirs.
+
+    Raises ConfigError (WorkerRefused, WorkerUnreachable) for workers that do not fit, and EngineError where
+    they do not come up; nothing is left joined then.
+    """
+    n_stages = len(workers.addresses)
+    check_split(model, pipeline_parallel=n_stages, tensor_parallel=tensor_parallel)
+    terms = [
+        JoinTerms(
+            model=name,
+            digest=model_digest(model),
+            dtype=dtype,
+            stage=stage,
+            n_stages=n_stages,
+            first_layer=layers.start,
+            n_layers=len(layers),
+        )
+        for stage, layers in enumerate(stage_layers(model.n_layers, n_stages))
+    ]
+    channel = ControlChannel(
+        workers.addresses,
+        terms,
+        secret=workers.secret,
+        seconds=deadlines.ready_seconds,
+        failure=workers.failure,
+    )
+    try:
+        return _pipeline(model, said, workers, channel, tensor_parallel=tensor_parallel, deadlines=deadlines)
+    except OrcaError:
+        channel.close()
+        raise
+
+
+def _pipeline(
+    model: ModelConfig,
+    said: Sizes,
+    workers: WorkersBehind,
+    channel: ControlChannel,
+    *,
+    tensor_parallel: int,
+    deadlines: Deadlines,
+) -> BuiltEngine:
+    n_stages = len(workers.addresses)
+    about = channel.about
+    dtypes = [one.dtype for one in about]
+    if len(set(dtypes)) > 1:
+        message = f"the workers have different dtypes, {', '.join(dtypes)}; start all with the same --dtype"
+        raise ConfigError(message)
+    serving = serving_config(model, said, [one.slots for one in about])
+    kv = KVManager(
+        n_blocks=serving.n_blocks,
+        block_size=serving.block_size,
+        n_rows=(n_stages + 1) * serving.max_batch_size,
+        max_blocks_per_row=-(-model.n_positions // serving.block_size),
+    )
+    wire = ControlWire(
+        block_size=serving.block_size,
+        max_blocks=kv.block_table.shape[1],
+        max_rows=serving.max_batch_size,
+        max_tokens=serving.max_batch_tokens,
+        n_rows=kv.n_rows,
+        n_blocks=serving.n_blocks,
+        vocab_size=model.vocab_size,
+    )
+    orders = [
+        StartOrder(
+            wire=wire,
+            next_address=next_address,
+            worker_seconds=deadlines.worker_seconds,
+            ready_seconds=deadlines.ready_seconds,
+        )
+        for next_address in (*workers.addresses[1:], "")
+    ]
+    remote = RemoteWorkers(
+        channel,
+        orders,
+        clock=time.monotonic,
+        deadlines=deadlines,
+        first_epoch=time.time_ns(),  # above every epoch of an engine master before this one
+        on_suspect=workers.on_suspect,
+        on_ready=workers.on_ready,
+        failure=workers.failure,
+    )
+    buckets = bucket_sizes(serving.max_batch_tokens)
+    engine = RemoteEngine(remote, kv, config=serving, bucket_sizes=buckets, n_workers=n_stages)
+    up = engine.recover(lambda: False)
+    assert up, "nothing interrupts it"
+    return BuiltEngine(
+        engine=engine,
+        kv=kv,
+        model=model,
+        serving=serving,
+        buckets=buckets,
+        dtype=dtypes[0],
+        device=_all_of([one.device for one in about]),
+        stages=f"{said_of_split(model.n_layers, n_stages, tensor_parallel)}, in processes of their own",
+        attention=_all_of([one.attention for one in about]),
+        close=channel.close,
+    )
+
+
+def _all_of(said: Sequence[str]) -> str:
+    """What the workers say of themselves, once where all say the same."""
+    return ", ".join(dict.fromkeys(said))

@@ -1,0 +1,201 @@
+"""A stage's devices as its controller sees them: what is to be run goes in, what has happened comes back.
+
+A thread of its own issues the work, because a device may hold its caller; another waits for the results.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from orca_jax.buckets import bucket_for, bucket_sizes
+from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.control import ControlMessage
+from orca_jax.control_start import StartOrder
+from orca_jax.control_wire import ControlWire
+from orca_jax.flat_batch import flat_batch
+from orca_jax.frame_queue import FrameQueue
+from orca_jax.model.gpt import Parameters
+from orca_jax.sharding.capacity import check_slots
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.transfer_link import TransferLink
+from orca_jax.sharding.worker import Worker
+from orca_jax.worker_controller import Controller
+
+News = Callable[[Controller], None]  # to be told on the controller's thread
+_MAX_JOBS = 4096
+_CLOSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageModel:
+    """A stage with its weights on its devices; `n_devices` are those of all stages."""
+
+    config: ModelConfig
+    parameters: Parameters
+    part: StagePart
+    stage: int
+    n_devices: int
+    attention: Attention | None = None
+
+
+class JaxStageDevice:
+    """A worker_controller.StageDevice.
+
+    `link` is None where there is no other stage. `post` takes news without waiting. `address_before` is
+    where the stage before offers its hidden states.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        link: TransferLink | None,
+        *,
+        post: Callable[[News], object],
+        address_before: Callable[[], str],
+    ) -> None:
+        self._model = model
+        self._link = link
+        self._post = post
+        self._address_before = address_before
+        self._wire: ControlWire | None = None  # that the programs are made for, or will be
+        self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
+        self._thread = threading.Thread(target=self._work, name="stage device", daemon=True)
+        # For the thread alone:
+        self._worker: Worker | None = None
+        self._worker_wire: ControlWire | None = None
+        self._buckets: tuple[int, ...] = ()
+        self._epoch = 0
+        self._connected = False
+        self._results = FrameQueue[Callable[[], None]](_MAX_JOBS)  # of this epoch
+        self._thread.start()
+
+    def start(self, epoch: int, order: StartOrder) -> bool:
+        """StageDevice."""
+        makes_programs = order.wire != self._wire
+        self._wire = order.wire
+        self._put(partial(self._start, epoch, order.wire))
+        return makes_programs
+
+    def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
+        """StageDevice."""
+        self._put(partial(self._run, epoch, iteration, message))
+
+    def close(self) -> None:
+        """End the threads; one that a device holds is left to the end of the process."""
+        self._jobs.end()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _put(self, job: Callable[[], None]) -> None:
+        taken = self._jobs.put(job)
+        assert taken, "far more iterations came than an engine master may have in flight"
+
+    # On the thread.
+
+    def _work(self) -> None:
+        for job in self._jobs:
+            job()
+        self._results.end()
+
+    def _start(self, epoch: int, wire: ControlWire) -> None:
+        self._epoch, self._connected = epoch, False
+        self._results.end()  # what is still waited for belongs to an epoch before
+        self._results = FrameQueue(_MAX_JOBS)
+        threading.Thread(
+            target=_wait_for, args=(self._results,), name=f"results of epoch {epoch}", daemon=True
+        ).start()
+        try:
+            if self._worker is None or wire != self._worker_wire:
+                self._worker = None  # its caches go before the new ones come
+                self._worker = self._make_worker(wire)
+                self._worker_wire = wire
+            self._worker.renew()
+        except Exception as error:  # whatever it is, the engine master has to hear of it
+            self._fail(epoch, error)
+            return
+        self._post(lambda controller: controller.started(epoch))
+
+    def _make_worker(self, wire: ControlWire) -> Worker:
+        """A worker for these sizes, with every program compiled that it may need."""
+        model = self._model
+        itemsize = next(iter(model.parameters.values())).dtype.itemsize
+        serving = ServingConfig(
+            max_batch_size=wire.max_rows,
+            n_slots=wire.n_blocks * wire.block_size,
+            max_batch_tokens=wire.max_tokens,
+            block_size=wire.block_size,
+        )
+        assert wire.vocab_size == model.config.vocab_size, "the model's digest was compared"
+        check_slots(model.config, itemsize, model.part, n_slots=serving.n_slots, n_devices=model.n_devices)
+        worker = Worker(
+            model.config,
+            model.parameters,
+            serving,
+            model.part,
+            n_rows=wire.n_rows,
+            attention=model.attention,
+        )
+        self._buckets = bucket_sizes(wire.max_tokens)
+        worker.make_programs(self._buckets, max_bs=wire.max_rows, max_blocks=wire.max_blocks)
+        return worker
+
+    def _run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
+        if epoch != self._epoch or self._worker is None or self._worker_wire is None:
+            return  # it was given up
+        wire, worker, part = self._worker_wire, self._worker, self._model.part
+        try:
+            flat = flat_batch(
+                message,
+                bucket=bucket_for(message.token_ids.shape[0], self._buckets),
+                max_bs=wire.max_rows,
+                block_size=wire.block_size,
+                n_slots=wire.n_blocks * wire.block_size,
+                n_rows=wire.n_rows,
+            )
+            hidden = None
+            if not part.first:
+                assert self._link is not None
+                if not self._connected:  # the address came before the epoch's first message
+                    self._link.connect(self._address_before())
+                    self._connected = True
+                key = (epoch, iteration, self._model.stage - 1)
+                hidden = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
+            out = worker.compute(flat, hidden)
+            sent = 0
+            if part.last:
+                out.copy_to_host_async()
+            else:
+                assert self._link is not None
+                sent = self._link.offer((epoch, iteration, self._model.stage), out)
+        except Exception as error:
+            self._fail(epoch, error)
+            return
+        self._results.put(partial(self._finish, epoch, iteration, out, sent))
+
+    def _fail(self, epoch: int, error: Exception) -> None:
+        self._epoch = 0  # the rest of this epoch's iterations would rest on caches that are lost
+        why = f"{type(error).__name__}: {error}"
+        self._post(lambda controller: controller.failed(epoch, why))
+
+    # On the thread of an epoch's results.
+
+    def _finish(self, epoch: int, iteration: int, out: jax.Array, sent: int) -> None:
+        try:
+            token_ids = None
+            if self._model.part.last:
+                token_ids = np.asarray(out)
+            else:
+                out.block_until_ready()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._post(lambda controller: controller.failed(epoch, why))
+            return
+        self._post(lambda controller: controller.done(epoch, iteration, token_ids, link_bytes=sent))
+
+
+def _wait_for(results: FrameQueue[Callable[[], None]]) -> None:
+    for finish in results:
+        finish()

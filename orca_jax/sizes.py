@@ -1,0 +1,52 @@
+"""The sizes of an engine: what was said of them, and what follows from the model and from memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.errors import ConfigError
+from orca_jax.kv_manager import round_up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What was said of a ServingConfig; None: it follows from model and memory. Checked when made."""
+
+    max_batch_size: int = 32
+    n_slots: int | None = None
+    max_batch_tokens: int | None = None
+    block_size: int = 16
+    max_queue: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
+
+    def filled(self, *, n_slots: int, max_batch_tokens: int) -> ServingConfig:
+        """With these where nothing was said. Raises ConfigError."""
+        return ServingConfig(
+            max_batch_size=self.max_batch_size,
+            n_slots=n_slots if self.n_slots is None else self.n_slots,
+            max_batch_tokens=max_batch_tokens if self.max_batch_tokens is None else self.max_batch_tokens,
+            block_size=self.block_size,
+            max_queue=self.max_queue,
+        )
+
+
+def serving_config(config: ModelConfig, said: Sizes, fits: Sequence[int]) -> ServingConfig:
+    """Fill in what was not said, and hold what was against the model.
+
+    `fits` are the slots that each stage has room for: a slot takes room on every stage, so the one with the
+    least decides. Raises ConfigError.
+    """
+    longest = config.n_positions
+    whole_request = round_up(longest, said.block_size)
+    serving = said.filled(
+        n_slots=max(whole_request, min(said.max_batch_size * whole_request, *fits)),
+        max_batch_tokens=max(2048, longest, said.max_batch_size),
+    )
+    if serving.max_batch_tokens < longest:
+        raise ConfigError(
+            f"max_batch_tokens is {serving.max_batch_tokens}; it must be at least the model's {longest} "
+            "positions, so that the longest prompt fits into one iteration"
+        )
+    return serving

@@ -1,0 +1,50 @@
+"""`orca worker`: one stage of a pipeline in this process, for an `orca serve --workers` elsewhere."""
+
+import argparse
+import os
+from functools import partial
+
+import orca_jax
+from orca_jax.config import WorkerOptions
+from server.config import WorkerFlags
+from server.control_secret import read_secret
+from server.flags import worker_flags
+from server.loading import bytes_bar
+from server.notes import Notes
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command, from its flags to its exit status: 0 after SIGTERM or Ctrl-C, 1 when its device hangs."""
+    notes = Notes()
+    secret = read_secret(args.control_secret_file, os.environ)
+    options = worker_options(args.model, worker_flags(args), secret)
+    loading = partial(bytes_bar, notes, "Loading the stage")
+    status = orca_jax.run_worker(options, note=notes, loading=loading)
+    if status:
+        os._exit(status)  # a device that hangs would hold up an orderly exit for ever
+    return status
+
+
+def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> WorkerOptions:
+    """What a worker is told. Raises ConfigError."""
+    return WorkerOptions(
+        model=model,
+        stage=flags.stage - 1,
+        n_stages=flags.of,
+        listen=flags.listen,
+        data_host=_host(flags.listen) if flags.data_host is None else flags.data_host,
+        tensor_parallel=flags.tensor_parallel,
+        dtype=flags.dtype,
+        load_format=flags.load_format,
+        attention=flags.attention,
+        seed=flags.seed,
+        secret=secret,
+        forward_ahead=flags.forward_ahead,
+    )
+
+
+def _host(listen: str) -> str:
+    """The host of HOST:PORT, or loopback where sockets of files are listened on."""
+    if listen.startswith("unix:"):
+        return "127.0.0.1"
+    return listen.rpartition(":")[0].strip("[]")
