@@ -1,10 +1,15 @@
 """What an iteration costs on each split of a model into stages and parts, against one device.
 
     python -m bench.stages [--preset gpt2] [--splits 1x1,1x2,2x1,2x2,4x1] [--rows 1,8,32] [--initiation 128]
-    python -m bench.stages --same-gpu [--preset gpt2]    two stages on one GPU against one stage
+    python -m bench.stages --splits 2x1,2x1+processes,2x1+after     stages in processes of their own
+    python -m bench.stages --same-gpu [--preset gpt2]               two stages on one GPU against one stage
 
-A split is stages x devices of each. On a CPU the devices are virtual and share the cores: what is measured is
-what splitting costs, not what it gains. Each split runs in a process of its own, which has as many devices.
+A split is stages x devices of each; with `+processes` each stage has a process of its own, as with
+`--worker-processes`, and with `+after` those forward control messages only behind their device's work, which
+is what forwarding ahead (ORCA 4.1) is to be held against.
+
+On a CPU the devices are virtual and share the cores: what is measured is what splitting costs, not what it
+gains. Each split runs in a process of its own, which has as many devices.
 The first split is what the others are held against; the tokens of all are compared with its tokens.
 
     alone        an increment phase of so many rows, one batch in flight: seconds from issue to tokens
@@ -23,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +37,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.kv_manager import round_up
+from orca_jax.config import Deadlines, ModelConfig, RestartBound, ServingConfig, WorkerOptions
+from orca_jax.kv_manager import KVManager, round_up
 from orca_jax.local_engine import build_engine
 from orca_jax.model.presets import PRESETS
 from orca_jax.request import Request, SamplingParams
@@ -40,7 +46,9 @@ from orca_jax.request_pool import RequestPool
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.load import random_parameters
 from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sizes import Sizes
 from orca_jax.timeline import Timeline
+from orca_jax.worker_processes import supervised_pipeline
 
 BLOCK_SIZE = 16
 CONTEXT = 32  # input tokens of a request of the increment phases
@@ -87,23 +95,87 @@ class TimedEngine:
         return self._engine.wait(interrupted)
 
 
+class Built(NamedTuple):
+    """An engine with its K/V manager, and the device that it runs on."""
+
+    engine: Engine
+    kv: KVManager
+    device: str
+
+
+class StagesHere:
+    """Engines of one model on one split in this process."""
+
+    def __init__(self, model: ModelConfig, dtype: jnp.dtype, parts: Sequence[StagePart]) -> None:
+        self.model, self.parts, self.n_stages = model, parts, len(parts)
+        self.parameters = [random_parameters(model, 0, dtype, part.placement(model)) for part in parts]
+        self._device = parts[0].group.devices[0].device_kind
+
+    def build(self, serving: ServingConfig) -> Built:
+        """One of these sizes."""
+        built = build_engine(self.model, self.parameters, serving, self.parts)
+        return Built(built.engine, built.kv, self._device)
+
+    def close(self) -> None:
+        """Its memory goes with it."""
+
+
+class StagesInProcesses:
+    """The engine of a preset whose stages have processes of their own; one for all batches up to `rows`."""
+
+    def __init__(self, preset: str, split: str, rows: int) -> None:
+        self.n_stages, tensor = _sizes(split)
+        self.model = PRESETS[preset]
+        self._built = supervised_pipeline(
+            preset,
+            self.model,
+            Sizes(
+                max_batch_size=rows,
+                n_slots=rows * self.n_stages * round_up(self.model.n_positions, BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+            ),
+            WorkerOptions(
+                model=preset,
+                stage=0,
+                n_stages=self.n_stages,
+                listen="",
+                tensor_parallel=tensor,
+                load_format="dummy",
+                forward_ahead=not split.endswith("+after"),
+            ),
+            restarts=RestartBound(restarts=0),
+            deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
+            on_event=lambda line: None,
+        )
+
+    def build(self, serving: ServingConfig) -> Built:
+        """The engine; its programs for a batch of `serving` are those that an engine of that size has."""
+        assert serving.max_batch_size <= self._built.serving.max_batch_size
+        return Built(self._built.engine, self._built.kv, self._built.device)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._built.close()
+
+
 class SplitBench:
     """One model on one split."""
 
-    def __init__(self, model: ModelConfig, dtype: jnp.dtype, parts: Sequence[StagePart]) -> None:
-        self.model, self.parts = model, parts
-        self.parameters = [random_parameters(model, 0, dtype, part.placement(model)) for part in parts]
+    def __init__(self, stages: StagesHere | StagesInProcesses) -> None:
+        self.model, self.n_stages = stages.model, stages.n_stages
+        self._stages = stages
+        self.device = ""  # once an engine was built
 
     def scheduler(self, rows: int, longest: int) -> tuple[Scheduler, TimedEngine, RequestPool]:
-        """A fresh engine for batches of `rows` requests, as many batches as there are stages."""
-        n_stages = len(self.parts)
+        """An engine for batches of `rows` requests, as many batches as there are stages."""
         serving = ServingConfig(
             max_batch_size=rows,
-            n_slots=rows * n_stages * round_up(longest, BLOCK_SIZE),
+            n_slots=rows * self.n_stages * round_up(longest, BLOCK_SIZE),
             max_batch_tokens=max(rows * CONTEXT, longest),
             block_size=BLOCK_SIZE,
         )
-        built = build_engine(self.model, self.parameters, serving, self.parts)
+        built = self._stages.build(serving)
+        self.device = built.device
         engine, timeline = TimedEngine(built.engine), Timeline(time.perf_counter)
         pool = RequestPool(
             max_waiting=1 << 20, on_deliveries=lambda deliveries: None, on_arrival=timeline.arrived
@@ -126,7 +198,7 @@ class SplitBench:
         times: dict[int, list[float]] = {}
         issues: list[float] = []
         requests: list[Request] = []
-        for n_batches in (1, len(self.parts)):
+        for n_batches in (1, self.n_stages):
             requests = self.requests(n_batches * rows, CONTEXT, n_output)
             for request in requests:
                 pool.add(request)
@@ -142,7 +214,7 @@ class SplitBench:
             # Those at the end have fewer beside them.
             ends = ends[: len(ends) - n_batches + 1]
             times[n_batches] = np.diff(ends).tolist()
-        n_all = len(self.parts)
+        n_all = self.n_stages
         return Measured(
             rows=rows,
             alone=median(times[1]),
@@ -172,6 +244,16 @@ def _returns(scheduler: Scheduler) -> int:
 
 def run_split(flags: argparse.Namespace) -> SplitResult:
     """Measure one split, in the process that has its devices."""
+    stages = _stages(flags)
+    try:
+        return _measured(flags, SplitBench(stages))
+    finally:
+        stages.close()
+
+
+def _stages(flags: argparse.Namespace) -> StagesHere | StagesInProcesses:
+    if "+" in flags.one:
+        return StagesInProcesses(flags.preset, flags.one, max(_numbers(flags.rows)))
     n_stages, tensor = _sizes(flags.one)
     devices = jax.devices()
     # Padded for the widest split, so that the same weights are drawn for all.
@@ -181,21 +263,20 @@ def run_split(flags: argparse.Namespace) -> SplitResult:
         devices = devices[:1] * n_stages
     parts = split_model(model, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
     dtype = jnp.dtype("float32" if devices[0].platform == "cpu" else "bfloat16")
-    bench = SplitBench(model, dtype, parts)
-    return SplitResult(
-        split=flags.one,
-        device=devices[0].device_kind,
-        jax=jax.__version__,
-        initiation=bench.initiation(flags.initiation, max(3, flags.repeat // 4)),
-        increments=[bench.increments(rows, flags.repeat) for rows in _numbers(flags.rows)],
-    )
+    return StagesHere(model, dtype, parts)
+
+
+def _measured(flags: argparse.Namespace, bench: SplitBench) -> SplitResult:
+    initiation = bench.initiation(flags.initiation, max(3, flags.repeat // 4))
+    increments = [bench.increments(rows, flags.repeat) for rows in _numbers(flags.rows)]
+    return SplitResult(flags.one, bench.device, jax.__version__, initiation, increments)
 
 
 def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
     """Measure one split in a process of its own. Raises RuntimeError with its words if it fails."""
     n_stages, tensor = _sizes(split)
     environment = dict(os.environ)
-    if not flags.same_gpu:
+    if not flags.same_gpu and "+" not in split:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_stages * tensor}"
     command = [sys.executable, "-m", "bench.stages", *sys.argv[1:], "--one", split]
     done = subprocess.run(
@@ -243,7 +324,7 @@ def _splits(flags: argparse.Namespace) -> list[str]:
 
 
 def _sizes(split: str) -> tuple[int, int]:
-    n_stages, tensor = split.split("x")
+    n_stages, tensor = split.partition("+")[0].split("x")
     return int(n_stages), int(tensor)
 
 

@@ -10,6 +10,8 @@ Activation = Literal["gelu_tanh", "gelu", "relu"]
 NormPlacement = Literal["pre", "post"]
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
+# How activations cross from a worker's process to the next: independent processes, or one job.
+WorkerLink = Literal["transfer", "nccl"]
 # How attention runs. kernel: the Mosaic GPU kernel; static, follow_lengths: pure JAX; interpreted: the kernel
 # on a CPU, for tests alone.
 Attention = Literal["kernel", "static", "follow_lengths", "interpreted"]
@@ -174,10 +176,11 @@ class WorkerOptions:
     """What a worker's process is told when it is started; the sizes come from the engine master later.
 
     `stage` counts from 0. `listen` is the control port's address, "host:port" or "unix:/path"; `data_host`
-    the address that the next stage reaches its data port by. `secret` guards the control port.
-    `forward_ahead` False forwards control messages only behind the device's work, to measure what forwarding
-    ahead is good for. `end_with_stdin` ends the process when its standard input does, which its parent holds
-    open.
+    the address that the next stage reaches its data port by. `link` is how activations cross from process
+    to process: "nccl" makes all of them one jax.distributed job, whose first stage is at `coordinator`.
+    `secret` guards the control port. `forward_ahead` False forwards control messages only behind the device's
+    work, to measure what forwarding ahead is good for. `end_with_stdin` ends the process when its standard
+    input does, which its parent holds open.
     """
 
     model: str | None = None
@@ -185,6 +188,8 @@ class WorkerOptions:
     n_stages: int
     listen: str
     data_host: str = "127.0.0.1"
+    link: WorkerLink = "transfer"
+    coordinator: str | None = None
     tensor_parallel: int = 1
     dtype: Dtype | None = None
     load_format: LoadFormat = "auto"
@@ -197,6 +202,13 @@ class WorkerOptions:
     def __post_init__(self) -> None:
         _whole("the number of stages", self.n_stages, 1, 256)
         _whole("stage", self.stage + 1, 1, self.n_stages)
+        if self.link not in get_args(WorkerLink):
+            raise ConfigError(f"link is {self.link!r}; it must be one of {', '.join(get_args(WorkerLink))}")
+        if (self.link == "nccl") != (self.coordinator is not None):
+            raise ConfigError(
+                f"link is {self.link!r} and coordinator {self.coordinator!r}; with nccl it must be a HOST:PORT "
+                "of the first stage's machine, and with transfer there is none"
+            )
         if self.data_host in ("", "0.0.0.0", "::"):
             raise ConfigError(
                 f"data_host is {self.data_host!r}; it must be one address that the next stage's worker can "

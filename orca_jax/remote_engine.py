@@ -8,6 +8,9 @@ from orca_jax.engine_master import EngineMaster, PendingTokens
 from orca_jax.kv_manager import KVManager
 from orca_jax.remote_workers import RemoteWorkers
 
+# Between two looks at what would interrupt the wait for tokens, which itself ends when something comes.
+_WAIT_SECONDS = 1e-3
+
 
 class RemoteEngine(EngineMaster):
     """An engine master that sends control messages alone: workers lay their batches out themselves.
@@ -32,7 +35,7 @@ class RemoteEngine(EngineMaster):
             config=config,
             bucket_sizes=bucket_sizes,
             n_workers=n_workers,
-            sleep=workers.wait if sleep is None else sleep,
+            sleep=(lambda _: workers.wait(_WAIT_SECONDS)) if sleep is None else sleep,
         )
         self.workers = workers
 

@@ -29,7 +29,10 @@ from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.sharding.attention_path import choose_attention
 from orca_jax.sharding.capacity import slots_that_fit
+from orca_jax.sharding.collective_link import CollectiveLink, join_job
 from orca_jax.sharding.compile_cache import keep_compiled_programs
+from orca_jax.sharding.device_group import DeviceGroup
+from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.load import find_model, load_parameters
 from orca_jax.sharding.partition import one_stage
 from orca_jax.sharding.stage_device import JaxStageDevice, News, StageModel
@@ -55,7 +58,9 @@ class WorkerProcess:
     def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
         stage, n_stages = options.stage, options.n_stages
         found = find_model(options.model, options.load_format)
-        devices = jax.devices()
+        if options.coordinator is not None:
+            join_job(options.coordinator, stage=stage, n_stages=n_stages)
+        devices = jax.local_devices()
         dtype = jnp.dtype(options.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16"))
         part = one_stage(
             found.config,
@@ -86,7 +91,7 @@ class WorkerProcess:
         self._port = ControlPort(options.listen, terms=terms, secret=options.secret, deliver=self._inbox.put)
         self.address = self._port.address
         try:
-            self._link = TransferLink(part.group, host=options.data_host) if n_stages > 1 else None
+            self._link = _link(options, part.group)
             n_devices = n_stages * options.tensor_parallel
             config, (parameters,) = load_parameters(
                 found,
@@ -150,6 +155,7 @@ class WorkerProcess:
                 controller.take(item)
             elif item is not None:
                 item(controller)
+            why = self._device.over
             if time.monotonic() >= controller.deadline():
                 why = controller.overdue()
         if why is not None:
@@ -192,6 +198,14 @@ class WorkerProcess:
     def report(self, data: bytes) -> None:
         """To the engine master."""
         self._port.report(data)
+
+
+def _link(options: WorkerOptions, group: DeviceGroup) -> ProcessLink | None:
+    if options.n_stages == 1:
+        return None
+    if options.link == "transfer":
+        return TransferLink(group, host=options.data_host)
+    return CollectiveLink(group, jax.devices(), stage=options.stage, n_stages=options.n_stages)
 
 
 def _nobody_looks(done: int, total: int) -> None:

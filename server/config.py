@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from orca_jax.config import Deadlines, Dtype, LoadFormat, RestartBound
+from orca_jax.config import Deadlines, Dtype, LoadFormat, RestartBound, WorkerLink
 from orca_jax.errors import ConfigError
 
 AccessLog = Literal["text", "json", "off"]
@@ -87,6 +87,14 @@ class WorkerFlags:
         str | None,
         "address that the next stage's worker reaches this one by, for activations (default: the host of "
         "--listen)",
+    ] = None
+    link: Annotated[
+        WorkerLink,
+        "how activations reach the next stage's process; nccl: over NVLink or InfiniBand, but the loss of "
+        "one worker restarts all",
+    ] = "transfer"
+    coordinator: Annotated[
+        str | None, "with --link nccl: a HOST:PORT of stage 1's machine where all workers meet"
     ] = None
     control_secret_file: Annotated[
         Path | None,

@@ -33,6 +33,8 @@ def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> Worker
         n_stages=flags.of,
         listen=flags.listen,
         data_host=_host(flags.listen) if flags.data_host is None else flags.data_host,
+        link=flags.link,
+        coordinator=flags.coordinator,
         tensor_parallel=flags.tensor_parallel,
         dtype=flags.dtype,
         load_format=flags.load_format,

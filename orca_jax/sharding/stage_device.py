@@ -20,8 +20,8 @@ from orca_jax.flat_batch import flat_batch
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.capacity import check_slots
+from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
-from orca_jax.sharding.transfer_link import TransferLink
 from orca_jax.sharding.worker import Worker
 from orca_jax.worker_controller import Controller
 
@@ -46,17 +46,18 @@ class JaxStageDevice:
     """A worker_controller.StageDevice.
 
     `link` is None where there is no other stage. `post` takes news without waiting. `address_before` is
-    where the stage before offers its hidden states.
+    where the stage before offers its hidden states. `over` is looked at by the process.
     """
 
     def __init__(
         self,
         model: StageModel,
-        link: TransferLink | None,
+        link: ProcessLink | None,
         *,
         post: Callable[[News], object],
         address_before: Callable[[], str],
     ) -> None:
+        self.over: str | None = None  # why the process must start again
         self._model = model
         self._link = link
         self._post = post
@@ -75,6 +76,8 @@ class JaxStageDevice:
 
     def start(self, epoch: int, order: StartOrder) -> bool:
         """StageDevice."""
+        if self._wire is not None and self._link is not None and not self._link.outlives_a_loss:
+            self.over = "a worker was lost, and over this link all of them start again then"
         makes_programs = order.wire != self._wire
         self._wire = order.wire
         self._put(partial(self._start, epoch, order.wire))

@@ -23,6 +23,8 @@ class TransferLink:
     it hangs. Raises ConfigError for a host that cannot be had.
     """
 
+    outlives_a_loss = True
+
     def __init__(self, group: DeviceGroup, *, host: str) -> None:
         self._group = group
         at = f"[{host}]:0" if ":" in host else f"{host}:0"

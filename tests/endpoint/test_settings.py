@@ -112,7 +112,7 @@ def test_help_says_each_default_once_and_groups(capsys: pytest.CaptureFixture[st
     titles = [group.split(":")[0] for group in groups[1:]]
     assert titles == ["options", "model and engine", "addresses", "security", "limits", "logging", "workers"]
     for option in SERVE_OPTIONS:
-        start = rf"\n  {'MODEL' if option is MODEL else option.flag}[ \n]"
+        start = rf"\n  {'MODEL' if option is MODEL else option.flag}[ ,\n]"
         (group,) = (group for group in groups if re.search(start, group))
         entry = re.split(start, group)[1].split("\n  -")[0].split("\n\n")[0]
         assert entry.count("(default: ") == 1, entry
@@ -143,6 +143,13 @@ def as_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+def as_flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={as_text(value)}"
+
+
 LAYERS = st.fixed_dictionaries({name: st.sets(st.sampled_from(range(3))) for name in VALUES}).map(
     # A certificate and its key stand in the same layers: one alone is a mistake.
     lambda said: said | {"ssl_keyfile": said["ssl_certfile"]}
@@ -157,7 +164,7 @@ def test_the_highest_layer_counts(
     values["port"], values["grpc_port"] = [0, 1111, 2222], [4444, None, 0]
     layers = [{name: values[name][i] for name in said if i in said[name]} for i in range(3)]
     flags, variables, lines = layers
-    arguments = [f"--{name.replace('_', '-')}={as_text(flags[name])}" for name in flags if name != "model"]
+    arguments = [as_flag(name, flags[name]) for name in flags if name != "model"]
     arguments += [flags["model"]] if "model" in flags else []
     environ = {f"ORCA_{name.upper()}": as_text(value) for name, value in variables.items()}
     document = {
