@@ -206,7 +206,7 @@ class WorkerOptions:
             raise ConfigError(f"link is {self.link!r}; it must be one of {', '.join(get_args(WorkerLink))}")
         if (self.link == "nccl") != (self.coordinator is not None):
             raise ConfigError(
-                f"link is {self.link!r} and coordinator {self.coordinator!r}; with nccl it must be a HOST:PORT "
+                f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT "
                 "of the first stage's machine, and with transfer there is none"
             )
         if self.data_host in ("", "0.0.0.0", "::"):

@@ -35,14 +35,27 @@ class FlatArrays(NamedTuple):
     take_last: Any  # [T] 1: the token is last_token[last_row]; 0: it is in token_ids
     row_start: Any  # [R + 1] index of each row's first token; the last entry is the number of tokens
     kv_length: Any  # [R] tokens in the cache after these were written; 0 for padding
-    row: Any  # [R] place in last_token where the next token goes; n_rows (nowhere) for padding
     block_table: Any  # [R, max_blocks]
+    # What the sampler needs, as in SamplerArrays, side by side:
+    row: Any  # [R] place in last_token where the next token goes; n_rows (nowhere) for padding
     top_k: Any  # [R]
     token_index: Any  # [R]
     seed_low: Any  # [R]
     seed_high: Any  # [R]
     temperature: Any  # [R]
     top_p: Any  # [R]
+
+
+class SamplerArrays(NamedTuple):
+    """The parts of the buffer that the sampler needs, `[R]` each, as FlatArrays has them."""
+
+    row: Any
+    top_k: Any
+    token_index: Any
+    seed_low: Any
+    seed_high: Any
+    temperature: Any
+    top_p: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +72,19 @@ class FlatLayout:
         t, r = (self.n_tokens,), (self.n_rows,)
         return FlatArrays(
             token_ids=t, positions=t, slot_of_token=t, last_row=t, take_last=t,
-            row_start=(self.n_rows + 1,), kv_length=r, row=r, block_table=(self.n_rows, self.max_blocks),
-            top_k=r, token_index=r, seed_low=r, seed_high=r, temperature=r, top_p=r,
+            row_start=(self.n_rows + 1,), kv_length=r, block_table=(self.n_rows, self.max_blocks),
+            row=r, top_k=r, token_index=r, seed_low=r, seed_high=r, temperature=r, top_p=r,
         )  # fmt: skip
 
     @property
     def size(self) -> int:
         """32-bit words of the whole buffer."""
         return 5 * self.n_tokens + self.n_rows * (9 + self.max_blocks) + 1
+
+    @property
+    def sampler_words(self) -> slice:
+        """Where the buffer has SamplerArrays, one after the other."""
+        return slice(self.size - len(SamplerArrays._fields) * self.n_rows, self.size)
 
     def split(self, buffer: Words) -> FlatArrays:
         """Cut a buffer `[size]` int32 into its parts, by slicing and reshaping alone.

@@ -1,4 +1,4 @@
-"""The jitted programs of one stage: the forward pass and the samplers, one of each per bucket.
+"""The jitted programs of one stage: a forward pass for each bucket, samplers for each number of rows.
 
 They are apart so that a forward pass can go ahead while the choice of the previous token still waits for the
 host. What one iteration needs from the host comes as a single int32 buffer.
@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from orca_jax.config import ModelConfig
-from orca_jax.flat_batch import FlatLayout, Sampler
+from orca_jax.flat_batch import FlatLayout, Sampler, SamplerArrays
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.sampler import greedy, sample
@@ -33,7 +33,10 @@ class Stage:
     `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
     [T, H] of the stage before; for the first stage last_token [n_rows] where it is the only one, else None:
     the tokens come from the host then. `out` is the hidden array [T, H], or from the last stage the logits
-    [R, V] float32.
+    [R, V] float32 and the buffer's SamplerArrays [7, R].
+
+    `choose(logits, rows, last_token, sampler=)` takes the latter two, whatever the bucket was: there is one
+    program of each sampler for each R.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Stage:
                 x = model.logits(x, jnp.maximum(batch.row_start[1:] - 1, 0), shard)
             return x, caches
 
-        def forward(*arrays: Any, layout: FlatLayout) -> tuple[jax.Array, list[LayerCache]]:
+        def forward(*arrays: Any, layout: FlatLayout) -> tuple[Any, list[LayerCache]]:
             compute = partial(one_part, layout=layout)
             if len(group) > 1:
                 specs = [weight.sharding.spec for weight in self.weights]
@@ -84,17 +87,21 @@ class Stage:
                     out_specs=(P(), CACHE_SPEC),
                     check_vma=False,
                 )
-            return compute(*arrays)
+            out, caches = compute(*arrays)
+            if part.last:
+                rows = arrays[-1][layout.sampler_words].reshape(-1, layout.n_rows)
+                return (out, rows), caches
+            return out, caches
 
         self.forward = jax.jit(forward, static_argnames="layout", donate_argnums=1)  # the caches
-        self.choose = jax.jit(_choose, static_argnames=("layout", "sampler"), donate_argnames="last_token")
+        self.choose = jax.jit(_choose, static_argnames="sampler", donate_argnames="last_token")
 
 
 def _choose(
-    logits: jax.Array, last_token: jax.Array, buffer: jax.Array, *, layout: FlatLayout, sampler: Sampler
+    logits: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of each row [R] int32, and last_token with them in their places."""
-    batch = layout.split(buffer)
+    batch = SamplerArrays(*rows)
     if sampler == "greedy":
         tokens = greedy(logits)
     else:

@@ -114,9 +114,8 @@ class Worker:
         )
         if not part.last:
             return out
-        tokens, self._last_token = self.stage.choose(
-            out, self._last_token, buffer, layout=flat.layout, sampler=flat.sampler
-        )
+        logits, rows = out
+        tokens, self._last_token = self.stage.choose(logits, rows, self._last_token, sampler=flat.sampler)
         return tokens
 
     def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
@@ -132,6 +131,7 @@ class Worker:
             if not part.first:
                 like = self.hidden_like(n_tokens)
                 hidden = jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
-            for sampler in get_args(Sampler) if part.last else ("greedy",):
+            samplers: set[Sampler] = set(get_args(Sampler)) if part.last else {"greedy"}
+            for sampler in samplers:
                 empty = padding_batch(layout, n_slots=self._n_slots, n_rows=self._n_rows, sampler=sampler)
                 self.compute(empty, hidden).block_until_ready()

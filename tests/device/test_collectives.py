@@ -11,7 +11,6 @@ import pytest
 from bench.collectives import Collective, collectives, counts
 from bench.compiled_stage import compile_stage
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import init_parameters
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.worker import Worker
@@ -91,13 +90,11 @@ def test_the_choice_of_a_token_needs_no_collective() -> None:
     parts = split_model(MODEL, jax.devices(), tensor_parallel=4)
     (own,) = place(MODEL, init_parameters(MODEL, jax.random.key(0), jnp.dtype("float32")), parts)
     worker = Worker(MODEL, own, ServingConfig(n_slots=64), parts[0], n_rows=64)
-    layout, whole = FlatLayout(8, 8, 4), parts[0].group.place()
+    whole = parts[0].group.place()
     logits = jax.device_put(jnp.zeros((8, MODEL.vocab_size)), whole)
-    buffer = jax.device_put(jnp.zeros(layout.size, jnp.int32), whole)
+    rows = jax.device_put(jnp.zeros((7, 8), jnp.int32), whole)
     for sampler in ("greedy", "plain", "full"):
-        program = worker.stage.choose.lower(
-            logits, worker._last_token, buffer, layout=layout, sampler=sampler
-        ).compile()
+        program = worker.stage.choose.lower(logits, rows, worker._last_token, sampler=sampler).compile()
         text = program.as_text()
         assert text is not None and "ENTRY" in text
         assert not counts(text), sampler

@@ -209,7 +209,7 @@ def assert_all_greedy(asked: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 4])
-def test_the_tokens_are_right_and_nothing_compiles_once_it_is_up(n_stages: int, tensor: int) -> None:
+def test_the_tokens_are_right_and_nothing_compiles_once_it_is_up(n_stages: int) -> None:
     with serving(n_stages) as (_, engine):
         asked = requests()
         with compilations() as compiled:
