@@ -1,169 +1,24 @@
 """Starts the workers' processes on one machine, starts lost ones again within bounds, and ends them all."""
 
-import os
-import select
 import signal
-import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import IO
+from dataclasses import dataclass
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError
+from orca_jax.supervised_process import DEATH_SECONDS, LOOK_SECONDS, SupervisedProcess, WorkerCommand
 
-_LOOK_SECONDS = 0.03  # how soon an end is noticed
-_LISTENER_SECONDS = 0.2  # how soon a listener notices that the process has ended but its pipe has not
-_DEATH_SECONDS = 5.0  # from SIGKILL to the end; a process that a device holds may take longer
 _LONGEST_DELAY = 10.0  # before a restart
-_PIPE_BYTES = 1 << 16  # what may still lie in a pipe when its process has ended
-_MAX_LINE = 2000  # bytes
-_LAST_LINES = 20
 _MISTAKE_STATUS = 2  # of an exit: the user's mistake, which another start would only repeat
 _MISTAKE = "orca: error: "  # how its line begins
 
 
-@dataclass(frozen=True)
-class WorkerCommand:
-    """The full argv and the full environment of a stage's process; the latter may hold secrets."""
-
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(repr=False)
-
-
 def _ignore(_: str) -> None:
     pass
-
-
-class _Listener:
-    """Reads what a process says, line by line, on a thread of its own; the last lines are in `last`."""
-
-    def __init__(self, pipe: IO[bytes], say: Callable[[str], None]) -> None:
-        self.last: deque[str] = deque(maxlen=_LAST_LINES)
-        self._pipe = pipe
-        self._say = say
-        self._line = b""  # one byte more than a line may have says that it was cut
-        self._process_ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="orca-worker-stderr", daemon=True)
-        self._thread.start()
-
-    def finish(self, seconds: float = 1.0) -> None:
-        """The process has ended: wait until all that it said was read, and the thread has ended."""
-        self._process_ended.set()
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        with self._pipe:
-            number = self._pipe.fileno()
-            poll = select.poll()
-            poll.register(number, select.POLLIN)
-            left = _PIPE_BYTES  # for whoever has inherited the pipe may go on writing
-            while left > 0:
-                ended = self._process_ended.is_set()
-                if not poll.poll(_LISTENER_SECONDS * 1000):
-                    if ended:
-                        break
-                    continue
-                data = os.read(number, _PIPE_BYTES)
-                if not data:
-                    break
-                left -= len(data) if ended else 0
-                self._take(data)
-        self._end_line()
-
-    def _take(self, data: bytes) -> None:
-        *whole, rest = data.split(b"\n")
-        for part in whole:
-            self._add(part)
-            self._end_line()
-        self._add(rest)
-
-    def _add(self, part: bytes) -> None:
-        self._line += part[: _MAX_LINE + 1 - len(self._line)]
-
-    def _end_line(self) -> None:
-        text = self._line[:_MAX_LINE].decode(errors="replace").rstrip()
-        cut = "..." if len(self._line) > _MAX_LINE else ""
-        self._line = b""
-        if text:
-            self.last.append(text + cut)
-            self._say(text + cut)
-
-
-class _Process:
-    """One process, at the head of its own session. It holds a pipe on stdin whose end tells it to exit.
-
-    It is reaped once, here, so that no signal can go to another that got its number. Whoever it has
-    started and left in its process group ends with it.
-    """
-
-    def __init__(self, command: WorkerCommand, say: Callable[[str], None], started: float) -> None:
-        self.started = started
-        self.joined = False
-        self.status: int | None = None  # as Popen's returncode
-        self._lock = threading.Lock()
-        self._popen = subprocess.Popen(
-            command.arguments,
-            env=command.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches the server alone
-        )
-        self.pid = self._popen.pid
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        self._stdin = self._popen.stdin
-        try:
-            self.listener = _Listener(self._popen.stdout, say)
-        except BaseException:
-            self._popen.stdout.close()
-            self.kill()
-            self.reap(_DEATH_SECONDS)
-            raise
-
-    def kill(self) -> None:
-        """SIGKILL, also to one that is stopped; nothing if it was reaped."""
-        with self._lock:
-            self._signal(signal.SIGKILL)
-
-    def ask_to_end(self) -> None:
-        """The end of its stdin, and SIGTERM; one that is stopped goes on to hear of it."""
-        with self._lock:
-            self._stdin.close()
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)
-
-    def reap(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended within `seconds`; `status` is known then."""
-        deadline = time.monotonic() + seconds
-        while not self._reap_now():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOOK_SECONDS)
-        return True
-
-    def _reap_now(self) -> bool:
-        with self._lock:
-            if self.status is None:
-                try:
-                    if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                        return False
-                except ChildProcessError:  # reaped by another part of the program; its status is lost
-                    pass
-                else:  # until `wait`, nobody else can have its number, nor its group's
-                    self._signal(signal.SIGKILL)
-                self.status = self._popen.wait(_DEATH_SECONDS)
-                self._stdin.close()
-            return True
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            if self.status is None:
-                os.killpg(self.pid, number)
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +26,7 @@ class _Stage:
     number: int  # from 0
     command: WorkerCommand
     delay: float  # before the next restart, in seconds
-    process: _Process | None = None
+    process: SupervisedProcess | None = None
     given_up: bool = False  # this process, by `restart`
     start_at: float | None = None  # when it is to be started again
 
@@ -266,7 +121,7 @@ class Supervisor:
             self._changed.notify_all()
         with self._ending:
             if self._monitor.ident is not None:
-                self._monitor.join(self._grace + _DEATH_SECONDS)
+                self._monitor.join(self._grace + DEATH_SECONDS)
             present = {stage: stage.process for stage in self._stages if stage.process is not None}
             try:
                 for process in present.values():
@@ -275,11 +130,11 @@ class Supervisor:
             finally:
                 for process in present.values():
                     process.kill()
-                _reap_all(present.values(), _DEATH_SECONDS)
+                _reap_all(present.values(), DEATH_SECONDS)
                 for stage, process in present.items():
                     self._take_leave(stage, process)
 
-    def _take_leave(self, stage: _Stage, process: _Process) -> None:
+    def _take_leave(self, stage: _Stage, process: SupervisedProcess) -> None:
         name = f"stage {stage.number + 1}: its process (pid {process.pid})"
         if process.status is None:
             self._tell(f"{name} cannot be ended; it was sent SIGKILL")
@@ -292,7 +147,7 @@ class Supervisor:
     def _start(self, stage: _Stage) -> None:
         name = f"stage {stage.number + 1}"
         try:
-            process = _Process(
+            process = SupervisedProcess(
                 stage.command, lambda line: self._tell(f"{name}: {line}"), started=self._clock()
             )
         except OSError as error:
@@ -305,7 +160,7 @@ class Supervisor:
         self._tell(f"{name}: its process (pid {process.pid}) was started")
         if closing:  # and `close` may not have seen it
             process.kill()
-            process.reap(_DEATH_SECONDS)
+            process.reap(DEATH_SECONDS)
             self._take_leave(stage, process)
 
     # On the monitor's thread.
@@ -321,7 +176,7 @@ class Supervisor:
     def _wait(self) -> bool:
         """Until it is time to look again; False when the supervisor is closed."""
         with self._changed:
-            return not (self._closing or self._changed.wait_for(lambda: self._closing, _LOOK_SECONDS))
+            return not (self._closing or self._changed.wait_for(lambda: self._closing, LOOK_SECONDS))
 
     def _look_after(self, stage: _Stage) -> None:
         process = stage.process
@@ -337,7 +192,7 @@ class Supervisor:
             except EngineError as error:
                 self._start_later(stage, str(error), ())
 
-    def _take_end(self, stage: _Stage, process: _Process) -> None:
+    def _take_end(self, stage: _Stage, process: SupervisedProcess) -> None:
         assert process.status is not None
         name = f"stage {stage.number + 1}"
         words = tuple(process.listener.last)
@@ -378,7 +233,7 @@ class Supervisor:
             self._on_event(event)
 
 
-def _reap_all(processes: Iterable[_Process], seconds: float) -> None:
+def _reap_all(processes: Iterable[SupervisedProcess], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for process in processes:
         process.reap(max(0.0, deadline - time.monotonic()))

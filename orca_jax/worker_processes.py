@@ -14,7 +14,8 @@ from orca_jax.config import Deadlines, ModelConfig, RestartBound, WorkerOptions
 from orca_jax.remote_pipeline import WorkersBehind, remote_pipeline
 from orca_jax.sizes import Sizes
 from orca_jax.stage_layers import check_split
-from orca_jax.supervisor import Supervisor, WorkerCommand
+from orca_jax.supervised_process import WorkerCommand
+from orca_jax.supervisor import Supervisor
 from orca_jax.worker_environment import visible_gpus, worker_environment
 
 _MODULE = "orca_jax.worker_process"

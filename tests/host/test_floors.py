@@ -19,7 +19,16 @@ SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 # The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
 LAYERS = (
     ("errors",),
-    ("config", "request", "buckets", "kv_manager", "control", "frame_queue", "worker_pb2"),
+    (
+        "config",
+        "request",
+        "buckets",
+        "kv_manager",
+        "control",
+        "frame_queue",
+        "worker_pb2",
+        "supervised_process",
+    ),
     (
         "model.presets",
         "tokenizer",

@@ -16,7 +16,8 @@ import pytest
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError
-from orca_jax.supervisor import Supervisor, WorkerCommand
+from orca_jax.supervised_process import WorkerCommand
+from orca_jax.supervisor import Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = re.compile(r"process \(pid ([0-9]+)\) was started$")
@@ -225,7 +226,8 @@ def test_workers_do_not_outlive_a_server_that_was_killed(start: Start) -> None:
 import sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from orca_jax.config import RestartBound
-from orca_jax.supervisor import Supervisor, WorkerCommand
+from orca_jax.supervised_process import WorkerCommand
+from orca_jax.supervisor import Supervisor
 commands = [WorkerCommand((sys.executable, '-c', {WORKER!r}), {{}})] * 2
 up = threading.Semaphore(0)
 hear = lambda event: event.endswith(': up') and up.release()
