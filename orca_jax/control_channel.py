@@ -9,14 +9,18 @@ from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.remote_workers import Arrival
 
+_LOOK_SECONDS = 0.2
+_FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 5.0, 30.0
+
 
 class ControlChannel:
     """Lines to all workers, joined when this is made: `addresses[i]` is that of stage i.
 
     It is "host:port", "[v6]:port" or "unix:/absolute/path", and `terms[i]` is what the worker there must be.
-    All are waited for together, `seconds` at most. Raises WorkerRefused where a worker is another than that,
-    or knows another secret, WorkerUnreachable where none answers, and meanwhile what `failure` returns, which
-    says why a worker will never be there; whatever was joined by then is left again.
+    All are waited for together, `seconds` at most, and `on_wait` is told now and then who is missing. Raises
+    WorkerRefused where a worker is another than that, or knows another secret, WorkerUnreachable where none
+    answers, and meanwhile what `failure` returns, which says why a worker will never be there; whatever was
+    joined by then is left again.
     """
 
     def __init__(
@@ -28,6 +32,7 @@ class ControlChannel:
         seconds: float = 30.0,
         limits: LineLimits | None = None,
         failure: Callable[[], OrcaError | None] = lambda: None,
+        on_wait: Callable[[str], None] = lambda line: None,
     ) -> None:
         if len(addresses) != len(terms) or not addresses or len(set(addresses)) != len(addresses):
             message = f"{len(addresses)} addresses of workers came, {', '.join(addresses)}, for {len(terms)} "
@@ -42,10 +47,8 @@ class ControlChannel:
             )
             for stage, (address, of) in enumerate(zip(addresses, terms, strict=True))
         ]
-        deadline = time.monotonic() + seconds
         try:
-            for line in self._lines:
-                line.wait_joined(max(0.0, deadline - time.monotonic()), failure)
+            self._wait_joined(seconds, failure, on_wait)
         except OrcaError:
             self.close()
             raise
@@ -70,6 +73,23 @@ class ControlChannel:
         self._inbox.end()
         for line in self._lines:
             line.close()
+
+    def _wait_joined(
+        self, seconds: float, failure: Callable[[], OrcaError | None], on_wait: Callable[[str], None]
+    ) -> None:
+        began = time.monotonic()
+        tell_at = began + _FIRST_WORD_SECONDS
+        waiting = self._lines
+        while waiting := [line for line in waiting if not line.wait_joined(_LOOK_SECONDS / len(waiting))]:
+            error = failure()
+            if error is not None:
+                raise error
+            now = time.monotonic()
+            if now >= began + seconds:
+                raise waiting[0].not_joined(seconds)
+            if now >= tell_at:
+                tell_at = now + _NEXT_WORD_SECONDS
+                on_wait("waiting for " + "; ".join(line.missing() for line in waiting))
 
     def _deliver(self, stage: int) -> Deliver:
         def deliver(data: bytes | None, why: str) -> bool:

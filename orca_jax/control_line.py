@@ -23,7 +23,7 @@ from orca_jax.control_join import (
     metadata,
     to_message,
 )
-from orca_jax.errors import OrcaError, WorkerRefused, WorkerUnreachable
+from orca_jax.errors import WorkerRefused, WorkerUnreachable
 from orca_jax.frame_queue import FrameQueue
 
 # What trying again does not change: somebody has to start something else.
@@ -100,26 +100,31 @@ class ControlLine:
         self._thread = threading.Thread(target=self._run, name=f"control line {address}", daemon=True)
         self._thread.start()
 
-    def wait_joined(self, seconds: float, failure: Callable[[], OrcaError | None] = lambda: None) -> None:
-        """Until the worker has taken this caller. Raises WorkerRefused, WorkerUnreachable.
+    def wait_joined(self, seconds: float) -> bool:
+        """Until the worker has taken this caller; False when it has not within `seconds`.
 
-        Raises what `failure` returns as well, which is asked several times a second.
+        Raises WorkerRefused where it never will.
         """
-        deadline = self._clock() + seconds
-        while not self._decided(min(_LOOK_SECONDS, deadline - self._clock())):
-            error = failure()
-            if error is not None:
-                raise error
-            if self._clock() >= deadline:
-                break
         with self._changed:
-            if self._outbox is not None:
-                return
-            if self._failure is not None and self._failure[0] in _REFUSED:
+            self._changed.wait_for(self._decided, seconds)
+            if self._outbox is None and self._failure is not None and self._failure[0] in _FINAL:
                 raise WorkerRefused(f"{self._name} refused: {self._failure[1]}")
+            return self._outbox is not None
+
+    def missing(self) -> str:
+        """Whose line this is, and why it is not joined yet."""
+        with self._changed:
+            return f"{self._name}: {self._failure[1] if self._failure else 'it did not answer'}"
+
+    def not_joined(self, seconds: float) -> WorkerRefused | WorkerUnreachable:
+        """What to raise when it was not joined within `seconds`."""
+        with self._changed:
+            refused = self._failure is not None and self._failure[0] in _REFUSED
             why = self._failure[1] if self._failure else "it did not answer"
+        if refused:
+            return WorkerRefused(f"{self._name} refused: {why}")
         message = f"{self._name} was not reached within {seconds:g} seconds: {why}; is one started there?"
-        raise WorkerUnreachable(message)
+        return WorkerUnreachable(message)
 
     def send(self, data: bytes) -> None:
         """Send a frame without waiting; dropped while the line is broken."""
@@ -144,14 +149,9 @@ class ControlLine:
             call.cancel()
         self._thread.join(self._limits.close_seconds)
 
-    def _decided(self, seconds: float) -> bool:
-        """Wait until the worker has taken this caller, or refused it for good; False where neither was."""
-
-        def decided() -> bool:
-            return self._outbox is not None or (self._failure is not None and self._failure[0] in _FINAL)
-
-        with self._changed:
-            return self._changed.wait_for(decided, max(0.0, seconds))
+    def _decided(self) -> bool:
+        """Whether the worker has taken this caller, or refused it for good; with the lock."""
+        return self._outbox is not None or (self._failure is not None and self._failure[0] in _FINAL)
 
     def _break(self, call: Any, why: str) -> None:
         with self._changed:

@@ -54,7 +54,7 @@ class LLM:
     when it is lost. `workers` are the control ports of workers that somebody else has started, "host:port" of
     stage 1 first; they must run the same model, and know `control_secret`, if there is one. `deadlines` say
     how long workers are waited for, `restarts` how often they may be lost; `on_event` is told what becomes of
-    the processes, a line at a time (docs/workers.md).
+    the processes, and whom one waits for, a line at a time (docs/workers.md).
 
     `on_load(done, total)` is told the progress of reading a checkpoint, in bytes of its files.
 
@@ -130,6 +130,7 @@ class LLM:
                 dtype=dtype,
                 tensor_parallel=tensor_parallel,
                 deadlines=deadlines,
+                on_event=on_event or _nobody_listens,
             )
         else:
             options = WorkerOptions(

@@ -52,8 +52,11 @@ def remote_pipeline(
     dtype: Dtype | None,
     tensor_parallel: int,
     deadlines: Deadlines,
+    on_event: Callable[[str], None],
 ) -> BuiltEngine:
     """Join all workers and bring their first epoch up; `name` is the model's, `dtype` None takes theirs.
+
+    `on_event` is told whom it waits for, when that takes long.
 
     Raises ConfigError (WorkerRefused, WorkerUnreachable) for workers that do not fit, and EngineError where
     they do not come up; nothing is left joined then.
@@ -78,6 +81,7 @@ def remote_pipeline(
         secret=workers.secret,
         seconds=deadlines.ready_seconds,
         failure=workers.failure,
+        on_wait=on_event,
     )
     try:
         return _pipeline(model, said, workers, channel, tensor_parallel=tensor_parallel, deadlines=deadlines)

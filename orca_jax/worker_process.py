@@ -156,7 +156,7 @@ class WorkerProcess:
             elif item is not None:
                 item(controller)
             why = self._device.over
-            if time.monotonic() >= controller.deadline():
+            if why is None and time.monotonic() >= controller.deadline():
                 why = controller.overdue()
         if why is not None:
             self._stopping.wait(_LAST_WORDS_SECONDS)  # for what was reported to reach the engine master

@@ -106,6 +106,7 @@ def supervised_pipeline(
             dtype=options.dtype,
             tensor_parallel=options.tensor_parallel,
             deadlines=deadlines,
+            on_event=on_event,
         )
     except BaseException:
         processes.close()

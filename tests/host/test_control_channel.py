@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from orca_jax import control_join, control_line, control_port
+from orca_jax import control_channel, control_join, control_line, control_port
 from orca_jax.config import ModelConfig
 from orca_jax.control_channel import ControlChannel
 from orca_jax.control_join import (
@@ -144,7 +144,7 @@ def test_a_worker_calls_the_next_one(ends: ExitStack) -> None:
         second.address, role=PREVIOUS, terms=SECOND, secret=SECRET, deliver=deliver, limits=LIMITS
     )
     ends.callback(forward.close)
-    forward.wait_joined(SOON)
+    assert forward.wait_joined(SOON)
     forward.send(b"on")
     second.report(b"there is no master yet")
     assert second.receive(SOON) == b"on"
@@ -349,12 +349,12 @@ def test_the_stage_before_says_where_its_data_is(ends: ExitStack) -> None:
     second = listen(ends, SECOND)
     assert second.data_address_of_previous() == ""
     line = previous(ends, second, "10.0.0.9:1234")
-    line.wait_joined(SOON)
+    assert line.wait_joined(SOON)
     assert line.about == ABOUT
     assert second.data_address_of_previous() == "10.0.0.9:1234"
     line.close()
     eventually(lambda: second.data_address_of_previous() == "")
-    previous(ends, second, "10.0.0.9:5678").wait_joined(SOON)
+    assert previous(ends, second, "10.0.0.9:5678").wait_joined(SOON)
     assert second.data_address_of_previous() == "10.0.0.9:5678"
 
 
@@ -517,6 +517,41 @@ def test_the_first_stage_has_none_before_it(ends: ExitStack) -> None:
     ends.callback(line.close)
     with pytest.raises(WorkerRefused, match="this worker takes master, and the caller is 'previous'"):
         line.wait_joined(SOON)
+
+
+def test_a_refusal_is_told_at_once_whoever_else_is_missing(ends: ExitStack) -> None:
+    other = listen(ends, replace(SECOND, dtype="bfloat16"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(WorkerRefused, match=r"stage 2 at .* refused: dtype"):
+            ControlChannel(
+                [nobody, other.address], [FIRST, SECOND], secret=SECRET, seconds=10 * SOON, limits=LIMITS
+            )
+
+
+def test_whoever_waits_is_told_for_whom(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_channel, "_FIRST_WORD_SECONDS", 0.0)
+    first, told = listen(ends), list[str]()
+
+    def enough() -> EngineError | None:
+        return EngineError("enough") if told else None
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(EngineError, match="enough"):
+            ControlChannel(
+                [first.address, nobody],
+                [FIRST, SECOND],
+                secret=SECRET,
+                seconds=SOON,
+                limits=LIMITS,
+                failure=enough,
+                on_wait=told.append,
+            )
+    (line,) = told
+    assert "the worker of stage 2 at" in line and nobody in line
 
 
 def test_nobody_listens(ends: ExitStack) -> None:
