@@ -275,6 +275,16 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
         ({"n_slots": 1 << 31, "model": "demo", "load_format": "dummy"}, "n_slots = 2147483648 take 1759.*GB"),
         ({"block_size": 0}, "block_size is 0"),
         ({"model": 5}, "model is 5"),
+        ({"workers": "127.0.0.1:1"}, "workers is '127.0.0.1:1'; it must be a list of addresses"),
+        ({"workers": []}, "workers is .*; it must be a list of addresses, one for each stage"),
+        ({"workers": ["a:1"], "worker_processes": True}, "workers and worker_processes exclude each other"),
+        (
+            {"workers": ["a:1", "b:1"], "pipeline_parallel": 3},
+            "pipeline_parallel is 3, and there are 2",
+        ),
+        ({"workers": ["a:1"], "attention": "static"}, "attention is chosen by each worker"),
+        ({"workers": ["nowhere"]}, "a worker's address is 'nowhere'; it must be host:port"),
+        ({"worker_processes": True, "pipeline_parallel": 2}, "the model's n_layers is 1; each stage needs"),
         ({"model": "gpt3-341b", "load_format": "dummy"}, "the weights take 136.*GB"),
     ],
 )
