@@ -26,12 +26,14 @@ from orca_jax.scheduler import Scheduler
 from orca_jax.simulated_engine import VirtualClock
 from orca_jax.simulated_workers import Damage, SimulatedLines, SimulatedStage, Timing, undisturbed_tokens
 from orca_jax.timeline import Timeline
+from orca_jax.worker_controller import Controller
 
 VOCAB_SIZE = 97
 STOP_TOKEN = 5
 DEADLINES = Deadlines(
     iteration_seconds=2.0, worker_seconds=4.0, ready_seconds=12.0, retry_seconds=0.5, look_seconds=12.0
 )
+_PATIENCE = 0.9 * DEADLINES.ready_seconds  # of the supervisor
 # crash: the process dies, and is back after `seconds`. stop: as by SIGSTOP, for `seconds`. wedge: the device
 # hangs for good. fail: it raises. lie: the worker says something well-formed that is not so.
 FaultKind = Literal["crash", "stop", "wedge", "fail", "lie"] | Damage
@@ -167,6 +169,7 @@ class FaultSimulation:
         self.refused: list[tuple[Request, OrcaError]] = []
         self.asked_to_end: set[str] = set()
         self.suspects: list[int] = []
+        self._joined: dict[int, Controller] = {}  # of each stage the process that was last ready
         self.failure: EngineError | None = None
         config = ServingConfig(
             max_batch_size=trace.max_bs,
@@ -221,6 +224,7 @@ class FaultSimulation:
             clock=self.clock.now,
             deadlines=DEADLINES,
             on_suspect=self._suspect,
+            on_ready=self._note_ready,
         )
         self.engine = RemoteEngine(
             self.workers,
@@ -307,10 +311,16 @@ class FaultSimulation:
         self.clock.call_at(planned.time, add)
         return request
 
+    def _note_ready(self, stage: int) -> None:
+        self._joined[stage] = self.stages[stage].controller
+
     def _suspect(self, stage: int) -> None:
+        """As the supervisor, which leaves a process in peace that is only starting."""
         self.suspects.append(stage)
-        if self.trace.supervised:
-            self.stages[stage].die(self.trace.timing.restart, noticed=True)
+        its = self.stages[stage]
+        joined = self._joined.get(stage) is its.controller
+        if self.trace.supervised and (joined or self.clock.now() - its.began >= _PATIENCE):
+            its.die(self.trace.timing.restart, noticed=True)
 
     def _end(self, end: PlannedEnd) -> None:
         if self.pool.end(str(end.number), end.reason):

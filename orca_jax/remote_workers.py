@@ -32,8 +32,7 @@ from orca_jax.control_frame import (
 from orca_jax.control_start import StartOrder, encode_start
 from orca_jax.errors import BadFrame, EngineError, WorkerLost
 from orca_jax.flat_batch import FlatBatch
-
-_MAX_TIMES = 4096  # of a stage, in memory
+from orca_jax.remote_counters import MAX_TIMES, IterationTimes, RemoteCounters, StageCounters
 
 
 class Arrival(NamedTuple):
@@ -60,40 +59,6 @@ class Channel(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class RemoteCounters:
-    """What came and was not as it should be, and what went out; for metrics."""
-
-    stale: int = 0  # of an epoch before
-    duplicates: int = 0
-    rubbish: int = 0
-    message_bytes: int = 0  # of all control messages
-    messages: int = 0
-
-
-class IterationTimes(NamedTuple):
-    """When a stage took an iteration's message and when its device was done, in seconds of its own clock.
-
-    `received` is nan where that was not heard of, `done` where the stage is the last: it returns tokens.
-    """
-
-    epoch: int
-    iteration: int
-    stage: int
-    received: float
-    done: float
-
-
-@dataclass(slots=True)
-class StageCounters:
-    """What a stage said of the iterations that it ran; `times` has the newest, oldest first."""
-
-    link_bytes: int = 0  # put on the link to the next stage
-    received: int = 0  # iterations that it took
-    done: int = 0  # that it said it was done with; the last stage returns tokens instead
-    times: deque[IterationTimes] = field(default_factory=lambda: deque[IterationTimes](maxlen=_MAX_TIMES))
-
-
 @dataclass(slots=True, eq=False)
 class _Flight:
     iteration: int
@@ -108,6 +73,7 @@ class _Attempt:
 
     began: float
     ask_at: float
+    hurry_at: float  # when those that should be ready by now are suspected
     ready: set[int] = field(default_factory=set[int])
 
 
@@ -140,7 +106,8 @@ class RemoteWorkers:
     epoch up, `issue` raises WorkerLost.
 
     `on_suspect` is told of each stage whose worker may not come back by itself: it missed a deadline,
-    answered rubbish, or its line broke; `on_ready` of each that is ready for a new epoch. Neither may wait.
+    answered rubbish, its line broke, or it has no new caches within `worker_seconds`, which a process that is
+    only starting has not either. `on_ready` hears of each that is ready for a new epoch. Neither may wait.
     `failure` says why the workers will never come up again; what it returns is raised.
     """
 
@@ -243,12 +210,17 @@ class RemoteWorkers:
                 self._lose(missing[0], why, suspects=missing)
             if interrupted():
                 return False
+            if now >= attempt.hurry_at:
+                attempt.hurry_at = math.inf
+                for stage in sorted(set(range(self._n_stages)) - attempt.ready):
+                    self._on_suspect(stage)
             if now >= attempt.ask_at:
                 attempt.ask_at = now + self._deadlines.retry_seconds
                 for stage, order in enumerate(self._orders):
                     if stage not in attempt.ready:
                         self._channel.send(stage, encode_frame(Frame(START, self.epoch, payload=order)))
-            limit = min(self._deadlines.look_seconds, deadline - now, attempt.ask_at - now)
+            next_at = min(deadline, attempt.ask_at, attempt.hurry_at)
+            limit = min(self._deadlines.look_seconds, next_at - now)
             arrival = self._channel.receive(max(0.0, limit))
             if arrival is not None:
                 self._take(arrival)
@@ -271,7 +243,7 @@ class RemoteWorkers:
         for received_at in self._received_at:
             received_at.clear()
         now = self._clock()
-        self._attempt = _Attempt(began=now, ask_at=now)
+        self._attempt = _Attempt(began=now, ask_at=now, hurry_at=now + self._deadlines.worker_seconds)
         return self._attempt
 
     def _due(self) -> float:
@@ -306,9 +278,10 @@ class RemoteWorkers:
         stage = arrival.stage
         assert 0 <= stage < self._n_stages
         if arrival.data is None:
-            # Of one that is not ready yet it is no news: it is asked until it is, or too late.
             if self._attempt is None or stage in self._attempt.ready:
                 self._lose(stage, f"its line broke: {arrival.why}", suspects=(stage,))
+            # One that is not ready yet is asked until it is, or too late; but it may be one that was stopped.
+            self._on_suspect(stage)
             return
         try:
             frame = decode_frame(arrival.data)
@@ -359,7 +332,7 @@ class RemoteWorkers:
         if frame.kind is RECEIVED:
             counters.received += 1
             received_at[iteration] = seconds
-            if len(received_at) > _MAX_TIMES:  # of a worker that is never done, and yet returns tokens
+            if len(received_at) > MAX_TIMES:  # of a worker that is never done, and yet returns tokens
                 del received_at[next(iter(received_at))]
             return
         counters.done += 1

@@ -216,6 +216,7 @@ class SimulatedStage:
         if self.alive:
             return
         self.alive = True
+        self.began = self.clock.now()
         self._life += 1
         self._stopped = False
         self._backlog.clear()

@@ -206,9 +206,19 @@ def test_programs_may_take_longer_than_a_worker_s_patience():
 def test_a_worker_that_is_stopped_is_suspected_and_started_anew():
     fault = Fault(0.55, "stop", 1, float("inf"))
     player = played(replace(CALM, faults=(fault,), supervised=True))
-    assert (player.suspects, player.recovery.losses, player.failure) == ([1], 1, None)
+    assert (set(player.suspects), player.recovery.losses, player.failure) == ({1}, 1, None)
     alone = played(replace(CALM, faults=(fault,), restarts=3))
     assert alone.failure is not None and set(alone.suspects) == {1}
+
+
+def test_a_stopped_worker_is_found_even_where_another_was_taken_to_be_lost():
+    """As where the first has said that it is done, and its hidden states never came."""
+    faults = (Fault(0.5, "crash", 1, 0.2), Fault(0.5, "stop", 0, float("inf")))
+    player = played(replace(CALM, faults=faults, supervised=True))
+    assert (player.recovery.losses, player.failure) == (1, None)
+    assert set(player.suspects) == {0, 1}
+    assert player.recovery.last_recovery_seconds is not None
+    assert player.recovery.last_recovery_seconds < DEADLINES.worker_seconds + 2 < DEADLINES.ready_seconds
 
 
 def test_a_worker_that_says_that_it_failed_is_no_suspect():

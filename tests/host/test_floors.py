@@ -28,6 +28,7 @@ LAYERS = (
         "frame_queue",
         "worker_pb2",
         "supervised_process",
+        "remote_counters",
     ),
     (
         "model.presets",

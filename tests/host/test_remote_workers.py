@@ -30,8 +30,9 @@ from orca_jax.engine_master import PendingTokens, Worker
 from orca_jax.errors import ConfigError, EngineError, WorkerLost
 from orca_jax.kv_manager import KVManager
 from orca_jax.recovery import RecoverableEngine
+from orca_jax.remote_counters import IterationTimes
 from orca_jax.remote_engine import RemoteEngine
-from orca_jax.remote_workers import Arrival, IterationTimes, RemoteTokens, RemoteWorkers
+from orca_jax.remote_workers import Arrival, RemoteTokens, RemoteWorkers
 from orca_jax.request import Request, SamplingParams
 from tests.host.test_control_wire import ONE, WIRE, message_of
 
@@ -365,7 +366,7 @@ def test_a_stage_that_is_not_ready_in_time_is_named():
         bench.workers.recover(lambda: False)
     assert caught.value.stage == 0
     assert bench.now == 110
-    assert bench.suspects == [0, 2], "each that was not ready"
+    assert bench.suspects == [0, 2, 0, 2], "each that was not ready, when it should have been and at the end"
     assert bench.ready == [1]
     bench.up()
     assert bench.workers.epoch == 2, "another try is another epoch"
@@ -392,7 +393,24 @@ def test_what_was_said_before_the_new_epoch_is_not_heard():
     assert bench.workers.epoch == 2
 
 
-def test_a_broken_line_of_a_stage_that_is_not_ready_is_no_news():
+def test_a_stage_without_new_caches_in_time_is_suspected_once_and_asked_on():
+    bench = Bench()
+    suspected_at: list[float] = []
+
+    def answer(stage: int, frame: Frame) -> None:
+        if bench.suspects and not suspected_at:
+            suspected_at.append(bench.now)
+        if stage != 1 or bench.now >= 108:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert bench.suspects == [1]
+    assert suspected_at[0] >= 104, "worker_seconds after it was asked"
+    assert bench.workers.epoch == 1
+
+
+def test_a_broken_line_of_a_stage_that_is_not_ready_loses_nothing():
     bench = Bench()
     broken: list[int] = []
 
@@ -406,7 +424,7 @@ def test_a_broken_line_of_a_stage_that_is_not_ready_is_no_news():
     bench.on_send = answer
     assert bench.workers.recover(lambda: False) is True
     assert bench.workers.epoch == 1
-    assert bench.suspects == []
+    assert bench.suspects == [1], "it may have been stopped"
 
 
 @pytest.mark.parametrize("trouble", [True, False])
