@@ -68,8 +68,9 @@ class JoinTerms:
     n_layers: int
 
     def fields(self) -> dict[str, str | int | None]:
-        """Every field by its name, with the protocol's version, which comes first."""
-        return {"protocol_version": PROTOCOL_VERSION, **asdict(self)}
+        """Every field by its name, behind the protocol's version; stages and layers count from 1 for people."""
+        fields = {"protocol_version": PROTOCOL_VERSION, **asdict(self)}
+        return fields | {"stage": self.stage + 1, "first_layer": self.first_layer + 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,8 +233,10 @@ class RemoteWorkers:
         self._channel.close()
 
     def _begin(self) -> _Attempt:
-        while self._channel.receive(0.0) is not None:
-            pass  # said before the new epoch: all of it is stale
+        while (arrival := self._channel.receive(0.0)) is not None:
+            if arrival.data is None:  # it is told once
+                self._on_suspect(arrival.stage)
+            # All else was said before the new epoch, and is stale.
         self.epoch += 1
         self._in_flight.clear()
         self._n_issued = 0

@@ -6,6 +6,7 @@ from functools import partial
 
 import orca_jax
 from orca_jax.config import WorkerOptions
+from orca_jax.control_join import control_address
 from server.config import WorkerFlags
 from server.control_secret import read_secret
 from server.flags import worker_flags
@@ -27,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> WorkerOptions:
     """What a worker is told. Raises ConfigError."""
+    control_address(flags.listen)  # what is wrong with it is not told as a mistake in another flag
     return WorkerOptions(
         model=model,
         stage=flags.stage - 1,
