@@ -68,9 +68,8 @@ class JoinTerms:
     n_layers: int
 
     def fields(self) -> dict[str, str | int | None]:
-        """Every field by its name, behind the protocol's version; stages and layers count from 1 for people."""
-        fields = {"protocol_version": PROTOCOL_VERSION, **asdict(self)}
-        return fields | {"stage": self.stage + 1, "first_layer": self.first_layer + 1}
+        """Every field by its name, behind the protocol's version; the stage counts from 1, for people."""
+        return {"protocol_version": PROTOCOL_VERSION, **asdict(self), "stage": self.stage + 1}
 
 
 @dataclass(frozen=True, slots=True)

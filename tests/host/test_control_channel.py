@@ -227,10 +227,10 @@ def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: 
         ({"dtype": "bfloat16"}, "dtype: this worker has 'float32', and the caller 'bfloat16'"),
         ({"stage": 1}, "stage: this worker has 1, and the caller 2"),
         ({"n_stages": 4}, "n_stages: this worker has 2, and the caller 4"),
-        ({"first_layer": 1}, "first_layer: this worker has 1, and the caller 2"),
+        ({"first_layer": 1}, "first_layer: this worker has 0, and the caller 1"),
         ({"n_layers": 3}, "n_layers: this worker has 2, and the caller 3"),
         ({"digest": None}, "digest: this worker has"),
-        ({"first_layer": None}, "first_layer: this worker has 1, and the caller nothing"),
+        ({"first_layer": None}, "first_layer: this worker has 0, and the caller nothing"),
         ({"model": "m" * 5000}, "model: this worker has 'tiny', and the caller 'mmm"),
     ],
 )
