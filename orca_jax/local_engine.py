@@ -14,10 +14,11 @@ from orca_jax.engine_master import EngineMaster
 from orca_jax.kv_manager import KVManager
 from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.capacity import check_slots, slots_that_fit
+from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.load import FoundModel, load_parameters
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.worker import Worker
-from orca_jax.sizes import Sizes, serving_config
+from orca_jax.sizes import Sizes, kv_manager, serving_config
 from orca_jax.stage_layers import said_of_split
 
 
@@ -38,8 +39,7 @@ def local_engine(
     Raises ConfigError or a CheckpointError.
     """
     devices = jax.devices()
-    cpu = devices[0].platform == "cpu"
-    name = dtype or ("float32" if cpu else "bfloat16")
+    name = dtype or default_dtype(devices[0])
     itemsize = jnp.dtype(name).itemsize
     parts = split_model(
         found.config, devices, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
@@ -67,7 +67,7 @@ def local_engine(
         serving=serving,
         buckets=buckets,
         dtype=name,
-        device="cpu" if cpu else devices[0].device_kind,
+        device=device_name(devices[0]),
         stages=said_of_split(model.n_layers, pipeline_parallel, tensor_parallel),
         attention=built.attention,
         close=_nothing_to_close,
@@ -99,12 +99,7 @@ def build_engine(
     in: it and those behind it keep their compiled programs, and their own attention.
     """
     n_workers = len(parts)
-    kv = KVManager(
-        n_blocks=serving.n_blocks,
-        block_size=serving.block_size,
-        n_rows=(n_workers + 1) * serving.max_batch_size,
-        max_blocks_per_row=-(-model.n_positions // serving.block_size),
-    )
+    kv = kv_manager(model, serving, n_workers=n_workers)
     if worker is None:
         for part, own in zip(reversed(parts), reversed(parameters), strict=True):  # each knows the one behind
             worker = Worker(

@@ -12,10 +12,9 @@ from orca_jax.control_join import JoinTerms, model_digest
 from orca_jax.control_start import StartOrder
 from orca_jax.control_wire import ControlWire
 from orca_jax.errors import ConfigError, EngineError, OrcaError
-from orca_jax.kv_manager import KVManager
 from orca_jax.remote_engine import RemoteEngine
 from orca_jax.remote_workers import RemoteWorkers
-from orca_jax.sizes import Sizes, serving_config
+from orca_jax.sizes import Sizes, kv_manager, serving_config
 from orca_jax.stage_layers import check_split, said_of_split, stage_layers
 
 
@@ -106,12 +105,7 @@ def _pipeline(
         message = f"the workers have different dtypes, {', '.join(dtypes)}; start all with the same --dtype"
         raise ConfigError(message)
     serving = serving_config(model, said, [one.slots for one in about])
-    kv = KVManager(
-        n_blocks=serving.n_blocks,
-        block_size=serving.block_size,
-        n_rows=(n_stages + 1) * serving.max_batch_size,
-        max_blocks_per_row=-(-model.n_positions // serving.block_size),
-    )
+    kv = kv_manager(model, serving, n_workers=n_stages)
     wire = ControlWire(
         block_size=serving.block_size,
         max_blocks=kv.block_table.shape[1],

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.kv_manager import round_up
+from orca_jax.kv_manager import KVManager, round_up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,3 +50,13 @@ def serving_config(config: ModelConfig, said: Sizes, fits: Sequence[int]) -> Ser
             "positions, so that the longest prompt fits into one iteration"
         )
     return serving
+
+
+def kv_manager(model: ModelConfig, serving: ServingConfig, *, n_workers: int) -> KVManager:
+    """The K/V manager of an engine of these sizes, with as many batches in flight as it has workers."""
+    return KVManager(
+        n_blocks=serving.n_blocks,
+        block_size=serving.block_size,
+        n_rows=(n_workers + 1) * serving.max_batch_size,
+        max_blocks_per_row=-(-model.n_positions // serving.block_size),
+    )

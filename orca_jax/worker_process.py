@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.config import WorkerOptions
+from orca_jax.config import ServingConfig, WorkerOptions
 from orca_jax.control_join import PREVIOUS, JoinTerms, WorkerAbout, model_digest
 from orca_jax.control_line import ControlLine, LineLimits
 from orca_jax.control_port import ControlPort
@@ -31,7 +31,7 @@ from orca_jax.sharding.attention_path import choose_attention
 from orca_jax.sharding.capacity import slots_that_fit
 from orca_jax.sharding.collective_link import CollectiveLink, join_job
 from orca_jax.sharding.compile_cache import keep_compiled_programs
-from orca_jax.sharding.device_group import DeviceGroup
+from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.load import find_model, load_parameters
 from orca_jax.sharding.partition import one_stage
@@ -61,7 +61,7 @@ class WorkerProcess:
         if options.coordinator is not None:
             join_job(options.coordinator, stage=stage, n_stages=n_stages)
         devices = jax.local_devices()
-        dtype = jnp.dtype(options.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16"))
+        dtype = jnp.dtype(options.dtype or default_dtype(devices[0]))
         part = one_stage(
             found.config,
             devices,
@@ -105,12 +105,12 @@ class WorkerProcess:
             self.about = WorkerAbout(
                 dtype=dtype.name,
                 slots=slots_that_fit(config, dtype.itemsize, part, n_devices=n_devices),
-                device=devices[0].device_kind if devices[0].platform != "cpu" else "cpu",
+                device=device_name(devices[0]),
                 attention=choose_attention(
                     devices[0],
                     config,
                     n_heads=config.n_heads // len(part.group),
-                    block_size=16,
+                    block_size=ServingConfig().block_size,
                     dtype=np.dtype(dtype),
                     forced=options.attention,
                 ).said,

@@ -13,6 +13,16 @@ from orca_jax.errors import ConfigError
 AccessLog = Literal["text", "json", "off"]
 ServedAttention = Literal["kernel", "static", "follow_lengths"]  # of config.Attention; the other is for tests
 
+# What `orca serve` and `orca worker` are both told.
+SaidDtype = Annotated[
+    Dtype | None, "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
+]
+SaidLoadFormat = Annotated[LoadFormat, "dummy: random weights of a preset or directory"]
+SaidAttention = Annotated[
+    ServedAttention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
+]
+SaidTensorParallel = Annotated[int, "devices that each layer is split over"]
+
 _MAX_NAME = 256
 _DEADLINES, _RESTARTS = Deadlines(), RestartBound()
 
@@ -27,15 +37,11 @@ class EngineOptions:
         int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
     ] = None
     max_queue: Annotated[int, "requests that may wait; one more is refused", "limits"] = 1024
-    dtype: Annotated[
-        Dtype | None, "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
-    ] = None
-    load_format: Annotated[LoadFormat, "dummy: random weights of a preset or directory"] = "auto"
-    attention: Annotated[
-        ServedAttention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
-    ] = None
+    dtype: SaidDtype = None
+    load_format: SaidLoadFormat = "auto"
+    attention: SaidAttention = None
     seed: Annotated[int | None, "starts the seeds of requests that have none (default: drawn)"] = None
-    tensor_parallel: Annotated[int, "devices that each layer is split over"] = 1
+    tensor_parallel: SaidTensorParallel = 1
     pipeline_parallel: Annotated[
         int, "stages that the layers are shared out to, each on devices of its own"
     ] = 1
@@ -101,14 +107,10 @@ class WorkerFlags:
         "file with the secret that server and workers share; the variable ORCA_CONTROL_SECRET may hold it "
         "instead",
     ] = None
-    tensor_parallel: Annotated[int, "devices that each layer is split over"] = 1
-    dtype: Annotated[
-        Dtype | None, "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
-    ] = None
-    load_format: Annotated[LoadFormat, "dummy: random weights of a preset or directory"] = "auto"
-    attention: Annotated[
-        ServedAttention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
-    ] = None
+    tensor_parallel: SaidTensorParallel = 1
+    dtype: SaidDtype = None
+    load_format: SaidLoadFormat = "auto"
+    attention: SaidAttention = None
     seed: Annotated[int, "of the random weights"] = 0
     forward_ahead: Annotated[
         bool, "pass control messages on before the device's work, not after it (off: to measure that)"

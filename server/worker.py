@@ -28,13 +28,13 @@ def run(args: argparse.Namespace) -> int:
 
 def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> WorkerOptions:
     """What a worker is told. Raises ConfigError."""
-    control_address(flags.listen)  # what is wrong with it is not told as a mistake in another flag
+    address = control_address(flags.listen)
     return WorkerOptions(
         model=model,
         stage=flags.stage - 1,
         n_stages=flags.of,
         listen=flags.listen,
-        data_host=_host(flags.listen) if flags.data_host is None else flags.data_host,
+        data_host=(address.host or "127.0.0.1") if flags.data_host is None else flags.data_host,
         link=flags.link,
         coordinator=flags.coordinator,
         tensor_parallel=flags.tensor_parallel,
@@ -45,10 +45,3 @@ def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> Worker
         secret=secret,
         forward_ahead=flags.forward_ahead,
     )
-
-
-def _host(listen: str) -> str:
-    """The host of HOST:PORT, or loopback where sockets of files are listened on."""
-    if listen.startswith("unix:"):
-        return "127.0.0.1"
-    return listen.rpartition(":")[0].strip("[]")

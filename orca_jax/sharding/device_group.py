@@ -8,12 +8,23 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from orca_jax.config import Dtype
 from orca_jax.model.shard import ALONE, Shard
 
 TENSOR = "tensor"  # the mesh's axis
 WHOLE = PartitionSpec()
 
 Device = Any  # a jax.Device
+
+
+def default_dtype(device: Device) -> Dtype:
+    """Of weights, keys and values, where none is said."""
+    return "float32" if device.platform == "cpu" else "bfloat16"
+
+
+def device_name(device: Device) -> str:
+    """What it is called at start-up."""
+    return "cpu" if device.platform == "cpu" else device.device_kind
 
 
 @dataclass(frozen=True)

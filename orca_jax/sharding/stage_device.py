@@ -115,7 +115,7 @@ class JaxStageDevice:
                 self._worker = None  # its caches go before the new ones come
                 self._worker = self._make_worker(wire)
                 self._worker_wire = wire
-            self._worker.renew()
+            self._worker.renew()  # a new one too: what it needs is compiled now, not in a recovery
         except Exception as error:  # whatever it is, the engine master has to hear of it
             self._fail(epoch, error)
             return
