@@ -21,7 +21,7 @@ from orca_jax.buckets import bucket_sizes
 from orca_jax.config import ServingConfig
 from orca_jax.kv_manager import KVManager
 from orca_jax.model.presets import PRESETS
-from orca_jax.request import SamplingParams
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Returned
 from orca_jax.service import Orca
 from orca_jax.simulated_engine import SimulatedEngine, VirtualClock, hashed_token
@@ -92,8 +92,8 @@ def served_model() -> ServedModel:
         max_blocks_per_row=-(-model.n_positions // serving.block_size),
     )
     sizes = bucket_sizes(serving.max_batch_tokens)
-    service = Orca(PacedEngine(), kv, config=serving, model=model, bucket_sizes=sizes)
     tokenizer = Tokenizer.from_file(Path(orca_jax.__file__).parent / "demo_model" / "tokenizer.json")
+    service = Orca(PacedEngine(), kv, config=serving, model=model, tokenizer=tokenizer, bucket_sizes=sizes)
     return ServedModel(name="demo", service=service, config=model, serving=serving, tokenizer=tokenizer)
 
 
@@ -135,9 +135,7 @@ async def _serve(connection: Connection) -> None:
 def _direct(model: ServedModel, load: Direct) -> float:
     params = SamplingParams(max_tokens=load.n_output, temperature=0.0, ignore_eos=True)
     cpu = time.process_time()
-    generations = [
-        model.service.submit(prompt, params, stream=model.text_stream(params)) for prompt in load.prompts
-    ]
+    generations = [model.service.submit(prompt, params) for prompt in load.prompts]
     for generation in generations:
         generation.result(timeout=240.0)
     return time.process_time() - cpu

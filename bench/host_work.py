@@ -16,19 +16,20 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from orca_jax.buckets import bucket_for, bucket_sizes
+from orca_jax.batch_sizes import BatchSizes
+from orca_jax.buckets import bucket_sizes
 from orca_jax.config import ServingConfig
-from orca_jax.control import ControlMessage
+from orca_jax.control import ControlMessage, MakeWords
 from orca_jax.engine_master import EngineMaster
-from orca_jax.flat_batch import FlatBatch, flat_batch
 from orca_jax.kv_manager import KVManager, round_up
-from orca_jax.request import Request, SamplingParams
+from orca_jax.request import Request
 from orca_jax.request_pool import RequestPool
+from orca_jax.sampled import Sampled
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Scheduler, select
 from orca_jax.timeline import Timeline
 
@@ -62,28 +63,30 @@ COLUMNS = (
 class InstantTokens:
     """Tokens that are ready."""
 
-    def __init__(self, token_ids: npt.NDArray[np.int32]) -> None:
-        self._token_ids = token_ids
+    def __init__(self, sampled: Sampled) -> None:
+        self._sampled = sampled
 
     def is_ready(self) -> bool:
         """Always."""
         return True
 
-    def fetch(self) -> npt.NDArray[np.int32]:
-        """The tokens, int32 `[R]`."""
-        return self._token_ids
+    def fetch(self) -> Sampled:
+        """Them."""
+        return self._sampled
 
 
-class InstantWorker:
-    """Returns tokens at once, and keeps the newest message."""
+class InstantWorkers:
+    """Lays each batch out, returns tokens at once, and keeps the newest message."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: BatchSizes) -> None:
         self.message: ControlMessage | None = None
+        self._sizes = sizes
 
-    def issue(self, message: ControlMessage, flat: FlatBatch) -> InstantTokens:
+    def issue(self, message: ControlMessage, words: MakeWords) -> InstantTokens:
         """Zero for every row."""
         self.message = message
-        return InstantTokens(np.zeros(flat.layout.n_rows, np.int32))
+        flat = self._sizes.lay_out(message)
+        return InstantTokens(Sampled(np.zeros(flat.layout.n_rows, np.int32)))
 
 
 class Serving:
@@ -112,8 +115,16 @@ class Serving:
             on_arrival=self.timeline.arrived,
             on_deliveries=lambda deliveries: None,
         )
-        self.worker = InstantWorker()
-        self.engine = EngineMaster(self.worker, self.kv, config=self.config, bucket_sizes=self.bucket_sizes)
+        self.sizes = BatchSizes(
+            buckets=self.bucket_sizes,
+            max_rows=n_rows,
+            max_blocks=MODEL_LENGTH // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            n_slots=self.config.n_blocks * BLOCK_SIZE,
+            n_rows=self.kv.n_rows,
+        )
+        self.workers = InstantWorkers(self.sizes)
+        self.engine = EngineMaster(self.workers, self.kv, vocab_size=50257)
         self.scheduler = Scheduler(
             self.pool, self.engine, self.kv, config=self.config, timeline=self.timeline
         )
@@ -156,18 +167,10 @@ class Serving:
 
     def time_flat_batch(self) -> int:
         """Nanoseconds of laying the last iteration's batch out once more."""
-        message = self.worker.message
+        message = self.workers.message
         assert message is not None and len(message.row) == self.n_rows
-        bucket = bucket_for(len(message.token_ids), self.bucket_sizes)
         start = perf_counter_ns()
-        flat_batch(
-            message,
-            bucket=bucket,
-            max_bs=self.config.max_batch_size,
-            block_size=BLOCK_SIZE,
-            n_slots=self.config.n_blocks * BLOCK_SIZE,
-            n_rows=self.kv.n_rows,
-        )
+        self.sizes.lay_out(message)
         return perf_counter_ns() - start
 
 

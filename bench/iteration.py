@@ -34,8 +34,9 @@ from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import activate, matmul
 from orca_jax.model.presets import PRESETS
 from orca_jax.model.sampler import greedy
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.attention_path import choose_attention
 from orca_jax.sharding.partition import split_model

@@ -41,8 +41,9 @@ from orca_jax.config import Deadlines, ModelConfig, RestartBound, ServingConfig,
 from orca_jax.kv_manager import KVManager, round_up
 from orca_jax.local_engine import build_engine
 from orca_jax.model.presets import PRESETS
-from orca_jax.request import Request, SamplingParams
+from orca_jax.request import Request
 from orca_jax.request_pool import RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.load import random_parameters
 from orca_jax.sharding.partition import StagePart, split_model

@@ -11,12 +11,12 @@ import numpy as np
 from orca_jax.config import ModelConfig
 from orca_jax.model import reference
 from orca_jax.model.sampler import sample
-from orca_jax.request import SamplingParams
+from orca_jax.sampling_params import SamplingParams
 
 MARGIN = 1e-4  # of logits: far above what float32 loses in a model of a few layers
 _DRAWS = 16
 _forward = jax.jit(reference.forward, static_argnums=0)
-_draws = jax.jit(jax.vmap(partial(sample, cut=False), in_axes=(0, *[None] * 6)))
+_draws = jax.jit(jax.vmap(partial(sample, cut=False), in_axes=(0, *[None] * 7)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ def sure_choices(
             jnp.full(n, sampling.temperature, jnp.float32),
             zeros.astype(jnp.int32),
             zeros + 1.0,
+            zeros,
             jnp.asarray(low),
             jnp.asarray(high),
             jnp.arange(n, dtype=jnp.int32),

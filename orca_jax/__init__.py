@@ -17,7 +17,7 @@ The path of a request:
 
 from typing import TYPE_CHECKING, Any
 
-from orca_jax.request import SamplingParams
+from orca_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from orca_jax.llm import LLM

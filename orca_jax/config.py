@@ -104,7 +104,9 @@ class ServingConfig:
 
     `max_batch_size` is the paper's `max_bs` (requests in a batch); `n_slots` counts tokens whose keys and
     values fit (rounded down to whole blocks of `block_size` tokens); `max_batch_tokens` bounds the
-    tokens of one iteration; `max_queue` bounds the requests that wait.
+    tokens of one iteration; `max_queue` bounds the requests that wait. `deterministic` holds one shape for
+    each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
+    (docs/generation.md).
     """
 
     max_batch_size: int = 32
@@ -112,6 +114,7 @@ class ServingConfig:
     max_batch_tokens: int = 2048
     block_size: int = 16
     max_queue: int = 1 << 20
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _whole("max_batch_size", self.max_batch_size, 1, 4096)

@@ -11,12 +11,9 @@ import zlib
 from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from orca_jax.errors import BadFrame
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_PAYLOAD = 64 << 20  # bytes; a control message is far below
 _MAGIC = 0x0CA1
 _HEADER = struct.Struct("<HBBHHQQII")  # magic, version, kind, stage, 0, epoch, iteration, length, checksum
@@ -33,11 +30,12 @@ class FrameKind(IntEnum):
     READY = 3  # worker to master, as all from here on: caches are new, the epoch may begin [nothing]
     RECEIVED = 4  # the iteration's message is here, and was passed on if that is not held back [a StageTime]
     DONE = 5  # this stage's part of the iteration is computed; the last stage sends TOKENS [a StageTime]
-    TOKENS = 6  # from the last stage alone: the iteration is computed, and these are its tokens [R int32]
+    TOKENS = 6  # from the last stage alone: the iteration is computed, and what it sampled is this [Sampled]
     TROUBLE = 7  # this worker has given the epoch up [why, UTF-8]
+    WORDS = 8  # master to the last worker: what may be sampled in an iteration that it waits for [bits]
 
 
-START, MESSAGE, READY, RECEIVED, DONE, TOKENS, TROUBLE = FrameKind
+START, MESSAGE, READY, RECEIVED, DONE, TOKENS, TROUBLE, WORDS = FrameKind
 
 
 class Frame(NamedTuple):
@@ -87,26 +85,9 @@ def decode_frame(data: bytes) -> Frame:
     payload = data[HEADER_BYTES:]
     if checksum != zlib.crc32(payload, zlib.crc32(data[:_CHECKSUM_AT])):
         raise BadFrame("the frame was damaged: its checksum is wrong")
-    if not START <= kind <= TROUBLE or zero:
+    if not START <= kind <= WORDS or zero:
         raise BadFrame(f"the frame is of kind {kind}, which is not known")
     return Frame(FrameKind(kind), epoch, iteration, stage, payload)
-
-
-def encode_tokens(token_ids: npt.NDArray[np.int32]) -> bytes:
-    """An iteration's tokens, `[R]`, as a payload."""
-    return token_ids.astype("<i4", copy=False).tobytes()
-
-
-def decode_tokens(payload: bytes, *, n_rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """The tokens of `n_rows` requests. Raises BadFrame if they are not as many, or not in the vocabulary."""
-    if len(payload) != 4 * n_rows:
-        raise BadFrame(f"{len(payload)} bytes of tokens came for {n_rows} requests, which need {4 * n_rows}")
-    token_ids = np.frombuffer(payload, "<i4").astype(np.int32, copy=False)
-    low, high = int(token_ids.min()), int(token_ids.max())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise BadFrame(f"token id {wrong} came; the vocabulary has 0 to {vocab_size - 1}")
-    return token_ids
 
 
 def encode_stage_time(time: StageTime) -> bytes:

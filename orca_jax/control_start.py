@@ -60,7 +60,10 @@ def decode_start(payload: bytes) -> StartOrder:
         message = f"a start order came whose next_address is {_shown(address)}; it must be a line of up to "
         raise BadFrame(message + f"{MAX_ADDRESS} characters")
     return StartOrder(
-        wire=ControlWire(**{name: _size(name, wire[name]) for name in _MOST}),
+        wire=ControlWire(
+            **{name: _size(name, wire[name]) for name in _MOST},
+            deterministic=_yes_or_no("deterministic", wire["deterministic"]),
+        ),
         next_address=address,
         worker_seconds=_seconds("worker_seconds", order["worker_seconds"]),
         ready_seconds=_seconds("ready_seconds", order["ready_seconds"]),
@@ -78,6 +81,12 @@ def _exactly(found: object, of: type[StartOrder] | type[ControlWire], what: str)
 def _size(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST[name]:
         raise BadFrame(f"a start order came whose {name} is {_shown(value)}; it goes from 1 to {_MOST[name]}")
+    return value
+
+
+def _yes_or_no(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise BadFrame(f"a start order came whose {name} is {_shown(value)}; it must be true or false")
     return value
 
 

@@ -1,10 +1,10 @@
 """A control message as bytes: a small header, then numpy's buffers, little-endian, one after the other.
 
-A row takes 37 bytes and its blocks in use: those that hold its `kv_length` tokens, not all that are reserved,
+A row takes 60 bytes and its blocks in use: those that hold its `kv_length` tokens, not all that are reserved,
 each in 2 bytes where the K/V manager has up to 65,536 blocks, else in 4. Its input tokens, 4 bytes each, come
-on top. A row in its increment phase so stays within 1 KB up to 491 blocks in use (7,856 tokens in blocks of
-16), or 245 where blocks are numbered in 4 bytes; one in its initiation phase has the tokens of its prompt
-beside it.
+on top. A row in its increment phase so stays within 1 KB up to 480 blocks in use (7,680 tokens in blocks of
+16), or 240 where blocks are numbered in 4 bytes; one in its initiation phase has the tokens of its prompt
+beside it, and its biases.
 """
 
 import struct
@@ -14,14 +14,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.control import ControlMessage, SamplingRows
+from orca_jax.control import ADJUSTED, BIAS, CONSTRAINED, SAMPLING, ControlMessage
 from orca_jax.errors import BadFrame
+from orca_jax.sampling_params import MAX_TOP_LOGPROBS
 
-_HEADER = struct.Struct("<IIQ")  # rows, input tokens, iteration
-_INITIATION, _ON_DEVICE = 1, 2  # of a row's flags
-_INTEGERS = ("row", "token_index", "input_length", "kv_length", "top_k")  # columns of 4 bytes a row
-_REALS = ("temperature", "top_p")  # the same
-ROW_BYTES = 8 + 4 * len(_INTEGERS) + 4 * len(_REALS) + 1  # with the seed and the flags
+_HEADER = struct.Struct("<IIIIQ")  # rows, input tokens, biases, 0, iteration
+_INITIATION, _ON_DEVICE = 1, 2  # of a row's place
+_INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt")  # columns of 4 bytes a row
+ROW_BYTES = SAMPLING.itemsize + 4 * len(_INTEGERS) + 1  # with initiation and token_on_device in one
+_MOST_REAL = float(np.finfo(np.float32).max)
+# What the fields of SAMPLING may hold; a seed may be any.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, _MOST_REAL),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, _MOST_REAL),
+    "frequency_penalty": (-_MOST_REAL, _MOST_REAL),
+    "presence_penalty": (-_MOST_REAL, _MOST_REAL),
+    "top_k": (0, 1 << 30),
+    "logprobs": (-1, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (-1, MAX_TOP_LOGPROBS),
+    "flags": (0, ADJUSTED | CONSTRAINED),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +43,9 @@ class ControlWire:
     """Control messages to bytes and back, for an engine of these sizes; master and workers have the same.
 
     `max_rows` and `max_tokens` bound a batch, `n_rows`, `n_blocks` and `vocab_size` are how many rows, blocks
-    and token ids there are. A block table has `max_blocks` columns, and those that are not in use come back
-    as 0. What `decode` makes takes the memory of the bytes that came and `max_blocks` numbers a row.
+    and token ids there are, and workers must know whether the engine is `deterministic`. A block table has
+    `max_blocks` columns, and those that are not in use come back as 0. What `decode` makes takes the memory
+    of the bytes that came and `max_blocks` numbers a row.
     """
 
     block_size: int
@@ -40,6 +55,7 @@ class ControlWire:
     n_rows: int
     n_blocks: int
     vocab_size: int
+    deterministic: bool = False
 
     @property
     def _block_dtype(self) -> str:
@@ -47,24 +63,22 @@ class ControlWire:
 
     def encode(self, message: ControlMessage) -> bytes:
         """The message's bytes."""
-        sampling = message.sampling
         integers = (
             message.row,
             message.token_index,
             message.input_length,
             message.kv_length,
-            sampling.top_k,
+            message.n_prompt,
         )
-        flags = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
-        parts = [_HEADER.pack(len(message.row), len(message.token_ids), message.iteration)]
-        parts.append(sampling.seed.astype("<i8", copy=False).tobytes())
+        place = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
+        n, n_tokens, n_biases = len(message.row), len(message.token_ids), len(message.bias)
+        parts = [_HEADER.pack(n, n_tokens, n_biases, 0, message.iteration)]
+        parts.append(message.sampling.tobytes())
         parts += [column.astype("<i4", copy=False).tobytes() for column in integers]
-        parts += [
-            column.astype("<f4", copy=False).tobytes() for column in (sampling.temperature, sampling.top_p)
-        ]
         parts.append(message.token_ids.astype("<i4", copy=False).tobytes())
+        parts.append(message.bias.tobytes())
         parts.append(message.block_table[self._in_use(message.kv_length)].astype(self._block_dtype).tobytes())
-        parts.append(flags.tobytes())
+        parts.append(place.tobytes())
         return b"".join(parts)
 
     def decode(self, payload: bytes) -> ControlMessage:
@@ -74,24 +88,25 @@ class ControlWire:
         """
         if len(payload) < _HEADER.size:
             raise BadFrame(f"{len(payload)} bytes came; a control message has {_HEADER.size} at least")
-        n, n_tokens, iteration = _HEADER.unpack_from(payload)
-        fixed = _HEADER.size + n * ROW_BYTES + 4 * n_tokens
-        if not 1 <= n <= self.max_rows or not n <= n_tokens <= self.max_tokens or fixed > len(payload):
-            message = (
-                f"a control message of {n} rows, {n_tokens} tokens and {len(payload)} bytes came; up to "
-            )
+        n, n_tokens, n_biases, zero, iteration = _HEADER.unpack_from(payload)
+        fixed = _HEADER.size + n * ROW_BYTES + 4 * n_tokens + BIAS.itemsize * n_biases
+        in_bounds = 1 <= n <= self.max_rows and n <= n_tokens <= self.max_tokens and not zero
+        if not in_bounds or fixed > len(payload):
+            message = f"a control message of {n} rows, {n_tokens} tokens, {n_biases} biases and "
+            message += f"{len(payload)} bytes came; up to "
             raise BadFrame(message + f"{self.max_rows} rows and {self.max_tokens} tokens are allowed")
         start = _HEADER.size
-        seed = np.frombuffer(payload, "<i8", n, start)
-        start += seed.nbytes
+        sampling = np.frombuffer(payload, SAMPLING, n, start)
+        start += sampling.nbytes
         integers = np.frombuffer(payload, "<i4", len(_INTEGERS) * n, start).reshape(-1, n)
         start += integers.nbytes
-        reals = np.frombuffer(payload, "<f4", len(_REALS) * n, start).reshape(-1, n)
-        start += reals.nbytes
         token_ids = np.frombuffer(payload, "<i4", n_tokens, start)
         start += token_ids.nbytes
-        self._check(integers, reals, token_ids)
-        row, token_index, input_length, kv_length, top_k = integers
+        bias = np.frombuffer(payload, BIAS, n_biases, start)
+        start += bias.nbytes
+        self._check(integers, token_ids)
+        self._check_sampling(sampling, bias)
+        row, token_index, input_length, kv_length, n_prompt = integers
         in_use = self._in_use(kv_length)
         n_in_use = np.count_nonzero(in_use)
         width = int(self._block_dtype[-1])
@@ -102,10 +117,12 @@ class ControlWire:
         _within("block", blocks, 0, self.n_blocks - 1)
         block_table = np.zeros((n, self.max_blocks), np.int32)
         block_table[in_use] = blocks
-        flags = np.frombuffer(payload, np.uint8, n, len(payload) - n)
-        initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
-        if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
+        place = np.frombuffer(payload, np.uint8, n, len(payload) - n)
+        initiation, on_device = (place & _INITIATION) > 0, (place & _ON_DEVICE) > 0
+        if (place > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
             raise BadFrame("a row's flags are not known, or its input tokens cannot be on the device")
+        if (n_prompt > np.where(initiation, input_length, 0)).any():
+            raise BadFrame("a row's prompt is longer than its initiation")
         return ControlMessage(
             iteration=iteration,
             row=row,
@@ -113,22 +130,22 @@ class ControlWire:
             token_index=token_index,
             input_length=input_length,
             kv_length=kv_length,
+            n_prompt=n_prompt,
             token_ids=token_ids,
             token_on_device=on_device,
             block_table=block_table,
-            sampling=SamplingRows(temperature=reals[0], top_p=reals[1], top_k=top_k, seed=seed),
+            sampling=sampling,
+            bias=bias,
         )
 
     def _in_use(self, kv_length: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """`[R, max_blocks]`: where the block table has a block that holds a token."""
         return np.arange(self.max_blocks) * self.block_size < kv_length[:, np.newaxis]
 
-    def _check(
-        self, integers: npt.NDArray[Any], reals: npt.NDArray[Any], token_ids: npt.NDArray[Any]
-    ) -> None:
+    def _check(self, integers: npt.NDArray[Any], token_ids: npt.NDArray[Any]) -> None:
         longest = self.max_blocks * self.block_size
         low = np.array((0, 0, 1, 1, 0))[:, np.newaxis]
-        high = np.array((self.n_rows - 1, longest, longest, longest, 1 << 30))[:, np.newaxis]
+        high = np.array((self.n_rows - 1, longest, longest, longest, longest))[:, np.newaxis]
         wrong = (integers < low) | (integers > high)
         if wrong.any():
             column, at = (int(i) for i in np.argwhere(wrong)[0])
@@ -139,11 +156,17 @@ class ControlWire:
         input_length, kv_length = integers[2], integers[3]
         if (input_length > kv_length).any() or int(input_length.sum(dtype=np.int64)) != len(token_ids):
             raise BadFrame("the rows' input lengths do not fit their tokens")
-        if not ((reals >= 0) & (reals <= _MOST)).all():
-            raise BadFrame("a row's temperature or top_p is out of range")
 
-
-_MOST = np.array(((np.finfo(np.float32).max,), (1.0,)), np.float32)  # of the reals
+    def _check_sampling(self, sampling: npt.NDArray[np.void], bias: npt.NDArray[np.void]) -> None:
+        for name, (low, high) in _RANGES.items():
+            values = sampling[name]
+            if not ((values >= low) & (values <= high)).all():  # no number is in no range
+                raise BadFrame(f"a row's {name} is out of range; it goes from {low:g} to {high:g}")
+        if len(bias):
+            _within("a bias's place", bias["index"], 0, len(sampling) - 1)
+            _within("token id", bias["token_id"], 0, self.vocab_size - 1)
+            if not np.isfinite(bias["value"]).all():
+                raise BadFrame("a bias is not finite")
 
 
 def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:

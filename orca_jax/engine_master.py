@@ -1,4 +1,4 @@
-"""The engine master: one iteration's control message and flat batch to worker 1, its tokens from worker n.
+"""The engine master: one iteration's control message to worker 1, its tokens from worker n.
 
 It implements `scheduler.Engine`. Nothing here waits for a device but `wait` (ORCA 4.1: only the last stage
 synchronises).
@@ -7,79 +7,94 @@ synchronises).
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.buckets import bucket_for
-from orca_jax.config import ServingConfig
-from orca_jax.control import ControlMessage, SamplingRows
+from orca_jax.control import (
+    ADJUSTED,
+    BIAS,
+    CONSTRAINED,
+    ControlMessage,
+    MakeWords,
+    neutral_sampling,
+)
 from orca_jax.errors import EngineError
-from orca_jax.flat_batch import FlatBatch, flat_batch
 from orca_jax.kv_manager import KVManager
 from orca_jax.request import Request, RequestState
+from orca_jax.sampled import Sampled, token_logprobs
 from orca_jax.scheduler import Returned
+from orca_jax.token_words import n_words
 
 _POLL_SECONDS = 100e-6  # far below an iteration, far above what a poll costs
 
 # Looking a member of an Enum up costs more than all else that is done for a request here.
 _INITIATION = RequestState.INITIATION
 
+# What control.SAMPLING takes from SamplingParams as it is.
+_KEPT = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+
 
 class PendingTokens(Protocol):
-    """The next token of each row of an issued batch, still being computed."""
+    """What is sampled for each row of an issued batch, still being computed."""
 
     def is_ready(self) -> bool:
         """Whether `fetch` would return at once."""
         ...
 
-    def fetch(self) -> npt.NDArray[np.int32]:
-        """Wait for the tokens: int32, one a row, at least as many as the batch has requests."""
+    def fetch(self) -> Sampled:
+        """Wait for it."""
         ...
 
 
-class Worker(Protocol):
-    """Runs iterations in the order they are issued; the first of its kind feeds the others."""
+class Workers(Protocol):
+    """Run iterations in the order they are issued, worker 1 to n."""
 
-    def issue(self, message: ControlMessage, flat: FlatBatch) -> PendingTokens:
-        """Start one iteration and return without waiting for the device."""
+    def issue(self, message: ControlMessage, words: MakeWords) -> PendingTokens:
+        """Start one iteration and return without waiting for the device.
+
+        `words` is called where there are constrained rows.
+        """
         ...
 
 
 class EngineMaster:
-    """Turns batches of requests into iterations of a worker, first in, first out.
+    """Turns batches of requests into iterations of the workers, first in, first out.
 
     A row's sampling parameters and lengths are kept by row from its initiation on, so that an iteration's
-    messages are numpy gathers. `sleep` is the wait between two looks at a batch that may be interrupted.
-    An EngineError from `issue` or `wait` means that nothing is in flight any more, and that keys and values
-    are lost: a request that is to go on begins again with INITIATION.
+    messages are numpy gathers. `vocab_size` is the model's. `sleep` is the wait between two looks at a batch
+    that may be interrupted. An EngineError from `issue` or `wait` means that nothing is in flight any more,
+    and that keys and values are lost: a request that is to go on begins again with INITIATION.
     """
 
     def __init__(
         self,
-        worker: Worker,
+        workers: Workers,
         kv: KVManager,
         *,
-        config: ServingConfig,
-        bucket_sizes: Sequence[int],
+        vocab_size: int,
         n_workers: int = 1,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        assert bucket_sizes[-1] >= config.max_batch_tokens, "a batch could be larger than every bucket"
         self.n_workers = n_workers
-        self._worker = worker
+        self._workers = workers
         self._kv = kv
-        self._config = config
-        self._bucket_sizes = tuple(bucket_sizes)
+        self._n_words = n_words(vocab_size)
         self._sleep = sleep
         self._n_issued = 0
         self._in_flight: deque[tuple[Sequence[Request], PendingTokens]] = deque()
         # By row, set at its initiation: [n_rows].
-        self._temperature = np.zeros(kv.n_rows, np.float32)
-        self._top_p = np.ones(kv.n_rows, np.float32)
-        self._top_k = np.zeros(kv.n_rows, np.int32)
-        self._seed = np.zeros(kv.n_rows, np.int64)
+        self._sampling = neutral_sampling(kv.n_rows)
         # By row: tokens in the cache, and output tokens sampled, after all that was issued.
         self._kv_length = np.zeros(kv.n_rows, np.int32)
         self._token_index = np.zeros(kv.n_rows, np.int32)
@@ -88,7 +103,8 @@ class EngineMaster:
         """Start one iteration for `batch`; never blocks on the device. Raises EngineError."""
         try:
             message = self._control_message(batch)
-            self._in_flight.append((batch, self._start(message)))
+            words = partial(self._words, batch, message)
+            self._in_flight.append((batch, self._workers.issue(message, words)))
         except EngineError:
             self._in_flight.clear()
             raise
@@ -108,26 +124,37 @@ class EngineMaster:
                 if interrupted():
                     return None
                 self._sleep(_POLL_SECONDS)
-            token_ids = pending.fetch()[: len(batch)].tolist()
+            sampled = pending.fetch()
         except EngineError:
             self._in_flight.clear()
             raise
         except Exception as error:
             raise self._failed(error) from error
         self._in_flight.popleft()
-        return Returned(batch, token_ids)
-
-    def _start(self, message: ControlMessage) -> PendingTokens:
-        """One iteration of the worker, which has its batch laid out here."""
-        flat = flat_batch(
-            message,
-            bucket=bucket_for(message.token_ids.shape[0], self._bucket_sizes),
-            max_bs=self._config.max_batch_size,
-            block_size=self._kv.block_size,
-            n_slots=self._kv.n_blocks * self._kv.block_size,
-            n_rows=self._kv.n_rows,
+        token_ids = sampled.token_ids[: len(batch)].tolist()
+        if sampled.logprobs is None and not sampled.prompt_logprobs:
+            return Returned(batch, token_ids)
+        asked = [(i, request.sampling.logprobs) for i, request in enumerate(batch)]
+        records = sampled.logprobs
+        return Returned(
+            batch,
+            token_ids,
+            {} if records is None else {i: token_logprobs(records[i], n) for i, n in asked if n is not None},
+            {
+                i: [token_logprobs(record, batch[i].sampling.prompt_logprobs or 0) for record in prompt]
+                for i, prompt in sampled.prompt_logprobs.items()
+            },
         )
-        return self._worker.issue(message, flat)
+
+    def _words(self, batch: Sequence[Request], message: ControlMessage) -> npt.NDArray[np.int32]:
+        """What may come next in each constrained row, [their number, n_words]."""
+        rows: list[int] = np.flatnonzero(message.constrained).tolist()
+        words = np.zeros((len(rows), self._n_words), np.int32)
+        for i, into in zip(rows, words, strict=True):
+            request = batch[i]
+            assert request.constraint is not None
+            request.constraint.allowed(request.prompt_ids, request.output_ids, into)
+        return words
 
     def _failed(self, error: Exception) -> EngineError:
         """What is in flight behind a failure rests on caches that are lost: forget it."""
@@ -151,9 +178,19 @@ class EngineMaster:
         input_length = np.where(initiation, kv_length, np.int32(1))
         row_end = np.cumsum(input_length)
         token_ids = np.zeros(row_end[-1], np.int32)
+        n_prompt = np.zeros(n, np.int32)
+        biases: list[tuple[int, int, float]] = []
         for i in first:
-            known = batch[i].prompt_ids + tuple(batch[i].output_ids)
+            request = batch[i]
+            known = request.prompt_ids + tuple(request.output_ids)
             token_ids[row_end[i] - len(known) : row_end[i]] = known
+            n_prompt[i] = len(request.prompt_ids)
+            biases += [(i, token_id, value) for token_id, value in request.sampling.logit_bias.items()]
+        sampling = self._sampling[row]
+        sampling["prompt_logprobs"][~initiation] = -1
+        for i, request in enumerate(batch):
+            if request.constraint is not None and request.constraint.acts(len(request.output_ids)):
+                sampling["flags"][i] |= CONSTRAINED
         # A token is where it was sampled, on worker n: worker 1 has it only where the two are one. Else it
         # goes by way of the host, which has read it before the request could be issued again (ORCA 4.1).
         on_device = ~initiation if self.n_workers == 1 else np.zeros(n, np.bool_)
@@ -168,23 +205,25 @@ class EngineMaster:
             token_index=token_index,
             input_length=input_length,
             kv_length=kv_length,
+            n_prompt=n_prompt,
             token_ids=token_ids,
             token_on_device=on_device,
             block_table=self._kv.block_table.take(row, axis=0),
-            sampling=SamplingRows(
-                temperature=self._temperature[row],
-                top_p=self._top_p[row],
-                top_k=self._top_k[row],
-                seed=self._seed[row],
-            ),
+            sampling=sampling,
+            bias=np.array(biases, BIAS),
         )
 
     def _admit(self, request: Request) -> None:
         """Note what stays with a row; one that runs again after a fault has output tokens already."""
-        row, sampling = request.row, request.sampling
-        self._temperature[row] = sampling.temperature
-        self._top_p[row] = sampling.top_p
-        self._top_k[row] = sampling.top_k
-        self._seed[row] = request.seed
+        row, said = request.row, request.sampling
+        to = self._sampling
+        for name in _KEPT:
+            to[name][row] = getattr(said, name)
+        to["seed"][row] = request.seed
+        to["logprobs"][row] = -1 if said.logprobs is None else said.logprobs
+        asks = said.prompt_logprobs is not None and request.prompt_logprobs is None
+        to["prompt_logprobs"][row] = said.prompt_logprobs if asks else -1
+        penalties = (said.repetition_penalty, said.frequency_penalty, said.presence_penalty)
+        to["flags"][row] = ADJUSTED if said.logit_bias or penalties != (1, 0, 0) else 0
         self._kv_length[row] = request.n_tokens
         self._token_index[row] = len(request.output_ids)

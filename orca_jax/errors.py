@@ -27,6 +27,10 @@ class EngineError(OrcaError, RuntimeError):
     """The engine failed while it ran; the requests in flight end with the reason `error`."""
 
 
+class OutputFailed(EngineError):
+    """One output cannot go on, as where its grammar outgrew its limits; the engine and all others do."""
+
+
 class WorkerLost(EngineError):
     """A worker died, hangs or answers rubbish. Keys and values are lost, and with them what is in flight; an
     engine that can bring its workers up again goes on from there.

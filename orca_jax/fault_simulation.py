@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from orca_jax.buckets import bucket_sizes
 from orca_jax.config import Deadlines, RestartBound, ServingConfig
 from orca_jax.control_start import StartOrder
 from orca_jax.control_wire import ControlWire
@@ -20,11 +19,13 @@ from orca_jax.kv_manager import KVManager, round_up
 from orca_jax.recovery import Recovery
 from orca_jax.remote_engine import RemoteEngine
 from orca_jax.remote_workers import RemoteWorkers
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Scheduler
 from orca_jax.simulated_engine import VirtualClock
-from orca_jax.simulated_workers import Damage, SimulatedLines, SimulatedStage, Timing, undisturbed_tokens
+from orca_jax.simulated_tokens import SimulatedConstraint, undisturbed_tokens
+from orca_jax.simulated_workers import Damage, SimulatedLines, SimulatedStage, Timing
 from orca_jax.timeline import Timeline
 from orca_jax.worker_controller import Controller
 
@@ -43,11 +44,12 @@ _LINE_FAULTS: tuple[FaultKind, ...] = ("drop", "double", "delay", "rubbish")
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: when it comes, and its tokens of input and output."""
+    """One request: when it comes, its tokens of input and output, and whether a constraint acts on them."""
 
     time: float
     n_input: int
     n_output: int
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ def random_fault_trace(seed: int) -> FaultTrace:
     most_output = 5 if n_requests > 2 else 10
     for _ in range(n_requests):
         time += rng.choice((0.0, 0.0, 0.1, 0.5))
-        requests.append(PlannedRequest(time, rng.randint(1, 6), rng.randint(1, most_output)))
+        n_input, n_output = rng.randint(1, 6), rng.randint(1, most_output)
+        requests.append(PlannedRequest(time, n_input, n_output, rng.random() < 0.3))
     longest = max(r.n_input + r.n_output for r in requests)
     block_size = rng.randint(1, 4)
     max_bs = rng.randint(1, 4)
@@ -229,8 +232,7 @@ class FaultSimulation:
         self.engine = RemoteEngine(
             self.workers,
             self.kv,
-            config=config,
-            bucket_sizes=bucket_sizes(config.max_batch_tokens),
+            vocab_size=VOCAB_SIZE,
             n_workers=trace.n_stages,
             sleep=lambda _: self.workers.wait(),  # it comes back after every event
         )
@@ -259,6 +261,7 @@ class FaultSimulation:
             n_output,
             n_stages=self.trace.n_stages,
             vocab_size=VOCAB_SIZE,
+            constrained=request.constraint is not None,
         )
         return tokens[: tokens.index(STOP_TOKEN) + 1] if STOP_TOKEN in tokens else tokens
 
@@ -299,7 +302,8 @@ class FaultSimulation:
             max_tokens=planned.n_input + planned.n_output,
             sampling=SamplingParams(max_tokens=planned.n_output),
             seed=number * 1_000_003,
-            eos_token_ids=frozenset({STOP_TOKEN}),
+            end_token_ids=frozenset({STOP_TOKEN}),
+            constraint=SimulatedConstraint(VOCAB_SIZE) if planned.constrained else None,
         )
 
         def add() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.control import ControlMessage, SamplingRows
+from orca_jax.control import ADJUSTED, CONSTRAINED, ControlMessage
 
 Sampler = Literal["greedy", "plain", "full"]
 
@@ -26,7 +26,7 @@ class Words(Protocol):
 
 
 class FlatArrays(NamedTuple):
-    """The parts of the buffer in their order, all int32; `temperature` and `top_p` hold float32 bits."""
+    """The parts of the buffer in their order, all int32; some hold the bits of float32 numbers."""
 
     token_ids: Any  # [T]
     positions: Any  # [T] index of the token within its request
@@ -37,25 +37,50 @@ class FlatArrays(NamedTuple):
     kv_length: Any  # [R] tokens in the cache after these were written; 0 for padding
     block_table: Any  # [R, max_blocks]
     # What the sampler needs, as in SamplerArrays, side by side:
-    row: Any  # [R] place in last_token where the next token goes; n_rows (nowhere) for padding
-    top_k: Any  # [R]
-    token_index: Any  # [R]
-    seed_low: Any  # [R]
-    seed_high: Any  # [R]
-    temperature: Any  # [R]
-    top_p: Any  # [R]
-
-
-class SamplerArrays(NamedTuple):
-    """The parts of the buffer that the sampler needs, `[R]` each, as FlatArrays has them."""
-
     row: Any
     top_k: Any
     token_index: Any
     seed_low: Any
     seed_high: Any
+    adjusted: Any
     temperature: Any
     top_p: Any
+    min_p: Any
+    repetition: Any
+    frequency: Any
+    presence: Any
+
+
+class SamplerArrays(NamedTuple):
+    """The parts of the buffer that the sampler needs, `[R]` each; from `temperature` on the bits of float32.
+
+    `adjusted` is 0 for a row without biases and penalties. Else it is 1, or 2 where the token of the
+    iteration before is not counted yet.
+    """
+
+    row: Any  # place in last_token where the next token goes; n_rows (nowhere) for padding
+    top_k: Any
+    token_index: Any
+    seed_low: Any
+    seed_high: Any
+    adjusted: Any
+    temperature: Any
+    top_p: Any
+    min_p: Any
+    repetition: Any
+    frequency: Any
+    presence: Any
+
+
+# Of SamplerArrays, with the fields of control.SAMPLING that they are.
+_REALS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition": "repetition_penalty",
+    "frequency": "frequency_penalty",
+    "presence": "presence_penalty",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +98,14 @@ class FlatLayout:
         return FlatArrays(
             token_ids=t, positions=t, slot_of_token=t, last_row=t, take_last=t,
             row_start=(self.n_rows + 1,), kv_length=r, block_table=(self.n_rows, self.max_blocks),
-            row=r, top_k=r, token_index=r, seed_low=r, seed_high=r, temperature=r, top_p=r,
+            row=r, top_k=r, token_index=r, seed_low=r, seed_high=r, adjusted=r, temperature=r, top_p=r,
+            min_p=r, repetition=r, frequency=r, presence=r,
         )  # fmt: skip
 
     @property
     def size(self) -> int:
         """32-bit words of the whole buffer."""
-        return 5 * self.n_tokens + self.n_rows * (9 + self.max_blocks) + 1
+        return 5 * self.n_tokens + self.n_rows * (2 + len(SamplerArrays._fields) + self.max_blocks) + 1
 
     @property
     def sampler_words(self) -> slice:
@@ -101,13 +127,26 @@ class FlatLayout:
         return FlatArrays(*parts)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPrograms:
+    """The programs that choose the tokens of a batch, no more than its rows need.
+
+    `sampler` is the smallest that serves all rows: `greedy` if all temperatures are 0, `plain` if no sampled
+    row cuts by top_k or top_p, else `full`. A row of temperature 0 is greedy in each of them. Before
+    it, `adjust` acts on biases and penalties, `allow` on constraints; behind it `logprobs` are computed.
+    """
+
+    sampler: Sampler = "greedy"
+    adjust: bool = False
+    allow: bool = False
+    logprobs: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBatch:
     """A padded batch: `buffer` is int32 `[layout.size]`, `arrays` are views of it.
 
-    `n_tokens` and `n_rows` count what is real. `sampler` names the smallest program that serves all rows:
-    `greedy` if all temperatures are 0, `plain` if no sampled row cuts by top_k or top_p, else `full`. A row
-    of temperature 0 is greedy in each of them.
+    `n_tokens` and `n_rows` count what is real.
     """
 
     layout: FlatLayout
@@ -115,15 +154,26 @@ class FlatBatch:
     arrays: FlatArrays
     n_tokens: int
     n_rows: int
-    sampler: Sampler
+    programs: TokenPrograms
 
 
-def sampler_for(sampling: SamplingRows) -> Sampler:
-    """The smallest sampling program that serves all these rows."""
-    sampled = sampling.temperature > 0
+def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
+    """The programs for these rows, SAMPLING [R]."""
+    flags = int(np.bitwise_or.reduce(sampling["flags"]))
+    return TokenPrograms(
+        sampler_for(sampling),
+        adjust=bool(flags & ADJUSTED),
+        allow=bool(flags & CONSTRAINED),
+        logprobs=bool((sampling["logprobs"] >= 0).any()),
+    )
+
+
+def sampler_for(sampling: npt.NDArray[np.void]) -> Sampler:
+    """The smallest sampler that serves all these rows, SAMPLING [R]."""
+    sampled = sampling["temperature"] > 0
     if not sampled.any():
         return "greedy"
-    cut = (sampling.top_k > 0) | (sampling.top_p < 1)
+    cut = (sampling["top_k"] > 0) | (sampling["top_p"] < 1)
     return "full" if (cut & sampled).any() else "plain"
 
 
@@ -152,11 +202,16 @@ def flat_batch(
     to.block_table[:real_rows] = message.block_table
     to.token_index[:real_rows] = message.token_index
     sampling = message.sampling
-    to.top_k[:real_rows] = sampling.top_k
-    to.seed_low[:real_rows] = (sampling.seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-    to.seed_high[:real_rows] = sampling.seed >> 32
-    to.temperature[:real_rows] = sampling.temperature.view(np.int32)
-    to.top_p.view(np.float32)[:real_rows] = sampling.top_p
+    seed = sampling["seed"]
+    to.top_k[:real_rows] = sampling["top_k"]
+    to.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+    to.seed_high[:real_rows] = seed >> 32
+    programs = token_programs(sampling)
+    if programs.adjust:
+        adjusted = (sampling["flags"] & ADJUSTED) > 0
+        to.adjusted[:real_rows] = np.where(message.initiation, 1, 2) * adjusted
+    for name, source in _REALS.items():
+        getattr(to, name).view(np.float32)[:real_rows] = sampling[source]
 
     # Per token. Increments alone need no map from token to row: each row is one token.
     kv_length, row, take_last = message.kv_length, message.row, message.token_on_device
@@ -176,13 +231,15 @@ def flat_batch(
     )
     to.take_last[:real_tokens] = take_last
     to.last_row[:real_tokens] = row * take_last  # where nothing is taken 0, which is in range
-    return FlatBatch(layout, buffer, to, real_tokens, real_rows, sampler_for(sampling))
+    return FlatBatch(layout, buffer, to, real_tokens, real_rows, programs)
 
 
-def padding_batch(layout: FlatLayout, *, n_slots: int, n_rows: int, sampler: Sampler) -> FlatBatch:
-    """A batch of no request, to run a program that nobody has a request for yet: it writes nowhere."""
+def padding_batch(
+    layout: FlatLayout, *, n_slots: int, n_rows: int, programs: TokenPrograms | None = None
+) -> FlatBatch:
+    """A batch of no request, to run programs that nobody has a request for yet: it writes nowhere."""
     buffer, to = _padding(layout, n_slots=n_slots, n_rows=n_rows)
-    return FlatBatch(layout, buffer, to, 0, 0, sampler)
+    return FlatBatch(layout, buffer, to, 0, 0, programs or TokenPrograms())
 
 
 def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDArray[np.int32], FlatArrays]:
@@ -192,4 +249,5 @@ def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDAr
     to.row.fill(n_rows)
     to.slot_of_token.fill(n_slots)
     to.top_p.view(np.float32).fill(1)
+    to.repetition.view(np.float32).fill(1)
     return buffer, to

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from orca_jax.errors import EngineError
+from orca_jax.errors import EngineError, OutputFailed
 from orca_jax.request import FinishReason, Request
+from orca_jax.sampled import TokenLogprobs
 from orca_jax.tokenizer import TextStream
 
 LOOK_SECONDS = 1.0  # no wait goes longer without a look at whether the service still lives
@@ -18,21 +19,24 @@ class Piece:
     """What came since the piece before: tokens, the text that is certain by now, and the reason of the end.
 
     Text lags behind tokens while it may be the beginning of a stop string or part of a character. Only
-    the last piece has a finish reason.
+    the last piece has a finish reason. `logprobs` are those of `token_ids`, where they were asked for.
     """
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """What became of a prompt.
+    """One output of a prompt.
 
     `text` is the output alone, without special tokens and cut before a stop string; it is empty where the
     model has no tokenizer. `token_ids` are all that were generated, with the end-of-sequence token and
-    those of a stop string. `seed` gives the same tokens again. `logprobs` is None: they are not built.
+    those of a stop string. `seed` gives the same tokens again. `logprobs` are those of `token_ids`, and
+    `prompt_logprobs` those of the prompt's tokens behind the first, which nothing comes before; None where
+    they were not asked for.
     """
 
     text: str
@@ -41,7 +45,8 @@ class GenerationResult:
     n_input: int
     seed: int
     request_id: str
-    logprobs: None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Mailbox:
@@ -58,6 +63,7 @@ class Mailbox:
         self._gone = gone
         self._changed = threading.Condition(threading.Lock())
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._text: list[str] = []
         self._last_taken = False
         self._is_waiting = False
@@ -68,7 +74,13 @@ class Mailbox:
         """OutputSink: True when a stop string is complete."""
         return self.stream is not None and self.stream.push(token_id)
 
-    def put(self, token_id: int | None, reason: FinishReason | None, failure: EngineError | None) -> None:
+    def put(
+        self,
+        token_id: int | None,
+        reason: FinishReason | None,
+        failure: EngineError | None,
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
         """A delivery; nothing changes after the one with a reason."""
         text = ""
         if self.stream is not None:
@@ -80,6 +92,8 @@ class Mailbox:
                 return
             if token_id is not None:
                 self._token_ids.append(token_id)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
             self._text.append(text)
             self.finish_reason = reason
             self.failure = failure
@@ -117,15 +131,17 @@ class Mailbox:
             return self.finish_reason
 
     def _piece(self) -> Piece:
-        piece = Piece(tuple(self._token_ids), "".join(self._text), self.finish_reason)
+        piece = Piece(tuple(self._token_ids), "".join(self._text), self.finish_reason, tuple(self._logprobs))
         self._token_ids.clear()
+        self._logprobs.clear()
         self._text.clear()
         self._last_taken = self.finish_reason is not None
         return piece
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            raise EngineError(str(self.failure)) from self.failure
+            kind = OutputFailed if isinstance(self.failure, OutputFailed) else EngineError
+            raise kind(str(self.failure)) from self.failure
 
     def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -178,6 +194,16 @@ class Generation:
         return self._request.seed
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt."""
+        return self._request.prompt_ids
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Those of the prompt's tokens behind the first, from the first piece on; None if not asked for."""
+        return self._request.prompt_logprobs
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None while it runs."""
         return self._mailbox.finish_reason
@@ -224,6 +250,8 @@ class Generation:
             n_input=self.n_input,
             seed=self.seed,
             request_id=self.request_id,
+            logprobs=None if self._request.sampling.logprobs is None else list(self._request.logprobs),
+            prompt_logprobs=self._request.prompt_logprobs,
         )
 
     def end(self, reason: FinishReason) -> None:

@@ -20,12 +20,12 @@ from orca_jax.errors import (
 )
 from orca_jax.generation import Generation, GenerationResult
 from orca_jax.local_engine import local_engine
+from orca_jax.output_rules import OutputRules
 from orca_jax.remote_pipeline import WorkersBehind, remote_pipeline
-from orca_jax.request import SamplingParams
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.service import Orca
 from orca_jax.sharding.load import find_model
 from orca_jax.sizes import Sizes
-from orca_jax.tokenizer import TextStream
 from orca_jax.worker_processes import supervised_pipeline
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -41,7 +41,8 @@ class LLM:
 
     `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and `max_queue` are those of ServingConfig.
     By default `n_slots` holds a full batch of the longest requests, but on a CPU no more than 2 GiB of keys
-    and values, and `max_batch_tokens` is 2048, or the model's positions where they are more.
+    and values, and `max_batch_tokens` is 2048, or the model's positions where they are more. `deterministic`
+    makes not a bit of an output depend on what else runs, at a price (docs/generation.md).
 
     `attention` is chosen by device and model unless given, and said in the attribute of that name:
     "kernel" (Hopper GPUs), or pure JAX with "static" shapes or run-time trip counts ("follow_lengths").
@@ -76,6 +77,7 @@ class LLM:
         overlap: bool | None = None,
         block_size: int = 16,
         max_queue: int = 1 << 20,
+        deterministic: bool = False,
         attention: Attention | None = None,
         workers: Sequence[str] | None = None,
         worker_processes: bool = False,
@@ -99,6 +101,7 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             block_size=block_size,
             max_queue=max_queue,
+            deterministic=deterministic,
         )
         place = _place_of(workers, worker_processes, pipeline_parallel)
         deadlines, restarts = deadlines or Deadlines(), restarts or RestartBound()
@@ -165,6 +168,7 @@ class LLM:
             built.kv,
             config=self.serving,
             model=self.config,
+            tokenizer=self.tokenizer,
             bucket_sizes=built.buckets,
             seed=seed,
             restarts=restarts,
@@ -188,29 +192,30 @@ class LLM:
     ) -> list[GenerationResult]:
         """Continue a prompt (a text or token ids) or a list of them; results in the order of the prompts.
 
-        `sampling_params` is one for all or one for each. `on_result(index, result)` is told each result in
-        order, as soon as it and those before it are there. All is checked before anything runs; what is
+        `sampling_params` is one for all or one for each; where its `n` is above 1 a prompt's outputs stand
+        side by side. `on_result(index, result)` is told each result in order, as soon as it and those before
+        it are there. All is checked before anything runs; what is
         raised then is a leaf of InvalidRequest and names the prompt. Raises EngineError if the engine fails,
         and ServiceClosed after `close`. Whatever is raised, nothing is left running.
         """
         service = self.service
         listed = _listed(prompts)
         sampling = _one_for_each(sampling_params, len(listed))
-        prepared: list[tuple[list[int], SamplingParams]] = []
+        prepared: list[tuple[list[int], OutputRules]] = []
         for i, (prompt, params) in enumerate(zip(listed, sampling, strict=True)):
             try:
                 token_ids = self._token_ids(prompt)
-                service.check(token_ids, params, self._text_stream(params))
+                rules = service.rules(params)
+                service.check(token_ids, rules)
             except InvalidRequest as error:
                 if len(listed) == 1:
                     raise
                 raise type(error)(f"prompt {i}: {error}", param=error.param) from error
-            prepared.append((token_ids, params))
+            prepared += [(token_ids, choice) for choice in rules.choices()]
         results: list[GenerationResult] = []
         with ExitStack() as running:
             generations = [
-                running.enter_context(service.submit(token_ids, params, stream=self._text_stream(params)))
-                for token_ids, params in prepared
+                running.enter_context(service.submit(token_ids, rules)) for token_ids, rules in prepared
             ]
             for i, generation in enumerate(generations):
                 results.append(generation.result())
@@ -228,12 +233,10 @@ class LLM:
         """Continue one prompt, in pieces as they come: an iterator of `Piece`, and the whole in its `result`.
 
         The request runs from this call on, beside all others. Closing or dropping the iterator cancels it.
-        Raises as `generate` does.
+        `sampling_params.n` must be 1. Raises as `generate` does.
         """
         (params,) = _one_for_each(sampling_params, 1)
-        service = self.service
-        token_ids = self._token_ids(prompt)
-        return service.submit(token_ids, params, request_id=request_id, stream=self._text_stream(params))
+        return self.service.submit(self._token_ids(prompt), params, request_id=request_id)
 
     def close(self) -> None:
         """Cancel what runs and free the device's memory; nothing the second time."""
@@ -271,9 +274,6 @@ class LLM:
                 message = f"element {i} of the prompt is {token_id!r}; token ids are whole numbers"
                 raise InvalidPrompt(message, param="prompt")
         return [int(token_id) for token_id in prompt]
-
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
-        return None if self.tokenizer is None else TextStream(self.tokenizer, params.stop)
 
 
 def _listed(prompts: Any) -> list[Any]:

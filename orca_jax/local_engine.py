@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orca_jax.buckets import bucket_sizes
+from orca_jax.batch_sizes import batch_sizes, buckets_of
 from orca_jax.built_engine import BuiltEngine
 from orca_jax.config import Attention, Dtype, LoadFormat, ModelConfig, ServingConfig
 from orca_jax.engine_master import EngineMaster
@@ -16,9 +16,10 @@ from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.capacity import check_slots, slots_that_fit
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.load import FoundModel, load_parameters
+from orca_jax.sharding.local_workers import LocalWorkers
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.worker import Worker
-from orca_jax.sizes import Sizes, kv_manager, serving_config
+from orca_jax.sizes import Sizes, control_wire, kv_manager, serving_config
 from orca_jax.stage_layers import said_of_split
 
 
@@ -58,7 +59,9 @@ def local_engine(
     serving = serving_config(model, said, fits)
     for part in parts:
         check_slots(model, itemsize, part, n_slots=serving.n_slots, n_devices=n_devices)
-    buckets = bucket_sizes(serving.max_batch_tokens)
+    buckets = buckets_of(
+        serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic
+    )
     built = build_engine(model, parameters, serving, parts, buckets=buckets, attention=attention)
     return BuiltEngine(
         engine=built.engine,
@@ -94,7 +97,7 @@ def build_engine(
 ) -> LocalEngine:
     """An engine of a worker for each of `parts`, with that stage's `parameters`. Raises ConfigError.
 
-    `buckets` are `bucket_sizes(serving.max_batch_tokens)` unless given, ascending; `attention` is the
+    `buckets` are those of `serving` unless given, ascending; `attention` is the
     Workers'. The first `worker` of the same model, parts and sizes that no engine uses any more may be handed
     in: it and those behind it keep their compiled programs, and their own attention.
     """
@@ -106,8 +109,9 @@ def build_engine(
                 model, own, serving, part, n_rows=kv.n_rows, attention=attention, next_worker=worker
             )
     assert worker is not None, "a model has a stage"
-    sizes = bucket_sizes(serving.max_batch_tokens) if buckets is None else buckets
-    engine = EngineMaster(worker, kv, config=serving, bucket_sizes=sizes, n_workers=n_workers)
+    sizes = None if buckets is None else tuple(buckets)
+    workers = LocalWorkers(worker, batch_sizes(control_wire(model, serving, kv), sizes))
+    engine = EngineMaster(workers, kv, vocab_size=model.vocab_size, n_workers=n_workers)
     return LocalEngine(engine, kv, worker.attention.said)
 
 

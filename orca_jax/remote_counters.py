@@ -16,6 +16,7 @@ class RemoteCounters:
     rubbish: int = 0
     message_bytes: int = 0  # of all control messages
     messages: int = 0
+    word_bytes: int = 0  # of what constrained rows allow, sent beside them
 
 
 class IterationTimes(NamedTuple):

@@ -1,10 +1,8 @@
 """The engine master of workers in processes of their own: an engine that can be brought up again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from orca_jax.config import ServingConfig
-from orca_jax.control import ControlMessage
-from orca_jax.engine_master import EngineMaster, PendingTokens
+from orca_jax.engine_master import EngineMaster
 from orca_jax.kv_manager import KVManager
 from orca_jax.remote_workers import RemoteWorkers
 
@@ -13,7 +11,7 @@ _WAIT_SECONDS = 1e-3
 
 
 class RemoteEngine(EngineMaster):
-    """An engine master that sends control messages alone: workers lay their batches out themselves.
+    """An engine master whose workers may be lost.
 
     It is a `recovery.RecoverableEngine`: call `recover` before the first iteration, and after a WorkerLost.
     `sleep` is as in EngineMaster; its default wakes up when something comes from a worker.
@@ -24,16 +22,14 @@ class RemoteEngine(EngineMaster):
         workers: RemoteWorkers,
         kv: KVManager,
         *,
-        config: ServingConfig,
-        bucket_sizes: Sequence[int],
+        vocab_size: int,
         n_workers: int,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(
             workers,
             kv,
-            config=config,
-            bucket_sizes=bucket_sizes,
+            vocab_size=vocab_size,
             n_workers=n_workers,
             sleep=(lambda _: workers.wait(_WAIT_SECONDS)) if sleep is None else sleep,
         )
@@ -49,6 +45,3 @@ class RemoteEngine(EngineMaster):
         Raises WorkerLost, or EngineError where they will never come up again.
         """
         return self.workers.recover(interrupted)
-
-    def _start(self, message: ControlMessage) -> PendingTokens:
-        return self.workers.issue(message)

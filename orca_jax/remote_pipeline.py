@@ -4,17 +4,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orca_jax.buckets import bucket_sizes
+from orca_jax.batch_sizes import batch_sizes
 from orca_jax.built_engine import BuiltEngine
 from orca_jax.config import Deadlines, Dtype, ModelConfig
 from orca_jax.control_channel import ControlChannel
 from orca_jax.control_join import JoinTerms, model_digest
 from orca_jax.control_start import StartOrder
-from orca_jax.control_wire import ControlWire
 from orca_jax.errors import ConfigError, EngineError, OrcaError
 from orca_jax.remote_engine import RemoteEngine
 from orca_jax.remote_workers import RemoteWorkers
-from orca_jax.sizes import Sizes, kv_manager, serving_config
+from orca_jax.sizes import Sizes, control_wire, kv_manager, serving_config
 from orca_jax.stage_layers import check_split, said_of_split, stage_layers
 
 
@@ -106,15 +105,7 @@ def _pipeline(
         raise ConfigError(message)
     serving = serving_config(model, said, [one.slots for one in about])
     kv = kv_manager(model, serving, n_workers=n_stages)
-    wire = ControlWire(
-        block_size=serving.block_size,
-        max_blocks=kv.block_table.shape[1],
-        max_rows=serving.max_batch_size,
-        max_tokens=serving.max_batch_tokens,
-        n_rows=kv.n_rows,
-        n_blocks=serving.n_blocks,
-        vocab_size=model.vocab_size,
-    )
+    wire = control_wire(model, serving, kv)
     orders = [
         StartOrder(
             wire=wire,
@@ -134,8 +125,8 @@ def _pipeline(
         on_ready=workers.on_ready,
         failure=workers.failure,
     )
-    buckets = bucket_sizes(serving.max_batch_tokens)
-    engine = RemoteEngine(remote, kv, config=serving, bucket_sizes=buckets, n_workers=n_stages)
+    buckets = batch_sizes(wire).buckets
+    engine = RemoteEngine(remote, kv, vocab_size=model.vocab_size, n_workers=n_stages)
     up = engine.recover(lambda: False)
     assert up, "nothing interrupts it"
     return BuiltEngine(

@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NoReturn, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from orca_jax.config import Deadlines
-from orca_jax.control import ControlMessage
+from orca_jax.control import ControlMessage, MakeWords
 from orca_jax.control_frame import (
     DONE,
     MESSAGE,
@@ -23,16 +20,17 @@ from orca_jax.control_frame import (
     START,
     TOKENS,
     TROUBLE,
+    WORDS,
     Frame,
     decode_frame,
     decode_stage_time,
-    decode_tokens,
     encode_frame,
 )
 from orca_jax.control_start import StartOrder, encode_start
 from orca_jax.errors import BadFrame, EngineError, WorkerLost
-from orca_jax.flat_batch import FlatBatch
 from orca_jax.remote_counters import MAX_TIMES, IterationTimes, RemoteCounters, StageCounters
+from orca_jax.sampled import Sampled
+from orca_jax.sampled_wire import Asked, asked, decode_sampled
 
 
 class Arrival(NamedTuple):
@@ -62,9 +60,10 @@ class Channel(Protocol):
 @dataclass(slots=True, eq=False)
 class _Flight:
     iteration: int
-    n_rows: int
+    asked: Asked
     sent: float
-    token_ids: npt.NDArray[np.int32] | None = None
+    payload: bytes = b""  # what came
+    sampled: Sampled | None = None  # the same, read
 
 
 @dataclass(slots=True)
@@ -86,16 +85,16 @@ class RemoteTokens:
 
     def is_ready(self) -> bool:
         """Whether they are here; looks at all that came, and at the deadline."""
-        if self._flight.token_ids is None:
+        if self._flight.sampled is None:
             self._workers.look()
-        return self._flight.token_ids is not None
+        return self._flight.sampled is not None
 
-    def fetch(self) -> npt.NDArray[np.int32]:
-        """The tokens, `[R]` int32; no longer than the deadline allows."""
+    def fetch(self) -> Sampled:
+        """Wait for them, no longer than the deadline allows."""
         while not self.is_ready():
             self._workers.wait()
-        assert self._flight.token_ids is not None
-        return self._flight.token_ids
+        assert self._flight.sampled is not None
+        return self._flight.sampled
 
 
 class RemoteWorkers:
@@ -147,15 +146,15 @@ class RemoteWorkers:
         self._done = [-1] * n_stages
         self._received_at = [dict[int, float]() for _ in orders]  # of iterations that are not done
 
-    def issue(self, message: ControlMessage, flat: FlatBatch | None = None) -> RemoteTokens:
-        """Send one iteration to worker 1; each lays it out for itself, so `flat` is not needed.
+    def issue(self, message: ControlMessage, words: MakeWords) -> RemoteTokens:
+        """Send one iteration to worker 1, and then what its constrained rows allow straight to worker n.
 
         Raises as `look`.
         """
         self.look()
         payload = self._wire.encode(message)
         now = self._clock()
-        flight = _Flight(self._n_issued, len(message.row), now)
+        flight = _Flight(self._n_issued, asked(message), now)
         if not self._in_flight:
             self._moved = now
         self._in_flight.append(flight)
@@ -163,6 +162,11 @@ class RemoteWorkers:
         self.counters.messages += 1
         self.counters.message_bytes += len(payload)
         self._channel.send(0, encode_frame(Frame(MESSAGE, self.epoch, flight.iteration, 0, payload)))
+        if message.constrained.any():
+            bits = words().astype("<i4", copy=False).tobytes()
+            self.counters.word_bytes += len(bits)
+            frame = Frame(WORDS, self.epoch, flight.iteration, 0, bits)
+            self._channel.send(self._n_stages - 1, encode_frame(frame))
         return RemoteTokens(self, flight)
 
     def look(self) -> None:
@@ -355,15 +359,15 @@ class RemoteWorkers:
             self.counters.duplicates += 1
             return
         flight = self._in_flight[frame.iteration - oldest]
-        token_ids = decode_tokens(frame.payload, n_rows=flight.n_rows, vocab_size=self._wire.vocab_size)
-        if flight.token_ids is not None:
-            if not np.array_equal(flight.token_ids, token_ids):
+        sampled = decode_sampled(frame.payload, flight.asked, vocab_size=self._wire.vocab_size)
+        if flight.sampled is not None:
+            if flight.payload != frame.payload:
                 raise BadFrame(f"it returned iteration {frame.iteration} twice, with other tokens")
             self.counters.duplicates += 1
             return
-        flight.token_ids = token_ids
+        flight.sampled, flight.payload = sampled, frame.payload
         self._note_times(frame.stage, frame.iteration, done=math.nan)
         # Those that came out of order wait here for the ones before them.
-        while self._in_flight and self._in_flight[0].token_ids is not None:
+        while self._in_flight and self._in_flight[0].sampled is not None:
             self._in_flight.popleft()
             self._moved = self._clock()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
 from orca_jax.request import FinishReason, Request
+from orca_jax.sampled import TokenLogprobs
 
 
 class Delivery(NamedTuple):
@@ -25,6 +26,7 @@ class Delivery(NamedTuple):
     request: Request
     token_id: int | None
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None  # the token's, where they were asked for
 
 
 class InArrivalOrder:

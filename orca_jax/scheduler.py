@@ -6,8 +6,9 @@ in the pool the one that came earlier has run the same number of iterations or m
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +18,23 @@ from orca_jax.errors import EmptyPrompt, PromptTooLong, RequestTooLarge, TokenOu
 from orca_jax.kv_manager import KVManager, round_up
 from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
+from orca_jax.sampled import TokenLogprobs
 from orca_jax.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
+NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class Returned(NamedTuple):
-    """A batch whose iteration is done, and the token that it computed for each request, `[len(batch)]`."""
+    """A batch whose iteration is done, and what it computed for each request, `[len(batch)]`.
+
+    Log-probabilities by place in the batch, where a request asked for them.
+    """
 
     batch: Sequence[Request]
     token_ids: Sequence[int] | npt.NDArray[np.int32]
+    logprobs: Mapping[int, TokenLogprobs] = NOTHING
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = NOTHING
 
 
 class Engine(Protocol):
@@ -112,6 +120,7 @@ class Scheduler:
         self.timeline = timeline
         self.n_scheduled = 0  # line 1
         self.n_rsrv = 0  # line 2
+        self._began = False  # the last batch of a deterministic engine was one of initiations
 
     def step(self) -> bool:
         """One turn of the loop (line 3); False when no request is live, so that there was nothing to do.
@@ -120,14 +129,7 @@ class Scheduler:
         """
         seen = self.pool.activity()  # taken before the pool is looked at: what comes later interrupts
         ended = self.end_asked()
-        batch, self.n_rsrv = select(  # line 4
-            self.pool.in_arrival_order(),
-            self.n_rsrv,
-            max_bs=self.config.max_batch_size,
-            n_slots=self.config.n_slots,
-            max_batch_tokens=self.config.max_batch_tokens,
-            block_size=self.config.block_size,
-        )
+        batch, self.n_rsrv = self._select()  # line 4
         if batch:  # an empty batch is never issued
             self._issue(batch)  # lines 5 to 8
         elif not self.n_scheduled:
@@ -175,6 +177,26 @@ class Scheduler:
         self._deliver(ended)
         return bool(ended)
 
+    def _select(self) -> tuple[list[Request], int]:
+        """Line 4; of a deterministic engine the part of the batch that is in one phase, each in its turn."""
+        batch, n_rsrv = select(
+            self.pool.in_arrival_order(),
+            self.n_rsrv,
+            max_bs=self.config.max_batch_size,
+            n_slots=self.config.n_slots,
+            max_batch_tokens=self.config.max_batch_tokens,
+            block_size=self.config.block_size,
+        )
+        if not self.config.deterministic:
+            return batch, n_rsrv
+        first, later = ([req for req in batch if req.state is phase] for phase in (INITIATION, INCREMENT))
+        # Who begins first so was not before one that came earlier: that one has had an iteration.
+        if first and not (later and self._began):
+            self._began = True
+            return first, n_rsrv
+        self._began = False
+        return later, self.n_rsrv
+
     def _issue(self, batch: list[Request]) -> None:
         """Lines 5 to 8, and before them rows and blocks for the requests that line 26 reserved for."""
         new = [req for req in batch if req.row < 0]
@@ -196,21 +218,27 @@ class Scheduler:
         self.timeline.returned()
         deliveries: list[Delivery] = []
         try:
-            for req, token_id in zip(returned.batch, returned.token_ids, strict=True):  # line 11
-                deliveries.append(self._take_token(req, int(token_id)))  # lines 12 to 14
+            for i, prompt_logprobs in returned.prompt_logprobs.items():
+                returned.batch[i].prompt_logprobs = prompt_logprobs
+            pairs = zip(returned.batch, returned.token_ids, strict=True)
+            for i, (req, token_id) in enumerate(pairs):  # line 11
+                logprobs = returned.logprobs.get(i)
+                deliveries.append(self._take_token(req, int(token_id), logprobs))  # lines 12 to 14
         finally:  # when a request's sink raises, those before it have still ended and must be told
             self._deliver(deliveries)
         self.n_scheduled -= 1  # line 15
 
-    def _take_token(self, req: Request, token_id: int) -> Delivery:
+    def _take_token(self, req: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delivery:
         """Lines 12 to 14 for one request of a returned batch."""
         req.state = INCREMENT  # line 12
         if req.ending is not None:  # asked to end while it ran: the token comes too late
             return self._end(req, req.ending)
+        if logprobs is not None:
+            req.logprobs.append(logprobs)
         reason = req.accept(token_id)
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
-        return Delivery(req, token_id, reason)
+        return Delivery(req, token_id, reason, logprobs)
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
         """The one way out for every request; the slots it held can be reserved again at once (line 14)."""

@@ -14,15 +14,17 @@ from functools import partial
 from typing import Self
 
 from orca_jax.config import ModelConfig, RestartBound, ServingConfig
-from orca_jax.errors import EngineError, NotSupported, ServiceClosed
+from orca_jax.errors import EngineError, InvalidSamplingParameter, OutputFailed, ServiceClosed
 from orca_jax.generation import LOOK_SECONDS, Generation, Mailbox
 from orca_jax.kv_manager import KVManager
+from orca_jax.output_rules import OutputRules, RuleMaker
 from orca_jax.recovery import Recovery
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Scheduler, admissible, longest_request
 from orca_jax.timeline import Timeline
-from orca_jax.tokenizer import TextStream
+from orca_jax.tokenizer import Tokenizer
 
 _SEED_BITS = 48  # exact where a reader of JSON has only doubles
 
@@ -35,7 +37,8 @@ class Orca:
     seconds. An engine that lost a worker is brought up again, as often as `restarts` allows, and its requests
     run again. `failure` is what the engine failed with for good: every request that was live ended with the
     reason `error` then, and no more are taken. `on_delivered`, if it is set, hears of all deliveries of an
-    iteration in one call, on the scheduler's thread, when they lie in their mailboxes.
+    iteration in one call, on the scheduler's thread, when they lie in their mailboxes. Without a `tokenizer`
+    texts come out empty.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Orca:
         *,
         config: ServingConfig,
         model: ModelConfig,
+        tokenizer: Tokenizer | None = None,
         bucket_sizes: Sequence[int] = (),
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,6 +67,7 @@ class Orca:
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
         self._config = config
         self._model = model
+        self._rules = RuleMaker(model, tokenizer)
         self._thread = threading.Thread(target=self._run, name="orca-scheduler", daemon=True)
         self._stopping = False
         self._lock = threading.Lock()  # for the three below
@@ -105,12 +110,16 @@ class Orca:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, stream: TextStream | None = None
-    ) -> None:
+    def rules(self, sampling: SamplingParams) -> OutputRules:
+        """The sampling parameters, checked against the model and compiled: a grammar may take up to seconds.
+
+        Raises a leaf of InvalidRequest.
+        """
+        return self._rules.rules(sampling)
+
+    def check(self, prompt_ids: Sequence[int], rules: OutputRules) -> None:
         """Raise what `submit` would raise because of the request itself; changes nothing."""
-        request = _request("", prompt_ids, sampling, 0, self._model, stream)
-        admissible(request, config=self._config, model=self._model)
+        admissible(_request("", prompt_ids, rules, 0), config=self._config, model=self._model)
 
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if that is too long."""
@@ -120,22 +129,27 @@ class Orca:
     def submit(
         self,
         prompt_ids: Sequence[int],
-        sampling: SamplingParams,
+        sampling: SamplingParams | OutputRules,
         *,
         request_id: str | None = None,
-        stream: TextStream | None = None,
     ) -> Generation:
-        """Take a request in. `stream`, of its own, makes text of its tokens and finds its stop strings.
+        """Take a request for one output in; `OutputRules.choices` are those of several.
 
         Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, or EngineError if the engine has failed.
         """
+        rules = self.rules(sampling) if isinstance(sampling, SamplingParams) else sampling
+        if rules.sampling.n != 1:
+            message = f"n is {rules.sampling.n}; one request has one output, so submit one for each"
+            raise InvalidSamplingParameter(message, param="n")
         with self._lock:
             if not self._started:
                 raise ServiceClosed("the service has not been started")
             name = f"request-{next(self._numbers)}" if request_id is None else request_id
-            seed = self._random.getrandbits(_SEED_BITS) if sampling.seed is None else sampling.seed
-        request = _request(name, prompt_ids, sampling, seed, self._model, stream)
-        mailbox = request.sink = Mailbox(stream, self._gone)
+            seed = rules.sampling.seed
+            seed = self._random.getrandbits(_SEED_BITS) if seed is None else seed
+        request = _request(name, prompt_ids, rules, seed)
+        request.constraint = rules.constraint()
+        mailbox = request.sink = Mailbox(rules.text_stream(), self._gone)
         try:
             self.pool.add(request)
         except ServiceClosed:
@@ -188,8 +202,11 @@ class Orca:
         for delivery in deliveries:
             mailbox = delivery.request.sink
             assert isinstance(mailbox, Mailbox)
-            failure = self.failure if delivery.finish_reason is FinishReason.ERROR else None
-            mailbox.put(delivery.token_id, delivery.finish_reason, failure)
+            failure = None
+            if delivery.finish_reason is FinishReason.ERROR:
+                own = delivery.request.failure
+                failure = self.failure if own is None else OutputFailed(own)
+            mailbox.put(delivery.token_id, delivery.finish_reason, failure, delivery.logprobs)
         if self.on_delivered is not None:
             self.on_delivered(deliveries)
 
@@ -202,22 +219,13 @@ def _as_engine_error(error: Exception) -> EngineError:
     return failure
 
 
-def _request(
-    request_id: str,
-    prompt_ids: Sequence[int],
-    sampling: SamplingParams,
-    seed: int,
-    model: ModelConfig,
-    stream: TextStream | None,
-) -> Request:
+def _request(request_id: str, prompt_ids: Sequence[int], rules: OutputRules, seed: int) -> Request:
     """The pool's form of a request: here alone the output's `max_tokens` becomes that of input and output."""
-    if sampling.stop and stream is None:
-        raise NotSupported("stop strings need text, and this model has no tokenizer", param="stop")
     return Request(
         request_id=request_id,
         prompt_ids=tuple(prompt_ids),
-        max_tokens=len(prompt_ids) + sampling.max_tokens,
-        sampling=sampling,
+        max_tokens=len(prompt_ids) + rules.sampling.max_tokens,
+        sampling=rules.sampling,
         seed=seed,
-        eos_token_ids=frozenset(model.eos_token_ids),
+        end_token_ids=rules.end_token_ids,
     )

@@ -10,6 +10,7 @@ from orca_jax.config import ModelConfig
 from orca_jax.cost_model import Device, IterationShape, floor, operations
 from orca_jax.errors import EngineError
 from orca_jax.request import Request
+from orca_jax.sampled import TokenLogprobs
 from orca_jax.scheduler import Returned, input_length
 
 
@@ -63,12 +64,37 @@ def hashed_token(request: Request, index: int) -> int:
     return (request.seed * 31 + index * 7919) % 50021
 
 
+def simulated_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
+    """The token has the probability 1/2, the id behind it 1/4, the next 1/8, ..."""
+    likeliest = tuple((token_id + i, -(i + 1) * math.log(2)) for i in range(n_top))
+    return TokenLogprobs(token_id, -math.log(2), likeliest)
+
+
+def returned(batch: Sequence[Request], token_ids: Sequence[int]) -> Returned:
+    """A batch with these tokens, and simulated log-probabilities where they are asked for."""
+    asked = [(i, req, token_id) for i, (req, token_id) in enumerate(zip(batch, token_ids, strict=True))]
+    return Returned(
+        batch,
+        token_ids,
+        {
+            i: simulated_logprobs(token_id, req.sampling.logprobs)
+            for i, req, token_id in asked
+            if req.sampling.logprobs is not None
+        },
+        {
+            i: [simulated_logprobs(known, req.sampling.prompt_logprobs) for known in req.prompt_ids[1:]]
+            for i, req, _ in asked
+            if req.sampling.prompt_logprobs is not None and req.prompt_logprobs is None
+        },
+    )
+
+
 class SimulatedEngine:
     """`n_workers` equal stages in a row: a batch enters a stage when it has left the one before, and the
     stage is free of the batch before it (ORCA 4.1, Figure 8a).
 
     `duration` gives the seconds of a whole iteration, of which each stage takes its part; `token` the token
-    of a request and an index. `fail` makes it fail as an engine does.
+    of a request and an index. It knows no constraints. `fail` makes it fail as an engine does.
     """
 
     def __init__(
@@ -113,7 +139,7 @@ class SimulatedEngine:
             if self.clock.next_event() > done_at:
                 self.clock.advance_to(done_at)
                 self._in_flight.popleft()
-                return Returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
+                return returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
             self.clock.run_next()
         return None
 

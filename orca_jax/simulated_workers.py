@@ -6,22 +6,24 @@ or belong to another request, give wrong tokens.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from orca_jax.control import ControlMessage
 from orca_jax.control_frame import READY, RECEIVED, START, TOKENS, Frame, encode_frame
 from orca_jax.control_start import StartOrder
 from orca_jax.control_wire import ControlWire
 from orca_jax.remote_workers import Arrival
+from orca_jax.sampled import Sampled
 from orca_jax.simulated_engine import VirtualClock
+from orca_jax.simulated_tokens import prefix_digest, through_stage, token_of
 from orca_jax.worker_controller import Controller
 
 Damage = Literal["drop", "double", "delay", "rubbish"]
-_PRIME = 1_000_003
 _LOST = 777_777  # what a cache gives that was never written
 HIDDEN_BYTES = 4  # that one row's hidden state takes on the link
 _MOST_LOOKS = 200_000  # of the master at its lines; a serving of a few requests takes some thousands
@@ -41,38 +43,6 @@ class Timing:
     pulls_hang: bool = False  # a device that waits for a lost neighbour never comes back from it
 
 
-def prefix_digest(digest: int, token_id: int) -> int:
-    """What a cache holds for a token: it depends on all tokens up to there."""
-    return (digest * 131 + token_id + 1) % _PRIME
-
-
-def through_stage(hidden: int, digest: int) -> int:
-    """What a stage makes of the hidden state that comes in, with what its cache holds."""
-    return (hidden * 31 + digest) % _PRIME
-
-
-def token_of(hidden: int, seed: int, index: int, vocab_size: int) -> int:
-    """What the last stage samples."""
-    return (hidden + seed * 31 + index * 7919) % vocab_size
-
-
-def undisturbed_tokens(
-    prompt_ids: Sequence[int], seed: int, n_output: int, *, n_stages: int, vocab_size: int
-) -> list[int]:
-    """The tokens that a request gets where nothing goes wrong."""
-    digest = 0
-    for token_id in prompt_ids:
-        digest = prefix_digest(digest, token_id)
-    tokens: list[int] = []
-    for index in range(n_output):
-        hidden = 0
-        for _ in range(n_stages):
-            hidden = through_stage(hidden, digest)
-        tokens.append(token_of(hidden, seed, index, vocab_size))
-        digest = prefix_digest(digest, tokens[-1])
-    return tokens
-
-
 class SimulatedStageDevice:
     """A stage's device: one iteration after the other, when the stage before has sent its hidden states."""
 
@@ -87,6 +57,7 @@ class SimulatedStageDevice:
         self._last_token: dict[int, int] = {}  # by row; on the last stage
         self._queue: deque[tuple[int, ControlMessage]] = deque()
         self._arrived: dict[tuple[int, int], list[int]] = {}  # hidden states by epoch and iteration
+        self._words: dict[int, npt.NDArray[np.int32]] = {}  # by iteration of this epoch
         self._busy = False
 
     def start(self, epoch: int, order: StartOrder) -> bool:
@@ -99,6 +70,7 @@ class SimulatedStageDevice:
         self._cache.clear()
         self._last_token.clear()
         self._queue.clear()
+        self._words.clear()
         self._busy = False
         self._arrived = {key: hidden for key, hidden in self._arrived.items() if key[0] >= epoch}
         now, timing = self._stage.clock.now(), self._stage.timing
@@ -106,6 +78,12 @@ class SimulatedStageDevice:
         seconds = max(0.0, self._programs_at - now)
         self._stage.later(seconds + timing.caches, lambda: self._started(epoch))
         return seconds > 0
+
+    def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
+        """StageDevice."""
+        assert epoch == self._epoch
+        self._words[iteration] = words
+        self._go_on()
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
         """StageDevice."""
@@ -129,6 +107,9 @@ class SimulatedStageDevice:
         key = (self._epoch, self._queue[0][0])
         if self._stage.index and key not in self._arrived:
             return
+        constrained = self._queue[0][1].constrained.any()
+        if self._stage.next is None and constrained and key[1] not in self._words:
+            return
         self._busy = True
         self._stage.later(self._stage.timing.iteration, lambda: self._finish(*key))
 
@@ -145,17 +126,30 @@ class SimulatedStageDevice:
         self._busy = False
         hidden = self._arrived.pop((epoch, iteration), [0] * len(message.row))
         out = self._compute(message, hidden)
-        token_ids, link_bytes = None, 0
+        sampled, link_bytes = None, 0
         if self._stage.next is None:
-            keys = zip(out, message.sampling.seed.tolist(), message.token_index.tolist(), strict=True)
+            keys = zip(out, message.sampling["seed"].tolist(), message.token_index.tolist(), strict=True)
             tokens = [token_of(*key, self._wire.vocab_size) for key in keys]
+            self._constrain(tokens, message, iteration)
             self._last_token.update(zip(message.row.tolist(), tokens, strict=True))
-            token_ids = np.array(tokens, np.int32)
+            sampled = Sampled(np.array(tokens, np.int32))
         else:
             self._stage.send_hidden(epoch, iteration, out)
             link_bytes = HIDDEN_BYTES * len(out)
-        self._stage.controller.done(epoch, iteration, token_ids, link_bytes=link_bytes)
+        self._stage.controller.done(epoch, iteration, sampled, link_bytes=link_bytes)
         self._go_on()
+
+    def _constrain(self, tokens: list[int], message: ControlMessage, iteration: int) -> None:
+        """Go on from each token that may not come to the next that may."""
+        rows = np.flatnonzero(message.constrained).tolist()
+        if not rows:
+            return
+        vocab_size = self._wire.vocab_size
+        words = self._words.pop(iteration).reshape(len(rows), -1)
+        for i, own in zip(rows, words, strict=True):
+            bits = np.unpackbits(own.view(np.uint8), bitorder="little")
+            while not bits[tokens[i]]:
+                tokens[i] = (tokens[i] + 1) % vocab_size
 
     def _compute(self, message: ControlMessage, hidden: list[int]) -> list[int]:
         size, cache = self._wire.block_size, self._cache

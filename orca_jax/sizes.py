@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.control_wire import ControlWire
 from orca_jax.errors import ConfigError
 from orca_jax.kv_manager import KVManager, round_up
 
@@ -17,6 +18,7 @@ class Sizes:
     max_batch_tokens: int | None = None
     block_size: int = 16
     max_queue: int = 1 << 20
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
@@ -29,6 +31,7 @@ class Sizes:
             max_batch_tokens=max_batch_tokens if self.max_batch_tokens is None else self.max_batch_tokens,
             block_size=self.block_size,
             max_queue=self.max_queue,
+            deterministic=self.deterministic,
         )
 
 
@@ -50,6 +53,20 @@ def serving_config(config: ModelConfig, said: Sizes, fits: Sequence[int]) -> Ser
             "positions, so that the longest prompt fits into one iteration"
         )
     return serving
+
+
+def control_wire(model: ModelConfig, serving: ServingConfig, kv: KVManager) -> ControlWire:
+    """Control messages of an engine of these sizes."""
+    return ControlWire(
+        block_size=serving.block_size,
+        max_blocks=kv.block_table.shape[1],
+        max_rows=serving.max_batch_size,
+        max_tokens=serving.max_batch_tokens,
+        n_rows=kv.n_rows,
+        n_blocks=serving.n_blocks,
+        vocab_size=model.vocab_size,
+        deterministic=serving.deterministic,
+    )
 
 
 def kv_manager(model: ModelConfig, serving: ServingConfig, *, n_workers: int) -> KVManager:

@@ -191,7 +191,7 @@ class Timeline:
         gaps = _times()
         first: list[RequestRecord] = []
         ended: list[RequestRecord] = []
-        for request, token_id, finish_reason in deliveries:
+        for request, token_id, finish_reason, _ in deliveries:
             record = self._live[request.request_id]
             if token_id is not None:
                 times = record.token_times

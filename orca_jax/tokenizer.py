@@ -96,8 +96,12 @@ class Tokenizer:
             known = self._bytes[token_id] = self._look_up(token_id)
         return known
 
+    def token_name(self, token_id: int) -> str | None:
+        """What the vocabulary calls a token; None for an id that has none."""
+        return self._tokenizer.id_to_token(token_id)
+
     def _look_up(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
+        token = self.token_name(token_id)
         if token is None or token in self._special:
             return b""
         try:
@@ -160,11 +164,13 @@ class TextStream:
     """A request's tokens become text as they come; an `orca_jax.request.OutputSink`.
 
     No part of a stop string ever comes out, and nothing behind it: what may be the beginning of one is held
-    back until it is known. So is the beginning of a character until its last byte is there.
+    back until it is known. So is the beginning of a character until its last byte is there. Stop strings are
+    looked for in the text behind the first `min_tokens` tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         self.stopped = False
+        self._n_early = min_tokens
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop) if stop else None
         self._open: bytes = b""  # of a character whose last byte has not come
@@ -181,6 +187,7 @@ class TextStream:
         """Take one token; True when a stop string is complete, and from then on."""
         if not self.stopped:
             self._feed(self._tokenizer.token_bytes(token_id), final=False)
+            self._n_early = max(0, self._n_early - 1)
         return self.stopped
 
     def take(self) -> str:
@@ -200,7 +207,7 @@ class TextStream:
         data = self._open + data
         text, n_decoded = utf_8_decode(data, "replace", final)
         self._open = data[n_decoded:]
-        if self._stops is None:
+        if self._stops is None or self._n_early:
             self._safe.append(text)
             return
         held = self._held + text

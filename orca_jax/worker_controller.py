@@ -22,16 +22,20 @@ from orca_jax.control_frame import (
     START,
     TOKENS,
     TROUBLE,
+    WORDS,
     Frame,
     FrameKind,
     StageTime,
     decode_frame,
     encode_frame,
     encode_stage_time,
-    encode_tokens,
 )
 from orca_jax.control_start import StartOrder, decode_start
 from orca_jax.errors import BadFrame
+from orca_jax.sampled import Sampled
+from orca_jax.sampled_wire import Asked, asked, encode_sampled
+
+_MOST_AHEAD = 4096  # iterations that words may come before their message
 
 
 class StageDevice(Protocol):
@@ -41,6 +45,12 @@ class StageDevice(Protocol):
         """Give up what was issued before and make new caches; then `started(epoch)`, or `failed`.
 
         True where programs have to be made first, which takes longer.
+        """
+        ...
+
+    def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
+        """What the constrained rows of an iteration allow, flat; on the last stage, which waits for it before
+        it samples. It may come before the iteration's message.
         """
         ...
 
@@ -74,7 +84,7 @@ class _Issued:
     """An iteration at the device; `data` is its frame, where that is held back until the device is done."""
 
     iteration: int
-    n_rows: int
+    asked: Asked
     data: bytes | None
 
 
@@ -141,6 +151,8 @@ class Controller:
             self._take_start(frame)
         elif frame.kind is MESSAGE:
             self._take_message(frame, data)
+        elif frame.kind is WORDS:
+            self._take_words(frame)
         else:
             self._rubbish(BadFrame(f"{frame.kind.name} came, which a worker only sends"))
 
@@ -157,13 +169,12 @@ class Controller:
         self,
         epoch: int,
         iteration: int,
-        token_ids: npt.NDArray[np.int32] | None = None,
+        sampled: Sampled | None = None,
         *,
         link_bytes: int = 0,
     ) -> None:
-        """The device has run its part of an iteration; on the last stage with the tokens.
+        """The device has run its part of an iteration; on the last stage with what it sampled.
 
-        They are int32, one a row, and at least as many as the message has rows: padding is cut off here.
         `link_bytes` are what the stage put on the link to the next one for this iteration.
         """
         if epoch != self.epoch or not self._running:
@@ -173,8 +184,8 @@ class Controller:
         now = self._clock()
         self._waits_since = now if self._issued else math.inf
         if self._last:
-            assert token_ids is not None
-            self._report(TOKENS, iteration, encode_tokens(token_ids[: issued.n_rows]))
+            assert sampled is not None
+            self._report(TOKENS, iteration, encode_sampled(sampled, issued.asked))
             return
         if issued.data is not None:
             self._lines.forward(issued.data)
@@ -266,8 +277,21 @@ class Controller:
         if not self._issued:
             self._waits_since = now
         held_back = None if self._forward_ahead else data
-        self._issued.append(_Issued(iteration, len(message.row), held_back))
+        self._issued.append(_Issued(iteration, asked(message), held_back))
         self._device.run(self.epoch, iteration, message)
+
+    def _take_words(self, frame: Frame) -> None:
+        if frame.epoch > self.epoch or not self._running:
+            return  # its message says what is to be said of that
+        if not self._last or len(frame.payload) % 4 or frame.iteration > self._next + _MOST_AHEAD:
+            self._rubbish(BadFrame(f"{len(frame.payload)} bytes of words came, for another stage or time"))
+            return
+        is_done = frame.iteration < (self._issued[0].iteration if self._issued else self._next)
+        if is_done:
+            self.counters.duplicates += 1
+            return
+        words = np.frombuffer(frame.payload, "<i4").astype(np.int32, copy=False)
+        self._device.allow(self.epoch, frame.iteration, words)
 
     def _rubbish(self, error: BadFrame) -> None:
         """Nothing tells what it was: a message that is missed now would be a gap later."""

@@ -37,6 +37,7 @@ class EngineOptions:
         int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
     ] = None
     max_queue: Annotated[int, "requests that may wait; one more is refused", "limits"] = 1024
+    deterministic: Annotated[bool, "not a bit of an output depends on what else runs; slower"] = False
     dtype: SaidDtype = None
     load_format: SaidLoadFormat = "auto"
     attention: SaidAttention = None

@@ -7,15 +7,27 @@ lies there, no more than its request's own output, and holds nobody up.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import NamedTuple, Self
 
-from orca_jax.errors import EngineError, InvalidRequest, RequestCancelled, RequestTimedOut, WorkerLost
+from orca_jax.errors import (
+    EngineError,
+    InvalidRequest,
+    OutputFailed,
+    RequestCancelled,
+    RequestTimedOut,
+    WorkerLost,
+)
 from orca_jax.generation import LOOK_SECONDS, Generation, Piece
-from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.output_rules import OutputRules
+from orca_jax.request import FinishReason
 from orca_jax.request_pool import Delivery
+from orca_jax.sampled import TokenLogprobs
+from orca_jax.sampling_params import SamplingParams
 from server.errors import NotReady, RequestIdTaken, UnknownModel
+from server.rule_compiler import RuleCompiler
 from server.served_model import ServedModel
 from server.trouble_log import log_failure, log_loss, log_recovery
 
@@ -70,6 +82,16 @@ class LiveRequest:
         return self._generation.n_input
 
     @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt."""
+        return self._generation.prompt_ids
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Those of the prompt's tokens behind the first, from the first piece on; None if not asked for."""
+        return self._generation.prompt_logprobs
+
+    @property
     def seed(self) -> int:
         """The caller's seed, or the one that was drawn."""
         return self._generation.seed
@@ -100,7 +122,7 @@ class LiveRequest:
                     return piece
                 self._over = self._why(piece.finish_reason)
                 if piece.token_ids:
-                    return Piece(piece.token_ids, piece.text, None)
+                    return replace(piece, finish_reason=None)
         if self._over is not None:
             raise self._over
         raise StopAsyncIteration
@@ -138,7 +160,10 @@ class LiveRequest:
             after = "" if self._timeout is None else f" after {self._timeout:g} seconds"
             return RequestTimedOut(f"the request was ended{after}, before it was complete")
         if reason is FinishReason.ERROR:
-            return EngineError(f"the engine failed: {self._generation.failure}")
+            failure = self._generation.failure
+            if isinstance(failure, OutputFailed):
+                return OutputFailed(f"this output failed: {failure}")
+            return EngineError(f"the engine failed: {failure}")
         if self._gateway.phase is Phase.DRAINING:
             return RequestCancelled("the server is shutting down, and the request was not complete in time")
         return RequestCancelled("the request was cancelled")
@@ -148,10 +173,11 @@ class Gateway:
     """Both endpoints' way to the service; lives on one event loop and is used on it alone.
 
     It opens when the model is there, and closes when the server drains. `request_timeout` in seconds bounds
-    every request, None does not. `loop` is its event loop.
+    every request, None does not. `loop` is its event loop; `compiler` makes the rules of requests.
     """
 
     def __init__(self, *, request_timeout: float | None = None) -> None:
+        self.compiler = RuleCompiler()
         self._request_timeout = request_timeout
         self._model: ServedModel | None = None
         self._draining = False
@@ -213,7 +239,7 @@ class Gateway:
     def submit(
         self,
         prompt_ids: Sequence[int],
-        sampling: SamplingParams,
+        sampling: SamplingParams | OutputRules,
         *,
         request_id: str,
         timeout: float | None = None,
@@ -225,9 +251,8 @@ class Gateway:
         model = self.model()
         if request_id in self._live:  # the pool may have let it go while its client still reads
             raise RequestIdTaken(f"request_id {request_id!r} is that of a live request; give each its own")
-        stream = model.text_stream(sampling)
         try:
-            generation = model.service.submit(prompt_ids, sampling, request_id=request_id, stream=stream)
+            generation = model.service.submit(prompt_ids, sampling, request_id=request_id)
         except InvalidRequest as error:
             if error.param == "request_id":  # its client has left, and the pool has yet to let it go
                 raise RequestIdTaken(str(error)) from error

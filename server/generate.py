@@ -11,10 +11,12 @@ from rich.console import Console
 
 from orca_jax.errors import InvalidPrompt
 from orca_jax.generation import Generation
-from orca_jax.request import SamplingParams
-from server import jsonl
+from orca_jax.sampling_params import SamplingParams
+from orca_jax.tokenizer import Tokenizer
+from server import jsonl, outputs
 from server.flags import UsageError, engine_options, sampling_params
 from server.loading import load, summary
+from server.logprob_table import logprob_table
 from server.notes import Notes
 
 if TYPE_CHECKING:
@@ -72,22 +74,27 @@ def _read_stdin() -> str:
 
 
 def _stream_all(llm: "LLM", prompts: list[str], sampling: SamplingParams, notes: Notes) -> None:
-    """All prompts run at once, and are shown one after the other."""
+    """All outputs of all prompts run at once, and are shown one after the other."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # whatever the terminal's encoding, the text goes on
     with ExitStack() as running:
-        streams = [running.enter_context(llm.stream(prompt, sampling)) for prompt in prompts]
-        for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+        shown = list[tuple[str, Generation]]()
+        for prompt in prompts:
+            started = outputs.start(llm, prompt, sampling)
+            running.callback(outputs.close, started)
+            shown += [(prompt, stream) for stream in started]
+        for i, (prompt, stream) in enumerate(shown):
             if i > 0:
                 print()
-            if len(prompts) > 1:
-                notes(f"[{i + 1} of {len(prompts)}]")
-            _show(prompt, stream, notes)
+            if len(shown) > 1:
+                notes(f"[{i + 1} of {len(shown)}]")
+            _show(prompt, stream, notes, llm.tokenizer)
 
 
-def _show(prompt: str, stream: Generation, notes: Notes) -> None:
+def _show(prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | None) -> None:
     console = Console(highlight=False)
     start = time.monotonic()
+    ended_before = stream.finish_reason is not None  # while another output was shown
     with notes.console.status("Compiling and reading the prompt"):
         piece = stream.next_piece()
     first = time.monotonic()
@@ -99,9 +106,13 @@ def _show(prompt: str, stream: Generation, notes: Notes) -> None:
     print(flush=True)
     seconds = time.monotonic() - first
     result = stream.result()
+    for title, logprobs in (("Prompt", result.prompt_logprobs), ("Output", result.logprobs)):
+        if logprobs:
+            notes.console.print(logprob_table(title, logprobs, tokenizer))
     n_tokens = len(result.token_ids)
-    rate = f", then {(n_tokens - 1) / seconds:,.0f} tokens/s" if n_tokens > 1 else ""
-    notes(
-        f"{result.n_input} + {n_tokens} tokens, the first after {first - start:.1f} s{rate}; "
-        f"finish reason {result.finish_reason}, seed {result.seed}"
-    )
+    times = ""
+    if not ended_before:
+        times = f", the first after {first - start:.1f} s"
+        times += f", then {(n_tokens - 1) / seconds:,.0f} tokens/s" if n_tokens > 1 else ""
+    end = f"finish reason {result.finish_reason}, seed {result.seed}"
+    notes(f"{result.n_input} + {n_tokens} tokens{times}; {end}")

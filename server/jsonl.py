@@ -2,12 +2,13 @@
 
 import io
 import json
+import math
 import os
 import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from orca_jax.errors import EngineError, InvalidRequest
-from orca_jax.generation import Generation
-from orca_jax.request import SamplingParams
+from orca_jax.errors import EngineError, InvalidRequest, QueueFull
+from orca_jax.generation import Generation, GenerationResult
+from orca_jax.sampled import TokenLogprobs
+from orca_jax.sampling_params import SamplingParams
+from server import outputs
 from server.flags import UsageError
 
 if TYPE_CHECKING:
@@ -45,11 +48,21 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A line on its way: a request that runs, or what is wrong with the line."""
+    """A line on its way: its outputs, which run, or what is wrong with it."""
 
     line: Line
     prompt: Any
-    outcome: Generation | InvalidRequest
+    outcome: list[Generation] | InvalidRequest | QueueFull
+
+    @property
+    def n_outputs(self) -> int:
+        """How many run, or have run."""
+        return len(self.outcome) if isinstance(self.outcome, list) else 0
+
+    def close(self) -> None:
+        """End what still runs."""
+        if isinstance(self.outcome, list):
+            outputs.close(self.outcome)
 
 
 @contextmanager
@@ -94,6 +107,7 @@ def run(llm: "LLM", source: BinaryIO, sink: BinaryIO, defaults: SamplingParams, 
     if _regular_file(sink) is not None and sink is not sys.stdout.buffer:
         sink.truncate(0)
     most_in_flight = _BATCHES_IN_FLIGHT * llm.serving.max_batch_size
+    n_in_flight = 0
     jobs: deque[Job] = deque()
     with _Report(console, source) as report:
         try:
@@ -104,14 +118,15 @@ def run(llm: "LLM", source: BinaryIO, sink: BinaryIO, defaults: SamplingParams, 
                     jobs.append(_start(llm, line, defaults))
                 except EngineError:  # told below, when what was in flight has its records
                     break
-                if len(jobs) == most_in_flight:
+                n_in_flight += jobs[-1].n_outputs
+                while n_in_flight >= most_in_flight or len(jobs) >= most_in_flight:
+                    n_in_flight -= jobs[0].n_outputs
                     _finish(jobs.popleft(), sink, report)
             while jobs:
                 _finish(jobs.popleft(), sink, report)
         finally:
             for job in jobs:
-                if isinstance(job.outcome, Generation):
-                    job.outcome.close()
+                job.close()
     if llm.service.failure is not None:
         raise EngineError(
             f"the engine failed, and the lines from there on were not run: {llm.service.failure}"
@@ -129,8 +144,8 @@ def _start(llm: "LLM", line: Line, defaults: SamplingParams) -> Job:
         if unknown := sorted(values.keys() - _SAMPLING_FIELDS):
             allowed = ", ".join(["prompt", *sorted(_SAMPLING_FIELDS)])
             raise BadLine(f"unknown field {unknown[0]!r}; known are {allowed}", param=unknown[0])
-        return Job(line, prompt, llm.stream(prompt, replace(defaults, **values)))
-    except InvalidRequest as error:
+        return Job(line, prompt, outputs.start(llm, prompt, replace(defaults, **values)))
+    except (InvalidRequest, QueueFull) as error:  # the latter where grammars are being compiled
         return Job(line, prompt, error)
 
 
@@ -140,18 +155,13 @@ def _finish(job: Job, sink: BinaryIO, report: "_Report") -> None:
         record["prompt"] = job.prompt
     n_tokens = 0
     try:
-        if isinstance(job.outcome, InvalidRequest):
+        if not isinstance(job.outcome, list):
             raise job.outcome
-        result = job.outcome.result()
-        n_tokens = len(result.token_ids)
-        record |= {
-            "text": result.text,
-            "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
-            "n_input": result.n_input,
-            "seed": result.seed,
-        }
-    except (InvalidRequest, EngineError) as error:
+        results = [output.result() for output in job.outcome]
+        n_tokens = sum(len(result.token_ids) for result in results)
+        record |= _told(results)
+    except (InvalidRequest, QueueFull, EngineError) as error:
+        job.close()
         param = error.param if isinstance(error, InvalidRequest) else None
         message = str(error)
         if len(message) > MAX_MESSAGE:
@@ -159,6 +169,45 @@ def _finish(job: Job, sink: BinaryIO, report: "_Report") -> None:
         record["error"] = {"type": type(error).__name__, "param": param, "message": message}
     _write(sink, record)
     report.add(job.line, n_tokens, is_error="error" in record)
+
+
+def _told(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """What a record says of a prompt's outputs: of one in itself, of several in its `choices`."""
+    first = results[0]
+    choices = [_choice(result) for result in results]
+    record: dict[str, Any] = choices[0] if len(choices) == 1 else {"choices": choices}
+    record["n_input"] = first.n_input
+    if first.prompt_logprobs is not None:
+        record["prompt_logprobs"] = _logprobs(first.prompt_logprobs)
+    return record
+
+
+def _choice(result: GenerationResult) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "seed": result.seed,
+    }
+    if result.logprobs is not None:
+        choice["logprobs"] = _logprobs(result.logprobs)
+    return choice
+
+
+def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    return [
+        {
+            "token_id": token_id,
+            "logprob": _finite(logprob),
+            "top": [[other, _finite(value)] for other, value in top],
+        }
+        for token_id, logprob, top in logprobs
+    ]
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON has no infinity, which a probability of 0 has as its logarithm: null."""
+    return logprob if math.isfinite(logprob) else None
 
 
 def _write(sink: BinaryIO, record: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from orca_jax.request import SamplingParams
+from orca_jax.sampling_params import SamplingParams
 from server import banner
 from server.access_log import configure_access_log
 from server.chat_template import ChatTemplate, load_chat_template

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.errors import InvalidPrompt, PromptTooLong
-from orca_jax.request import SamplingParams
 from orca_jax.service import Orca
-from orca_jax.tokenizer import TextStream, Tokenizer
+from orca_jax.tokenizer import Tokenizer
 from server.chat_template import ChatTemplate
 
 
@@ -48,7 +47,3 @@ class ServedModel:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except InvalidPrompt as error:
             raise InvalidPrompt(str(error), param=param) from error
-
-    def text_stream(self, sampling: SamplingParams) -> TextStream | None:
-        """What makes text of a request's tokens; a new one for each request."""
-        return None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop)

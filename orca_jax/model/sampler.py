@@ -1,7 +1,10 @@
-"""The choice of each row's next token, a program of its own apart from the forward pass.
+"""The choice of each row's next token, in programs of their own apart from the forward pass.
 
-Three programs, smallest first: `greedy`, `plain` (temperature), `full` (top_k and top_p too). A row's draw
-depends on its own logits, seed and token index alone, so a request's tokens do not depend on its neighbours.
+What acts on logits, in this order: `adjust` (biases, penalties), `allow` (the tokens that may come), then the
+choice: `greedy`, or `sample` with or without its cuts. A row's draw depends on its own logits, seed and token
+index alone, so a request's tokens do not depend on its neighbours. `logprobs` are of the model's own logits.
+
+R rows, V tokens of the vocabulary. No sort of V terms is made: the cuts search for their threshold.
 """
 
 from collections.abc import Callable
@@ -10,7 +13,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_GROUP = 256  # logits summed together in the first step of a draw
+IN_PROMPT = 1 << 30  # in `seen`, where the prompt has the token
+_GROUP = 256  # logits taken together in the first step of a draw, or of the search for the largest
+
+
+def adjust(
+    logits: jax.Array,
+    seen: jax.Array,
+    bias: jax.Array,
+    repetition: jax.Array,
+    frequency: jax.Array,
+    presence: jax.Array,
+) -> jax.Array:
+    """Biases and penalties: logits, bias [R, V] float32, seen [R, V] int32, the rest [R]; returns [R, V].
+
+    `seen` counts a token in the output, plus IN_PROMPT where the prompt has it. First the bias is added. What
+    was seen, in either, is then made less likely by the factor `repetition` (Keskar et al. 2019, as Hugging
+    Face has it: a positive logit is divided, a negative one multiplied). Last, as OpenAI has them, of what
+    the output has `frequency` is taken off for each time, and `presence` once.
+    """
+    count = seen & (IN_PROMPT - 1)
+    biased = logits + bias
+    factor = jnp.where(seen > 0, repetition[:, None], 1.0)
+    repeated = jnp.where(biased > 0, biased / factor, biased * factor)
+    return repeated - frequency[:, None] * count - presence[:, None] * (count > 0)
+
+
+def allow(logits: jax.Array, words: jax.Array) -> jax.Array:
+    """-inf for each token t whose bit t % 32 of word t // 32 is 0: logits [R, V], words [R, V / 32] int32."""
+    bits = (words[:, :, None] >> jnp.arange(32)) & 1
+    return jnp.where(bits.reshape(len(words), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -26,6 +58,7 @@ def sample(
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
+    min_p: jax.Array,
     seed_low: jax.Array,
     seed_high: jax.Array,
     token_index: jax.Array,
@@ -34,16 +67,53 @@ def sample(
 ) -> jax.Array:
     """Draw a token of each row: logits [R, V] float32, the rest [R]; returns [R] int32.
 
-    Temperature first, then top_k, then top_p of what top_k left. Rows of temperature 0 are greedy. `cut`
-    False leaves top_k and top_p out of the program.
+    Temperature first, then the cuts as `keep` has them. Rows of temperature 0 are greedy. `cut` False leaves
+    top_k and top_p out of the program. Some logit of each row must be finite.
     """
     hot = jnp.where(temperature > 0, temperature, 1.0)
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / hot[:, None]
     weights = jnp.exp(scaled)
-    if cut:
-        weights = _keep_top_p(_keep_top_k(weights, top_k), top_p)
+    weights = keep(weights, top_k, top_p, min_p) if cut else _keep_min_p(weights, min_p)
     uniform = jax.vmap(_uniform)(seed_low, seed_high, token_index)
     return jnp.where(temperature > 0, _draw(weights, uniform), greedy(logits))
+
+
+def keep(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Weights [R, V] in [0, 1], the largest 1, with 0 for what is cut; the rest [R].
+
+    top_k first, then top_p of what top_k left, then what is below min_p times the likeliest.
+    """
+    return _keep_min_p(_keep_top_p(_keep_top_k(weights, top_k), top_p), min_p)
+
+
+def logprobs(logits: jax.Array, tokens: jax.Array, n_top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logarithms of probabilities: of each row's token [R]; of the likeliest the ids and those [R, n_top].
+
+    logits [R, V] float32, tokens [R] int32. Where V is below `n_top` the rest is id 0 at -inf.
+    """
+    # Off the largest first: beside large logits a small logarithm would lose its digits.
+    largest = logits.max(axis=-1, keepdims=True)
+    total = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    top, ids = _largest(logits, n_top)
+    return (chosen - largest - total)[:, 0], ids, top - largest - total
+
+
+def _largest(logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """The n largest [R, n], descending, and their indices.
+
+    They stand in the n groups whose own largest are largest, so that only those groups are sorted.
+    """
+    n_rows, vocab = logits.shape
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % _GROUP)), constant_values=-jnp.inf)
+    grouped = padded.reshape(n_rows, -1, _GROUP)
+    n_groups = min(n, grouped.shape[1])
+    _, groups = lax.top_k(grouped.max(axis=-1), n_groups)
+    groups = jnp.sort(groups, axis=-1)  # so that of equals the first comes first
+    members = jnp.take_along_axis(grouped, groups[:, :, None], axis=1).reshape(n_rows, -1)
+    top, place = lax.top_k(members, n)
+    ids = jnp.take_along_axis(groups, place // _GROUP, axis=-1) * _GROUP + place % _GROUP
+    return top, jnp.where(ids < vocab, ids, 0)
 
 
 def _uniform(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -> jax.Array:
@@ -80,31 +150,46 @@ def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.
 def _keep_top_k(weights: jax.Array, top_k: jax.Array) -> jax.Array:
     """Zero all but the k largest weights (ties stay in); k 0 keeps all."""
     wanted = jnp.where(top_k > 0, top_k, weights.shape[-1])
-    bound = _largest_bound(weights, lambda kept: kept.sum(axis=-1, dtype=jnp.int32) >= wanted)
-    return jnp.where(weights >= bound[:, None], weights, 0.0)
+    bound = _largest_bound(weights, lambda kept: kept.sum(axis=-1, dtype=jnp.int32), wanted, top_k > 0)
+    return jnp.where((weights >= bound[:, None]) | (top_k == 0)[:, None], weights, 0.0)
 
 
 def _keep_top_p(weights: jax.Array, top_p: jax.Array) -> jax.Array:
     """Zero all but the fewest largest weights whose share is at least p (ties stay in); p 1 keeps all."""
     wanted = top_p * weights.sum(axis=-1)
-    bound = _largest_bound(weights, lambda kept: jnp.where(kept, weights, 0.0).sum(axis=-1) >= wanted)
+    share = lambda kept: jnp.where(kept, weights, 0.0).sum(axis=-1)  # noqa: E731
+    bound = _largest_bound(weights, share, wanted, top_p < 1)
     return jnp.where((weights >= bound[:, None]) | (top_p >= 1)[:, None], weights, 0.0)
 
 
-def _largest_bound(weights: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest bound [R] for which `enough(weights >= bound)` still holds, weights in [0, 1].
+def _keep_min_p(weights: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Zero what is below min_p; the largest weight is 1."""
+    return jnp.where(weights >= min_p[:, None], weights, 0.0)
 
-    A search over the bits of a float32, which sort as the numbers do: 31 passes over the logits and no sort.
+
+def _largest_bound(
+    weights: jax.Array, measure: Callable[[jax.Array], jax.Array], wanted: jax.Array, asked: jax.Array
+) -> jax.Array:
+    """The largest bound [R] at which `measure(weights >= bound)` is still `wanted`, weights in [0, 1].
+
+    A search over the bits of a float32, which sort as the numbers do: 31 passes over the weights and no sort.
+    A CPU leaves it out where no row `asked` for it [R]; an accelerator would have to ask its host for that.
     """
 
     def halve(_: int, span: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = span  # enough at low, not at high
         middle = low + (high - low) // 2
-        holds = enough(weights >= lax.bitcast_convert_type(middle, jnp.float32)[:, None])
-        return jnp.where(holds, middle, low), jnp.where(holds, high, middle)
+        kept = weights >= lax.bitcast_convert_type(middle, jnp.float32)[:, None]
+        enough = measure(kept) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    one = lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
-    n_rows = weights.shape[0]
-    start = jnp.zeros(n_rows, jnp.int32), jnp.full(n_rows, one + 1, jnp.int32)
-    low, _ = lax.fori_loop(0, 31, halve, start)
+    def search(low: jax.Array) -> jax.Array:
+        one = lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
+        return lax.fori_loop(0, 31, halve, (low, jnp.full_like(low, one + 1)))[0]
+
+    def search_if_asked(low: jax.Array) -> jax.Array:
+        return lax.cond(asked.any(), search, lambda low: low, low)
+
+    low = jnp.zeros(weights.shape[0], jnp.int32)
+    low = lax.platform_dependent(low, cpu=search_if_asked, default=search)
     return lax.bitcast_convert_type(low, jnp.float32)

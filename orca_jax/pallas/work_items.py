@@ -4,7 +4,7 @@ Made once per iteration, from `row_start` and `kv_length` alone, and used by eve
 tile i of head h is item i * N + h, entry i of key/value head h is piece i * K + h.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -37,13 +37,24 @@ ENTRY = Record()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The static bounds of the list: T tokens, R rows, K key/value heads, G query heads of each."""
+    """The static bounds of the list: T tokens, R rows, K key/value heads, G query heads of each.
+
+    Pieces are as long as the batch at hand asks for, or always `fixed_keys` long, so that how a row is split
+    does not depend on other rows; see `fixed`.
+    """
 
     n_tokens: int
     n_rows: int
     n_kv_heads: int
     group: int
     n_cores: int = 132
+    fixed_keys: int = 0
+
+    def fixed(self, max_keys: int) -> "Plan":
+        """The same with pieces of one length, the shortest with which `max_keys` keys of every row fit."""
+        most = min(self.max_pieces, self.max_entries // self.n_rows)
+        chunks = max(_LEAST_CHUNKS, -(-max_keys // (_CHUNK * most)))
+        return replace(self, fixed_keys=chunks * _CHUNK)
 
     @property
     def max_tiles(self) -> int:
@@ -119,6 +130,8 @@ def work_items(row_start: Array, kv_length: Array, plan: Plan) -> Array:
     spare = xp.maximum(plan.max_entries - single.sum(), 1)
     length = xp.maximum(-(-chunks.sum() // spare), -(-chunks.max() // plan.max_pieces))
     length = xp.maximum(length, _LEAST_CHUNKS)  # chunks of a piece
+    if plan.fixed_keys:
+        length = plan.fixed_keys // _CHUNK
     pieces = -(-chunks // length)  # [R]
     n_entries, row, which = _spread(pieces, plan.max_entries, xp)
     n_keys, n_pieces = kv_length[row], pieces[row]

@@ -83,17 +83,20 @@ class PureJax:
 class Kernel:
     """The Mosaic GPU kernel (pallas/split_attention.py): one launch a layer, its list made on the host.
 
-    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors. `interpret` runs it on
-    the CPU, for tests.
+    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors. With `fixed_block` rows
+    are split at fixed places; it is the size of a K/V block then, else 0. `interpret` runs it on the CPU, for
+    tests.
     """
 
     n_kv_heads: int
     group: int
     n_cores: int
+    fixed_block: int = 0
     interpret: bool = False
 
     def _plan(self, layout: FlatLayout) -> Plan:
-        return Plan(layout.n_tokens, layout.n_rows, self.n_kv_heads, self.group, n_cores=self.n_cores)
+        plan = Plan(layout.n_tokens, layout.n_rows, self.n_kv_heads, self.group, n_cores=self.n_cores)
+        return plan.fixed(layout.max_blocks * self.fixed_block) if self.fixed_block else plan
 
     def n_words(self, layout: FlatLayout) -> int:
         """Those of the list of work."""
@@ -140,10 +143,11 @@ def choose_attention(
     block_size: int,
     dtype: Any,
     forced: Attention | None = None,
+    deterministic: bool = False,
 ) -> AttentionChoice:
     """The attention for K/V blocks of `block_size` slots of `dtype` on a device, or the one that is `forced`.
 
-    `n_heads` are those that the device has of the model's.
+    `n_heads` are those that the device has of the model's. `deterministic`: rows are split at fixed places.
 
     Raises ConfigError where the forced one cannot run there.
     """
@@ -151,7 +155,8 @@ def choose_attention(
         return AttentionChoice(PureJax(follow_lengths=True), "pure JAX, following the real lengths")
     if forced == "static":
         return AttentionChoice(PureJax(follow_lengths=False), "pure JAX, static shapes")
-    kernel = Kernel(n_heads, 1, n_cores=getattr(device, "core_count", 2))
+    fixed_block = block_size if deterministic else 0
+    kernel = Kernel(n_heads, 1, n_cores=getattr(device, "core_count", 2), fixed_block=fixed_block)
     reason = unsupported(config.head_size, block_size, np.dtype(dtype).name, n_heads, n_heads)
     if forced == "interpreted":
         kernel = replace(kernel, n_cores=1, interpret=True)

@@ -1,26 +1,36 @@
-"""The jitted programs of one stage: a forward pass for each bucket, samplers for each number of rows.
+"""The jitted programs of one stage: a forward pass for each bucket, and the scoring of a prompt's tokens.
 
-They are apart so that a forward pass can go ahead while the choice of the previous token still waits for the
-host. What one iteration needs from the host comes as a single int32 buffer.
+The choice of tokens is apart (token_chooser.py), so that a forward pass can go ahead while the choice still
+waits for the host. What one iteration needs from the host comes as a single int32 buffer.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from orca_jax.config import ModelConfig
-from orca_jax.flat_batch import FlatLayout, Sampler, SamplerArrays
+from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.sampler import greedy, sample
 from orca_jax.sharding.attention_path import AttentionPath
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
+from orca_jax.sharding.token_chooser import packed_logprobs
+
+SCORED = 128  # tokens of a prompt that are scored at a time
+
+
+class Last(NamedTuple):
+    """What the last stage's forward pass gives."""
+
+    logits: jax.Array  # [R, V] float32
+    rows: jax.Array  # the buffer's SamplerArrays [n, R] int32
+    hidden: jax.Array  # [T, H]
 
 
 class Stage:
@@ -32,11 +42,10 @@ class Stage:
 
     `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
     [T, H] of the stage before; for the first stage last_token [n_rows] where it is the only one, else None:
-    the tokens come from the host then. `out` is the hidden array [T, H], or from the last stage the logits
-    [R, V] float32 and the buffer's SamplerArrays [7, R].
+    the tokens come from the host then. `out` is the hidden array [T, H], or Last from the last stage.
 
-    `choose(logits, rows, last_token, sampler=)` takes the latter two, whatever the bucket was: there is one
-    program of each sampler for each R.
+    `score(weights, hidden, at, targets)` is the last stage's: LOGPROBS as words, [SCORED, LOGPROB_WORDS], of
+    the tokens `targets` behind the tokens `at` of the batch, both [SCORED] int32.
     """
 
     def __init__(
@@ -55,7 +64,7 @@ class Stage:
             buffer: jax.Array,
             *,
             layout: FlatLayout,
-        ) -> tuple[jax.Array, list[LayerCache]]:
+        ) -> tuple[Any, list[LayerCache]]:
             """What one device of the stage computes."""
             model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), group.shard()
             batch = layout.split(buffer)
@@ -71,49 +80,37 @@ class Stage:
             attend = attention.bind(layout, batch, buffer[layout.size :])
             x, caches = model.through(x, batch.slot_of_token, caches, attend, shard)
             if part.last:
-                x = model.logits(x, jnp.maximum(batch.row_start[1:] - 1, 0), shard)
+                return (model.logits(x, jnp.maximum(batch.row_start[1:] - 1, 0), shard), x), caches
             return x, caches
 
+        def score_part(
+            weights: list[jax.Array], hidden: jax.Array, at: jax.Array, targets: jax.Array
+        ) -> jax.Array:
+            model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+            return packed_logprobs(model.logits(hidden, at, group.shard()), targets)
+
+        def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
+            if len(group) == 1:
+                return compute
+            specs = [weight.sharding.spec for weight in self.weights]
+            # Not checked (check_vma): Pallas kernels and what is gathered do not say over which axes
+            # their results vary.
+            return jax.shard_map(
+                compute,
+                mesh=group.mesh,
+                in_specs=(specs, *in_specs),
+                out_specs=out_specs,
+                check_vma=False,
+            )
+
         def forward(*arrays: Any, layout: FlatLayout) -> tuple[Any, list[LayerCache]]:
-            compute = partial(one_part, layout=layout)
-            if len(group) > 1:
-                specs = [weight.sharding.spec for weight in self.weights]
-                # Not checked (check_vma): Pallas kernels and what is gathered do not say over which axes
-                # their results vary.
-                compute = jax.shard_map(
-                    compute,
-                    mesh=group.mesh,
-                    in_specs=(specs, CACHE_SPEC, P(), P()),
-                    out_specs=(P(), CACHE_SPEC),
-                    check_vma=False,
-                )
+            compute = on_each(partial(one_part, layout=layout), (CACHE_SPEC, P(), P()), (P(), CACHE_SPEC))
             out, caches = compute(*arrays)
             if part.last:
+                logits, hidden = out
                 rows = arrays[-1][layout.sampler_words].reshape(-1, layout.n_rows)
-                return (out, rows), caches
+                return Last(logits, rows, hidden), caches
             return out, caches
 
         self.forward = jax.jit(forward, static_argnames="layout", donate_argnums=1)  # the caches
-        self.choose = jax.jit(_choose, static_argnames="sampler", donate_argnames="last_token")
-
-
-def _choose(
-    logits: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
-) -> tuple[jax.Array, jax.Array]:
-    """The next token of each row [R] int32, and last_token with them in their places."""
-    batch = SamplerArrays(*rows)
-    if sampler == "greedy":
-        tokens = greedy(logits)
-    else:
-        as_float = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
-        tokens = sample(
-            logits,
-            as_float(batch.temperature),
-            batch.top_k,
-            as_float(batch.top_p),
-            batch.seed_low,
-            batch.seed_high,
-            batch.token_index,
-            cut=sampler == "full",
-        )
-    return tokens, last_token.at[batch.row].set(tokens, mode="drop")
+        self.score = jax.jit(on_each(score_part, (P(), P(), P()), P()))

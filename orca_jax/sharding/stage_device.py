@@ -3,6 +3,7 @@
 A thread of its own issues the work, because a device may hold its caller; another waits for the results.
 """
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +11,23 @@ from functools import partial
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
-from orca_jax.buckets import bucket_for, bucket_sizes
+from orca_jax.batch_sizes import BatchSizes, batch_sizes
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.control import ControlMessage
 from orca_jax.control_start import StartOrder
 from orca_jax.control_wire import ControlWire
-from orca_jax.flat_batch import flat_batch
+from orca_jax.errors import BadFrame
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.capacity import check_slots
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.token_chooser import DeviceTokens
 from orca_jax.sharding.worker import Worker
+from orca_jax.token_words import n_words
+from orca_jax.words_box import WordsBox
 from orca_jax.worker_controller import Controller
 
 News = Callable[[Controller], None]  # to be told on the controller's thread
@@ -63,12 +68,13 @@ class JaxStageDevice:
         self._post = post
         self._address_before = address_before
         self._wire: ControlWire | None = None  # that the programs are made for, or will be
+        self._words = WordsBox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
         self._thread = threading.Thread(target=self._work, name="stage device", daemon=True)
         # For the thread alone:
         self._worker: Worker | None = None
         self._worker_wire: ControlWire | None = None
-        self._buckets: tuple[int, ...] = ()
+        self._sizes: BatchSizes
         self._epoch = 0
         self._connected = False
         self._results = FrameQueue[Callable[[], None]](_MAX_JOBS)  # of this epoch
@@ -80,8 +86,13 @@ class JaxStageDevice:
             self.over = "a worker was lost, and over this link all of them start again then"
         makes_programs = order.wire != self._wire
         self._wire = order.wire
+        self._words.begin(epoch, order.worker_seconds)
         self._put(partial(self._start, epoch, order.wire))
         return makes_programs
+
+    def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
+        """StageDevice."""
+        self._words.put(epoch, iteration, words)
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
         """StageDevice."""
@@ -130,6 +141,7 @@ class JaxStageDevice:
             n_slots=wire.n_blocks * wire.block_size,
             max_batch_tokens=wire.max_tokens,
             block_size=wire.block_size,
+            deterministic=wire.deterministic,
         )
         assert wire.vocab_size == model.config.vocab_size, "the model's digest was compared"
         check_slots(model.config, itemsize, model.part, n_slots=serving.n_slots, n_devices=model.n_devices)
@@ -141,23 +153,16 @@ class JaxStageDevice:
             n_rows=wire.n_rows,
             attention=model.attention,
         )
-        self._buckets = bucket_sizes(wire.max_tokens)
-        worker.make_programs(self._buckets, max_bs=wire.max_rows, max_blocks=wire.max_blocks)
+        self._sizes = batch_sizes(wire)
+        worker.make_programs(self._sizes)
         return worker
 
     def _run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
-        if epoch != self._epoch or self._worker is None or self._worker_wire is None:
+        if epoch != self._epoch or self._worker is None:
             return  # it was given up
-        wire, worker, part = self._worker_wire, self._worker, self._model.part
+        worker, part = self._worker, self._model.part
         try:
-            flat = flat_batch(
-                message,
-                bucket=bucket_for(message.token_ids.shape[0], self._buckets),
-                max_bs=wire.max_rows,
-                block_size=wire.block_size,
-                n_slots=wire.n_blocks * wire.block_size,
-                n_rows=wire.n_rows,
-            )
+            flat = self._sizes.lay_out(message)
             hidden = None
             if not part.first:
                 assert self._link is not None
@@ -166,10 +171,11 @@ class JaxStageDevice:
                     self._connected = True
                 key = (epoch, iteration, self._model.stage - 1)
                 hidden = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
-            out = worker.compute(flat, hidden)
+            out = worker.forward(flat, hidden)
             sent = 0
             if part.last:
-                out.copy_to_host_async()
+                words = partial(self._allowed, epoch, iteration, message)
+                out = worker.choose(out, message, flat, words)
             else:
                 assert self._link is not None
                 sent = self._link.offer((epoch, iteration, self._model.stage), out)
@@ -178,6 +184,14 @@ class JaxStageDevice:
             return
         self._results.put(partial(self._finish, epoch, iteration, out, sent))
 
+    def _allowed(self, epoch: int, iteration: int, message: ControlMessage) -> npt.NDArray[np.int32]:
+        """What the constrained rows allow, once it has come."""
+        words = self._words.take(epoch, iteration)
+        shape = (np.count_nonzero(message.constrained), n_words(self._model.config.vocab_size))
+        if words.size != math.prod(shape):
+            raise BadFrame(f"{words.size} words came for iteration {iteration}, which needs {shape}")
+        return words.reshape(shape)
+
     def _fail(self, epoch: int, error: Exception) -> None:
         self._epoch = 0  # the rest of this epoch's iterations would rest on caches that are lost
         why = f"{type(error).__name__}: {error}"
@@ -185,18 +199,18 @@ class JaxStageDevice:
 
     # On the thread of an epoch's results.
 
-    def _finish(self, epoch: int, iteration: int, out: jax.Array, sent: int) -> None:
+    def _finish(self, epoch: int, iteration: int, out: jax.Array | DeviceTokens, sent: int) -> None:
         try:
-            token_ids = None
-            if self._model.part.last:
-                token_ids = np.asarray(out)
+            sampled = None
+            if isinstance(out, DeviceTokens):
+                sampled = out.fetch()
             else:
                 out.block_until_ready()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             self._post(lambda controller: controller.failed(epoch, why))
             return
-        self._post(lambda controller: controller.done(epoch, iteration, token_ids, link_bytes=sent))
+        self._post(lambda controller: controller.done(epoch, iteration, sampled, link_bytes=sent))
 
 
 def _wait_for(results: FrameQueue[Callable[[], None]]) -> None:

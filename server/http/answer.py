@@ -10,18 +10,20 @@ from pydantic import BaseModel
 from starlette.types import Receive
 
 import orca_jax
+from server.beside import beside
 from server.gateway import Gateway
-from server.http.choices import Choices
+from server.http.choices import Choices, Whole
 from server.http.chunks import ChunkShape, ChunkWriter
 from server.http.errors import error_responses
 from server.http.event_stream import EventStream
 from server.http.not_built import refuse_what_is_not_built
 from server.http.protocol import GenerationRequest, StreamOptions
+from server.http.token_places import n_characters
 from server.served_model import ServedModel
 
-GENERATION_ERRORS = error_responses(404, 429, 503, 504)
+GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
-Finished = Callable[[dict[str, Any], Choices, list[str]], BaseModel]
+Finished = Callable[[dict[str, Any], Choices, list[Whole]], BaseModel]
 
 
 def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> ServedModel:
@@ -50,7 +52,7 @@ async def answer(
     shape: ChunkShape,
     finished: Finished,
 ) -> Response:
-    """Generate the choices: a stream, or what `finished(head, choices, texts)` makes when all are complete.
+    """Generate the choices: a stream, or what `finished(head, choices, wholes)` makes when all are complete.
 
     `head` are the fields that every object of the response begins with.
     """
@@ -64,5 +66,7 @@ async def answer(
         options = body.stream_options or StreamOptions()
         chunks = ChunkWriter(shape, head, len(choices), include_usage=bool(options.include_usage))
         return EventStream(choices, chunks, options, has_text=model.tokenizer is not None)
-    texts = await choices.texts(receive)
-    return Response(finished(head, choices, texts).model_dump_json(), media_type="application/json")
+    wholes = await choices.wholes(receive)
+    n = sum(n_characters(whole.tokens) for whole in wholes)
+    content = await beside(n, lambda: finished(head, choices, wholes).model_dump_json())
+    return Response(content, media_type="application/json")

@@ -13,13 +13,16 @@ from server.http.chat_protocol import (
     ChatCompletion,
     ChatCompletionRequest,
 )
-from server.http.choices import Choices
+from server.http.choice_output import Telling
+from server.http.choices import Choices, Whole
 from server.http.chunks import CHAT_CHUNK
+from server.http.client_names import named
 from server.http.conversation import text_of
 from server.http.json_body import JsonRoute
+from server.http.logprobs import chat_logprobs
 from server.http.prompts import check, check_number
-from server.http.protocol import named
 from server.http.state import FactsOf, GatewayOf, OptionsOf
+from server.http.token_names import TokenNames
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
@@ -34,25 +37,33 @@ async def create_chat_completion(
 ) -> Response:
     """Answer a conversation, at once or, with `stream`, piece by piece."""
     model = accept(body, gateway, facts)
-    wanted = body.wanted_tokens
-    body.sampling(max_tokens=1 if wanted is None else wanted)  # what is wrong there comes before the work
-    check_number(1, body.n_choices, options, model)
-    text = await text_of(model, body.messages)
-    # The template writes the special tokens that belong into a conversation, so no others are added.
-    encode = partial(model.encode, text, param="messages", add_special_tokens=False)
-    prompt = await beside(len(text), encode)
-    longest = max(model.service.most_output(len(prompt)), 1)  # where that is too long, `check` says so
-    sampling = body.sampling(max_tokens=longest if wanted is None else wanted)
-    with named(prompt="messages", max_tokens=body.max_tokens_field):
-        check(model, [prompt], sampling)
+    service = model.service
+    with named(**body.client_names):
+        body.sampling(longest=service.most_output(1))  # what is wrong there comes before the work
+        check_number(1, body.n_choices, options, model)
+        text = await text_of(model, body.messages)
+        # The template writes the special tokens that belong into a conversation, so no others are added.
+        encode = partial(model.encode, text, param="messages", add_special_tokens=False)
+        prompt = await beside(len(text), encode)
+        longest = service.most_output(len(prompt))
+        if longest < 1:  # `check` says so
+            longest = max(body.min_tokens or 0, 1)
+        rules = await gateway.compiler.rules(model, body.sampling(longest=longest))
+        check(model, [prompt], rules)
+    telling = Telling(names=TokenNames(model.tokenizer), logprobs=chat_logprobs) if body.logprobs else None
     response_id = new_response_id("chatcmpl")
-    choices = Choices(gateway, [prompt], sampling, body.n_choices, response_id=response_id, facts=facts)
+    choices = Choices(gateway, [prompt], rules, telling=telling, response_id=response_id, facts=facts)
     return await answer(body, model, choices, request.receive, shape=CHAT_CHUNK, finished=_completion)
 
 
-def _completion(head: dict[str, Any], choices: Choices, texts: list[str]) -> ChatCompletion:
+def _completion(head: dict[str, Any], choices: Choices, wholes: list[Whole]) -> ChatCompletion:
     listed = [
-        ChatChoice(index=i, message=AnswerMessage(content=text), finish_reason=choices.tally.complete(i))
-        for i, text in enumerate(texts)
+        ChatChoice(
+            index=i,
+            message=AnswerMessage(content=text),
+            logprobs=choices.logprobs(tokens),
+            finish_reason=choices.tally.complete(i),
+        )
+        for i, (text, tokens) in enumerate(wholes)
     ]
     return ChatCompletion(**head, choices=listed, usage=choices.tally.usage())

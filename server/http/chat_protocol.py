@@ -4,8 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from orca_jax.errors import InvalidRequest
+from orca_jax.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from server.http.logprobs import ChatLogprobs
 from server.http.not_built import NotBuilt
-from server.http.protocol import FinishReason, FirstFault, GenerationRequest, Strict, Usage
+from server.http.protocol import FinishReason, GenerationRequest, Usage
+from server.http.sampling_fields import ranged
+from server.http.strict import FirstFault, Strict
 
 
 class ContentPart(Strict):
@@ -56,9 +61,11 @@ class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions. Without `max_tokens` a choice may be as long as the model allows."""
 
     messages: Annotated[list[ChatMessage], FirstFault(), Field(min_length=1)]
+    logprobs: Annotated[bool | None, Field(description="tell the tokens and their log-probabilities")] = None
+    top_logprobs: Annotated[
+        int | None, ranged("with logprobs: of so many of the likeliest as well", 0, MAX_TOP_LOGPROBS)
+    ] = None
 
-    logprobs: Annotated[bool | None, NotBuilt(False)] = None
-    top_logprobs: Annotated[int | None, NotBuilt(0)] = None
     tools: Annotated[list[Any] | None, NotBuilt([])] = None
     tool_choice: Annotated[str | dict[str, Any] | None, NotBuilt("none", "auto")] = None
     parallel_tool_calls: Annotated[bool | None, NotBuilt(True, False)] = None
@@ -85,6 +92,25 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any] | None, NotBuilt({})] = None
     documents: Annotated[list[Any] | None, NotBuilt([])] = None
 
+    @property
+    def client_names(self) -> dict[str, str]:
+        """What the client calls a field of `SamplingParams`, or the prompt; see `named`."""
+        return {**super().client_names, "logprobs": "top_logprobs", "prompt": "messages"}
+
+    def sampling(self, *, longest: int) -> SamplingParams:
+        """The sampling parameters; `longest` is the `max_tokens` of a request that has none.
+
+        Raises a leaf of InvalidRequest.
+        """
+        wanted, n_top = self.wanted_tokens, self.top_logprobs
+        if n_top and not self.logprobs:
+            message = f"top_logprobs is {n_top} without logprobs; set logprobs to true, or leave it out"
+            raise InvalidRequest(message, param="top_logprobs")
+        return self.sampling_params(
+            max_tokens=longest if wanted is None else wanted,
+            logprobs=(n_top or 0) if self.logprobs else None,
+        )
+
 
 class AnswerMessage(BaseModel):
     """What the model says."""
@@ -99,7 +125,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: AnswerMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 

@@ -1,18 +1,20 @@
 """All that one response generates: submitted together, counted together, ended together."""
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from starlette.types import Receive
 
 from orca_jax.generation import Piece
-from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.output_rules import OutputRules
+from orca_jax.request import FinishReason
 from server.gateway import Gateway, LiveRequest
+from server.http.choice_output import ChoiceOutput, Telling
 from server.http.protocol import Usage
+from server.http.token_places import PlacedToken
 
 
 class Tally:
@@ -51,32 +53,37 @@ class Tally:
         return facts
 
 
+class Whole(NamedTuple):
+    """A choice that is complete, and the tokens that are to be told of."""
+
+    text: str
+    tokens: list[PlacedToken]
+
+
 class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
     Each choice of a prompt has a seed of its own: `seed + i`, or one that is drawn. The prompts have been
-    checked. `facts` are the access log's. Raises InvalidSamplingParameter where the seeds leave their range.
+    checked. `telling` is what to tell beside the output's text, None for nothing. `facts` are the access
+    log's.
     """
 
     def __init__(
         self,
         gateway: Gateway,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingParams,
-        n: int,
+        rules: OutputRules,
         *,
+        telling: Telling | None,
         response_id: str,
         facts: dict[str, Any],
     ) -> None:
         self.response_id = response_id
-        self.tally = Tally(sum(map(len, prompts)), n * len(prompts))
+        self.telling = telling
+        each = rules.choices()
+        self.tally = Tally(sum(map(len, prompts)), len(each) * len(prompts))
         self._gateway = gateway
         self._facts = facts
-        seed = sampling.seed
-        each = [
-            sampling if seed is None or i == 0 else dataclasses.replace(sampling, seed=seed + i)
-            for i in range(n)
-        ]
         self._submissions = [(prompt, one) for prompt in prompts for one in each]
 
     def __len__(self) -> int:
@@ -91,9 +98,9 @@ class Choices:
         with ExitStack() as ending:
             requests = [
                 ending.enter_context(
-                    self._gateway.submit(prompt, sampling, request_id=f"{self.response_id}-{i}")
+                    self._gateway.submit(prompt, choice, request_id=f"{self.response_id}-{i}")
                 )
-                for i, (prompt, sampling) in enumerate(self._submissions)
+                for i, (prompt, choice) in enumerate(self._submissions)
             ]
             watch = asyncio.create_task(self._end_if_client_leaves(receive, requests))
             try:
@@ -103,21 +110,41 @@ class Choices:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
-    async def texts(self, receive: Receive) -> list[str]:
-        """Every choice's whole text.
+    def outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput] | None:
+        """What is shown of each of the live requests; None where that is its text as it comes."""
+        telling = self.telling
+        if telling is None:
+            return None
+        n_each = len(requests) // len(telling.prompts) if telling.prompts is not None else 1
+        prompts = [
+            None if telling.prompts is None else telling.prompts[i // n_each] for i in range(len(requests))
+        ]
+        return [ChoiceOutput(telling, each, text) for each, text in zip(requests, prompts, strict=True)]
+
+    def logprobs(self, tokens: Sequence[PlacedToken]) -> Any:
+        """Those of a choice's tokens, in the form of its route; None where they were not asked for."""
+        return None if self.telling is None else self.telling.written(tokens)
+
+    async def wholes(self, receive: Receive) -> list[Whole]:
+        """Every choice, complete.
 
         Raises what ended one of them before it was complete, besides QueueFull, NotReady and EngineError.
         """
         async with self.running(receive) as requests:
-            return [await self._whole(i, request) for i, request in enumerate(requests)]
+            outputs = self.outputs(requests) or [None] * len(requests)
+            return [await self._whole(i, requests[i], output) for i, output in enumerate(outputs)]
 
-    async def _whole(self, index: int, request: LiveRequest) -> str:
+    async def _whole(self, index: int, request: LiveRequest, output: ChoiceOutput | None) -> Whole:
         """The others go on meanwhile: what they have is kept until it is asked for."""
-        text = list[str]()
+        text, tokens = list[str](), list[PlacedToken]()
         async for piece in request:
-            self.tally.take(index, piece)
-            text.append(piece.text)
-        return "".join(text)
+            shown = piece
+            if output is not None:
+                shown, told = output.take(piece)
+                tokens += told
+            self.tally.take(index, shown)
+            text.append(shown.text)
+        return Whole("".join(text), tokens)
 
     async def _end_if_client_leaves(self, receive: Receive, requests: Sequence[LiveRequest]) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,6 @@
-"""Chunks of a stream, as bytes: what stays the same is written once, and per piece only its text."""
+"""Chunks of a stream, as bytes: what stays the same is written once, and per piece only its text, with
+log-probabilities where they are asked for.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +15,7 @@ from server.http.protocol import Usage
 DONE = b"data: [DONE]\n\n"
 
 # ASCII, so that no reader takes a character of the text for the end of a line.
-_as_json = json.JSONEncoder(separators=(",", ":")).encode
+as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +44,28 @@ class ChunkWriter:
     def __init__(
         self, shape: ChunkShape, head: Mapping[str, object], n_choices: int, *, include_usage: bool
     ) -> None:
-        fields = _as_json({**head, "object": shape.object})
+        fields = as_json({**head, "object": shape.object})
         self._head = "data: " + fields.removesuffix("}")
         choices = [f'{self._head},"choices":[{{"index":{i},' for i in range(n_choices)]
         self._before = [start + shape.first for start in choices]
         self._before_later = [start + shape.before for start in choices]
         reasons = [None, FinishReason.STOP, FinishReason.LENGTH]
-        self._after = {
-            reason: f'{shape.after},"logprobs":null,"finish_reason":{_as_json(reason)}}}]'
-            for reason in reasons
-        }
+        self._reason = {reason: f',"finish_reason":{as_json(reason)}}}]' for reason in reasons}
+        self._logprobs = f'{shape.after},"logprobs":'
+        self._after = {reason: f"{self._logprobs}null{end}" for reason, end in self._reason.items()}
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
-    def chunk(self, index: int, piece: Piece, usage: Usage | None = None) -> bytes:
-        """A piece of choice `index`."""
+    def chunk(
+        self, index: int, piece: Piece, usage: Usage | None = None, logprobs: str | None = None
+    ) -> bytes:
+        """A piece of choice `index`; `logprobs` is JSON."""
         before = self._before[index]
         self._before[index] = self._before_later[index]
         after = self._after[piece.finish_reason]
+        if logprobs is not None:
+            after = f"{self._logprobs}{logprobs}{self._reason[piece.finish_reason]}"
         end = self._no_usage if usage is None else _with(usage)
-        return f"{before}{_as_json(piece.text)}{after}{end}".encode("ascii")
+        return f"{before}{as_json(piece.text)}{after}{end}".encode("ascii")
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk behind all choices, with the usage of all."""
@@ -69,7 +74,7 @@ class ChunkWriter:
 
 def error_event(error: OrcaError) -> bytes:
     """What ended a stream before its end; clients raise it, and expect nothing behind it."""
-    return f"data: {_as_json(error_body(error))}\n\n".encode("ascii")
+    return f"data: {as_json(error_body(error))}\n\n".encode("ascii")
 
 
 def _with(usage: Usage) -> str:

@@ -5,17 +5,18 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from server.http.answer import GENERATION_ERRORS, accept, answer, new_response_id
-from server.http.choices import Choices
+from server.http.choice_output import Telling
+from server.http.choices import Choices, Whole
 from server.http.chunks import TEXT_CHUNK
+from server.http.client_names import named
 from server.http.completion_protocol import Completion, CompletionChoice, CompletionRequest
 from server.http.json_body import JsonRoute
-from server.http.prompts import check, check_number, encode
-from server.http.protocol import named
+from server.http.logprobs import completion_logprobs
+from server.http.prompts import check, check_number, encode, texts
 from server.http.state import FactsOf, GatewayOf, OptionsOf
+from server.http.token_names import TokenNames
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
-
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @router.post(
@@ -28,20 +29,33 @@ async def create_completion(
 ) -> Response:
     """Continue one prompt or many, at once or, with `stream`, piece by piece."""
     model = accept(body, gateway, facts)
-    wanted = body.wanted_tokens
-    sampling = body.sampling(max_tokens=_DEFAULT_MAX_TOKENS if wanted is None else wanted)
-    check_number(len(body.prompts), body.n_choices, options, model)
-    prompts = await encode(model, body.prompts)
-    with named(max_tokens=body.max_tokens_field):
-        check(model, prompts, sampling)
+    with named(**body.client_names):
+        sampling = body.sampling()
+        check_number(len(body.prompts), body.n_choices, options, model)
+        prompts = await encode(model, body.prompts)
+        rules = await gateway.compiler.rules(model, sampling)
+        check(model, prompts, rules)
+    telling = None
+    if body.echo or body.logprobs is not None:
+        telling = Telling(
+            names=TokenNames(model.tokenizer),
+            logprobs=None if body.logprobs is None else completion_logprobs,
+            prompts=await texts(model, body.prompts) if body.echo else None,
+            only_prompts=body.only_prompt,
+        )
     response_id = new_response_id("cmpl")
-    choices = Choices(gateway, prompts, sampling, body.n_choices, response_id=response_id, facts=facts)
+    choices = Choices(gateway, prompts, rules, telling=telling, response_id=response_id, facts=facts)
     return await answer(body, model, choices, request.receive, shape=TEXT_CHUNK, finished=_completion)
 
 
-def _completion(head: dict[str, Any], choices: Choices, texts: list[str]) -> Completion:
+def _completion(head: dict[str, Any], choices: Choices, wholes: list[Whole]) -> Completion:
     listed = [
-        CompletionChoice(index=i, text=text, finish_reason=choices.tally.complete(i))
-        for i, text in enumerate(texts)
+        CompletionChoice(
+            index=i,
+            text=text,
+            logprobs=choices.logprobs(tokens),
+            finish_reason=choices.tally.complete(i),
+        )
+        for i, (text, tokens) in enumerate(wholes)
     ]
     return Completion(**head, choices=listed, usage=choices.tally.usage())

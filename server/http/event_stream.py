@@ -8,10 +8,13 @@ from starlette.types import Receive, Scope, Send
 
 from orca_jax.errors import OrcaError
 from orca_jax.generation import Piece
+from server.beside import beside
 from server.gateway import LiveRequest
+from server.http.choice_output import ChoiceOutput
 from server.http.choices import Choices
-from server.http.chunks import DONE, ChunkWriter, error_event
+from server.http.chunks import DONE, ChunkWriter, as_json, error_event
 from server.http.protocol import StreamOptions
+from server.http.token_places import n_characters
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy may hold events back
 
@@ -35,6 +38,7 @@ class EventStream(Response):
         self.background = None
         self.init_headers(_HEADERS)
         self._choices = choices
+        self._outputs: Sequence[ChoiceOutput] | None = None
         self._chunks = chunks
         self._final_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
@@ -47,6 +51,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": events, "more_body": True})
 
         async with self._choices.running(receive) as requests:
+            self._outputs = self._choices.outputs(requests)
             await send({"type": "http.response.start", "status": 200, "headers": list(self.raw_headers)})
             try:
                 if len(requests) == 1:
@@ -60,7 +65,7 @@ class EventStream(Response):
 
     async def _one(self, request: LiveRequest, write: _Write) -> None:
         async for piece in request:
-            chunk = self._chunk(0, piece)
+            chunk = self._chunk(0, piece) if self._outputs is None else await self._told(0, piece)
             if chunk:
                 await write(chunk)
 
@@ -71,7 +76,8 @@ class EventStream(Response):
         async def bring(index: int, request: LiveRequest) -> None:
             try:
                 async for piece in request:
-                    chunk = self._chunk(index, piece)
+                    plain = self._outputs is None
+                    chunk = self._chunk(index, piece) if plain else await self._told(index, piece)
                     if chunk:
                         await ready.put(chunk)
                 await ready.put(None)
@@ -97,13 +103,22 @@ class EventStream(Response):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _chunk(self, index: int, piece: Piece) -> bytes:
+    def _chunk(self, index: int, piece: Piece, logprobs: str | None = None) -> bytes:
         """Nothing where there is nothing to show yet, as in the middle of a character."""
         tally = self._choices.tally
         tally.take(index, piece)
-        if not piece.text and piece.finish_reason is None and self._has_text:
+        if not piece.text and piece.finish_reason is None and self._has_text and logprobs is None:
             return b""
-        return self._chunks.chunk(index, piece, tally.usage() if self._running_usage else None)
+        return self._chunks.chunk(index, piece, tally.usage() if self._running_usage else None, logprobs)
+
+    async def _told(self, index: int, piece: Piece) -> bytes:
+        """The same with what is to be told beside the text."""
+        assert self._outputs is not None
+        piece, tokens = self._outputs[index].take(piece)
+        if not tokens:
+            return self._chunk(index, piece)
+        told = await beside(n_characters(tokens), lambda: as_json(self._choices.logprobs(tokens)))
+        return self._chunk(index, piece, told)
 
     def _end(self) -> bytes:
         if not self._final_usage:

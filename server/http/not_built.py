@@ -1,6 +1,6 @@
 """Fields that clients know and this server has not built yet: taken where they ask for nothing, else refused.
 
-    echo: Annotated[bool | None, NotBuilt(False)] = None
+    use_beam_search: Annotated[bool | None, NotBuilt(False)] = None
 
 A load generator that spells out every default so works unchanged, and nothing is dropped in silence.
 """
@@ -20,15 +20,17 @@ from orca_jax.errors import NotSupported
 class NotBuilt:
     """Marks a field, in its annotation: only null and the `neutral` values are taken.
 
-    `same_as` names another field whose value is neutral as well.
+    `same_as` names another field whose value is neutral as well; `instead` says what else a client may do.
     """
 
     neutral: tuple[Any, ...]
     same_as: str | None
+    instead: str | None
 
-    def __init__(self, *neutral: Any, same_as: str | None = None) -> None:
+    def __init__(self, *neutral: Any, same_as: str | None = None, instead: str | None = None) -> None:
         object.__setattr__(self, "neutral", neutral)
         object.__setattr__(self, "same_as", same_as)
+        object.__setattr__(self, "instead", instead)
 
     def __get_pydantic_json_schema__(
         self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -45,9 +47,12 @@ class NotBuilt:
 
     def advice(self) -> str:
         """What a client may do."""
-        if not self.neutral:
-            return "leave it out"
-        return "leave it out, or give " + " or ".join(map(_as_json, self.neutral))
+        ways = ["leave it out"]
+        if self.neutral:
+            ways.append("give " + " or ".join(map(_as_json, self.neutral)))
+        if self.instead:
+            ways.append(self.instead)
+        return ", or ".join(ways)
 
 
 def refuse_what_is_not_built(request: BaseModel, path: str = "") -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
-from orca_jax.request import SamplingParams
+from orca_jax.output_rules import OutputRules
 from server.beside import beside
 from server.config import EndpointOptions
 from server.served_model import ServedModel
@@ -18,9 +18,15 @@ async def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]
     return await beside(n_characters, lambda: _each(prompts, lambda prompt: _encode(model, prompt)))
 
 
-def check(model: ServedModel, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+async def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
+    """The text of each prompt; that of token ids is empty where the model has no tokenizer."""
+    n_tokens = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+    return await beside(n_tokens, lambda: [_text(model, prompt) for prompt in prompts])
+
+
+def check(model: ServedModel, prompts: Sequence[list[int]], rules: OutputRules) -> None:
     """Raise what the service would say to any of these, before the first is submitted."""
-    _each(prompts, lambda prompt: model.service.check(prompt, sampling, model.text_stream(sampling)))
+    _each(prompts, lambda prompt: model.service.check(prompt, rules))
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
@@ -39,6 +45,12 @@ def check_number(n_prompts: int, n: int, options: EndpointOptions, model: Served
 
 def _encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
     return model.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def _text(model: ServedModel, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "" if model.tokenizer is None else model.tokenizer.decode(prompt)
 
 
 def _each(prompts: Sequence[T], work: Callable[[T], object]) -> list:

@@ -12,8 +12,8 @@ from server.http.conversation import text_of
 from server.http.errors import error_responses
 from server.http.json_body import JsonRoute
 from server.http.not_built import refuse_what_is_not_built
-from server.http.protocol import FirstFault, Strict
 from server.http.state import GatewayOf
+from server.http.strict import FirstFault, Strict
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute, responses=error_responses(404, 503))
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import grpc
 
-from orca_jax.errors import QueueFull, RequestTimedOut
+from orca_jax.errors import InvalidRequest, QueueFull, RequestTimedOut
 from orca_jax.request import FinishReason
 from server.beside import LONG_TEXT, beside
-from server.gateway import Gateway, LiveRequest
+from server.gateway import Gateway
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
 from server.rpc.calls import Calls, Context
+from server.rpc.choices import Choice, choices_of, end_all, write_all
 from server.rpc.deadline import Deadline
 from server.served_model import ServedModel
 
@@ -24,14 +25,18 @@ _UNREAD_SECONDS = 60.0  # for a slow client to take what is left, after the long
 class Generation:
     """Takes calls to the gateway, whose `request_timeout` in seconds bounds them here as well.
 
+    A call may ask for `max_choices` choices, and for no more than may wait.
+
     Messages come in as bytes, so that one that makes no sense is answered, logged and counted as any other.
     """
 
-    def __init__(self, gateway: Gateway, calls: Calls, *, request_timeout: float) -> None:
+    def __init__(self, gateway: Gateway, calls: Calls, *, request_timeout: float, max_choices: int) -> None:
         self._gateway = gateway
         self._calls = calls
         self._longest = request_timeout + _UNREAD_SECONDS
+        self._max_choices = max_choices
         self._n_encoding = 0
+        self._live: dict[str, list[Choice]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Let `server` answer calls of the service; call it before `server` starts."""
@@ -52,30 +57,45 @@ class Generation:
             facts["request_id"] = request_id
             model = self._gateway.model(request.model or None)
             sampling = messages.sampling_params(request.sampling)
+            self._check_number(sampling.n, model)
             prompt_ids = await self._prompt_ids(request, model)
-            with self._gateway.submit(
-                prompt_ids, sampling, request_id=request_id, timeout=deadline.seconds
-            ) as live:
-                facts["prompt_tokens"] = live.n_input
+            rules = await self._gateway.compiler.rules(model, sampling)
+            with choices_of(
+                self._gateway, prompt_ids, rules, request_id=request_id, timeout=deadline.seconds
+            ) as choices:
+                facts["prompt_tokens"] = len(prompt_ids)
+                self._live[request_id] = choices
                 try:
-                    await self._write_all(live, context, facts)
+                    await self._write_all(choices, context, request_id)
                 except asyncio.CancelledError:
                     if deadline.passed:
-                        live.end(FinishReason.TIMEOUT)
+                        end_all(choices, FinishReason.TIMEOUT)
                     raise
+                finally:
+                    del self._live[request_id]
+                    _note_outcome(choices, facts)
 
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
         """End a live request."""
         async with self._calls.answered("Cancel", context) as facts:
             request = messages.parsed(pb.CancelRequest, data)
             facts["request_id"] = request.request_id
-            return pb.CancelResponse(found=self._gateway.cancel(request.request_id))
+            choices = self._live.get(request.request_id)
+            if choices is not None:
+                return pb.CancelResponse(found=end_all(choices, FinishReason.CANCELLED))
+            return pb.CancelResponse(found=self._gateway.cancel(request.request_id))  # one of HTTP's
 
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
         """What is served."""
         async with self._calls.answered("Models", context):
             messages.parsed(pb.ModelsRequest, data)
             return pb.ModelsResponse(models=[messages.model_card(self._gateway.model())])
+
+    def _check_number(self, n: int, model: ServedModel) -> None:
+        """They come in together, so they must fit into an empty queue."""
+        most = min(self._max_choices, model.serving.max_queue)
+        if n > most:
+            raise InvalidRequest(f"n is {n}; one request may ask for {most} choices", param="n")
 
     async def _prompt_ids(self, request: pb.GenerateRequest, model: ServedModel) -> list[int]:
         if messages.prompt_kind(request) == "token_ids":
@@ -91,21 +111,25 @@ class Generation:
         finally:
             self._n_encoding -= 1
 
-    async def _write_all(self, live: LiveRequest, context: Context, facts: dict[str, Any]) -> None:
-        """The request's id at once, then its pieces; while a write waits for the client, more gather."""
-        n_output = 0
+    async def _write_all(self, choices: list[Choice], context: Context, request_id: str) -> None:
+        """The request's id at once, then all pieces."""
         limit = asyncio.timeout(self._longest)
         try:
             async with limit:
-                await context.send_initial_metadata((("x-request-id", live.request_id),))
-                async for piece in live:
-                    await context.write(messages.response(live, piece, n_output))
-                    n_output += len(piece.token_ids)
+                await context.send_initial_metadata((("x-request-id", request_id),))
+                await write_all(choices, context.write)
         except TimeoutError:
             if limit.expired():
                 message = f"the client did not take all messages within {self._longest:g} seconds"
                 raise RequestTimedOut(message) from None
             raise
-        finally:
-            facts["completion_tokens"] = n_output
-            facts["finish_reason"] = live.finish_reason
+
+
+def _note_outcome(choices: list[Choice], facts: dict[str, Any]) -> None:
+    """For the access log."""
+    facts["completion_tokens"] = sum(choice.n_written for choice in choices)
+    reasons = [choice.live.finish_reason for choice in choices]
+    if len(reasons) == 1:
+        facts["finish_reason"] = reasons[0]
+    else:
+        facts["finish_reasons"] = reasons

@@ -37,12 +37,14 @@ class GenerationStub:
     UNAUTHENTICATED      the API key is missing or wrong
     NOT_FOUND            another model than the one that is served
     ALREADY_EXISTS       a live request has that request_id
-    RESOURCE_EXHAUSTED   as many requests wait as may; the trailing metadata `retry-after` has the seconds
-    after which it is worth another try. Also, from gRPC itself: a message too large
+    RESOURCE_EXHAUSTED   as many requests wait as may, or as many grammars are being compiled; the trailing
+    metadata `retry-after` has the seconds after which it is worth another try. Also,
+    from gRPC itself: a message too large
     UNAVAILABLE          the model is still loading, the server shuts down, or the engine failed
     DEADLINE_EXCEEDED    the call's deadline or the server's own limit passed
     CANCELLED            the client cancelled, by its call or by Cancel, or the server had to, shutting down
-    INTERNAL             a mistake of ours
+    INTERNAL             a mistake of ours; or this output alone cannot go on, as where its grammar outgrew its
+    limits
     """
 
     def __init__(self, channel):
@@ -80,18 +82,24 @@ class GenerationServicer:
     UNAUTHENTICATED      the API key is missing or wrong
     NOT_FOUND            another model than the one that is served
     ALREADY_EXISTS       a live request has that request_id
-    RESOURCE_EXHAUSTED   as many requests wait as may; the trailing metadata `retry-after` has the seconds
-    after which it is worth another try. Also, from gRPC itself: a message too large
+    RESOURCE_EXHAUSTED   as many requests wait as may, or as many grammars are being compiled; the trailing
+    metadata `retry-after` has the seconds after which it is worth another try. Also,
+    from gRPC itself: a message too large
     UNAVAILABLE          the model is still loading, the server shuts down, or the engine failed
     DEADLINE_EXCEEDED    the call's deadline or the server's own limit passed
     CANCELLED            the client cancelled, by its call or by Cancel, or the server had to, shutting down
-    INTERNAL             a mistake of ours
+    INTERNAL             a mistake of ours; or this output alone cannot go on, as where its grammar outgrew its
+    limits
     """
 
     def Generate(self, request, context):
         """Continue a prompt. A message comes for each iteration that adds to the output, or for several where the
         client reads slowly. As soon as the request is accepted, and before its first token, the initial metadata
         comes with its id as `x-request-id`; a request that is not accepted has none.
+
+        With `n` above 1 the messages of its choices come as each has something new, and GenerateResponse.index
+        tells whose they are. All choices are accepted or none, and where one fails the call ends with its status:
+        the others are ended as well, and what they had comes before it.
 
         A client that cancels the call, disconnects or passes its deadline ends the request: what it held is free
         by the next iteration.
@@ -101,7 +109,8 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """End a live request of either endpoint. Its own call gets what came before, and then the status CANCELLED.
+        """End a live request of either endpoint, with all its choices where it came by Generate. Its own call gets
+        what came before, and then the status CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,12 +161,14 @@ class Generation:
     UNAUTHENTICATED      the API key is missing or wrong
     NOT_FOUND            another model than the one that is served
     ALREADY_EXISTS       a live request has that request_id
-    RESOURCE_EXHAUSTED   as many requests wait as may; the trailing metadata `retry-after` has the seconds
-    after which it is worth another try. Also, from gRPC itself: a message too large
+    RESOURCE_EXHAUSTED   as many requests wait as may, or as many grammars are being compiled; the trailing
+    metadata `retry-after` has the seconds after which it is worth another try. Also,
+    from gRPC itself: a message too large
     UNAVAILABLE          the model is still loading, the server shuts down, or the engine failed
     DEADLINE_EXCEEDED    the call's deadline or the server's own limit passed
     CANCELLED            the client cancelled, by its call or by Cancel, or the server had to, shutting down
-    INTERNAL             a mistake of ours
+    INTERNAL             a mistake of ours; or this output alone cannot go on, as where its grammar outgrew its
+    limits
     """
 
     @staticmethod

@@ -2,14 +2,17 @@
 
 import re
 import uuid
-from typing import Literal, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.generation import Piece
-from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.request import FinishReason
+from orca_jax.sampled import TokenLogprobs
+from orca_jax.sampling_params import SamplingParams
 from server.gateway import LiveRequest
 from server.rpc import generation_pb2 as pb
 from server.served_model import ServedModel
@@ -17,7 +20,6 @@ from server.served_model import ServedModel
 M = TypeVar("M", bound=Message)
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_OPTIONAL = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence)
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -58,8 +60,18 @@ def request_id(request: pb.GenerateRequest) -> str:
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
     """The engine's form; what is not set has the engine's default. Raises InvalidSamplingParameter."""
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    return SamplingParams(**given, stop=tuple(message.stop))
+    return SamplingParams(**{field.name: _plain(value) for field, value in message.ListFields()})
+
+
+def _plain(value: Any) -> Any:
+    """A field's value as SamplingParams has it; those of one name stand for the same in both."""
+    if isinstance(value, pb.TokenIds):
+        return tuple(value.ids)
+    if isinstance(value, pb.Texts):
+        return tuple(value.texts)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, str | bool | int | float) else tuple(value)
 
 
 def prompt_kind(request: pb.GenerateRequest) -> Literal["text", "token_ids"]:
@@ -70,19 +82,32 @@ def prompt_kind(request: pb.GenerateRequest) -> Literal["text", "token_ids"]:
     return kind
 
 
-def response(live: LiveRequest, piece: Piece, n_before: int) -> pb.GenerateResponse:
-    """A piece as a message; `n_before` tokens came in the messages before it."""
+def response(
+    live: LiveRequest, piece: Piece, n_before: int, *, request_id: str, index: int
+) -> pb.GenerateResponse:
+    """A piece of choice `index` as a message; `n_before` of its tokens came in the messages before."""
     message = pb.GenerateResponse(
-        request_id=live.request_id,
+        request_id=request_id,
         text=piece.text,
         token_ids=piece.token_ids,
         seed=live.seed if n_before == 0 else None,
+        index=index,
     )
+    if piece.logprobs:
+        message.logprobs.extend(_logprobs(piece.logprobs))
+    if n_before == 0 and live.prompt_logprobs is not None:
+        message.prompt_logprobs.extend(_logprobs(live.prompt_logprobs))
     if piece.finish_reason is not None:
         message.finish_reason = _FINISH_REASONS[piece.finish_reason]
         message.usage.prompt_tokens = live.n_input
         message.usage.completion_tokens = n_before + len(piece.token_ids)
     return message
+
+
+def _logprobs(logprobs: Iterable[TokenLogprobs]) -> Iterable[pb.TokenLogprobs]:
+    for token_id, logprob, top in logprobs:
+        likeliest = [pb.TopLogprob(token_id=other, logprob=value) for other, value in top]
+        yield pb.TokenLogprobs(token_id=token_id, logprob=logprob, top=likeliest)
 
 
 def model_card(model: ServedModel) -> pb.Model:

@@ -86,7 +86,10 @@ def create_server(
         interceptors=[KeyCheck(SERVICE, api_keys, calls)],
         options=[*_OPTIONS, ("grpc.max_receive_message_length", options.max_body_bytes)],
     )
-    Generation(gateway, calls, request_timeout=options.request_timeout).add_to(server)
+    generation = Generation(
+        gateway, calls, request_timeout=options.request_timeout, max_choices=options.max_choices
+    )
+    generation.add_to(server)
     health = Health(gateway, (SERVICE,))
     add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), server)

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 import jax
 
-from orca_jax.buckets import bucket_sizes
+from orca_jax.batch_sizes import buckets_of
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.kv_manager import KVManager
 from orca_jax.local_engine import build_engine
 from orca_jax.model.gpt import Parameters
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Scheduler, admissible
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.worker import Worker
@@ -61,7 +62,7 @@ def harness(
 
     A `worker` handed in keeps its compiled programs from case to case.
     """
-    sizes = tuple(buckets or bucket_sizes(serving.max_batch_tokens))
+    sizes = tuple(buckets or default_buckets(serving))
     parts = parts or split_model(model, jax.devices())
     engine, kv, _ = build_engine(
         model,
@@ -81,6 +82,11 @@ def harness(
         on_deliveries=deliveries.extend,
     )
     return Harness(Scheduler(pool, engine, kv, config=serving, timeline=timeline), pool, kv, deliveries)
+
+
+def default_buckets(serving: ServingConfig) -> tuple[int, ...]:
+    """Those of an engine of these sizes."""
+    return buckets_of(serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic)
 
 
 def place(model: ModelConfig, parameters: Parameters, parts: Sequence[StagePart]) -> list[Parameters]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,11 @@ import pytest
 
 from bench.collectives import Collective, collectives, counts
 from bench.compiled_stage import compile_stage
-from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.model.gpt import init_parameters
+from orca_jax.config import ModelConfig
+from orca_jax.flat_batch import Sampler, SamplerArrays
 from orca_jax.sharding.partition import StagePart, split_model
-from orca_jax.sharding.worker import Worker
-from tests.device.harness import place
+from orca_jax.sharding.token_chooser import TokenChooser
+from orca_jax.token_words import n_words
 
 N_STAGES = 3
 OTHER = "post-norm, projected, no bias, own head"
@@ -87,17 +88,22 @@ def test_a_sum_is_of_the_hidden_array_and_no_more() -> None:
 
 
 def test_the_choice_of_a_token_needs_no_collective() -> None:
-    parts = split_model(MODEL, jax.devices(), tensor_parallel=4)
-    (own,) = place(MODEL, init_parameters(MODEL, jax.random.key(0), jnp.dtype("float32")), parts)
-    worker = Worker(MODEL, own, ServingConfig(n_slots=64), parts[0], n_rows=64)
-    whole = parts[0].group.place()
+    whole = split_model(MODEL, jax.devices(), tensor_parallel=4)[0].group.place()
+    chooser = TokenChooser(MODEL.vocab_size, 64, whole)
     logits = jax.device_put(jnp.zeros((8, MODEL.vocab_size)), whole)
-    rows = jax.device_put(jnp.zeros((7, 8), jnp.int32), whole)
-    for sampler in ("greedy", "plain", "full"):
-        program = worker.stage.choose.lower(logits, rows, worker._last_token, sampler=sampler).compile()
-        text = program.as_text()
+    rows = jax.device_put(jnp.zeros((len(SamplerArrays._fields), 8), jnp.int32), whole)
+    words = jax.device_put(jnp.zeros((8, n_words(MODEL.vocab_size)), jnp.int32), whole)
+    lowered = {
+        sampler: chooser._choose.lower(logits, rows, chooser.last_token, sampler=sampler)
+        for sampler in get_args(Sampler)
+    }
+    lowered["adjust"] = chooser._adjust.lower(logits, rows, chooser._tables, chooser.last_token)
+    lowered["allow"] = chooser._allow.lower(logits, words)
+    lowered["logprobs"] = chooser._logprobs.lower(logits, rows[0])
+    for name, program in lowered.items():
+        text = program.compile().as_text()
         assert text is not None and "ENTRY" in text
-        assert not counts(text), sampler
+        assert not counts(text), name
 
 
 def test_how_a_program_s_text_is_read() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.sharding.worker import Worker
 from tests.device.harness import finish_reasons, greedy_request, harness, single_worker
 

@@ -17,8 +17,10 @@ from orca_jax.engine_master import EngineMaster
 from orca_jax.flat_batch import FlatBatch
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request import Request
+from orca_jax.sharding.local_workers import LocalWorkers
 from orca_jax.sharding.partition import StagePart, split_model
-from orca_jax.sharding.worker import DeviceTokens, Worker
+from orca_jax.sharding.token_chooser import DeviceTokens
+from orca_jax.sharding.worker import Worker
 from orca_jax.timeline import IterationRecord
 from tests.device.harness import Harness, greedy_request, harness
 
@@ -41,9 +43,8 @@ def stages(n_stages: int, tensor: int) -> tuple[tuple[StagePart, ...], Worker]:
     parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=tensor)
     built = harness(MODEL, parameters(), SERVING, parts=parts).scheduler.engine
     assert isinstance(built, EngineMaster)
-    worker = built._worker
-    assert isinstance(worker, Worker)
-    return parts, worker
+    assert isinstance(built._workers, LocalWorkers)
+    return parts, built._workers.first
 
 
 def engine(n_stages: int, tensor: int = 1) -> Harness:
@@ -80,14 +81,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     iteration_of: dict[int, int] = {}
     kept: list[DeviceTokens] = []  # so that no id is given twice
 
-    def recording_issue(
-        self: Worker, message: ControlMessage, flat: FlatBatch, hidden: jax.Array | None = None
-    ) -> DeviceTokens:
+    def recording_issue(self: Worker, message: ControlMessage, flat: FlatBatch, *others: Any) -> DeviceTokens:
         nonlocal stage
         part = self.stage.part
         stage = 1 if part.first else stage + 1
         found.calls.append(("issue", message.iteration, stage))
-        tokens = issue(self, message, flat, hidden)
+        tokens = issue(self, message, flat, *others)
         if part.last:
             kept.append(tokens)
             iteration_of[id(tokens)] = message.iteration
@@ -207,10 +206,8 @@ def test_the_host_waits_for_no_device_when_it_issues(
     issued: list[DeviceTokens] = []
     issue = Worker.issue
 
-    def keep(
-        self: Worker, message: ControlMessage, flat: FlatBatch, hidden: jax.Array | None = None
-    ) -> DeviceTokens:
-        tokens = issue(self, message, flat, hidden)
+    def keep(self: Worker, message: ControlMessage, flat: FlatBatch, *others: Any) -> DeviceTokens:
+        tokens = issue(self, message, flat, *others)
         if self is worker:
             issued.append(tokens)
         return tokens

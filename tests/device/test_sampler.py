@@ -1,5 +1,9 @@
 """The samplers against exact distributions (chi-square) and against plain numpy."""
 
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,76 +11,221 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.model.sampler import greedy, sample
+from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, keep, logprobs, sample
 
 N_DRAWS = 20_000
+N_TOGETHER = 2000  # rows of one call
 plain = jax.jit(lambda *rows: sample(*rows, cut=False))
 full = jax.jit(lambda *rows: sample(*rows, cut=True))
+told = jax.jit(logprobs, static_argnums=2)
 
 
-def draws(
-    logits: np.ndarray, temperature: float, top_k: int, top_p: float, *, seeds: bool, cut: bool
-) -> np.ndarray:
+@dataclass(frozen=True)
+class Cut:
+    """How tokens are chosen; the defaults are neutral."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What acts on logits [V] before the choice; see `neutral` for what changes nothing."""
+
+    prompt: np.ndarray  # [V] bool, what is in the prompt
+    counts: np.ndarray  # [V] int, how often it is in the output
+    bias: np.ndarray  # [V]
+    allowed: np.ndarray  # [V] bool
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+
+
+def neutral(vocab: int) -> Changes:
+    nowhere = np.zeros(vocab, bool)
+    return Changes(nowhere, nowhere.astype(int), nowhere.astype(float), ~nowhere)
+
+
+def parts_that_act(given: Any, idle: Any) -> list[str]:
+    """The names of the fields in which two of a kind differ."""
+    names = [field.name for field in fields(given)]
+    return [name for name in names if not np.array_equal(getattr(given, name), getattr(idle, name))]
+
+
+@partial(jax.jit, static_argnames="cut")
+def whole(
+    logits: jax.Array, changes: tuple[jax.Array, ...], words: jax.Array, *choice: jax.Array, cut: bool
+) -> jax.Array:
+    """Everything that acts on logits, in the one order."""
+    return sample(allow(adjust(logits, *changes), words), *choice, cut=cut)
+
+
+def draws(logits: np.ndarray, cut: Cut, changes: Changes | None = None, *, seeds: bool = True) -> np.ndarray:
     """Counts [V] of N_DRAWS draws, over seeds or over the token indices of one seed."""
-    vocab = len(logits)
-    n = 2000
+    vocab, n = len(logits), N_TOGETHER
     counts = np.zeros(vocab, int)
+
+    def each_row(value: Any, dtype: Any = jnp.float32) -> jax.Array:
+        array = jnp.asarray(value, dtype)
+        return jnp.broadcast_to(array, (n, *array.shape))
+
+    parameters = (
+        each_row(cut.temperature),
+        each_row(cut.top_k, jnp.int32),
+        each_row(cut.top_p),
+        each_row(cut.min_p),
+    )
     for start in range(0, N_DRAWS, n):
         changing = jnp.arange(start, start + n, dtype=jnp.int32)
-        fixed = jnp.full(n, 7, jnp.int32)
-        rows = (
-            jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (n, vocab)),
-            jnp.full(n, temperature, jnp.float32),
-            jnp.full(n, top_k, jnp.int32),
-            jnp.full(n, top_p, jnp.float32),
-            changing if seeds else fixed,
-            jnp.zeros(n, jnp.int32),
-            fixed if seeds else changing,
-        )
-        counts += np.bincount((full if cut else plain)(*rows), minlength=vocab)
+        zero, fixed = jnp.zeros(n, jnp.int32), jnp.full(n, 7, jnp.int32)
+        key = (changing, zero, fixed) if seeds else (fixed, zero, changing)
+        cuts = bool(cut.top_k) or cut.top_p < 1 or cut.min_p > 0
+        if changes is None:
+            tokens = (full if cuts else plain)(each_row(logits), *parameters, *key)
+        else:
+            bits = np.pad(changes.allowed, (0, -vocab % 32)).reshape(-1, 32).astype(np.uint32)
+            words = (bits << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32).view(np.int32)
+            on_logits = (
+                each_row(changes.counts + IN_PROMPT * changes.prompt, jnp.int32),
+                each_row(changes.bias),
+                each_row(changes.repetition),
+                each_row(changes.frequency),
+                each_row(changes.presence),
+            )
+            tokens = whole(
+                each_row(logits), on_logits, each_row(words, jnp.int32), *parameters, *key, cut=cuts
+            )
+        counts += np.bincount(tokens, minlength=vocab)
     return counts
 
 
-def exact(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Probabilities [V] in float64: temperature, the k most likely, of those the fewest that make p."""
-    p = np.exp((logits - logits.max()) / temperature)
+def exact(logits: np.ndarray, cut: Cut) -> np.ndarray:
+    """Probabilities [V] in float64: temperature, the k most likely, of those the fewest that make p, of those
+    the ones that have min_p of the likeliest.
+    """
+    p = np.exp((logits - logits.max()) / cut.temperature)
     order = np.argsort(-p)
-    if top_k:
-        p[order[top_k:]] = 0
+    if cut.top_k:
+        p[order[cut.top_k :]] = 0
     p /= p.sum()
-    enough = np.searchsorted(np.cumsum(p[order]), top_p) + 1
-    if top_p < 1:
+    enough = np.searchsorted(np.cumsum(p[order]), cut.top_p) + 1
+    if cut.top_p < 1:
         p[order[enough:]] = 0
+    p[p < cut.min_p * p.max()] = 0
     return p / p.sum()
 
 
+def exact_changes(logits: np.ndarray, changes: Changes) -> np.ndarray:
+    """Logits [V] in float64, -inf for what is not allowed."""
+    changed = logits + changes.bias
+    for token in np.flatnonzero(changes.prompt | (changes.counts > 0)):
+        above = changed[token] > 0
+        changed[token] = changed[token] / changes.repetition if above else changed[token] * changes.repetition
+    changed -= changes.frequency * changes.counts
+    changed -= changes.presence * (changes.counts > 0)
+    return np.where(changes.allowed, changed, -np.inf)
+
+
 def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
-    """The statistic, cells that expect under 5 draws taken as one, and its degrees of freedom."""
-    assert counts[p == 0].sum() == 0
+    """The statistic, cells that expect under 5 draws taken as one, and its degrees of freedom; infinite where
+    a token of no probability was drawn.
+    """
     expected = N_DRAWS * p
     big = expected >= 5
     cells = np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
     there = cells[1] > 0
-    return float((((cells[0] - cells[1]) ** 2)[there] / cells[1][there]).sum()), int(there.sum()) - 1
+    statistic = float((((cells[0] - cells[1]) ** 2)[there] / cells[1][there]).sum())
+    return np.inf if counts[p == 0].sum() else statistic, int(there.sum()) - 1
 
 
-@pytest.mark.parametrize(
-    ("vocab", "temperature", "top_k", "top_p"),
-    [(11, 1.0, 0, 1.0), (700, 0.7, 0, 1.0), (300, 1.3, 5, 1.0), (300, 1.0, 0, 0.6), (700, 1.5, 40, 0.8)],
-)
+def bound(freedom: int) -> float:
+    """Five deviations above the mean of a chi-square: the draws are seeded, so it passes always or never."""
+    return freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
+def would_fail(wrong: np.ndarray, p: np.ndarray) -> bool:
+    """Whether draws from `wrong` would be found out, were they as even as can be, and by far."""
+    statistic, freedom = chi_square(np.round(N_DRAWS * wrong), p)
+    return statistic > 2 * bound(freedom)
+
+
+# Of top_k, top_p and min_p together the one that keeps fewest acts: those that do here stand behind.
+CUTS = [
+    (11, Cut(), ()),
+    (700, Cut(temperature=0.7), ()),
+    (300, Cut(temperature=1.3, top_k=5), ("top_k",)),
+    (300, Cut(top_p=0.6), ("top_p",)),
+    (700, Cut(temperature=1.5, top_k=40, top_p=0.8), ("top_k", "top_p")),
+    (300, Cut(min_p=0.05), ("min_p",)),
+    (700, Cut(temperature=1.4, min_p=0.1), ("min_p",)),
+    (300, Cut(temperature=1.2, top_k=30, min_p=0.08), ("min_p",)),
+    (300, Cut(temperature=2.5, top_k=15, min_p=0.08), ("top_k",)),
+    (300, Cut(temperature=1.2, top_p=0.8, min_p=0.1), ("min_p",)),
+    (300, Cut(temperature=2.0, top_p=0.4, min_p=0.1), ("top_p",)),
+    (700, Cut(temperature=1.5, top_k=60, top_p=0.85, min_p=0.08), ("top_k", "top_p")),
+    (700, Cut(temperature=1.5, top_k=60, top_p=0.95, min_p=0.13), ("min_p",)),
+]
+
+
+@pytest.mark.parametrize(("vocab", "cut", "acting"), CUTS)
 @pytest.mark.parametrize("seeds", [True, False])
 def test_draws_follow_the_exact_distribution(
-    vocab: int, temperature: float, top_k: int, top_p: float, seeds: bool
+    vocab: int, cut: Cut, acting: tuple[str, ...], seeds: bool
 ) -> None:
     logits = np.random.default_rng(vocab).normal(0, 2, vocab)
-    p = exact(logits, temperature, top_k, top_p)
-    cut = bool(top_k) or top_p < 1
-    statistic, freedom = chi_square(draws(logits, temperature, top_k, top_p, seeds=seeds, cut=cut), p)
-    # Five deviations above the mean of a chi-square: the draws are seeded, so it passes always or never.
-    assert statistic < freedom + 5 * np.sqrt(2 * freedom) + 5
-    if top_p == 1:  # the same tokens are kept at another temperature: a slip in it would show
-        wrong = exact(logits, temperature * 1.1, top_k, top_p)
-        assert chi_square(np.round(N_DRAWS * wrong), p)[0] > statistic
+    p = exact(logits, cut)
+    statistic, freedom = chi_square(draws(logits, cut, seeds=seeds), p)
+    assert statistic < bound(freedom)
+    assert would_fail(exact(logits, replace(cut, temperature=cut.temperature * 1.25)), p)
+    for name in ("temperature", *acting) if cut.temperature != 1 else acting:
+        assert would_fail(exact(logits, replace(cut, **{name: getattr(Cut(), name)})), p), name
+
+
+def changes_of(vocab: int, logits: np.ndarray, rng: np.random.Generator) -> Changes:
+    """Some of everything, for the likelier tokens, where it shows."""
+    likely = rng.permutation(np.argsort(-logits)[:30])
+    prompt, counts, bias = np.zeros(vocab, bool), np.zeros(vocab, int), np.zeros(vocab)
+    prompt[likely[:14]] = True  # eight of them in the prompt alone
+    counts[likely[8:22]] = rng.integers(1, 5, 14)
+    bias[likely[5:29:3]] = rng.uniform(1, 2.5, 8) * np.tile([1, -1], 4)
+    allowed = rng.random(vocab) < 0.7
+    return Changes(prompt, counts, bias, allowed, repetition=1.5, frequency=0.6, presence=1.4)
+
+
+def test_draws_after_penalties_and_what_is_allowed_follow_the_exact_distribution() -> None:
+    vocab = 300
+    rng = np.random.default_rng(7)
+    logits = rng.normal(0, 1.5, vocab)
+    idle, some = neutral(vocab), changes_of(vocab, logits, rng)
+    negative = replace(some, repetition=0.6, frequency=-0.3, presence=-0.8)
+    cases = [
+        (replace(idle, bias=some.bias), Cut()),
+        (replace(idle, prompt=some.prompt, counts=some.counts, repetition=1.8), Cut()),
+        # all negative, where a penalty multiplies
+        (replace(idle, prompt=some.prompt, counts=some.counts, bias=some.bias - 5, repetition=1.3), Cut()),
+        (replace(idle, counts=some.counts, frequency=0.5), Cut()),
+        (replace(idle, counts=some.counts, presence=-0.7), Cut()),
+        (replace(idle, allowed=some.allowed), Cut(temperature=0.8)),
+        (some, Cut(temperature=1.3)),
+        (negative, Cut(temperature=1.3)),
+        (some, Cut(temperature=1.3, top_k=40, top_p=0.9)),
+        (some, Cut(temperature=1.3, min_p=0.15)),
+    ]
+    for changes, cut in cases:
+        p = exact(exact_changes(logits, changes), cut)
+        statistic, freedom = chi_square(draws(logits, cut, changes), p)
+        assert statistic < bound(freedom), (parts_that_act(changes, idle), cut)
+        for name in parts_that_act(changes, idle):
+            without = replace(changes, **{name: getattr(idle, name)})
+            assert would_fail(exact(exact_changes(logits, without), cut), p), (name, cut)
+        for name in parts_that_act(cut, Cut()):
+            other = replace(cut, **{name: getattr(Cut(), name)})
+            assert would_fail(exact(exact_changes(logits, changes), other), p), (name, cut)
+        if changes.prompt.any() and (changes.frequency or changes.presence):
+            prompt_counted = replace(changes, counts=changes.counts + changes.prompt)
+            assert would_fail(exact(exact_changes(logits, prompt_counted), cut), p), cut
 
 
 @settings(max_examples=60)
@@ -84,8 +233,9 @@ def test_draws_follow_the_exact_distribution(
     seed=st.integers(0, 2**31),
     top_k=st.integers(0, 60),
     top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-6, 0.01, 0.2, 0.9, 1.0]),
 )
-def test_only_tokens_that_top_k_and_top_p_keep_are_drawn(seed: int, top_k: int, top_p: float) -> None:
+def test_only_tokens_that_the_cuts_keep_are_drawn(seed: int, top_k: int, top_p: float, min_p: float) -> None:
     rng = np.random.default_rng(seed)
     n, vocab = 64, 50
     logits = rng.normal(0, 3, (n, vocab)).astype(np.float32)
@@ -95,13 +245,33 @@ def test_only_tokens_that_top_k_and_top_p_keep_are_drawn(seed: int, top_k: int, 
         jnp.full(n, 1.0),
         jnp.full(n, top_k, jnp.int32),
         jnp.full(n, top_p, jnp.float32),
+        jnp.full(n, min_p, jnp.float32),
         *seeds,
         jnp.arange(n, dtype=jnp.int32),
     )
+    # A hair more than p and less than min_p, for sums and powers in float32: at worst one more token is kept.
+    loose = Cut(top_k=top_k, top_p=min(top_p * 1.0001, 1.0), min_p=min_p * 0.9999)
     for row, token in zip(logits.astype(np.float64), np.asarray(tokens), strict=True):
-        # A hair more than p, for sums in float32: at worst one more token is kept.
-        kept = exact(row, 1.0, top_k, min(top_p * 1.0001, 1.0))
-        assert kept[token] > 0
+        assert exact(row, loose)[token] > 0
+
+
+def test_the_likeliest_token_is_always_kept_and_what_is_kept_keeps_its_weight() -> None:
+    rng = np.random.default_rng(3)
+    n, vocab = 200, 333
+    logits = rng.normal(0, 4, (n, vocab)).astype(np.float32)
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    weights[rng.random((n, vocab)) < 0.1] = 0  # some are not allowed
+    weights[np.arange(n), logits.argmax(axis=1)] = 1
+    top_k = rng.choice([0, 1, 10, 333, 1 << 30], n).astype(np.int32)
+    top_p = rng.choice([1e-30, 0.5, 1.0], n).astype(np.float32)
+    min_p = rng.choice([0.0, 1e-30, 0.5, 1.0], n).astype(np.float32)
+    kept = np.asarray(jax.jit(keep)(weights, top_k, top_p, min_p))
+    assert (kept[np.arange(n), logits.argmax(axis=1)] == 1).all()
+    assert ((kept == 0) | (kept == weights)).all()
+    nothing = (np.isin(top_k, [0, 333, 1 << 30])) & (top_p == 1) & (min_p == 0)
+    np.testing.assert_array_equal(kept[nothing], weights[nothing])
+    assert nothing.sum() > 5
+    assert ((kept > 0).sum(axis=1)[(top_k == 1) | (top_p < 0.1) | (min_p == 1)] == 1).all()
 
 
 def test_greedy_takes_the_first_of_equals_and_rows_of_temperature_0_are_greedy() -> None:
@@ -109,8 +279,29 @@ def test_greedy_takes_the_first_of_equals_and_rows_of_temperature_0_are_greedy()
     assert greedy(logits).tolist() == [1, 1, 3]
     zero = jnp.zeros(3, jnp.int32)
     for program in (plain, full):
-        tokens = program(logits, jnp.zeros(3), zero, jnp.ones(3), zero, zero, zero)
+        tokens = program(logits, jnp.zeros(3), zero, jnp.ones(3), jnp.zeros(3), zero, zero, zero)
         assert tokens.tolist() == [1, 1, 3]
+
+
+def test_the_extremes_of_the_parameters_draw_what_they_may() -> None:
+    """The smallest and largest of each, with logits far apart and with one token allowed."""
+    n, vocab = 300, 50
+    rng = np.random.default_rng(4)
+    logits = (rng.normal(0, 1, (n, vocab)) * rng.choice([1e-3, 1.0, 1e4, 1e30], (n, 1))).astype(np.float32)
+    logits[:100, 1:] = -np.inf
+    cold = np.full(n, 1e-30, np.float32)
+    key = rng.integers(-(2**31), 2**31, (3, n)).astype(np.int32)
+    one, zero, all_k = np.ones(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.int32)
+    best = logits.argmax(axis=1)
+    for parameters in (
+        (cold, all_k, one, zero),
+        (one, all_k, one * np.float32(1e-38), zero),
+        (one * 100, all_k + 1, one, zero),
+        (one * 100, all_k + (1 << 30), one, one),
+    ):
+        np.testing.assert_array_equal(full(logits, *parameters, *key), best)
+    hot = np.asarray(plain(logits, one * 100, all_k, one, zero, *key))
+    assert (hot[:100] == 0).all() and len(set(hot[100:].tolist())) > 20
 
 
 def test_a_row_does_not_depend_on_its_neighbours_or_its_place() -> None:
@@ -121,6 +312,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place() -> None:
         rng.choice([0.0, 0.5, 1.0, 2.0], n).astype(np.float32),
         rng.choice([0, 1, 20], n).astype(np.int32),
         rng.choice([0.3, 0.9, 1.0], n).astype(np.float32),
+        rng.choice([0.0, 0.1, 0.5], n).astype(np.float32),
         *rng.integers(0, 2**31, (3, n)).astype(np.int32),
     )
     together = np.asarray(full(*rows))
@@ -135,4 +327,82 @@ def test_each_part_of_the_key_changes_the_draw() -> None:
     flat = jnp.zeros((n, 1000))
     one, zero, count = jnp.ones(n), jnp.zeros(n, jnp.int32), jnp.arange(n, dtype=jnp.int32)
     for key in ((count, zero, zero), (zero, count, zero), (zero, zero, count)):
-        assert len(set(plain(flat, one, zero, one, *key).tolist())) > 150
+        assert len(set(plain(flat, one, zero, one, jnp.zeros(n), *key).tolist())) > 150
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100, 50_257])
+def test_a_token_is_allowed_by_its_bit_alone(vocab: int) -> None:
+    """Bit t % 32 of word t // 32, the sign bit as well; bits past the vocabulary do not matter."""
+    rng = np.random.default_rng(vocab)
+    words = rng.integers(-(2**31), 2**31, (4, -(-vocab // 32))).astype(np.int32)
+    words[0], words[1] = -1, 0
+    logits = rng.normal(0, 3, (4, vocab)).astype(np.float32)
+    allowed = [[(int(row[t // 32]) >> (t % 32)) & 1 for t in range(vocab)] for row in words]
+    expected = np.where(np.array(allowed) == 1, logits, -np.inf)
+    np.testing.assert_array_equal(jax.jit(allow)(logits, words), expected)
+
+
+# What is told of the probabilities.
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """[R, V] in float64."""
+    far = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return far - np.log(np.exp(far).sum(axis=1, keepdims=True))
+
+
+def check_logprobs(logits: np.ndarray, n_top: int) -> None:
+    """Against float64: of some tokens, of the n largest, and their ids, of equals the first first."""
+    n, vocab = logits.shape
+    expected = log_softmax(logits)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :n_top]
+    tokens = np.random.default_rng(vocab).integers(0, vocab, n).astype(np.int32)
+    tokens[0] = vocab - 1
+    chosen, ids, top = map(np.asarray, told(logits, tokens, n_top))
+    assert ids.shape == top.shape == (n, n_top) and ids.dtype == np.int32 and top.dtype == np.float32
+    np.testing.assert_allclose(chosen, expected[np.arange(n), tokens], rtol=2e-6, atol=2e-6)
+    there = min(n_top, vocab)
+    in_order = np.take_along_axis(expected, order, axis=1)
+    np.testing.assert_allclose(top[:, :there], in_order, rtol=2e-6, atol=2e-6)
+    finite = np.isfinite(in_order)
+    np.testing.assert_array_equal(ids[:, :there][finite], order[finite])
+    assert ((ids >= 0) & (ids < vocab)).all()
+    assert (ids[:, there:] == 0).all() and (top[:, there:] == -np.inf).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 11, 256, 257, 700, 6000])
+@pytest.mark.parametrize("n_top", [0, 1, 5, 20])
+def test_logprobs_are_those_of_log_softmax_and_the_likeliest(vocab: int, n_top: int) -> None:
+    """Also where the vocabulary has fewer tokens than are asked for."""
+    rng = np.random.default_rng(vocab + n_top)
+    spread = np.array([[0.01], [1.0], [3.0], [3.0], [30.0], [1000.0]])
+    check_logprobs((rng.normal(0, 1, (6, vocab)) * spread).astype(np.float32), n_top)
+
+
+@pytest.mark.parametrize("vocab", [11, 700, 6000])
+def test_logprobs_of_equal_logits_are_told_of_the_first_first(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-2, 3, (8, vocab)).astype(np.float32)
+    logits[0] = 1.5  # all equal
+    logits[1] = np.where(np.arange(vocab) % 300 == 7, 4.0, 0.0)  # one in each of several groups
+    check_logprobs(logits, 20)
+
+
+@pytest.mark.parametrize("vocab", [11, 700, 6000])
+def test_logprobs_of_logits_that_are_minus_infinite(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 3, (8, vocab)).astype(np.float32)
+    logits[rng.random((8, vocab)) < 0.5] = -np.inf
+    logits[:4, 3:] = -np.inf  # three tokens at most are left,
+    logits[:2, :3] = [0.5, -np.inf, -2.0]
+    logits[2:, vocab // 2] = 1.0  # and one at least
+    check_logprobs(logits, 20)
+
+
+def test_logprobs_of_large_logits_lose_nothing() -> None:
+    """A constant added to all logits changes nothing but their own rounding."""
+    rng = np.random.default_rng(5)
+    logits = (rng.integers(-4000, 4000, (6, 700)) / 256).astype(np.float32)  # exact with what is added
+    check_logprobs(logits + np.float32(4096), 20)
+    check_logprobs(logits - np.float32(32768), 20)
+    check_logprobs((rng.normal(0, 1, (6, 700)) * 1e30).astype(np.float32), 20)

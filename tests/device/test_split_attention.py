@@ -51,8 +51,11 @@ def test_the_reference_is_attention_by_its_definition(
     np.testing.assert_allclose(got, dense(batch), atol=2e-5, rtol=2e-5)
 
 
+LONGEST = 3000
 LONG_ROWS = st.lists(
-    st.integers(0, 300).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 3000) if n else st.just(0))),
+    st.integers(0, 300).flatmap(
+        lambda n: st.tuples(st.just(n), st.integers(n, LONGEST) if n else st.just(0))
+    ),
     min_size=1,
     max_size=20,
 )
@@ -67,15 +70,16 @@ def lengths(rows: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @settings(max_examples=100)
-@given(LONG_ROWS, st.integers(0, 200), HEADS, N_CORES)
+@given(LONG_ROWS, st.integers(0, 200), HEADS, N_CORES, st.booleans())
 def test_the_list_of_work_has_every_query_and_every_key_once(
-    rows: list[tuple[int, int]], n_padding: int, heads: tuple[int, int], n_cores: int
+    rows: list[tuple[int, int]], n_padding: int, heads: tuple[int, int], n_cores: int, fixed: bool
 ) -> None:
     row_start, kv_length = lengths(rows)
     n_tokens = int(row_start[-1]) + n_padding
     if n_tokens == 0:
         return
     plan = Plan(n_tokens, len(rows), *heads, n_cores=n_cores)
+    plan = plan.fixed(LONGEST) if fixed else plan
     work = work_items(row_start, kv_length, plan)
     assert isinstance(work, np.ndarray) and work.dtype == np.int32
     n_tiles, n_entries = work[0, :2]
@@ -116,6 +120,30 @@ def test_the_list_of_work_has_every_query_and_every_key_once(
         assert [0, *[end for _, end in pieces]] == [*[begin for begin, _ in pieces], kv_length[row]]
         computed[row_start[row]] += 1
     assert (computed == 1).all()
+
+
+@given(st.lists(st.integers(0, LONGEST), min_size=1, max_size=20), HEADS, N_CORES, st.data())
+def test_with_pieces_of_one_length_a_row_is_split_as_if_it_were_alone(
+    kv_length: list[int], heads: tuple[int, int], n_cores: int, data: st.DataObject
+) -> None:
+    n = len(kv_length)
+    plan = Plan(n, n, *heads, n_cores=n_cores).fixed(LONGEST)
+
+    def pieces_of(row: int, lengths: list[int]) -> list[tuple[int, int]]:
+        work = work_items(np.arange(n + 1, dtype=np.int32), np.array(lengths, np.int32), plan)
+        assert isinstance(work, np.ndarray)
+        entries = work[plan.first_entry :][: work[0, 1]]
+        own = entries[entries[:, ENTRY.row] == row]
+        return [(int(entry[ENTRY.begin]), int(entry[ENTRY.end])) for entry in own]
+
+    row = data.draw(st.integers(0, n - 1))
+    others = data.draw(st.lists(st.integers(0, LONGEST), min_size=n, max_size=n))
+    others[row] = kv_length[row]
+    assert pieces_of(row, others) == pieces_of(row, kv_length)
+    assert (
+        work_items(np.arange(n + 1, dtype=np.int32), np.full(n, LONGEST, np.int32), plan)[0, 1]
+        <= plan.max_entries
+    )
 
 
 @settings(max_examples=12)

@@ -15,7 +15,6 @@ import pytest
 from orca_jax.buckets import bucket_for, bucket_sizes
 from orca_jax.config import Deadlines, ModelConfig, ServingConfig
 from orca_jax.control_start import StartOrder
-from orca_jax.control_wire import ControlWire
 from orca_jax.errors import WorkerLost
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.kv_manager import KVManager
@@ -29,6 +28,7 @@ from orca_jax.scheduler import Scheduler
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.stage_device import JaxStageDevice, News, StageModel
 from orca_jax.sharding.transfer_link import TransferLink
+from orca_jax.sizes import control_wire
 from orca_jax.timeline import Timeline
 from orca_jax.worker_controller import Controller
 from tests.device.harness import greedy_request, place
@@ -137,15 +137,7 @@ class Serving:
             n_rows=(n_stages + 1) * SERVING.max_batch_size,
             max_blocks_per_row=MODEL.n_positions // SERVING.block_size,
         )
-        wire = ControlWire(
-            block_size=SERVING.block_size,
-            max_blocks=self.kv.block_table.shape[1],
-            max_rows=SERVING.max_batch_size,
-            max_tokens=SERVING.max_batch_tokens,
-            n_rows=self.kv.n_rows,
-            n_blocks=SERVING.n_blocks,
-            vocab_size=MODEL.vocab_size,
-        )
+        wire = control_wire(MODEL, SERVING, self.kv)
         self.orders = [
             StartOrder(wire=wire, next_address=f"stage {stage + 1}", worker_seconds=30.0, ready_seconds=120.0)
             for stage in range(n_stages)
@@ -154,8 +146,7 @@ class Serving:
         self.engine = RemoteEngine(
             self.workers,
             self.kv,
-            config=SERVING,
-            bucket_sizes=bucket_sizes(SERVING.max_batch_tokens),
+            vocab_size=MODEL.vocab_size,
             n_workers=n_stages,
         )
         assert self.engine.recover(lambda: False)

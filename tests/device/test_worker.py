@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from orca_jax.config import Attention, ModelConfig, ServingConfig
-from orca_jax.control import ControlMessage, SamplingRows
+from orca_jax.control import BIAS, ControlMessage, neutral_sampling
 from orca_jax.flat_batch import FlatBatch, flat_batch
 from orca_jax.model.gpt import init_parameters
+from orca_jax.sharding.token_chooser import TokenChooser
 from orca_jax.sharding.worker import Worker
 from tests.device.harness import greedy_request, harness, single_worker
 
@@ -42,6 +43,15 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def chooser(device: Worker) -> TokenChooser:
+    assert device._chooser is not None
+    return device._chooser
+
+
+def no_words() -> np.ndarray:
+    raise AssertionError("no row is constrained")
+
+
 def batch(
     row: list[int], blocks: list[list[int]], input_length: list[int], kv_length: list[int], *, bucket: int
 ) -> tuple[ControlMessage, FlatBatch]:
@@ -57,15 +67,12 @@ def batch(
         token_index=np.zeros(n, np.int32),
         input_length=lengths,
         kv_length=np.array(kv_length, np.int32),
+        n_prompt=np.zeros(n, np.int32),
         token_ids=np.where(np.repeat(lengths, lengths) > 1, 5, 0).astype(np.int32),
         token_on_device=lengths == 1,
         block_table=table,
-        sampling=SamplingRows(
-            temperature=np.zeros(n, np.float32),
-            top_p=np.ones(n, np.float32),
-            top_k=np.zeros(n, np.int32),
-            seed=np.zeros(n, np.int64),
-        ),
+        sampling=neutral_sampling(n),
+        bias=np.array([], BIAS),
     )
     flat = flat_batch(
         message,
@@ -97,10 +104,10 @@ def test_each_program_compiles_once() -> None:
 def test_caches_and_last_token_are_donated() -> None:
     device = worker()
     for input_length, kv_length in ((3, 3), (1, 4), (1, 5)):
-        taken = [*jax.tree.leaves(device._caches), device._last_token]
-        device.issue(*batch([2], [[6, 3]], [input_length], [kv_length], bucket=8)).fetch()
+        taken = [*jax.tree.leaves(device._caches), chooser(device).last_token]
+        device.issue(*batch([2], [[6, 3]], [input_length], [kv_length], bucket=8), no_words).fetch()
         assert all(array.is_deleted() for array in taken)
-        given = [*jax.tree.leaves(device._caches), device._last_token]
+        given = [*jax.tree.leaves(device._caches), chooser(device).last_token]
         assert not any(array.is_deleted() for array in given)
         assert len(given) == 2 * MODEL.n_layers + 1
 
@@ -111,13 +118,12 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
     """Two requests, one in each phase, fill 4 tokens; the rest of the bucket leaves no trace."""
     device = worker(attention)
     device._caches = jax.tree.map(lambda cache: cache + UNTOUCHED, device._caches)
-    assert device._last_token is not None
-    device._last_token -= 1  # which is no token
-    device.issue(*batch([1, 6], [[0, 9], [4]], [3, 1], [3, 2], bucket=bucket)).fetch()
+    chooser(device).last_token -= 1  # which is no token
+    device.issue(*batch([1, 6], [[0, 9], [4]], [3, 1], [3, 2], bucket=bucket), no_words).fetch()
     written = [(0, 0), (0, 1), (0, 2), (4, 1)]  # block and place in it
     for layer in device._caches:
         for cache in layer:
             touched = np.asarray((cache != UNTOUCHED).any(axis=(1, 3)))  # [n_blocks, B]
             assert list(zip(*np.nonzero(touched), strict=True)) == written
-    last_token = np.asarray(device._last_token)
+    last_token = np.asarray(chooser(device).last_token)
     assert np.flatnonzero(last_token >= 0).tolist() == [1, 6]

@@ -5,8 +5,8 @@
         grpc.insecure_channel(server.grpc_address)
 
 The endpoints run on an event loop in a thread of their own; `server.call` runs something on it. The model's
-tokens are bytes (`LETTERS`), and 256 ends a text. `at_rest` tells whether everything came back; leaving the
-context waits for that, and fails the test if it does not come.
+tokens are bytes (`LETTERS`), and 256 ends a text; what a request forbids does not come. `at_rest` tells
+whether everything came back; leaving the context waits for that, and fails the test if it does not come.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from server.endpoints import Endpoints
 from server.gateway import Gateway
 from server.metrics import Metrics
 from server.served_model import ServedModel
+from tests.endpoint.obedient import obedient
 from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
 
 T = TypeVar("T")
@@ -95,8 +96,9 @@ def serving(
     `server.call(lambda: server.gateway.open(server.model))`.
     """
     if engine is None:
+        token = obedient(token, model.vocab_size)
         engine = PacedEngine(token, seconds=seconds) if seconds else simulated(token)
-    service = orca(engine, config=config, model=model)
+    service = orca(engine, config=config, model=model, tokenizer=LETTERS if tokenizer else None)
     with (
         service,
         serving_model(

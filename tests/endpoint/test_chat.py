@@ -114,7 +114,7 @@ def test_the_template_alone_puts_special_tokens_in() -> None:
     template = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
     tokenizer = Tokenizer(library)
     with (
-        orca(simulated(token), config=CONFIG, model=MODEL) as service,
+        orca(simulated(token), config=CONFIG, model=MODEL, tokenizer=tokenizer) as service,
         serving_model(service, MODEL, CONFIG, tokenizer=tokenizer, chat_template=template) as server,
         client_of(server) as client,
     ):

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.errors import EngineError, QueueFull, RequestCancelled, RequestTimedOut
-from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.request import FinishReason
 from orca_jax.request_pool import Delivery
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.service import Orca
 from server import gateway as gateway_module
 from server.errors import NotReady, UnknownModel
@@ -85,7 +86,7 @@ def test_pieces_come_in_order_and_the_last_says_why() -> None:
             assert gateway.n_live == 1
         assert gateway.n_live == 0
 
-    run(orca(simulated(writing("In the beginning"))), test)
+    run(orca(simulated(writing("In the beginning")), tokenizer=LETTERS), test)
 
 
 @settings(max_examples=20)
@@ -285,7 +286,7 @@ def test_while_workers_are_brought_up_requests_are_taken_and_wait() -> None:
 
     engine = FragileEngine()
     engine.known_lost = LOST
-    service = orca(engine)
+    service = orca(engine, tokenizer=LETTERS)
     run(service, test)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidRequest, QueueFull
-from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.request import FinishReason
+from orca_jax.sampling_params import SamplingParams
 from server.api_keys import ApiKeys
 from server.http import models
 from server.http.errors import error_body, error_response

@@ -17,7 +17,8 @@ from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.kv_manager import KVManager
 from orca_jax.remote_counters import RemoteCounters, StageCounters
 from orca_jax.remote_workers import RemoteWorkers
-from orca_jax.request import FinishReason, SamplingParams
+from orca_jax.request import FinishReason
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine
 from orca_jax.service import Orca
 from server.gateway import Gateway

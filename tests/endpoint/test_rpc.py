@@ -1,10 +1,9 @@
 """gRPC's Generate and Cancel, over loopback, on an engine whose every token is known beforehand."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,61 +11,20 @@ import grpc
 import pytest
 
 from orca_jax.config import ServingConfig
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
 from server.config import EndpointOptions
 from server.gateway import Gateway
 from server.retry_after import retry_after_seconds
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
 from tests.endpoint.harness import CONFIG, END, MODEL, Server, serving, until
+from tests.endpoint.rpc_client import answer, asking, client, refusal
 from tests.host.engines import LETTERS, SOON, GatedEngine, PacedEngine, counting, writing
 
 Token = Callable[[Request, int], int]
 
 ROOMY = replace(MODEL, n_positions=4096)
 ROOMY_CONFIG = replace(CONFIG, n_slots=8192, max_batch_tokens=4096)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """All messages of a call that ended well, and its initial metadata."""
-
-    messages: list[pb.GenerateResponse]
-    metadata: dict[str, Any]
-
-    @property
-    def text(self) -> str:
-        return "".join(message.text for message in self.messages)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [token_id for message in self.messages for token_id in message.token_ids]
-
-    @property
-    def last(self) -> pb.GenerateResponse:
-        return self.messages[-1]
-
-
-@contextmanager
-def client(server: Server) -> Iterator[GenerationStub]:
-    with grpc.insecure_channel(server.grpc_address) as channel:
-        yield GenerationStub(channel)
-
-
-def asking(text: str = "Go", **sampling: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))
-
-
-def answer(stub: GenerationStub, request: pb.GenerateRequest) -> Answer:
-    call = stub.Generate(request, timeout=SOON)
-    return Answer(list(call), dict(call.initial_metadata()))
-
-
-def refusal(stub: GenerationStub, request: pb.GenerateRequest, **options: Any) -> Any:
-    """The error that a call ends with; `code()`, `details()` and `trailing_metadata()` tell about it."""
-    with pytest.raises(grpc.RpcError) as caught:
-        list(stub.Generate(request, **{"timeout": SOON, **options}))
-    return caught.value
 
 
 def spelling(text: str) -> Token:
@@ -152,32 +110,6 @@ def test_seeds() -> None:
     assert own.token_ids == [0, 1, 2, 3]
     first = drawn.messages[0].seed % 256
     assert drawn.token_ids == again.token_ids == [(first + i) % 256 for i in range(4)]
-
-
-def test_what_is_not_set_has_the_engines_default_and_what_is_set_arrives() -> None:
-    arrived: list[SamplingParams] = []
-
-    def listening(request: Request, index: int) -> int:
-        if index == 0:
-            arrived.append(request.sampling)
-        return ord("a")
-
-    given = {
-        "max_tokens": 3,
-        "temperature": 0.1,
-        "top_p": 0.7,
-        "top_k": 5,
-        "seed": 0,
-        "ignore_eos": True,
-        "stop": ["x", "yz"],
-    }
-    assert set(given) == {field.name for field in fields(SamplingParams)}
-    assert set(given) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    with serving(listening) as server, client(server) as stub:
-        answer(stub, pb.GenerateRequest(text="Go"))
-        answer(stub, asking(**given))
-    assert arrived[0] == SamplingParams()
-    assert {name: getattr(arrived[1], name) for name in given} == {**given, "stop": ("x", "yz")}
 
 
 def test_many_streams_at_once_get_each_their_own() -> None:
@@ -327,21 +259,10 @@ INVALID = {
     "token too high": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[300])), "prompt"),
     "token below 0": (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, -1])), "prompt"),
     "prompt too long": (asking("y" * 512), "prompt"),
-    "max_tokens 0": (asking(max_tokens=0), "max_tokens"),
-    "max_tokens too many": (asking(max_tokens=511), "max_tokens"),
-    "temperature": (asking(temperature=float("nan")), "temperature"),
-    "top_p": (asking(top_p=0.0), "top_p"),
-    "top_k": (asking(top_k=-1), "top_k"),
-    "stop strings": (asking(stop=["x"] * 17), "stop"),
-    "empty stop string": (asking(stop=[""]), "stop"),
     "space in the id": (pb.GenerateRequest(text="Go", request_id="a b"), "request_id"),
     "id not ASCII": (pb.GenerateRequest(text="Go", request_id="ä"), "request_id"),
     "long id": (pb.GenerateRequest(text="Go", request_id="a" * 129), "request_id"),
     "unknown field": (pb.GenerateRequest.FromString(b"\x1a\x02Go" + b"\xf8\x06\x01"), "111"),
-    "unknown field within": (
-        pb.GenerateRequest(text="Go", sampling=pb.SamplingParams.FromString(b"\xf8\x06\x01")),
-        "sampling.111",
-    ),
 }
 
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import orca_jax
 from orca_jax.errors import EngineError
-from orca_jax.request import SamplingParams
+from orca_jax.sampling_params import SamplingParams
 from server.api_keys import ApiKeys
 from server.gateway import Phase
 from tests.endpoint.harness import Server, serving, until
@@ -123,7 +123,7 @@ def test_the_document_lists_what_really_comes(client: httpx2.Client) -> None:
     document = client.get("/openapi.json").json()
     assert document["info"]["version"] == orca_jax.__version__
     for path in ("/v1/completions", "/v1/chat/completions"):
-        assert statuses(document, "post", path) == [200, 400, 404, 408, 413, 415, 429, 503, 504]
+        assert statuses(document, "post", path) == [200, 400, 404, 408, 413, 415, 429, 500, 503, 504]
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}
     for path in ("/tokenize", "/detokenize"):

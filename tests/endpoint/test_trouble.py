@@ -64,6 +64,7 @@ def serving(
         kv,
         config=CONFIG,
         model=MODEL,
+        tokenizer=LETTERS,
         clock=clock or Clock(),
         restarts=RestartBound(restarts=restarts),
     )

@@ -12,7 +12,7 @@ from orca_jax.kv_manager import KVManager
 from orca_jax.request import Request
 from orca_jax.scheduler import Engine, Returned
 from orca_jax.service import Orca
-from orca_jax.simulated_engine import SimulatedEngine, VirtualClock
+from orca_jax.simulated_engine import SimulatedEngine, VirtualClock, returned
 from orca_jax.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 
 SOON = 30.0  # seconds that nothing here takes
@@ -65,7 +65,7 @@ class GatedEngine:
         if self.error is not None:
             raise self.error
         batch = self._in_flight.popleft()
-        return Returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
+        return returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
 
     def let(self, n: int) -> None:
         """Let `n` iterations return."""
@@ -93,6 +93,7 @@ def orca(
     *,
     config: ServingConfig = CONFIG,
     model: ModelConfig = MODEL,
+    tokenizer: Tokenizer | None = None,
     seed: int | None = None,
 ) -> Orca:
     """A service of `model` on `engine`, not started."""
@@ -102,7 +103,7 @@ def orca(
         n_rows=(engine.n_workers + 1) * config.max_batch_size,
         max_blocks_per_row=-(-model.n_positions // config.block_size),
     )
-    return Orca(engine, kv, config=config, model=model, seed=seed)
+    return Orca(engine, kv, config=config, model=model, tokenizer=tokenizer, seed=seed)
 
 
 def simulated(token: Callable[[Request, int], int] = counting, n_workers: int = 1) -> SimulatedEngine:

@@ -9,8 +9,9 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.kv_manager import KVManager
-from orca_jax.request import FinishReason, Request, RequestState, SamplingParams
+from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Returned, Scheduler, input_length, select
 from orca_jax.simulation import Simulation
 from orca_jax.timeline import Timeline
@@ -34,7 +35,7 @@ def make_request(
         max_tokens=n_input + n_output,
         sampling=SamplingParams(max_tokens=n_output),
         seed=0,
-        eos_token_ids=frozenset({STOP_TOKEN}),
+        end_token_ids=frozenset({STOP_TOKEN}),
         arrival=arrival,
         state=state,
         row=row,
@@ -283,10 +284,20 @@ class House:
     """A scheduler with all it needs, and a scripted engine."""
 
     def __init__(
-        self, *, n_workers: int = 1, max_bs: int = 2, n_slots: int = 64, block_size: int = 1
+        self,
+        *,
+        n_workers: int = 1,
+        max_bs: int = 2,
+        n_slots: int = 64,
+        block_size: int = 1,
+        deterministic: bool = False,
     ) -> None:
         config = ServingConfig(
-            max_batch_size=max_bs, n_slots=n_slots, block_size=block_size, max_batch_tokens=64
+            max_batch_size=max_bs,
+            n_slots=n_slots,
+            block_size=block_size,
+            max_batch_tokens=64,
+            deterministic=deterministic,
         )
         self.now = 0.0
         self.deliveries: list[list[Delivery]] = []
@@ -335,6 +346,26 @@ def test_line_3_every_turn_is_one_iteration_while_there_is_work_and_false_when_t
     assert house.steps(2) == ["issue A", "return A", "issue A", "return A"]
     assert house.scheduler.step() is False
     assert house.engine.log[4:] == []  # no empty batch was issued, and nothing waited for
+
+
+def test_a_deterministic_engine_runs_the_phases_in_turn():
+    """Line 4 selects as ever; what is issued of it is one phase, and who begins goes first."""
+    house = House(max_bs=3, deterministic=True)
+    house.add("A")
+    house.add("B")
+    assert house.steps(2) == ["issue AB", "return AB", "issue AB", "return AB"]
+    house.add("C")
+    house.add("D")  # three requests are a batch: it waits
+    assert house.steps(3)[::2] == ["issue C", "issue ABC", "issue ABC"]
+    for name in "AB":
+        house.pool.end(name, FinishReason.CANCELLED)
+    assert house.steps(2)[::2] == ["issue D", "issue CD"]
+    house.add("E")
+    house.steps(1)
+    house.pool.end("C", FinishReason.CANCELLED)
+    house.add("F")
+    assert house.steps(2)[::2] == ["issue DE", "issue F"], "increments had to wait, and go before the next"
+    assert house.scheduler.n_rsrv == 27
 
 
 def test_line_4_selects_with_what_is_reserved_already():

@@ -248,7 +248,7 @@ def test_another_protocol_version_is_named_first(ends: ExitStack, monkeypatch: p
     found = dict(control_join.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
     monkeypatch.undo()
     why = control_join.disagreement(found, FIRST)
-    assert why is not None and why.startswith("protocol_version: this worker has 1, and the caller 7")
+    assert why is not None and why.startswith("protocol_version: this worker has 2, and the caller 7")
 
 
 @pytest.mark.parametrize("terms", [b"", b"[]", b"{", b"\xff", b"[" * 5000, b"{}"])

@@ -1,7 +1,6 @@
 import struct
 import zlib
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +15,8 @@ from orca_jax.control_frame import (
     StageTime,
     decode_frame,
     decode_stage_time,
-    decode_tokens,
     encode_frame,
     encode_stage_time,
-    encode_tokens,
 )
 from orca_jax.errors import BadFrame
 
@@ -86,28 +83,6 @@ def test_a_whole_frame_may_still_be_none_of_ours(place: int, value: int, complai
     data[place] = value
     with pytest.raises(BadFrame, match=complaint):
         decode_frame(with_checksum(data))
-
-
-def test_tokens_come_back_as_they_were():
-    token_ids = np.array([0, 5, 96], np.int32)
-    back = decode_tokens(encode_tokens(token_ids), n_rows=3, vocab_size=97)
-    assert back.dtype == np.int32 and back.tolist() == [0, 5, 96]
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "complaint"),
-    [
-        ([1, 2], "8 bytes of tokens came for 3 requests"),
-        ([1, 2, 3, 4], "16 bytes"),
-        ([1, 97, 3], "token id 97 came"),
-        ([1, -1, 3], "token id -1"),
-    ],
-)
-def test_tokens_that_cannot_be_are_refused(token_ids: list[int], complaint: str):
-    with pytest.raises(BadFrame, match=complaint):
-        decode_tokens(np.array(token_ids, "<i4").tobytes(), n_rows=3, vocab_size=97)
-    with pytest.raises(BadFrame):
-        decode_tokens(b"12345", n_rows=3, vocab_size=97)
 
 
 def test_the_master_sends_as_stage_0():

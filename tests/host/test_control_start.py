@@ -25,7 +25,8 @@ SIZES = {
     "n_blocks": 32,
     "vocab_size": 100,
 }
-FIELDS = {"wire": SIZES, "next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
+SAID = {**SIZES, "deterministic": False}
+FIELDS = {"wire": SAID, "next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
 
 
 def test_an_order_is_compact_json():
@@ -47,6 +48,7 @@ def test_the_largest_engine_fits():
         n_rows=1 << 22,
         n_blocks=1 << 31,
         vocab_size=1 << 22,
+        deterministic=True,
     )
     assert decode_start(encode_start(replace(ORDER, wire=wire))).wire == wire
 
@@ -57,7 +59,7 @@ def test_whole_seconds_are_seconds():
 
 
 def with_size(name: str, value: Any) -> dict[str, Any]:
-    return {**FIELDS, "wire": {**SIZES, name: value}}
+    return {**FIELDS, "wire": {**SAID, name: value}}
 
 
 def without(found: dict[str, Any], name: str) -> dict[str, Any]:
@@ -75,7 +77,8 @@ def without(found: dict[str, Any], name: str) -> dict[str, Any]:
         {**FIELDS, "more": 1},
         with_size("more", 1),
         *(without(FIELDS, name) for name in FIELDS),
-        *({**FIELDS, "wire": without(SIZES, name)} for name in SIZES),
+        *({**FIELDS, "wire": without(SAID, name)} for name in SAID),
+        *(with_size("deterministic", value) for value in (0, 1, None, "true")),
         *({**FIELDS, "wire": wire} for wire in (None, [], 5, "x")),
         *(with_size(name, value) for name in SIZES for value in (True, 0, -1, 1.0, "1", None, [1])),
         *(with_size(name, (1 << 31) + 1) for name in SIZES),
@@ -131,4 +134,4 @@ def test_a_damaged_order_is_refused_or_is_an_order(place: int, value: int):
 
 
 def test_every_size_of_the_wire_is_told():
-    assert {field.name for field in fields(ControlWire)} == set(SIZES)
+    assert {field.name for field in fields(ControlWire)} == set(SAID)

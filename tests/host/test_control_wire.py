@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.control import ControlMessage, SamplingRows
+from orca_jax.control import BIAS, SAMPLING, ControlMessage, neutral_sampling
 from orca_jax.control_wire import ROW_BYTES, ControlWire
 from orca_jax.errors import BadFrame
 
@@ -18,11 +18,11 @@ WIRE = ControlWire(
     block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
 )
 WIDE = replace(WIRE, n_blocks=1 << 17)  # blocks are numbered in 4 bytes
-HEADER = 16
+HEADER = 24
 
 
 def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage:
-    """`rows`: row, initiation, index, kv_length, token_ids, blocks, temperature, top_p, top_k, seed."""
+    """`rows`: row, initiation, index, kv_length, token_ids, blocks, n_prompt, bias, fields of SAMPLING."""
     table = np.zeros((len(rows), WIRE.max_blocks), np.int32)
     for i, r in enumerate(rows):
         table[i, : len(r["blocks"])] = r["blocks"]
@@ -31,6 +31,10 @@ def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage
         return np.array([r[name] for r in rows], dtype)
 
     initiation = column("initiation", np.bool_)
+    sampling = neutral_sampling(len(rows))
+    columns: Any = sampling
+    for name in SAMPLING.names or ():
+        columns[name] = [r.get(name, columns[name][i]) for i, r in enumerate(rows)]
     return ControlMessage(
         iteration=iteration,
         row=column("row", np.int32),
@@ -38,15 +42,12 @@ def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage
         token_index=column("index", np.int32),
         input_length=np.array([len(r["token_ids"]) for r in rows], np.int32),
         kv_length=column("kv_length", np.int32),
+        n_prompt=np.array([r.get("n_prompt", 0) for r in rows], np.int32),
         token_ids=np.concatenate([r["token_ids"] for r in rows]).astype(np.int32),
         token_on_device=~initiation,
         block_table=table,
-        sampling=SamplingRows(
-            temperature=column("temperature", np.float32),
-            top_p=column("top_p", np.float32),
-            top_k=column("top_k", np.int32),
-            seed=column("seed", np.int64),
-        ),
+        sampling=sampling,
+        bias=np.array([(i, *pair) for i, r in enumerate(rows) for pair in r.get("bias", [])], BIAS),
     )
 
 
@@ -63,9 +64,18 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
         "token_ids": draw(st.lists(st.integers(0, 299), min_size=n_input, max_size=n_input)),
         # All that are reserved, more than are in use.
         "blocks": draw(st.lists(st.integers(0, 63), min_size=-(-kv_length // 4), max_size=8)),
+        "n_prompt": draw(st.integers(0, n_input)) if initiation else 0,
+        "bias": draw(st.lists(st.tuples(st.integers(0, 299), st.floats(-100, 100, width=32)), max_size=3)),
         "temperature": draw(st.floats(0, 100, width=32)),
         "top_p": draw(st.floats(0, 1, width=32)),
+        "min_p": draw(st.floats(0, 1, width=32)),
+        "repetition_penalty": draw(st.floats(0, 100, width=32)),
+        "frequency_penalty": draw(st.floats(-2, 2, width=32)),
+        "presence_penalty": draw(st.floats(-2, 2, width=32)),
         "top_k": draw(st.integers(0, 1 << 30)),
+        "logprobs": draw(st.integers(-1, 20)),
+        "prompt_logprobs": draw(st.integers(-1, 20)),
+        "flags": draw(st.integers(0, 3)),
         "seed": draw(st.integers(-(2**63), 2**63 - 1)),
     }
 
@@ -96,9 +106,6 @@ def test_a_message_comes_back_as_it_was_with_the_blocks_in_use(message: ControlM
         if isinstance(was, np.ndarray):
             assert came.dtype == was.dtype and came.tolist() == was.tolist(), field.name
     assert back.iteration == message.iteration
-    for field in fields(SamplingRows):
-        was, came = getattr(message.sampling, field.name), getattr(back.sampling, field.name)
-        assert came.dtype == was.dtype and came.tolist() == was.tolist(), field.name
 
 
 def test_the_size_is_that_of_rows_blocks_in_use_and_tokens():
@@ -106,7 +113,7 @@ def test_the_size_is_that_of_rows_blocks_in_use_and_tokens():
     assert len(WIDE.encode(message_of([ONE]))) == HEADER + ROW_BYTES + 4 + 4 * 2
 
 
-@pytest.mark.parametrize(("n_blocks", "in_use"), [(1 << 16, 491), (1 << 17, 245)])
+@pytest.mark.parametrize(("n_blocks", "in_use"), [(1 << 16, 480), (1 << 17, 240)])
 def test_a_row_in_its_increment_phase_stays_within_a_kilobyte(n_blocks: int, in_use: int):
     wire = ControlWire(
         block_size=16,
@@ -139,18 +146,33 @@ def altered(offset: int, form: str, value: float) -> bytes:
     return bytes(data)
 
 
-INTEGERS = HEADER + 2 * 8  # behind the seeds; five columns of two rows
-REALS = INTEGERS + 5 * 8
-TOKENS = REALS + 2 * 8
+SAMPLINGS = HEADER
+INTEGERS = SAMPLINGS + 2 * SAMPLING.itemsize  # five columns of two rows
+TOKENS = INTEGERS + 5 * 8
 BLOCKS = TOKENS + 8
+
+
+def field_of(name: str) -> int:
+    """Where the first row has it."""
+    fields_of: Any = SAMPLING.fields
+    return SAMPLINGS + fields_of[name][1]
+
+
+BIASED = {**ONE, "initiation": True, "kv_length": 1, "bias": [(5, 1.0)], "blocks": [1]}
+
+
+def altered_bias(offset: int, form: str, value: float) -> bytes:
+    data = bytearray(WIRE.encode(message_of([BIASED])))
+    struct.pack_into(form, data, HEADER + ROW_BYTES - 1 + 4 + offset, value)
+    return bytes(data)
 
 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
         (b"", "0 bytes came"),
-        (WIRE.encode(message_of([ONE]))[:-1], "make 61"),
-        (WIRE.encode(message_of([ONE])) + b"x", "make 61"),
+        (WIRE.encode(message_of([ONE]))[:-1], "make 92"),
+        (WIRE.encode(message_of([ONE])) + b"x", "make 92"),
         (altered(0, "<I", 0), "0 rows"),
         (altered(0, "<I", 7), "7 rows"),
         (altered(0, "<I", 2**32 - 1), "4294967295 rows"),
@@ -163,12 +185,26 @@ BLOCKS = TOKENS + 8
         (altered(INTEGERS + 16, "<i", 2), "do not fit their tokens"),
         (altered(INTEGERS + 16, "<i", 7), "do not fit their tokens"),
         (altered(INTEGERS + 24, "<i", 33), "kv_length 33 came"),
-        (altered(INTEGERS + 24, "<i", 4), "make 104"),
-        (altered(INTEGERS + 32, "<i", -5), "top_k -5 came"),
-        (altered(REALS, "<f", -0.1), "temperature or top_p"),
-        (altered(REALS, "<f", float("inf")), "temperature or top_p"),
-        (altered(REALS + 8, "<f", float("nan")), "temperature or top_p"),
-        (altered(REALS + 8, "<f", 1.5), "temperature or top_p"),
+        (altered(INTEGERS + 24, "<i", 4), "make 158"),
+        (altered(INTEGERS + 32, "<i", -5), "n_prompt -5 came"),
+        (altered(INTEGERS + 32, "<i", 1), "prompt is longer"),
+        (altered(field_of("top_k"), "<i", -5), "top_k is out of range"),
+        (altered(field_of("temperature"), "<f", -0.1), "temperature is out of range"),
+        (altered(field_of("temperature"), "<f", float("inf")), "temperature is out of range"),
+        (altered(field_of("top_p"), "<f", float("nan")), "top_p is out of range"),
+        (altered(field_of("top_p"), "<f", 1.5), "top_p is out of range"),
+        (altered(field_of("min_p"), "<f", -0.5), "min_p is out of range"),
+        (altered(field_of("repetition_penalty"), "<f", -1), "repetition_penalty is out of range"),
+        (altered(field_of("frequency_penalty"), "<f", float("nan")), "frequency_penalty is out of range"),
+        (altered(field_of("presence_penalty"), "<f", float("inf")), "presence_penalty is out of range"),
+        (altered(field_of("logprobs"), "<b", 21), "logprobs is out of range"),
+        (altered(field_of("prompt_logprobs"), "<b", -2), "prompt_logprobs is out of range"),
+        (altered(field_of("flags"), "<B", 4), "flags is out of range"),
+        (altered(8, "<I", 2**32 - 1), "4294967295 biases"),
+        (altered(12, "<I", 1), "2 rows, 2 tokens"),
+        (altered_bias(0, "<i", 1), "a bias's place 1 came"),
+        (altered_bias(4, "<i", 300), "token id 300 came"),
+        (altered_bias(8, "<f", float("nan")), "a bias is not finite"),
         (altered(TOKENS, "<i", 300), "token id 300 came"),
         (altered(TOKENS + 4, "<i", -1), "token id -1 came"),
         (altered(BLOCKS, "<H", 64), "block 64 came"),

@@ -5,12 +5,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.buckets import bucket_sizes
 from orca_jax.config import ServingConfig
+from orca_jax.control import ADJUSTED, CONSTRAINED
 from orca_jax.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.kv_manager import KVManager
-from orca_jax.request import Request, RequestState, SamplingParams
+from orca_jax.request import Request, RequestState
+from orca_jax.sampled import Sampled
+from orca_jax.sampling_params import SamplingParams
+from orca_jax.simulated_tokens import SimulatedConstraint
 
 CONFIG = ServingConfig(max_batch_size=6, n_slots=256, max_batch_tokens=128, block_size=4)
 
@@ -30,37 +33,36 @@ class Pending:
     def fetch(self):
         if self.error is not None:
             raise self.error
-        return self.token_ids
+        return Sampled(self.token_ids)
 
 
 @dataclass
 class FakeWorker:
     """Keeps what it was told; the token of row r in iteration i is 100 i + r, or what `pending` holds."""
 
-    told: list = field(default_factory=list)
+    messages: list = field(default_factory=list)
+    words: list = field(default_factory=list)
     pending: list = field(default_factory=list)
     error: Exception | None = None
 
-    def issue(self, message, flat):
+    def issue(self, message, words):
         if self.error is not None:
             raise self.error
-        self.told.append((message, flat))
+        self.messages.append(message)
+        if message.constrained.any():
+            self.words.append(words())
         if self.pending:
             return self.pending.pop(0)
-        tokens = np.full(flat.layout.n_rows, -1, np.int32)
+        tokens = np.full(len(message.row) + 3, -1, np.int32)
         tokens[: len(message.row)] = 100 * message.iteration + message.row
         return Pending(tokens)
-
-    @property
-    def messages(self):
-        return [message for message, _ in self.told]
 
 
 def engine(worker, *, n_rows=12, **options):
     kv = KVManager(
         n_blocks=CONFIG.n_blocks, block_size=CONFIG.block_size, n_rows=n_rows, max_blocks_per_row=8
     )
-    return EngineMaster(worker, kv, config=CONFIG, bucket_sizes=bucket_sizes(128), **options), kv
+    return EngineMaster(worker, kv, vocab_size=300, **options), kv
 
 
 def request(name, prompt_ids, *, max_tokens=16, seed=0, **sampling):
@@ -104,7 +106,6 @@ def test_figure_3_iteration_by_iteration():
     assert [m.kv_length.tolist() for m in worker.messages] == [[2, 2], [3, 3], [4], [5]]
     assert [m.token_index.tolist() for m in worker.messages] == [[0, 0], [1, 1], [2], [3]]
     assert third.row.tolist() == fourth.row.tolist() == [x1.row]
-    assert [flat.layout.n_tokens for _, flat in worker.told] == [8, 8, 1, 1]
     assert (x1.output_ids, x2.output_ids) == ([0, 100, 200, 300], [1, 101])
 
 
@@ -117,14 +118,13 @@ def test_figure_4_is_one_iteration():
     run(master, kv, [x1])
     run(master, kv, [x1, x2])
     returned = run(master, kv, [x1, x2, x3, x4])
-    message, flat = worker.told[-1]
+    message = worker.messages[-1]
     assert message.iteration == 2
     assert message.initiation.tolist() == [False, False, True, True]
     assert message.input_length.tolist() == [1, 1, 2, 3]
     assert message.kv_length.tolist() == [4, 2, 2, 3]
     assert message.token_index.tolist() == [2, 1, 0, 0]
     assert message.token_ids.tolist() == [0, 0, 31, 32, 41, 42, 43]
-    assert flat.n_tokens == 7 and flat.arrays.row_start.tolist()[:5] == [0, 1, 2, 4, 7]
     assert returned.batch == [x1, x2, x3, x4] and returned.token_ids == [200, 201, 202, 203]
     assert all(type(token_id) is int for token_id in returned.token_ids)
 
@@ -164,7 +164,7 @@ def test_a_row_is_handed_on_with_nothing_of_its_former_request():
     message = worker.messages[-1]
     assert message.kv_length.tolist() == [3] and message.token_index.tolist() == [0]
     s = message.sampling
-    assert [a.tolist() for a in (s.temperature, s.top_p, s.top_k, s.seed)] == [[0], [1], [0], [0]]
+    assert [s[name].tolist() for name in ("temperature", "top_p", "top_k", "seed")] == [[0], [1], [0], [0]]
 
 
 def slow_message(batch, kv, iteration):
@@ -183,28 +183,59 @@ def slow_message(batch, kv, iteration):
                 "kv_length": len(known),
                 "token_on_device": not first,
                 "block_table": kv.block_table[r.row].tolist(),
-                "temperature": float(np.float32(r.sampling.temperature)),
-                "top_p": float(np.float32(r.sampling.top_p)),
+                "n_prompt": len(r.prompt_ids) if first else 0,
+                **{name: float(np.float32(getattr(r.sampling, name))) for name in REALS},
                 "top_k": r.sampling.top_k,
                 "seed": r.seed,
+                "logprobs": -1 if r.sampling.logprobs is None else r.sampling.logprobs,
+                "prompt_logprobs": r.sampling.prompt_logprobs if first and asks_for_prompt(r) else -1,
+                "flags": ADJUSTED * is_adjusted(r.sampling) + CONSTRAINED * is_constrained(r),
             }
         )
     columns = {name: [entry[name] for entry in entries] for name in entries[0]}
-    return columns | {"token_ids": token_ids, "iteration": iteration}
+    first = [(i, r) for i, r in enumerate(batch) if r.state is RequestState.INITIATION]
+    bias = [(i, *pair) for i, r in first for pair in r.sampling.logit_bias.items()]
+    return columns | {"token_ids": token_ids, "iteration": iteration, "bias": bias}
+
+
+REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def asks_for_prompt(r):
+    return r.sampling.prompt_logprobs is not None and r.prompt_logprobs is None
+
+
+def is_adjusted(sampling):
+    changed = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+    return bool(changed or sampling.logit_bias)
+
+
+def is_constrained(r):
+    return r.constraint is not None and len(r.output_ids) % 2 == 0
+
+
+def allowed_by(r):
+    words = np.zeros(10, np.int32)
+    r.constraint.allowed(r.prompt_ids, r.output_ids, words)
+    return words
 
 
 def as_lists(message):
     names = ("row", "initiation", "token_index", "input_length", "kv_length", "token_on_device")
-    names += ("block_table", "token_ids")
+    names += ("block_table", "token_ids", "n_prompt", "bias")
     found = {name: getattr(message, name).tolist() for name in names}
-    found |= {
-        name: getattr(message.sampling, name).tolist() for name in ("temperature", "top_p", "top_k", "seed")
-    }
+    found |= {name: message.sampling[name].tolist() for name in message.sampling.dtype.names}
     return found | {"iteration": message.iteration}
 
 
+def constrained_or_not(*args, constrained, **kwargs):
+    r = request(*args, **kwargs)
+    r.constraint = SimulatedConstraint(300) if constrained else None
+    return r
+
+
 requests = st.builds(
-    request,
+    constrained_or_not,
     st.just("any"),
     st.lists(st.integers(0, 99), min_size=1, max_size=6),
     max_tokens=st.just(32),
@@ -212,6 +243,14 @@ requests = st.builds(
     temperature=st.sampled_from([0.0, 0.3, 2.0]),
     top_p=st.sampled_from([0.2, 1.0]),
     top_k=st.integers(0, 5),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.dictionaries(st.integers(0, 299), st.sampled_from([-100.0, 0.5]), max_size=3),
+    logprobs=st.one_of(st.none(), st.integers(0, 20)),
+    prompt_logprobs=st.one_of(st.none(), st.integers(0, 20)),
+    constrained=st.booleans(),
 )
 
 
@@ -231,8 +270,12 @@ def test_every_message_against_a_slow_computation(data):
             if r.row < 0:
                 r.row = kv.reserve(r.max_tokens)
         expected = slow_message(batch, kv, iteration)
+        words_before = {id(r): allowed_by(r) for r in batch if is_constrained(r)}
         run(master, kv, batch)
         assert as_lists(worker.messages[-1]) == expected
+        words = [words_before[id(r)] for r in batch if id(r) in words_before]
+        assert np.array_equal(worker.words.pop() if words else [], words)
+        assert not worker.words
         for r in batch:
             fate = data.draw(st.sampled_from(["goes on", "goes on", "runs again", "leaves"]))
             if fate == "runs again":

@@ -5,17 +5,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.control import ControlMessage, SamplingRows
-from orca_jax.flat_batch import FlatArrays, FlatLayout, flat_batch, sampler_for
+from orca_jax.control import BIAS, ControlMessage, neutral_sampling
+from orca_jax.flat_batch import FlatArrays, FlatLayout, TokenPrograms, flat_batch, sampler_for
 
 
-def sampling_rows(n, *, temperature=None, top_p=None, top_k=None, seed=None):
-    return SamplingRows(
-        temperature=np.array(temperature or [0.0] * n, np.float32),
-        top_p=np.array(top_p or [1.0] * n, np.float32),
-        top_k=np.array(top_k or [0] * n, np.int32),
-        seed=np.array(seed or [0] * n, np.int64),
-    )
+def sampling_rows(n, **columns):
+    rows = neutral_sampling(n)
+    for name, values in columns.items():
+        rows[name] = values
+    return rows
 
 
 # Figure 4: x1 = x11 x12 x13 x14 and x2 = x21 x22 are in their increment phase (x14 and x22 are their newest
@@ -27,9 +25,11 @@ FIGURE_4 = ControlMessage(
     token_index=np.array([2, 1, 0, 0], np.int32),  # x15, x23, x33, x44 are sampled
     input_length=np.array([1, 1, 2, 3], np.int32),
     kv_length=np.array([4, 2, 2, 3], np.int32),
+    n_prompt=np.zeros(len([4, 2, 2, 3]), np.int32),
     token_ids=np.array([0, 0, 31, 32, 41, 42, 43], np.int32),
     token_on_device=np.array([True, True, False, False]),
     block_table=np.array([[5, 2, 0], [1, 0, 0], [3, 6, 0], [4, 0, 7]], np.int32),
+    bias=np.array([], BIAS),
     sampling=sampling_rows(4, temperature=[0, 0.5, 0, 1], seed=[1, -1, 2**32 + 3, -(2**63)]),
 )
 
@@ -60,7 +60,7 @@ def test_figure_4_merged():
     assert a.seed_high.tolist() == [0, -1, 1, -(2**31), 0]
     assert a.temperature.view(np.float32).tolist() == [0, 0.5, 0, 1, 0]
     assert a.top_p.view(np.float32).tolist() == [1, 1, 1, 1, 1]
-    assert flat.sampler == "plain"
+    assert flat.programs == TokenPrograms("plain")
 
 
 def test_figure_5_split_and_merged():
@@ -91,16 +91,18 @@ def test_figure_3(iteration, input_length, kv_length, positions, row_start):
         token_index=np.full(n, iteration - 1, np.int32),
         input_length=np.array(input_length, np.int32),
         kv_length=np.array(kv_length, np.int32),
+        n_prompt=np.zeros(len(kv_length), np.int32),
         token_ids=np.zeros(len(positions), np.int32),
         token_on_device=np.full(n, iteration > 1),
         block_table=np.array([[0, 1], [2, 3]], np.int32)[:n],
+        bias=np.array([], BIAS),
         sampling=sampling_rows(n),
     )
     flat = flat_batch(message, bucket=len(positions), max_bs=2, block_size=4, n_slots=16, n_rows=2)
     assert flat.arrays.positions.tolist() == positions
     assert flat.arrays.row_start.tolist()[: n + 1] == row_start
     assert flat.n_tokens == len(positions) and flat.n_rows == n
-    assert flat.sampler == "greedy"
+    assert flat.programs == TokenPrograms()
 
 
 def test_a_bucket_of_one_has_one_row():
@@ -111,9 +113,11 @@ def test_a_bucket_of_one_has_one_row():
         token_index=np.array([1], np.int32),
         input_length=np.array([1], np.int32),
         kv_length=np.array([2], np.int32),
+        n_prompt=np.zeros(len([2]), np.int32),
         token_ids=np.array([0], np.int32),
         token_on_device=np.array([True]),
         block_table=np.array([[9]], np.int32),
+        bias=np.array([], BIAS),
         sampling=sampling_rows(1),
     )
     flat = flat_batch(message, bucket=1, max_bs=32, block_size=16, n_slots=160, n_rows=32)
@@ -194,15 +198,23 @@ def batches(draw):
         token_index=np.array(each(st.integers(0, 99)), np.int32),
         input_length=np.array(input_length, np.int32),
         kv_length=np.array(kv_length, np.int32),
+        n_prompt=np.zeros(len(kv_length), np.int32),
         token_ids=np.array(draw(words), np.int32),
         token_on_device=np.array(on_device),
         block_table=np.array(blocks, np.int32).reshape(n_rows, max_blocks)[rows],
+        bias=np.array([], BIAS),
         sampling=sampling_rows(
             n,
             temperature=each(st.sampled_from([0.0, 0.5, 1.3])),
             top_p=each(st.sampled_from([0.1, 0.9, 1.0])),
             top_k=each(st.integers(0, 9)),
             seed=each(st.integers(-(2**63), 2**63 - 1)),
+            min_p=each(st.sampled_from([0.0, 0.1])),
+            repetition_penalty=each(st.sampled_from([1.0, 1.5])),
+            frequency_penalty=each(st.sampled_from([0.0, -1.5])),
+            presence_penalty=each(st.sampled_from([0.0, 0.25])),
+            flags=each(st.integers(0, 3)),
+            logprobs=each(st.sampled_from([-1, -1, 0, 3])),
         ),
     )
     bucket = sum(input_length) + draw(st.integers(0, 9))
@@ -230,23 +242,29 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
                 }
             )
         row_start.append(len(tokens))
-        seed = int(message.sampling.seed[r]).to_bytes(8, "little", signed=True)
+        seed = int(message.sampling["seed"][r]).to_bytes(8, "little", signed=True)
         rows.append(
             {
                 "kv_length": k,
                 "row": row,
                 "block_table": table,
-                "top_k": int(message.sampling.top_k[r]),
+                "top_k": int(message.sampling["top_k"][r]),
                 "token_index": int(message.token_index[r]),
                 "seed_low": int.from_bytes(seed[:4], "little", signed=True),
                 "seed_high": int.from_bytes(seed[4:], "little", signed=True),
-                "temperature": float(message.sampling.temperature[r]),
-                "top_p": float(message.sampling.top_p[r]),
+                "temperature": float(message.sampling["temperature"][r]),
+                "top_p": float(message.sampling["top_p"][r]),
+                "min_p": float(message.sampling["min_p"][r]),
+                "repetition": float(message.sampling["repetition_penalty"][r]),
+                "frequency": float(message.sampling["frequency_penalty"][r]),
+                "presence": float(message.sampling["presence_penalty"][r]),
+                "adjusted": (message.sampling["flags"][r] & 1) * (1 if message.initiation[r] else 2),
             }
         )
     nothing = {"token_ids": 0, "positions": 0, "slot_of_token": n_slots, "take_last": 0, "last_row": 0}
     no_blocks = [0] * message.block_table.shape[1]
-    nobody = dict.fromkeys(rows[0], 0) | {"row": n_rows, "top_p": 1.0, "block_table": no_blocks}
+    nobody = dict.fromkeys(rows[0], 0) | {"row": n_rows, "block_table": no_blocks}
+    nobody |= {"top_p": 1.0, "repetition": 1.0}
     n_tokens = len(tokens)
     while len(tokens) < bucket:
         tokens.append(nothing)
@@ -258,6 +276,9 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
     return columns | {"row_start": row_start}
 
 
+REALS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+
+
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batches())
 def test_every_field_against_a_slow_computation(drawn):
@@ -267,8 +288,12 @@ def test_every_field_against_a_slow_computation(drawn):
     for name in FlatArrays._fields:
         array = getattr(flat.arrays, name)
         assert array.dtype == np.int32
-        found = array.view(np.float32) if name in ("temperature", "top_p") else array
+        found = array.view(np.float32) if name in REALS else array
         assert found.tolist() == expected[name], name
+    rows = message.sampling
+    assert flat.programs.adjust == any(flags & 1 for flags in rows["flags"])
+    assert flat.programs.allow == any(flags & 2 for flags in rows["flags"])
+    assert flat.programs.logprobs == any(n >= 0 for n in rows["logprobs"])
     assert flat.n_tokens == len(message.token_ids) and flat.n_rows == len(message.row)
     assert flat.buffer.shape == (flat.layout.size,)
     for array, again in zip(flat.arrays, flat.layout.split(flat.buffer), strict=True):

@@ -18,9 +18,10 @@ SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 
 # The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
 LAYERS = (
-    ("errors",),
+    ("errors", "token_words"),
+    ("config", "sampling_params", "words_box"),
+    ("sampled",),
     (
-        "config",
         "request",
         "buckets",
         "kv_manager",
@@ -32,15 +33,18 @@ LAYERS = (
     ),
     (
         "model.presets",
+        "grammar_text",
         "tokenizer",
         "request_pool",
         "flat_batch",
         "cost_model",
         "control_frame",
         "control_wire",
+        "sampled_wire",
     ),
-    ("grammar", "timeline", "generation", "plan", "control_join", "control_start"),
-    ("scheduler",),
+    ("grammar", "timeline", "generation", "plan", "control_join", "control_start", "batch_sizes"),
+    ("scheduler", "constraint"),
+    ("output_rules", "simulated_tokens"),
     (
         *("engine_master", "simulated_engine", "supervisor", "worker_environment", "recovery"),
         *("remote_workers", "worker_controller", "control_line", "control_port"),
@@ -50,13 +54,21 @@ LAYERS = (
     ("fault_simulation", "worker_processes"),
 )
 # The device floor: what each room may import of the package. `model` and `pallas` do not know each other.
-DATA = {"errors", "config", "request", "buckets", "control", "flat_batch"}
+DATA = {"errors", "config", "sampling_params", "sampled", "token_words", "control"}
 DEVICE_ROOMS = {
     "model": {"errors", "config", "model.presets"},
     "pallas": {"errors", "config"},
     "sharding": {
         *DATA,
-        *("control_wire", "control_start", "worker_controller", "frame_queue"),
+        *(
+            "flat_batch",
+            "batch_sizes",
+            "control_wire",
+            "control_start",
+            "worker_controller",
+            "frame_queue",
+            "words_box",
+        ),
         *("cost_model", "kv_manager", "stage_layers", "tokenizer"),
         *("model", "model.presets", "pallas"),
     },
@@ -75,8 +87,14 @@ MAY_IMPORT: dict[str, set[str]] = {
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 KNOWS_JAX = {*DEVICE_ROOMS, *COMPOSITION}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
-# Libraries that one or two rooms of the host floor may know besides: the two ends of a control line.
-LIBRARIES_OF = {"control_line": "grpc", "control_port": "grpc", "worker_pb2": "google"}
+# Libraries that one or two rooms of the host floor may know besides: the two ends of a control line, ...
+LIBRARIES_OF = {
+    "grammar": "llguidance",
+    "grammar_text": "llguidance",
+    "control_line": "grpc",
+    "control_port": "grpc",
+    "worker_pb2": "google",
+}
 
 # The server: its two endpoints do not know each other, and nothing below knows what puts them together.
 ENDPOINTS = ("server.http", "server.rpc")

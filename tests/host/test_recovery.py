@@ -11,7 +11,8 @@ from orca_jax.errors import EngineError, QueueFull, RequestTooLarge, WorkerLost
 from orca_jax.generation import Generation, Mailbox
 from orca_jax.kv_manager import KVManager
 from orca_jax.recovery import Recovery
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.service import Orca
 from tests.host.engines import MODEL, SOON, GatedEngine, at_rest, orca
 from tests.host.fragile_engine import LOST, FragileEngine

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from orca_jax.buckets import bucket_sizes
-from orca_jax.config import Deadlines, RestartBound, ServingConfig
+from orca_jax.config import Deadlines, RestartBound
 from orca_jax.control_frame import (
     DONE,
     MESSAGE,
@@ -26,20 +25,27 @@ from orca_jax.control_frame import (
     encode_stage_time,
 )
 from orca_jax.control_start import StartOrder, decode_start
-from orca_jax.engine_master import PendingTokens, Worker
+from orca_jax.engine_master import PendingTokens, Workers
 from orca_jax.errors import ConfigError, EngineError, WorkerLost
 from orca_jax.kv_manager import KVManager
 from orca_jax.recovery import RecoverableEngine
 from orca_jax.remote_counters import IterationTimes
 from orca_jax.remote_engine import RemoteEngine
 from orca_jax.remote_workers import Arrival, RemoteTokens, RemoteWorkers
-from orca_jax.request import Request, SamplingParams
+from orca_jax.request import Request
+from orca_jax.sampling_params import SamplingParams
 from tests.host.test_control_wire import ONE, WIRE, message_of
 
 DEADLINES = Deadlines(
     iteration_seconds=2, worker_seconds=4, ready_seconds=10, retry_seconds=1, look_seconds=0.5
 )
 MESSAGE_OF_TWO = message_of([ONE, ONE])
+
+
+def no_words() -> np.ndarray:
+    raise AssertionError("no row is constrained")
+
+
 ORDERS = [
     StartOrder(wire=WIRE, next_address=address, worker_seconds=4.0, ready_seconds=10.0)
     for address in ("two:2", "three:3", "")
@@ -128,53 +134,56 @@ class Bench:
 
 def test_an_iteration_goes_to_worker_1_alone_and_its_tokens_come_back():
     bench = Bench().up()
-    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
     ((stage, frame),) = bench.sent
     assert (stage, frame.kind, frame.epoch, frame.iteration) == (0, MESSAGE, 1, 0)
     assert WIRE.decode(frame.payload).row.tolist() == [3, 3]
     assert not pending.is_ready()
     bench.tokens(0, 7, 8)
     assert pending.is_ready() and pending.is_ready()
-    assert pending.fetch().tolist() == [7, 8]
+    assert pending.fetch().token_ids.tolist() == [7, 8]
     counters = bench.workers.counters
     assert (counters.messages, counters.message_bytes) == (1, len(frame.payload))
 
 
 def test_it_fits_where_a_local_worker_does():
-    workers: Worker = Bench().up().workers
-    pending: PendingTokens = workers.issue(MESSAGE_OF_TWO, None)  # pyright: ignore[reportArgumentType]
+    workers: Workers = Bench().up().workers
+    pending: PendingTokens = workers.issue(MESSAGE_OF_TWO, no_words)
     assert isinstance(pending, RemoteTokens)
 
 
 def test_tokens_wait_for_those_before_them():
     bench = Bench().up()
-    first, second, third = (bench.workers.issue(MESSAGE_OF_TWO) for _ in range(3))
+    first, second, third = (bench.workers.issue(MESSAGE_OF_TWO, no_words) for _ in range(3))
     bench.tokens(1, 3, 4)
     assert not first.is_ready() and second.is_ready()
     bench.tokens(0, 1, 2)
     bench.tokens(2, 5, 6)
-    assert [p.fetch().tolist() for p in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
+    assert [p.fetch().token_ids.tolist() for p in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_tokens_that_come_twice_count_once():
     bench = Bench().up()
-    first, second = bench.workers.issue(MESSAGE_OF_TWO), bench.workers.issue(MESSAGE_OF_TWO)
+    first, second = (
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+    )
     bench.tokens(1, 3, 4)
     bench.tokens(1, 3, 4)
     bench.tokens(0, 1, 2)
     bench.tokens(0, 9, 9)  # it has been read: what it says now is not looked at
     assert first.is_ready() and second.is_ready()
     assert bench.workers.counters.duplicates == 2
-    assert [p.fetch().tolist() for p in (first, second)] == [[1, 2], [3, 4]]
+    assert [p.fetch().token_ids.tolist() for p in (first, second)] == [[1, 2], [3, 4]]
 
 
 def test_what_an_old_epoch_says_is_dropped():
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.say(1, TROUBLE, payload=b"lost")
     assert bench.lost().stage == 1
     bench.up()
-    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
     assert bench.sent[-1][1][:3] == (MESSAGE, 2, 0)
     bench.tokens(0, 6, 6, epoch=1)
     bench.say(1, TROUBLE, payload=b"late", epoch=1)
@@ -183,7 +192,7 @@ def test_what_an_old_epoch_says_is_dropped():
     assert not pending.is_ready()
     assert bench.workers.counters.stale == 4
     bench.tokens(0, 7, 8)
-    assert pending.fetch().tolist() == [7, 8]
+    assert pending.fetch().token_ids.tolist() == [7, 8]
 
 
 def bytes_of(kind: FrameKind, iteration: int = 0, payload: bytes = b"", *, epoch: int = 1, stage: int = 2):
@@ -214,7 +223,7 @@ def bytes_of(kind: FrameKind, iteration: int = 0, payload: bytes = b"", *, epoch
 )
 def test_a_worker_that_answers_rubbish_is_lost(data: bytes, complaint: str):
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.arrivals.append(Arrival(2, data))
     lost = bench.lost()
     assert lost.stage == 2
@@ -227,7 +236,7 @@ def test_a_worker_that_answers_rubbish_is_lost(data: bytes, complaint: str):
 
 def test_only_the_last_stage_has_tokens():
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.tokens(0, 7, 8, stage=1)
     assert "stage 2: answered rubbish: it sent tokens" in str(bench.lost())
 
@@ -235,7 +244,7 @@ def test_only_the_last_stage_has_tokens():
 def test_two_answers_that_differ_cannot_both_be_right():
     bench = Bench().up()
     for _ in range(2):
-        bench.workers.issue(MESSAGE_OF_TWO)
+        bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.tokens(1, 3, 4)
     bench.tokens(1, 3, 5)
     assert "returned iteration 1 twice, with other tokens" in str(bench.lost())
@@ -263,13 +272,13 @@ def test_after_a_loss_everything_raises_until_it_is_recovered_from():
         for call in (
             bench.workers.look,
             bench.workers.wait,
-            lambda: bench.workers.issue(MESSAGE_OF_TWO),
+            lambda: bench.workers.issue(MESSAGE_OF_TWO, no_words),
         ):
             with pytest.raises(WorkerLost, match="were not brought up yet" if attempt == 0 else "line broke"):
                 call()
         assert bench.sent == []
         bench.up()
-        pending = bench.workers.issue(MESSAGE_OF_TWO)
+        pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
         bench.sent.clear()
         if attempt == 0:
             bench.arrivals.append(Arrival(0, None, "gone"))
@@ -293,7 +302,7 @@ def test_a_deadline_that_passes_names_the_stage_that_is_behind(
     received: tuple[int, ...], done: tuple[int, ...], stage: int, why: str
 ):
     bench = Bench().up()
-    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
     start = bench.now
     for i in received:
         bench.time(i, RECEIVED, 0)
@@ -309,7 +318,10 @@ def test_a_deadline_that_passes_names_the_stage_that_is_behind(
 
 def test_each_iteration_has_its_time_from_when_the_one_before_came_back():
     bench = Bench().up()
-    first, second = bench.workers.issue(MESSAGE_OF_TWO), bench.workers.issue(MESSAGE_OF_TWO)
+    first, second = (
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+    )
     bench.now += 1.5
     bench.tokens(0, 7, 8)
     assert first.is_ready()
@@ -322,12 +334,12 @@ def test_each_iteration_has_its_time_from_when_the_one_before_came_back():
 
 def test_an_engine_that_was_idle_for_long_is_not_late():
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.tokens(0, 7, 8)
     bench.workers.look()
     bench.now += 1000
     bench.workers.look()
-    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
     assert not pending.is_ready()
 
 
@@ -489,11 +501,11 @@ def test_a_failure_ends_a_recovery():
 def test_a_failure_is_seen_at_each_look_and_before_a_loss():
     bench = Bench().up()
     bench.workers.look()
-    pending = bench.workers.issue(MESSAGE_OF_TWO)
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.arrivals.append(Arrival(0, None, "gone"))
     bench.lost()
     bench.failure = EngineError("stage 1 was started too often")
-    for call in (bench.workers.look, pending.is_ready, lambda: bench.workers.issue(MESSAGE_OF_TWO)):
+    for call in (bench.workers.look, pending.is_ready, lambda: bench.workers.issue(MESSAGE_OF_TWO, no_words)):
         with pytest.raises(EngineError, match="too often") as caught:
             call()
         assert not isinstance(caught.value, WorkerLost)
@@ -501,7 +513,7 @@ def test_a_failure_is_seen_at_each_look_and_before_a_loss():
 
 def test_a_failure_is_seen_between_two_arrivals():
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     for _ in range(2):
         bench.time(0, RECEIVED, 0)
     looks = iter([None, EngineError("over")])
@@ -516,7 +528,10 @@ def test_a_failure_is_seen_between_two_arrivals():
 
 def test_a_stage_says_when_it_took_an_iteration_and_was_done_and_what_it_sent():
     bench = Bench().up()
-    first, second = bench.workers.issue(MESSAGE_OF_TWO), bench.workers.issue(MESSAGE_OF_TWO)
+    first, second = (
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+    )
     bench.time(0, RECEIVED, 0, 10.0)
     bench.time(0, RECEIVED, 1, 10.5)
     bench.time(0, DONE, 0, 11.0, 300)
@@ -539,7 +554,7 @@ def test_a_stage_says_when_it_took_an_iteration_and_was_done_and_what_it_sent():
 
 def test_what_comes_twice_or_of_an_old_epoch_counts_once():
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     for _ in range(2):
         bench.time(0, RECEIVED, 0, 10.0)
         bench.time(0, DONE, 0, 11.0, 300)
@@ -548,7 +563,7 @@ def test_what_comes_twice_or_of_an_old_epoch_counts_once():
     bench.say(1, TROUBLE)
     bench.lost()
     bench.up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.say(0, DONE, 0, encode_stage_time(StageTime(12.0, 300)), epoch=1)
     bench.time(0, DONE, 0, 13.0, 5)  # its RECEIVED was lost
     bench.workers.look()
@@ -559,12 +574,12 @@ def test_what_comes_twice_or_of_an_old_epoch_counts_once():
 
 def test_what_was_heard_in_one_epoch_is_nothing_in_the_next():
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.time(0, RECEIVED, 0, 10.0)
     bench.say(1, TROUBLE)
     bench.lost()
     bench.up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.time(0, DONE, 0, 12.0)
     bench.workers.look()
     ((epoch, *_, received, done),) = bench.workers.stages[0].times
@@ -573,7 +588,7 @@ def test_what_was_heard_in_one_epoch_is_nothing_in_the_next():
 
 def test_the_last_stage_is_done_when_its_tokens_come():
     bench = Bench().up()
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.time(2, RECEIVED, 0, 20.0)
     bench.time(2, DONE, 0, 21.0)  # which it need not say
     bench.workers.look()
@@ -586,7 +601,7 @@ def test_the_last_stage_is_done_when_its_tokens_come():
 def test_times_are_kept_in_bounded_memory():
     bench = Bench().up()
     for i in range(5000):
-        bench.workers.issue(MESSAGE_OF_TWO)
+        bench.workers.issue(MESSAGE_OF_TWO, no_words)
         bench.time(0, RECEIVED, i, float(i))
         bench.time(0, DONE, i, i + 0.5)
         bench.time(1, RECEIVED, i, float(i))  # and is never done
@@ -596,7 +611,7 @@ def test_times_are_kept_in_bounded_memory():
     assert (len(first.times), len(second.times), len(last.times)) == (4096, 0, 4096)
     assert (first.times[0].iteration, first.times[-1].iteration) == (904, 4999)
     assert first.done == second.received == 5000
-    bench.workers.issue(MESSAGE_OF_TWO)
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
     for stage in (0, 1):
         bench.time(stage, DONE, 5000 - stage, 6000.0)
     bench.workers.look()
@@ -613,9 +628,8 @@ def test_one_engine_has_one_wire():
 
 
 def engine_of(bench: Bench) -> tuple[RemoteEngine, KVManager]:
-    config = ServingConfig(max_batch_size=6, n_slots=256, max_batch_tokens=64, block_size=4)
     kv = KVManager(n_blocks=64, block_size=4, n_rows=12, max_blocks_per_row=8)
-    return RemoteEngine(bench.workers, kv, config=config, bucket_sizes=bucket_sizes(64), n_workers=3), kv
+    return RemoteEngine(bench.workers, kv, vocab_size=300, n_workers=3), kv
 
 
 def test_the_engine_master_sends_what_it_sends_to_a_local_worker():
@@ -627,7 +641,7 @@ def test_the_engine_master_sends_what_it_sends_to_a_local_worker():
     engine.issue([request])
     message = WIRE.decode(bench.sent[-1][1].payload)
     assert message.token_ids.tolist() == [5, 6, 7] and message.initiation.tolist() == [True]
-    assert message.sampling.seed.tolist() == [3]
+    assert message.sampling["seed"].tolist() == [3]
     assert engine.wait(lambda: True) is None
     bench.tokens(0, 42)
     returned = engine.wait(lambda: False)

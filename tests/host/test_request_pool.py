@@ -17,8 +17,9 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
-from orca_jax.request import FinishReason, Request, SamplingParams
+from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import admissible, select
 
 CANCELLED, TIMEOUT = FinishReason.CANCELLED, FinishReason.TIMEOUT

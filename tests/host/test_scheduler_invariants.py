@@ -21,8 +21,9 @@ from orca_jax import kv_manager, scheduler, timeline
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.kv_manager import KVManager, round_up
-from orca_jax.request import FinishReason, Request, RequestState, SamplingParams
+from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Returned, Scheduler, input_length
 from orca_jax.simulated_engine import SimulatedEngine, VirtualClock
 from orca_jax.simulation import Simulation
@@ -58,6 +59,7 @@ class Trace:
     ends: tuple[tuple[float, int], ...] = ()
     ends_at_moments: tuple[tuple[int, int], ...] = ()
     faults: tuple[int, ...] = ()
+    deterministic: bool = False
 
 
 def random_trace(rng: random.Random, n_workers: int) -> Trace:
@@ -89,6 +91,7 @@ def random_trace(rng: random.Random, n_workers: int) -> Trace:
             (rng.randrange(10 * n_requests), rng.randrange(n_requests)) for _ in range(rng.choice((0, 2, 8)))
         ),
         faults=(rng.randrange(50),) if rng.random() < 0.05 else (),
+        deterministic=rng.random() < 0.3,
     )
 
 
@@ -118,6 +121,7 @@ def traces(draw: st.DrawFn) -> Trace:
         ends=tuple(draw(st.lists(st.tuples(st.integers(0, 15).map(float), some_request), max_size=3))),
         ends_at_moments=tuple(draw(st.lists(st.tuples(st.integers(0, 60), some_request), max_size=3))),
         faults=tuple(draw(st.lists(st.integers(0, 40), max_size=1))),
+        deterministic=draw(st.booleans()),
     )
 
 
@@ -152,6 +156,7 @@ class CheckedEngine:
         assert len({req.request_id for req in batch}) == len(batch)
         assert sum(input_length(req) for req in batch) <= trace.max_batch_tokens
         assert [req.arrival for req in batch] == sorted(req.arrival for req in batch)
+        assert not trace.deterministic or len({req.state for req in batch}) == 1
         for req in batch:
             assert req.state in (RequestState.INITIATION, RequestState.INCREMENT)
             assert (req.state is RequestState.INITIATION) == (not req.output_ids)
@@ -189,6 +194,7 @@ class Player:
             n_slots=trace.n_slots,
             block_size=trace.block_size,
             max_batch_tokens=trace.max_batch_tokens,
+            deterministic=trace.deterministic,
         )
         self.simulation = Simulation(config, n_workers=trace.n_workers, token=self.token)
         self.scheduler = self.simulation.scheduler
@@ -209,7 +215,7 @@ class Player:
                 max_tokens=arrival.n_input + arrival.n_output,
                 sampling=SamplingParams(max_tokens=arrival.n_output),
                 seed=i,
-                eos_token_ids=frozenset({STOP_TOKEN}),
+                end_token_ids=frozenset({STOP_TOKEN}),
                 sink=Sink(self.moment),
             )
             self.requests.append(request)

@@ -19,8 +19,8 @@ from orca_jax.errors import (
     TokenOutOfRange,
 )
 from orca_jax.generation import Generation, Piece
-from orca_jax.request import FinishReason, SamplingParams
-from orca_jax.tokenizer import TextStream
+from orca_jax.request import FinishReason
+from orca_jax.sampling_params import SamplingParams
 from tests.host.engines import (
     EOS,
     LETTERS,
@@ -63,10 +63,10 @@ def test_every_token_is_delivered_in_order_with_the_reason_at_the_end(n_workers:
 
 
 def test_the_result_is_whole_whether_pieces_were_taken_or_not() -> None:
-    with orca(simulated(writing("In the beginning"))) as service:
+    with orca(simulated(writing("In the beginning")), tokenizer=LETTERS) as service:
         params = SamplingParams(max_tokens=6, seed=5)
-        one = service.submit([7, 8], params, request_id="mine", stream=TextStream(LETTERS))
-        two = service.submit([7, 8], params, stream=TextStream(LETTERS))
+        one = service.submit([7, 8], params, request_id="mine")
+        two = service.submit([7, 8], params)
         assert "".join(piece.text for piece in one) == "In the"
         for result in (one.result(SOON), two.result(SOON)):
             assert (result.text, result.n_input, result.seed) == ("In the", 2, 5)
@@ -77,7 +77,7 @@ def test_the_result_is_whole_whether_pieces_were_taken_or_not() -> None:
         assert two.request_id != one.request_id
 
 
-def test_without_a_text_stream_there_are_tokens_alone() -> None:
+def test_without_a_tokenizer_there_are_tokens_alone() -> None:
     with orca(simulated()) as service:
         generation = service.submit([1], SamplingParams(max_tokens=2))
         assert [piece.text for piece in generation] in ([""], ["", ""])
@@ -86,7 +86,7 @@ def test_without_a_text_stream_there_are_tokens_alone() -> None:
 
 def test_a_slow_consumer_gets_one_larger_piece(engine: GatedEngine) -> None:
     with orca(engine) as service:
-        generation = service.submit([1], SamplingParams(max_tokens=50), stream=TextStream(LETTERS))
+        generation = service.submit([1], SamplingParams(max_tokens=50))
         engine.let(50)
         generation.result(SOON)
         (piece,) = generation
@@ -123,17 +123,16 @@ def test_a_hundred_threads_each_get_their_own_tokens() -> None:
 
 def test_an_end_token_ends_the_text_and_is_not_in_it() -> None:
     with orca(simulated(lambda _, i: [65, 66, EOS, 67][i])) as service:
-        stream = TextStream(LETTERS)
-        result = service.submit([1], SamplingParams(max_tokens=4), stream=stream).result(SOON)
+        result = service.submit([1], SamplingParams(max_tokens=4)).result(SOON)
         assert (result.token_ids, result.finish_reason) == ([65, 66, EOS], FinishReason.STOP)
         ignoring = service.submit([1], SamplingParams(max_tokens=4, ignore_eos=True)).result(SOON)
         assert (ignoring.token_ids[-1], ignoring.finish_reason) == (67, FinishReason.LENGTH)
 
 
 def test_a_stop_string_ends_the_text_before_it() -> None:
-    with orca(simulated(writing("one two three "))) as service:
+    with orca(simulated(writing("one two three ")), tokenizer=LETTERS) as service:
         params = SamplingParams(max_tokens=40, stop=("two", "x"))
-        generation = service.submit([1], params, stream=TextStream(LETTERS, params.stop))
+        generation = service.submit([1], params)
         pieces = list(rest(generation))
         assert "".join(piece.text for piece in pieces) == "one " == generation.result().text
         assert pieces[-1].finish_reason == FinishReason.STOP
@@ -141,9 +140,9 @@ def test_a_stop_string_ends_the_text_before_it() -> None:
 
 
 def test_what_was_held_back_comes_out_at_the_end() -> None:
-    with orca(simulated(writing("one tw"))) as service:
+    with orca(simulated(writing("one tw")), tokenizer=LETTERS) as service:
         params = SamplingParams(max_tokens=6, stop=("two",))
-        generation = service.submit([1], params, stream=TextStream(LETTERS, params.stop))
+        generation = service.submit([1], params)
         assert "".join(piece.text for piece in rest(generation)) == "one tw"
 
 
@@ -195,7 +194,7 @@ def test_a_bad_request_is_refused_and_disturbs_nothing(
 ) -> None:
     with orca(simulated()) as service:
         with pytest.raises(error):
-            service.check(prompt, params)
+            service.check(prompt, service.rules(params))
         with pytest.raises(error):
             service.submit(prompt, params)
         assert at_rest(service)

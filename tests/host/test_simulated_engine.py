@@ -8,7 +8,8 @@ import pytest
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.cost_model import Device, IterationShape, floor, operations
 from orca_jax.errors import EngineError, QueueFull, RequestTooLarge
-from orca_jax.request import FinishReason, Request, RequestState, SamplingParams
+from orca_jax.request import FinishReason, Request, RequestState
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Returned, admissible
 from orca_jax.simulated_engine import SimulatedEngine, VirtualClock, cost_model_duration
 from orca_jax.simulation import Simulation

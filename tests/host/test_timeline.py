@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from orca_jax.buckets import bucket_sizes
-from orca_jax.request import FinishReason, Request, RequestState, SamplingParams
+from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.request_pool import Delivery
+from orca_jax.sampling_params import SamplingParams
 from orca_jax.timeline import IterationRecord, RequestRecord, Timeline
 
 

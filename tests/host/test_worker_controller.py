@@ -21,6 +21,7 @@ from orca_jax.control_frame import (
     encode_frame,
 )
 from orca_jax.control_start import StartOrder, encode_start
+from orca_jax.sampled import Sampled
 from orca_jax.worker_controller import Controller
 from tests.host.test_control_wire import ONE, WIRE, message_of
 
@@ -40,6 +41,7 @@ class Bench:
         self.reports: list[Frame] = []
         self.forwarded: list[bytes] = []
         self.messages: list[ControlMessage] = []
+        self.words: list[list[int]] = []
         self.orders: list[StartOrder] = []
         self.addresses: list[str] = []
         self.makes_programs = False
@@ -73,6 +75,10 @@ class Bench:
         self.log.append(f"start {epoch}")
         return self.makes_programs
 
+    def allow(self, epoch: int, iteration: int, words: np.ndarray) -> None:
+        self.words.append(words.tolist())
+        self.log.append(f"allow {epoch}.{iteration}")
+
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
         self.messages.append(message)
         self.log.append(f"run {epoch}.{iteration}")
@@ -97,8 +103,8 @@ class Bench:
         return self.take(Frame(MESSAGE, epoch, iteration, 0, WIRE.encode(message_of([ONE, ONE], iteration))))
 
 
-def tokens(*token_ids: int) -> np.ndarray:
-    return np.array(token_ids, np.int32)
+def tokens(*token_ids: int) -> Sampled:
+    return Sampled(np.array(token_ids, np.int32))
 
 
 def test_an_epoch_starts_when_the_device_is_ready():
@@ -122,7 +128,7 @@ def test_the_last_stage_returns_tokens_without_padding():
     bench = Bench(stage=2).up()
     assert bench.message(0) == ["RECEIVED 1.0", "run 1.0"]
     bench.controller.done(1, 0, tokens(7, 8, -1, -1))
-    assert bench.reports[-1] == Frame(TOKENS, 1, 0, 2, tokens(7, 8).tobytes())
+    assert bench.reports[-1] == Frame(TOKENS, 1, 0, 2, tokens(7, 8).token_ids.tobytes())
 
 
 def test_the_others_say_that_they_are_done():

@@ -3,11 +3,12 @@
 import inspect
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from rich.console import Console
 import orca_jax
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import EngineError
+from orca_jax.sampled import TokenLogprobs
 from server import cli, jsonl
-from server.flags import ENGINE_FLAGS
+from server.flags import ENGINE_FLAGS, sampling_params
+from server.logprob_table import logprob_table
+from tests.host.engines import LETTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 300  # seconds that nothing here takes
@@ -68,9 +72,64 @@ def test_the_flags_are_those_of_the_dataclasses() -> None:
     parameters = inspect.signature(LLM).parameters
     for flag in ENGINE_FLAGS:
         assert parameters[flag.name].default == flag.default, flag.name
-    args = cli.parser().parse_args(["generate", "x"])
-    for field in fields(SamplingParams):
-        assert hasattr(args, field.name)
+    assert FLAGS.keys() == {field.name for field in fields(SamplingParams)}
+
+
+# A flag or two for each field, and what it must become.
+FLAGS: dict[str, tuple[list[str], Any]] = {
+    "n": (["--n", "3"], 3),
+    "max_tokens": (["--max-tokens", "9"], 9),
+    "min_tokens": (["--min-tokens", "2"], 2),
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_p": (["--top-p", "0.9"], 0.9),
+    "top_k": (["--top-k", "5"], 5),
+    "min_p": (["--min-p", "0.1"], 0.1),
+    "repetition_penalty": (["--repetition-penalty", "1.2"], 1.2),
+    "frequency_penalty": (["--frequency-penalty", "-0.5"], -0.5),
+    "presence_penalty": (["--presence-penalty", "2"], 2.0),
+    "logit_bias": (["--logit-bias", "5=-100", "--logit-bias", "7=1.5"], {5: -100.0, 7: 1.5}),
+    "seed": (["--seed", "-3"], -3),
+    "ignore_eos": (["--ignore-eos"], True),
+    "stop": (["--stop", "a,b", "--stop", "none"], ("a,b", "none")),
+    "stop_token_ids": (["--stop-token-ids", "1,2", "--stop-token-ids", "3"], (1, 2, 3)),
+    "allowed_token_ids": (["--allowed-token-ids", "0", "--allowed-token-ids", "4,9"], (0, 4, 9)),
+    "bad_words": (["--bad-words", "x", "--bad-words", "y z"], ("x", "y z")),
+    "logprobs": (["--logprobs", "0"], 0),
+    "prompt_logprobs": (["--prompt-logprobs", "20"], 20),
+    "guided_json": (["--guided-json", '{"type": "object"}'], '{"type": "object"}'),
+    "guided_json_object": (["--guided-json-object"], True),
+    "guided_regex": (["--guided-regex", "none|@[a-z]+"], "none|@[a-z]+"),
+    "guided_choice": (["--guided-choice", "yes", "--guided-choice", "no,never"], ("yes", "no,never")),
+    "guided_grammar": (["--guided-grammar", 'start: "a"'], 'start: "a"'),
+}
+
+
+def said(*flags: str) -> SamplingParams:
+    return sampling_params(cli.parser().parse_args(["generate", "x", *flags]))
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_what_a_flag_says_arrives(name: str) -> None:
+    flags, value = FLAGS[name]
+    assert said(*flags) == replace(said(), **{name: value})
+    assert getattr(said(), name) != value, "or the flag could have been ignored"
+
+
+def test_without_flags_all_is_as_for_the_api_but_for_two() -> None:
+    assert said() == SamplingParams(max_tokens=128, temperature=0.8)
+
+
+@pytest.mark.parametrize("name", ["guided_json", "guided_grammar"])
+def test_a_schema_and_a_grammar_may_come_from_a_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, value = FLAGS[name]
+    (tmp_path / "file").write_text(value)
+    assert getattr(said(flags[0], f"@{tmp_path}/file"), name) == value
+    for place, message in (("none", "No such file"), ("", "Is a directory")):
+        assert cli.main(["generate", "x", flags[0], f"@{tmp_path}/{place}"]) == 2
+        told = capsys.readouterr().err
+        assert f"argument {flags[0]}: {tmp_path}" in told and message in told
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +140,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in (*(flag.name for flag in ENGINE_FLAGS), *(field.name for field in fields(SamplingParams))):
         assert "--" + flag.replace("_", "-") in out
     assert "(default: 128)" in out
+    (generate,) = (
+        action.choices["generate"] for action in cli.parser()._actions if isinstance(action.choices, dict)
+    )
+    assert [action.option_strings for action in generate._actions if not action.help] == []
 
 
 @pytest.mark.parametrize(
@@ -92,7 +155,23 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens is 0; it must be a whole number from 1"),
         (["generate", "x", "--temperature", "nan"], "temperature is nan; it must be a number from 0 to 100"),
-        (["generate", "x", "--stop", ""], "each stop string must have 1 to 1024 characters"),
+        (["generate", "x", "--stop", ""], "stop has ''; each of its texts must have 1 to"),
+        (["generate", "x", "--n", "0"], "n is 0; it must be a whole number from 1 to 65536"),
+        (["generate", "x", "--min-tokens", "200"], "min_tokens is 200; it must be at most max_tokens"),
+        (["generate", "x", "--min-p", "2"], "min_p is 2.0; it must be a number from 0 to 1"),
+        (["generate", "x", "--logit-bias", "5"], "argument --logit-bias: '5' is not of the form ID=VALUE"),
+        (["generate", "x", "--logit-bias", "a=5"], "'a=5' is not of the form ID=VALUE"),
+        (["generate", "x", "--logit-bias", "5=nan"], "logit_bias has 5: nan"),
+        (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "has token id 5 twice"),
+        (["generate", "x", "--stop-token-ids", "1,,2"], "argument --stop-token-ids: '1,,2' is no list of"),
+        (["generate", "x", "--allowed-token-ids", ""], "argument --allowed-token-ids: '' is no list of"),
+        (["generate", "x", "--logprobs", "21"], "logprobs is 21; it must be a whole number from 0 to 20"),
+        (["generate", "x", "--guided-json", "{"], "guided_json is no JSON schema"),
+        (["generate", "x", "--guided-choice", ""], "guided_choice has ''"),
+        (
+            ["generate", "x", "--guided-regex", "a", "--guided-json-object"],
+            "are both given; an output",
+        ),
         (["generate", "x", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["generate", "x", "--tensor-parallel", "8"], "n_heads 4 is no multiple of it; 1, 2, 4 split"),
         (["generate", "x", "--model", "/no/such/place"], "there is no directory /no/such/place"),
@@ -133,6 +212,55 @@ def test_text_goes_to_stdout_and_notes_to_stderr(
     assert "[2 of 2]" in told.err
     assert told.err.count("2 + 9 tokens") == 2
     assert told.err.count("finish reason length, seed 5") == 2
+
+
+def test_outputs_are_shown_one_after_another(lent: Lent, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "ab", "cd", "--n", "2", "--max-tokens", "7", "--seed", "5", "--ignore-eos"]
+    assert cli.main(arguments) == 0
+    told = capsys.readouterr()
+    params = SamplingParams(n=2, max_tokens=7, temperature=0.8, seed=5, ignore_eos=True)
+    results = lent.generate(["ab", "cd"], params)
+    assert len({result.text for result in results}) == 4
+    assert told.out == "\n".join(f"{result.text}\n" for result in results)
+    for i in range(1, 5):
+        assert f"[{i} of 4]" in told.err
+    assert told.err.count("seed 5") == told.err.count("seed 6") == 2
+
+
+def test_logprobs_stand_in_tables_beside_the_text(
+    lent: Lent, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["generate", "ab", "--max-tokens", "3", "--temperature", "0", "--ignore-eos"]
+    assert cli.main([*arguments, "--logprobs", "2", "--prompt-logprobs", "0", "--n", "2"]) == 0
+    told = capsys.readouterr()
+    params = SamplingParams(
+        max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=0, seed=0
+    )
+    (result,) = lent.generate("ab", params)
+    assert told.out == f"{result.text}\n\n{result.text}\n"
+    assert result.logprobs is not None and result.prompt_logprobs is not None
+    rows = [line.split() for line in told.err.splitlines()]
+    (prompt,) = result.prompt_logprobs
+    percent = f"{100 * math.exp(prompt.logprob):.1f}"
+    assert rows.count([str(prompt.token_id), "'b'", f"{prompt.logprob:.3f}", percent]) == 1, "told once"
+    for one in result.logprobs:
+        logprob, percent = f"{one.logprob:.3f}", f"{100 * math.exp(one.logprob):.1f}"
+        found = [row for row in rows if str(one.token_id) in row[:1] and logprob in row]
+        assert len(found) >= 2, "in each of the two outputs"
+        assert all(row.count(percent) >= 2 for row in found), "its own, and as the likeliest"
+
+
+def test_a_table_writes_what_would_be_obeyed_or_not_be_seen() -> None:
+    out = io.StringIO()
+    tokens = [TokenLogprobs(token_id, -1.5, ((token_id, -math.inf),)) for token_id in (27, 10, 32, 91, 300)]
+    table = logprob_table("Output", tokens, LETTERS)
+    Console(file=out, force_terminal=True, width=100, color_system=None).print(table)
+    rows = [line.split(maxsplit=1)[1].rstrip() for line in out.getvalue().splitlines() if "-1.500" in line]
+    assert "\x1b[2J" not in out.getvalue()
+    for row, text in zip(rows, [r"'\x1b'", r"'\n'", "' '", "'['", ""], strict=True):
+        assert row.startswith(text)
+        assert row.endswith(f"{text or 300} 0.0")
 
 
 def test_a_terminal_shows_the_prompt_and_obeys_nothing(
@@ -242,7 +370,7 @@ BAD_LINES: list[tuple[bytes, str, str | None, str]] = [
     (b'{"prompt": "a", "max_tokens": 64}', "RequestTooLarge", "max_tokens", "at most 63"),
     (b'{"prompt": "a", "max_tokens": "9"}', "InvalidSamplingParameter", "max_tokens", "'9'"),
     (b'{"prompt": "a", "temperature": 1e999}', "InvalidSamplingParameter", "temperature", "inf"),
-    (b'{"prompt": "a", "stop": [1]}', "InvalidSamplingParameter", "stop", "each stop string"),
+    (b'{"prompt": "a", "stop": [1]}', "InvalidSamplingParameter", "stop", "stop has 1; each of its"),
     (b'{"prompt": "a", "ignore_eos": 1}', "InvalidSamplingParameter", "ignore_eos", "true or false"),
     (b"x" * (jsonl.MAX_LINE_BYTES * 3), "BadLine", "line", "more than"),
 ]
@@ -297,6 +425,120 @@ def test_flags_are_the_lines_defaults(lent: Lent, tmp_path: Path, capsys: pytest
     assert "naïve ☃" in out, "text is written as text"
 
 
+# A value for each field as a line may have it, which is not the default of the flags below.
+LINES: dict[str, Any] = {
+    "n": 2,
+    "max_tokens": 3,
+    "min_tokens": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": -0.5,
+    "presence_penalty": 2,
+    "logit_bias": {"97": 50.0, "98": -1},
+    "seed": -3,
+    "ignore_eos": True,
+    "stop": ["zz"],
+    "stop_token_ids": [3],
+    "allowed_token_ids": [97, 98],
+    "bad_words": ["x"],
+    "logprobs": 1,
+    "prompt_logprobs": 2,
+    "guided_json": {"type": "object"},
+    "guided_json_object": True,
+    "guided_regex": "[a-z]+",
+    "guided_choice": ["yes", "no"],
+    "guided_grammar": 'start: "a"+',
+}
+
+
+def test_a_line_may_set_every_field(lent: Lent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LINES.keys() == {field.name for field in fields(SamplingParams)}
+    arrived: list[SamplingParams] = []
+    submit = lent.service.submit
+
+    def listening(prompt_ids: list[int], sampling: SamplingParams, **options: Any) -> Any:
+        arrived.append(sampling)
+        return submit(prompt_ids, sampling, **options)
+
+    monkeypatch.setattr(lent.service, "submit", listening)
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "a", name: value} for name, value in LINES.items()]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--max-tokens", "4", "--temperature", "1"]
+    assert cli.main(["generate", "--input", str(source), "--output", str(sink), *arguments]) == 0
+    assert all("error" not in record for record in records(sink))
+    wanted = [
+        one
+        for name, value in LINES.items()
+        for one in replace(SamplingParams(max_tokens=4), **{name: value}).choices()
+    ]
+    assert arrived == wanted
+
+
+def test_several_outputs_are_the_records_choices(lent: Lent, tmp_path: Path) -> None:
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(
+        '{"prompt": "ab", "n": 3, "seed": 4, "max_tokens": 5, "logprobs": 2, "prompt_logprobs": 1}\n'
+        '{"prompt": "ab", "n": 1, "seed": 4, "max_tokens": 5, "logprobs": 0}\n'
+        '{"prompt": "ab", "n": 2, "seed": 4, "max_tokens": 64}\n'
+    )
+    assert cli.main(["generate", "--input", str(source), "--output", str(sink), "--ignore-eos"]) == 1
+    three, one, bad = records(sink)
+    params = SamplingParams(
+        n=3, seed=4, max_tokens=5, temperature=0.8, logprobs=2, prompt_logprobs=1, ignore_eos=True
+    )
+    results = lent.generate("ab", params)
+
+    def told(logprobs: list[TokenLogprobs] | None, n_top: int) -> list[dict[str, Any]]:
+        assert logprobs is not None
+        return [
+            {"token_id": t, "logprob": pytest.approx(value, rel=1e-4), "top": tops(top[:n_top])}
+            for t, value, top in logprobs
+        ]
+
+    def tops(top: tuple[tuple[int, float], ...]) -> list[Any]:
+        return [[t, pytest.approx(value, rel=1e-4)] for t, value in top]
+
+    assert three == {
+        "line": 1,
+        "prompt": "ab",
+        "n_input": 2,
+        "choices": [
+            {
+                "text": result.text,
+                "token_ids": result.token_ids,
+                "finish_reason": "length",
+                "seed": 4 + i,
+                "logprobs": told(result.logprobs, 2),
+            }
+            for i, result in enumerate(results)
+        ],
+        "prompt_logprobs": told(results[0].prompt_logprobs, 1),
+    }
+    assert one == {
+        "line": 2,
+        "prompt": "ab",
+        "n_input": 2,
+        "text": results[0].text,
+        "token_ids": results[0].token_ids,
+        "finish_reason": "length",
+        "seed": 4,
+        "logprobs": told(results[0].logprobs, 0),
+    }
+    assert (bad["error"]["param"], "choices" in bad) == ("max_tokens", False)
+    lent.generate([1], SamplingParams(max_tokens=2))
+    assert lent.service.scheduler.n_rsrv == 0
+
+
+def test_a_probability_of_0_is_null() -> None:
+    assert jsonl._logprobs([TokenLogprobs(1, -math.inf, ((2, -0.5), (1, -math.inf)))]) == [
+        {"token_id": 1, "logprob": None, "top": [[2, -0.5], [1, None]]}
+    ]
+
+
 def test_an_empty_file(lent: Lent, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").touch()
     assert (
@@ -323,7 +565,8 @@ def test_a_full_disk_is_told(lent: Lent, tmp_path: Path, capsys: pytest.CaptureF
     assert "cannot write the output: No space left on device" in capsys.readouterr().err
 
 
-def test_a_long_file_is_read_only_as_far_as_it_is_needed(tiny: LLM) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_long_file_is_read_only_as_far_as_it_is_needed(n: int, tiny: LLM) -> None:
     n_read = n_written = furthest = 0
 
     class Source(io.BytesIO):
@@ -340,8 +583,8 @@ def test_a_long_file_is_read_only_as_far_as_it_is_needed(tiny: LLM) -> None:
             return super().write(data)
 
     sink = Sink()
-    assert jsonl.run(tiny, Source(), sink, SamplingParams(), Console(file=io.StringIO())) == 0
-    assert furthest == 4 * tiny.serving.max_batch_size
+    assert jsonl.run(tiny, Source(), sink, SamplingParams(n=n), Console(file=io.StringIO())) == 0
+    assert furthest == -(-4 * tiny.serving.max_batch_size // n)
     assert [json.loads(line)["line"] for line in sink.getvalue().splitlines()] == list(range(1, 101))
 
 
@@ -351,7 +594,7 @@ def test_when_the_engine_fails_what_was_in_flight_has_its_records(tiny_directory
         def lost(*_: object) -> None:
             raise MemoryError("gone")
 
-        llm.service.scheduler.engine._worker.issue = lost  # pyright: ignore[reportAttributeAccessIssue]
+        llm.service.scheduler.engine._workers.issue = lost  # pyright: ignore[reportAttributeAccessIssue]
         sink = io.BytesIO()
         source = io.BytesIO(b'{"prompt": "a"}\n' * 1000)
         with pytest.raises(EngineError, match="the lines from there on were not run"):

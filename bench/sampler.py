@@ -1,0 +1,180 @@
+"""What the choice of next tokens takes, by what is asked for, beside the floor of reading the logits once.
+
+    python -m bench.sampler [--rows 1,32,128] [--vocab 50257,151936] [--repeat 30] [--json FILE]
+
+Each program of the chooser runs on random logits of a spread like a model's, its results stay on the device.
+The floor is measured in the same run, turn by turn: the largest of each row, one reading of the same array.
+`offered` is the smallest program that serves a request with only that parameter: what an iteration pays.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from orca_jax.control import ADJUSTED, CONSTRAINED, neutral_sampling
+from orca_jax.flat_batch import SamplerArrays, TokenPrograms, token_programs
+from orca_jax.sharding.device_group import DeviceGroup, device_name
+from orca_jax.sharding.token_chooser import TokenChooser
+from orca_jax.token_words import n_words
+
+# What a batch's rows ask for, as fields of control.SAMPLING.
+FEATURES: dict[str, dict[str, float]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 0.8, "top_k": 50},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "min_p": {"temperature": 0.8, "min_p": 0.05},
+    "top_k, top_p and min_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+    "penalties or biases": {"flags": ADJUSTED, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    "a grammar, or other constraints": {"flags": CONSTRAINED},
+    "logprobs": {"logprobs": 5},
+    "all of it": {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "flags": ADJUSTED | CONSTRAINED,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.5,
+        "logprobs": 5,
+    },
+}
+
+
+class Bench:
+    """A chooser with logits of one size, and the arguments of its programs for each feature."""
+
+    def __init__(self, n_rows: int, vocab_size: int) -> None:
+        group = DeviceGroup((jax.devices()[0],))
+        self.chooser = TokenChooser(vocab_size, n_rows, group.place())
+        normal = jax.random.normal(jax.random.key(n_rows), (n_rows, vocab_size), jnp.float32)
+        self.logits = jax.block_until_ready(jax.device_put(3 * normal, group.place()))
+        self.words = np.full((n_rows, n_words(vocab_size)), -1, np.int32)
+        self._largest = jax.jit(lambda logits: logits.max(axis=-1))
+        self._n_rows = n_rows
+
+    def floor(self) -> object:
+        """The logits read once."""
+        return self._largest(self.logits)
+
+    def feature(self, fields: dict[str, float]) -> Callable[[], object]:
+        """One iteration's choice where every row asks for this."""
+        sampling = neutral_sampling(self._n_rows)
+        for name, value in fields.items():
+            sampling[name] = value
+        programs = token_programs(sampling)
+        rows = jax.device_put(_rows(sampling), self.logits.sharding)
+        words = self.words if programs.allow else None
+        return lambda: self.chooser._run(self.logits, rows, programs, words)
+
+
+def _rows(sampling: np.ndarray) -> np.ndarray:
+    """The buffer's SamplerArrays [n, R] of these rows in the middle of their outputs."""
+    n = len(sampling)
+    real = {name: sampling[name].view(np.int32) for name in ("temperature", "top_p", "min_p")}
+    return np.stack(
+        SamplerArrays(
+            row=np.arange(n, dtype=np.int32),
+            top_k=sampling["top_k"],
+            token_index=np.full(n, 7, np.int32),
+            seed_low=np.arange(n, dtype=np.int32),
+            seed_high=np.zeros(n, np.int32),
+            adjusted=np.where(sampling["flags"] & ADJUSTED, 2, 0).astype(np.int32),
+            repetition=np.ascontiguousarray(sampling["repetition_penalty"]).view(np.int32),
+            frequency=np.ascontiguousarray(sampling["frequency_penalty"]).view(np.int32),
+            presence=np.ascontiguousarray(sampling["presence_penalty"]).view(np.int32),
+            **real,
+        )
+    )
+
+
+def measure(n_rows: int, vocab_size: int, repeat: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
+    """Median seconds of each feature, and of the floor, which is run beside each."""
+    bench = Bench(n_rows, vocab_size)
+    found: list[dict[str, Any]] = []
+    for name, fields in FEATURES.items():
+        run = bench.feature(fields)
+        times: tuple[list[float], list[float]] = ([], [])
+        for turn in range(repeat + 2):
+            for work, into in zip((bench.floor, run), times, strict=True):
+                start = time.perf_counter()
+                jax.block_until_ready(work())
+                if turn >= 2:
+                    into.append(time.perf_counter() - start)
+        floor, seconds = (statistics.median(some) for some in times)
+        sampling = neutral_sampling(1)
+        for field, value in fields.items():
+            sampling[field] = value
+        found.append(
+            {
+                "rows": n_rows,
+                "vocab": vocab_size,
+                "feature": name,
+                "programs": _said(token_programs(sampling)),
+                "seconds": seconds,
+                "floor_seconds": floor,
+                "over_floor": seconds / floor,
+            }
+        )
+        tick()
+    return found
+
+
+def _said(programs: TokenPrograms) -> str:
+    parts = [name for name in ("adjust", "allow") if getattr(programs, name)]
+    return " + ".join([*parts, programs.sampler, *(["logprobs"] if programs.logprobs else [])])
+
+
+def _table(found: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="the choice of next tokens, median")
+    for column in ("rows", "vocabulary", "feature", "programs", "microseconds", "floor", "over floor"):
+        table.add_column(column, justify="left" if column in ("feature", "programs") else "right")
+    for one in found:
+        table.add_row(
+            str(one["rows"]),
+            f"{one['vocab']:,}",
+            one["feature"],
+            one["programs"],
+            f"{1e6 * one['seconds']:,.0f}",
+            f"{1e6 * one['floor_seconds']:,.0f}",
+            f"{one['over_floor']:.1f}",
+        )
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="the time that the choice of next tokens takes")
+    parser.add_argument("--rows", default="1,32,128", help="rows, with commas between")
+    parser.add_argument("--vocab", default="50257,151936", help="sizes of vocabularies")
+    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--json", type=Path, help="write the raw records here")
+    args = parser.parse_args(argv)
+    sizes = [(int(r), int(v)) for v in args.vocab.split(",") for r in args.rows.split(",")]
+    found: list[dict[str, Any]] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("sampling", total=len(sizes) * len(FEATURES))
+        for n_rows, vocab_size in sizes:
+            found += measure(n_rows, vocab_size, args.repeat, lambda: progress.advance(task))
+    console = Console(width=120)
+    console.print(_table(found))
+    console.print(f"{device_name(jax.devices()[0])}, jax {jax.__version__}, Python {sys.version.split()[0]}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

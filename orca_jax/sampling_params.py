@@ -1,0 +1,234 @@
+"""What a request may ask of its output: how tokens are chosen, which are allowed, when to stop, what to tell.
+
+The one definition for the offline API, both endpoints and the command line; docs/generation.md says in which
+order these act.
+"""
+
+# What a user hands in is checked when it runs as well, whatever its annotations promise.
+# pyright: reportUnnecessaryIsInstance=false, reportUnnecessaryComparison=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import copy
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orca_jax.errors import InvalidSamplingParameter
+
+MAX_TOP_LOGPROBS = 20
+_SHORT = 80  # characters of what came, in a message
+_GRAMMARS = ("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Checked when made; raises InvalidSamplingParameter, which names the field.
+
+    How tokens are chosen: `temperature` 0 is greedy; `top_k` 0 (or -1), `top_p` 1 and `min_p` 0 leave every
+    token in. `repetition_penalty` 1, `frequency_penalty` 0, `presence_penalty` 0 and an empty `logit_bias`
+    (token id to what is added) change nothing. `seed` None: the service draws one and reports it.
+
+    Which tokens may come: `allowed_token_ids` (None: all), `bad_words` (texts that do not come), and one
+    grammar: `guided_json` (a JSON schema), `guided_json_object` (any JSON object), `guided_regex`,
+    `guided_choice` (one of these texts), `guided_grammar` (in Lark's form). A grammar's end ends the request,
+    and it goes before `min_tokens` and `bad_words` where they leave no token.
+
+    When to stop: after `max_tokens` output tokens (as in OpenAI's API, without the prompt's), at an
+    end-of-sequence token unless `ignore_eos`, at one of `stop_token_ids`, before one of the texts `stop`;
+    none of the last three before there are `min_tokens`.
+
+    What to tell: `logprobs` n gives the logarithm of each output token's probability and of the n likeliest,
+    `prompt_logprobs` the same for the prompt. They are those of the model, before anything above has acted.
+
+    `n` outputs are made of one prompt; output i has the seed `seed + i`.
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float], hash=False)
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guided_json: str | Mapping[str, Any] | bool | None = field(default=None, hash=False)
+    guided_json_object: bool = False
+    guided_regex: str | None = None
+    guided_choice: tuple[str, ...] | None = None
+    guided_grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        self._integer("n", 1, 1 << 16)
+        self._integer("max_tokens", 1, 1 << 30)
+        self._integer("min_tokens", 0, 1 << 30)
+        self._real("temperature", 0.0, 100.0)
+        self._real("top_p", 0.0, 1.0, above_low=True)
+        self._integer("top_k", -1, 1 << 30)
+        if self.top_k == -1:
+            self._set("top_k", 0)
+        self._real("min_p", 0.0, 1.0)
+        self._real("repetition_penalty", 0.0, 100.0, above_low=True)
+        self._real("frequency_penalty", -2.0, 2.0)
+        self._real("presence_penalty", -2.0, 2.0)
+        if self.logit_bias != {}:
+            self._set("logit_bias", self._checked_bias())
+        self._set("stop", self._texts("stop", 16, one_text=True))
+        self._set("bad_words", self._texts("bad_words", 256))
+        self._set("stop_token_ids", self._token_ids("stop_token_ids", 0, 256))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", self._token_ids("allowed_token_ids", 1, 1 << 22))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, 0, MAX_TOP_LOGPROBS)
+        for name in ("ignore_eos", "guided_json_object"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "must be true or false")
+        self._check_grammar()
+        if self.seed is not None:
+            self._integer("seed", -(1 << 63), (1 << 63) - self.n)
+        if self.min_tokens > self.max_tokens:
+            self._refuse("min_tokens", f"must be at most max_tokens, which is {self.max_tokens}")
+
+    @property
+    def grammar(self) -> str | None:
+        """The name of the field that asks for a grammar; None where none does."""
+        return next((name for name in _GRAMMARS if getattr(self, name) not in (None, False)), None)
+
+    def choices(self) -> "list[SamplingParams]":
+        """Those of each of the `n` outputs: each with n 1, and with a seed of its own where one is given."""
+        if self.n == 1:
+            return [self]
+        choices: list[SamplingParams] = []
+        for i in range(self.n):
+            choice = copy.copy(self)  # all that is in it was checked
+            choice._set("n", 1)
+            choice._set("seed", None if self.seed is None else self.seed + i)
+            choices.append(choice)
+        return choices
+
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise InvalidSamplingParameter, naming the field, for a token id that the model does not have."""
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                if token_id >= vocab_size:
+                    message = f"{name} has {token_id}; the model's token ids go from 0 to {vocab_size - 1}"
+                    raise InvalidSamplingParameter(message, param=name)
+
+    # How the fields are checked.
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _refuse(self, name: str, rule: str) -> None:
+        came = f"{getattr(self, name)!r:.{_SHORT}}"
+        raise InvalidSamplingParameter(f"{name} is {came}; it {rule}", param=name)
+
+    def _integer(self, name: str, low: int, high: int) -> None:
+        if not _is_whole(getattr(self, name), low, high):
+            self._refuse(name, f"must be a whole number from {low} to {high}")
+
+    def _real(self, name: str, low: float, high: float, *, above_low: bool = False) -> None:
+        value = getattr(self, name)
+        if not _is_number(value) or not low <= value <= high or (above_low and value == low):
+            start = f"above {low:g}" if above_low else f"from {low:g}"
+            self._refuse(name, f"must be a number {start} to {high:g}")
+
+    def _checked_bias(self) -> dict[int, float]:
+        """Keys as numbers: in JSON they are texts."""
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > 4096:
+            self._refuse("logit_bias", "must map up to 4096 token ids to numbers from -100 to 100")
+        bias = dict[int, float]()
+        for key, value in self.logit_bias.items():
+            token_id: object = key
+            if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
+                token_id = int(key)
+            if not _is_whole(token_id, 0, 1 << 30) or not _is_number(value) or not -100 <= value <= 100:
+                message = f"logit_bias has {key!r:.{_SHORT}}: {value!r:.{_SHORT}}; it must map token ids to "
+                raise InvalidSamplingParameter(message + "numbers from -100 to 100", param="logit_bias")
+            assert isinstance(token_id, int)
+            if token_id in bias:
+                message = f"logit_bias has token id {token_id} twice; give it once"
+                raise InvalidSamplingParameter(message, param="logit_bias")
+            bias[token_id] = float(value)
+        return bias
+
+    def _texts(self, name: str, most: int, *, one_text: bool = False) -> tuple[str, ...]:
+        value = getattr(self, name)
+        if one_text and isinstance(value, str):
+            value = (value,)
+        if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
+            count = f"{len(value)} texts" if isinstance(value, tuple | list) else f"{value!r:.{_SHORT}}"
+            one = "a text or " if one_text else ""
+            message = f"{name} is {count}; it must be {one}a list of up to {most} texts"
+            raise InvalidSamplingParameter(message, param=name)
+        for text in value:
+            if not isinstance(text, str) or not 1 <= len(text) <= 1024:
+                message = f"{name} has {text!r:.{_SHORT}}; each of its texts must have 1 to 1024 characters"
+                raise InvalidSamplingParameter(message, param=name)
+        return tuple(value)
+
+    def _token_ids(self, name: str, least: int, most: int) -> tuple[int, ...]:
+        value = getattr(self, name)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if not is_list or not least <= len(value) <= most:
+            count = f"a list of {len(value)}" if is_list else f"{value!r:.{_SHORT}}"
+            message = f"{name} is {count}; it must be a list of {least} to {most} token ids"
+            raise InvalidSamplingParameter(message, param=name)
+        for token_id in value:
+            if not _is_whole(token_id, 0, 1 << 30):
+                message = f"{name} has {token_id!r:.{_SHORT}}; token ids are whole numbers from 0"
+                raise InvalidSamplingParameter(message, param=name)
+        return tuple(dict.fromkeys(value))
+
+    def _check_grammar(self) -> None:
+        asked = [name for name in _GRAMMARS if getattr(self, name) not in (None, False)]
+        if len(asked) > 1:
+            message = f"{asked[0]} and {asked[1]} are both given; an output follows one grammar"
+            raise InvalidSamplingParameter(message, param=asked[1])
+        if asked and self.allowed_token_ids is not None:
+            message = f"allowed_token_ids and {asked[0]} are both given; give one of them"
+            raise InvalidSamplingParameter(message, param="allowed_token_ids")
+        for name in ("guided_regex", "guided_grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= 1 << 16):
+                self._refuse(name, "must be a text of 1 to 65536 characters")
+        if self.guided_choice is not None:
+            if not isinstance(self.guided_choice, tuple | list) or not self.guided_choice:
+                self._refuse("guided_choice", "must be a list of 1 to 1024 texts")
+            self._set("guided_choice", self._texts("guided_choice", 1024))
+        if self.guided_json is not None and self.guided_json is not False:
+            self._set("guided_json", self._json_schema())
+
+    def _json_schema(self) -> str:
+        """As JSON text, whatever it came as."""
+        schema = self.guided_json
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            parsed = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            message = f"guided_json is no JSON schema: {error!s:.{_SHORT}}"
+            raise InvalidSamplingParameter(message, param="guided_json") from error
+        if not isinstance(parsed, dict | bool) or parsed is False or len(text) > 1 << 16:
+            self._refuse("guided_json", "must be a JSON schema: an object, of up to 65536 characters of JSON")
+        return text
+
+
+def _is_whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

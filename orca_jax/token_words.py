@@ -1,0 +1,23 @@
+"""Sets of tokens as words of bits: bit t % 32 of word t // 32 stands for token t."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.int32]
+
+
+def n_words(vocab_size: int) -> int:
+    """Words that have a bit for each token id."""
+    return -(-vocab_size // 32)
+
+
+def words_of(token_ids: Iterable[int] | None, vocab_size: int) -> Words:
+    """[n_words] with the bits of these, or of every token of the vocabulary where they are None."""
+    bits = np.zeros(32 * n_words(vocab_size), np.bool_)
+    if token_ids is None:
+        bits[:vocab_size] = True
+    else:
+        bits[list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)

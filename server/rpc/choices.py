@@ -1,0 +1,104 @@
+"""The choices of one call: requests of the service that come in together, and whose pieces leave in turn."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from orca_jax.errors import OrcaError
+from orca_jax.output_rules import OutputRules
+from orca_jax.request import FinishReason
+from server.gateway import Gateway, LiveRequest
+from server.rpc import generation_pb2 as pb
+from server.rpc import messages
+
+Write = Callable[[pb.GenerateResponse], Awaitable[None]]
+
+
+class Choice:
+    """One output of a call: its live request, and how many of its tokens have been written."""
+
+    def __init__(self, live: LiveRequest, request_id: str, index: int) -> None:
+        self.live = live
+        self.n_written = 0
+        self._request_id = request_id
+        self._index = index
+
+    async def write_to(self, write: Write) -> None:
+        """Write its pieces as they come; while a write waits for the client, more gather.
+
+        Raises what ended it before it was complete.
+        """
+        async for piece in self.live:
+            message = messages.response(
+                self.live, piece, self.n_written, request_id=self._request_id, index=self._index
+            )
+            await write(message)
+            self.n_written += len(piece.token_ids)
+
+
+@contextmanager
+def choices_of(
+    gateway: Gateway,
+    prompt_ids: Sequence[int],
+    rules: OutputRules,
+    *,
+    request_id: str,
+    timeout: float | None,
+) -> Iterator[list[Choice]]:
+    """The `n` choices that the rules ask for, all or none accepted; they end when this is left.
+
+    Choice 0 is the service's request `request_id`, choice i is `request_id i`: no client's own id has a
+    space, so another call cannot have taken it. Raises as `Gateway.submit` does.
+    """
+    with ExitStack() as ending:
+        choices = list[Choice]()
+        for i, one in enumerate(rules.choices()):
+            if i > 0 and one.sampling.prompt_logprobs is not None:  # they are the same, and told once
+                one = replace(one, sampling=replace(one.sampling, prompt_logprobs=None))
+            name = request_id if i == 0 else f"{request_id} {i}"
+            live = gateway.submit(prompt_ids, one, request_id=name, timeout=timeout)
+            choices.append(Choice(ending.enter_context(live), request_id, i))
+        yield choices
+
+
+def end_all(choices: Sequence[Choice], reason: FinishReason) -> bool:
+    """Ask those that still run to end; False where none does."""
+    running = [choice.live for choice in choices if choice.live.finish_reason is None]
+    for live in running:
+        live.end(reason)
+    return bool(running)
+
+
+async def write_all(choices: Sequence[Choice], write: Write) -> None:
+    """Write all that comes of all choices, one message at a time.
+
+    Where one ends before it is complete the others are ended too, what they had is written, and what ended
+    the first is raised.
+    """
+    if len(choices) == 1:
+        await choices[0].write_to(write)
+        return
+    lock = asyncio.Lock()  # a call has one write under way at most
+    failures: list[OrcaError] = []
+
+    async def in_turn(message: pb.GenerateResponse) -> None:
+        async with lock:
+            await write(message)
+
+    async def whole(choice: Choice) -> None:
+        try:
+            await choice.write_to(in_turn)
+        except OrcaError as error:
+            failures.append(error)
+            if len(failures) == 1:
+                end_all(choices, FinishReason.CANCELLED)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for choice in choices:
+                tasks.create_task(whole(choice))
+    except BaseExceptionGroup as group:  # a write failed
+        raise group.exceptions[0] from group
+    if failures:
+        raise failures[0]

@@ -1,0 +1,56 @@
+"""A client of gRPC's Generate, and what it makes of a call."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+
+from server.rpc import generation_pb2 as pb
+from server.rpc.generation_pb2_grpc import GenerationStub
+from tests.endpoint.harness import Server
+from tests.host.engines import SOON
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All messages of a call that ended well, and its initial metadata."""
+
+    messages: list[pb.GenerateResponse]
+    metadata: dict[str, Any]
+
+    @property
+    def text(self) -> str:
+        return "".join(message.text for message in self.messages)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for message in self.messages for token_id in message.token_ids]
+
+    @property
+    def last(self) -> pb.GenerateResponse:
+        return self.messages[-1]
+
+
+@contextmanager
+def client(server: Server, options: Sequence[tuple[str, int]] = ()) -> Iterator[GenerationStub]:
+    with grpc.insecure_channel(server.grpc_address, options=options) as channel:
+        yield GenerationStub(channel)
+
+
+def asking(text: str = "Go", **sampling: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))
+
+
+def answer(stub: GenerationStub, request: pb.GenerateRequest) -> Answer:
+    call = stub.Generate(request, timeout=SOON)
+    return Answer(list(call), dict(call.initial_metadata()))
+
+
+def refusal(stub: GenerationStub, request: pb.GenerateRequest, **options: Any) -> Any:
+    """The error that a call ends with; `code()`, `details()` and `trailing_metadata()` tell about it."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request, **{"timeout": SOON, **options}))
+    return caught.value
