@@ -1,10 +1,10 @@
 """What the choice of next tokens takes, by what is asked for, beside the floor of reading the logits once.
 
-    python -m bench.sampler [--rows 1,32,128] [--vocab 50257,151936] [--repeat 30] [--json FILE]
+    python -m bench.sampler [--rows 1,32,128] [--vocab 50257,151936] [--repeat 30]
 
 Each program of the chooser runs on random logits of a spread like a model's, its results stay on the device.
 The floor is measured in the same run, turn by turn: the largest of each row, one reading of the same array.
-`offered` is the smallest program that serves a request with only that parameter: what an iteration pays.
+The last line is JSON.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -160,7 +159,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="1,32,128", help="rows, with commas between")
     parser.add_argument("--vocab", default="50257,151936", help="sizes of vocabularies")
     parser.add_argument("--repeat", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the raw records here")
     args = parser.parse_args(argv)
     sizes = [(int(r), int(v)) for v in args.vocab.split(",") for r in args.rows.split(",")]
     found: list[dict[str, Any]] = []
@@ -170,9 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found += measure(n_rows, vocab_size, args.repeat, lambda: progress.advance(task))
     console = Console(width=120)
     console.print(_table(found))
-    console.print(f"{device_name(jax.devices()[0])}, jax {jax.__version__}, Python {sys.version.split()[0]}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    said = {"device": device_name(jax.devices()[0]), "jax": jax.__version__, "sampler": found}
+    print(json.dumps(said))
     return 0
 
 

@@ -137,12 +137,21 @@ async def _soak(report: Report, url: str, grpc_address: str | None, progress: Pr
     _check(report, before, after)
 
 
+# Together they need every program: for a prompt's own log-probabilities there is one for each size.
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {"echo": True, "logprobs": 1},
+    {"temperature": 1},
+    {"temperature": 1, "top_p": 0.9},
+    {"temperature": 1, "frequency_penalty": 1.0, "min_tokens": 1},
+)
+
+
 async def _warm(clients: Clients) -> None:
     """Let every program be compiled, so that memory is what it will be."""
     for size in bucket_sizes(MOST_TOKENS):
         prompt = [1 + i % 2000 for i in range(size)]
-        for sampling in ({"temperature": 0}, {"temperature": 1}, {"temperature": 1, "top_p": 0.9}):
-            if size <= MAX_BATCH_SIZE or sampling["temperature"] == 0:  # the sampler's by rows alone
+        for sampling in SAMPLINGS:
+            if size <= MAX_BATCH_SIZE or "temperature" not in sampling:  # the others' are by rows alone
                 async with asyncio.timeout(CLIENT_SECONDS):
                     await clients.send({"prompt": prompt, "max_tokens": 1, **sampling})
 

@@ -40,7 +40,9 @@ BAD_REQUESTS: tuple[tuple[str, object, int], ...] = (
     (COMPLETIONS, {"prompt": "In", "temperature": "hot"}, 400),
     (COMPLETIONS, {"prompt": [5, -1]}, 400),
     (COMPLETIONS, {"prompt": "the " * 3000}, 400),
-    (COMPLETIONS, {"prompt": "In", "logprobs": 3}, 400),
+    (COMPLETIONS, {"prompt": "In", "logprobs": 30}, 400),
+    (COMPLETIONS, {"prompt": "In", "guided_regex": "("}, 400),
+    (COMPLETIONS, {"prompt": "In", "frequency_penalty": 3}, 400),
     (COMPLETIONS, {"prompt": "In", "model": "another"}, 404),
     (CHAT, {"messages": []}, 400),
     (CHAT, {"messages": [{"role": "nobody", "content": "In"}]}, 400),
@@ -83,6 +85,8 @@ class Clients:
     async def completion(self, rng: random.Random) -> str:
         """A completion, read to its end."""
         body = {**_sampling(rng), "prompt": _prompt(rng)}
+        if rng.random() < 0.2:
+            body |= {"logprobs": rng.randrange(4), "echo": rng.random() < 0.5}
         async with self._exchange(post(*self._address, COMPLETIONS, body)) as exchange:
             await exchange.head()
             return await _read(exchange, body)
@@ -91,6 +95,8 @@ class Clients:
         """A chat completion, read to its end."""
         messages = [{"role": "user", "content": _text(rng)}]
         body = {**_sampling(rng), "messages": messages}
+        if rng.random() < 0.2:
+            body |= {"logprobs": True, "top_logprobs": rng.randrange(4)}
         async with self._exchange(post(*self._address, CHAT, body)) as exchange:
             await exchange.head()
             return await _read(exchange, body)
@@ -215,7 +221,11 @@ class Clients:
     ) -> "grpc.aio.UnaryStreamCall[GenerateRequest, GenerateResponse]":
         assert self._generation is not None
         sampling = SamplingParams(
-            max_tokens=rng.randrange(at_least, at_least + 80), temperature=rng.choice((0.0, 0.8))
+            max_tokens=rng.randrange(at_least, at_least + 80),
+            temperature=rng.choice((0.0, 0.8)),
+            min_p=rng.choice((0.0, 0.1)),
+            repetition_penalty=rng.choice((1.0, 1.2)),
+            logprobs=rng.choice((None, 2)),
         )
         request = GenerateRequest(text=_text(rng), sampling=sampling, request_id=request_id)
         return self._generation.Generate(request, timeout=timeout)
@@ -258,6 +268,21 @@ def _prompt(rng: random.Random) -> object:
     return ids if kind < 0.9 else [_text(rng), _text(rng)]
 
 
+_PARAMETERS: tuple[dict[str, Any], ...] = (
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 1.0, "presence_penalty": -0.5},
+    {"logit_bias": {"300": 5, "301": -100}},
+    {"min_tokens": 1, "stop_token_ids": [300]},
+    {"allowed_token_ids": list(range(300, 340))},
+    {"bad_words": ["the", "and he"]},
+    {"guided_choice": ["red", "green", "blue"]},
+    {"guided_regex": "[a-z]{3,9}( [a-z]{3,9}){0,6}"},
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, "a"]}}}},
+)
+
+
 def _sampling(rng: random.Random, *, at_least: int = 1) -> dict[str, Any]:
     body: dict[str, Any] = {
         "max_tokens": rng.randrange(at_least, at_least + 80),
@@ -270,6 +295,8 @@ def _sampling(rng: random.Random, *, at_least: int = 1) -> dict[str, Any]:
         body |= {"top_p": 0.9, "top_k": 40}
     if rng.random() < 0.3:
         body["stop"] = ["And ", "the"]
+    if rng.random() < 0.5:
+        body |= rng.choice(_PARAMETERS)
     if body["stream"] and rng.random() < 0.5:
         body["stream_options"] = {"include_usage": True}
     return body

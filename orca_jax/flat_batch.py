@@ -26,7 +26,7 @@ class Words(Protocol):
 
 
 class FlatArrays(NamedTuple):
-    """The parts of the buffer in their order, all int32; some hold the bits of float32 numbers."""
+    """The parts of the buffer in their order, all int32."""
 
     token_ids: Any  # [T]
     positions: Any  # [T] index of the token within its request
@@ -36,23 +36,11 @@ class FlatArrays(NamedTuple):
     row_start: Any  # [R + 1] index of each row's first token; the last entry is the number of tokens
     kv_length: Any  # [R] tokens in the cache after these were written; 0 for padding
     block_table: Any  # [R, max_blocks]
-    # What the sampler needs, as in SamplerArrays, side by side:
-    row: Any
-    top_k: Any
-    token_index: Any
-    seed_low: Any
-    seed_high: Any
-    adjusted: Any
-    temperature: Any
-    top_p: Any
-    min_p: Any
-    repetition: Any
-    frequency: Any
-    presence: Any
+    sampler: Any  # [len(SamplerArrays), R] what the sampler needs
 
 
 class SamplerArrays(NamedTuple):
-    """The parts of the buffer that the sampler needs, `[R]` each; from `temperature` on the bits of float32.
+    """What the sampler needs, `[R]` int32 each; from `temperature` on they are the bits of float32.
 
     `adjusted` is 0 for a row without biases and penalties. Else it is 1, or 2 where the token of the
     iteration before is not counted yet.
@@ -98,19 +86,13 @@ class FlatLayout:
         return FlatArrays(
             token_ids=t, positions=t, slot_of_token=t, last_row=t, take_last=t,
             row_start=(self.n_rows + 1,), kv_length=r, block_table=(self.n_rows, self.max_blocks),
-            row=r, top_k=r, token_index=r, seed_low=r, seed_high=r, adjusted=r, temperature=r, top_p=r,
-            min_p=r, repetition=r, frequency=r, presence=r,
+            sampler=(len(SamplerArrays._fields), self.n_rows),
         )  # fmt: skip
 
     @property
     def size(self) -> int:
         """32-bit words of the whole buffer."""
         return 5 * self.n_tokens + self.n_rows * (2 + len(SamplerArrays._fields) + self.max_blocks) + 1
-
-    @property
-    def sampler_words(self) -> slice:
-        """Where the buffer has SamplerArrays, one after the other."""
-        return slice(self.size - len(SamplerArrays._fields) * self.n_rows, self.size)
 
     def split(self, buffer: Words) -> FlatArrays:
         """Cut a buffer `[size]` int32 into its parts, by slicing and reshaping alone.
@@ -198,20 +180,20 @@ def flat_batch(
     np.cumsum(message.input_length, out=row_start[1 : real_rows + 1])
     row_start[real_rows + 1 :] = real_tokens
     to.kv_length[:real_rows] = message.kv_length
-    to.row[:real_rows] = message.row
     to.block_table[:real_rows] = message.block_table
-    to.token_index[:real_rows] = message.token_index
-    sampling = message.sampling
+    sampling, sampler = message.sampling, SamplerArrays(*to.sampler)
     seed = sampling["seed"]
-    to.top_k[:real_rows] = sampling["top_k"]
-    to.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-    to.seed_high[:real_rows] = seed >> 32
+    sampler.row[:real_rows] = message.row
+    sampler.token_index[:real_rows] = message.token_index
+    sampler.top_k[:real_rows] = sampling["top_k"]
+    sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+    sampler.seed_high[:real_rows] = seed >> 32
     programs = token_programs(sampling)
     if programs.adjust:
         adjusted = (sampling["flags"] & ADJUSTED) > 0
-        to.adjusted[:real_rows] = np.where(message.initiation, 1, 2) * adjusted
+        sampler.adjusted[:real_rows] = np.where(message.initiation, 1, 2) * adjusted
     for name, source in _REALS.items():
-        getattr(to, name).view(np.float32)[:real_rows] = sampling[source]
+        getattr(sampler, name).view(np.float32)[:real_rows] = sampling[source]
 
     # Per token. Increments alone need no map from token to row: each row is one token.
     kv_length, row, take_last = message.kv_length, message.row, message.token_on_device
@@ -246,8 +228,9 @@ def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDAr
     """A buffer in which every token and row is padding, and its parts."""
     buffer = np.zeros(layout.size, np.int32)
     to = layout.split(buffer)
-    to.row.fill(n_rows)
     to.slot_of_token.fill(n_slots)
-    to.top_p.view(np.float32).fill(1)
-    to.repetition.view(np.float32).fill(1)
+    sampler = SamplerArrays(*to.sampler)
+    sampler.row.fill(n_rows)
+    sampler.top_p.view(np.float32).fill(1)
+    sampler.repetition.view(np.float32).fill(1)
     return buffer, to

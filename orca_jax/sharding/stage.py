@@ -108,8 +108,7 @@ class Stage:
             out, caches = compute(*arrays)
             if part.last:
                 logits, hidden = out
-                rows = arrays[-1][layout.sampler_words].reshape(-1, layout.n_rows)
-                return Last(logits, rows, hidden), caches
+                return Last(logits, layout.split(arrays[-1]).sampler, hidden), caches
             return out, caches
 
         self.forward = jax.jit(forward, static_argnames="layout", donate_argnums=1)  # the caches

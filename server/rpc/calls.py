@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from orca_jax.errors import EngineError, InvalidRequest, OrcaError, QueueFull
+from orca_jax.errors import EngineError, InvalidRequest, OrcaError, OutputFailed, QueueFull
 from server.access_log import log_access
 from server.api_keys import ApiKeys
 from server.config import AccessLog
@@ -54,7 +54,7 @@ class Calls:
             raise asyncio.CancelledError from error
         except OrcaError as error:
             code = meaning(error).grpc
-            if isinstance(error, EngineError):
+            if isinstance(error, EngineError) and not isinstance(error, OutputFailed):  # that is a client's
                 _LOGGER.error("%s of %s: %s", method, facts.get("request_id"), error)
             await _abort(context, code, _short(str(error)), self._trailing_metadata(error))
         except Exception:

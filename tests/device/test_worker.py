@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from orca_jax.config import Attention, ModelConfig, ServingConfig
-from orca_jax.control import BIAS, ControlMessage, neutral_sampling
+from orca_jax.control import BIAS, CONSTRAINED, ControlMessage, neutral_sampling
 from orca_jax.flat_batch import FlatBatch, flat_batch
 from orca_jax.model.gpt import init_parameters
 from orca_jax.sharding.token_chooser import TokenChooser
 from orca_jax.sharding.worker import Worker
+from orca_jax.token_words import words_of
 from tests.device.harness import greedy_request, harness, single_worker
 
 MODEL = ModelConfig(vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24)
@@ -127,3 +129,34 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
             assert list(zip(*np.nonzero(touched), strict=True)) == written
     last_token = np.asarray(chooser(device).last_token)
     assert np.flatnonzero(last_token >= 0).tolist() == [1, 6]
+
+
+def test_what_may_come_is_asked_for_when_the_forward_pass_is_on_its_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a grammar is followed while the device computes; the sampler then takes the words."""
+    device = worker()
+    calls: list[str] = []
+    forward = device.stage.forward
+
+    def issued(*arrays: Any, **sizes: Any) -> Any:
+        calls.append("forward")
+        return forward(*arrays, **sizes)
+
+    def words() -> np.ndarray:
+        calls.append("words")
+        return words_of([7], MODEL.vocab_size)[None]
+
+    monkeypatch.setattr(device.stage, "forward", issued)
+    message, _ = batch([2], [[6, 3]], [3], [3], bucket=8)
+    message.sampling["flags"] = CONSTRAINED
+    flat = flat_batch(
+        message,
+        bucket=8,
+        max_bs=SERVING.max_batch_size,
+        block_size=SERVING.block_size,
+        n_slots=SERVING.n_blocks * SERVING.block_size,
+        n_rows=N_ROWS,
+    )
+    assert device.issue(message, flat, words).fetch().token_ids[0] == 7
+    assert calls == ["forward", "words"]

@@ -27,6 +27,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "n_slots": (16, 17, 18, 19),
     "max_batch_tokens": (512, 513, 514, 515),
     "max_queue": (1, 2, 3, 4),
+    "deterministic": (True, False, True, False),
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
     "attention": ("kernel", "static", "follow_lengths", "kernel"),

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orca_jax.control import BIAS, ControlMessage, neutral_sampling
-from orca_jax.flat_batch import FlatArrays, FlatLayout, TokenPrograms, flat_batch, sampler_for
+from orca_jax.flat_batch import FlatLayout, SamplerArrays, TokenPrograms, flat_batch, sampler_for
 
 
 def sampling_rows(n, **columns):
@@ -42,7 +42,7 @@ def test_figure_4_merged():
     flat = flat_figure_4()
     assert (flat.n_tokens, flat.n_rows) == (7, 4)
     assert flat.layout == FlatLayout(n_tokens=8, n_rows=5, max_blocks=3)
-    a = flat.arrays
+    a, s = flat.arrays, SamplerArrays(*flat.arrays.sampler)
     # x1, x2, x3, x3, x4, x4, x4, padding
     assert a.token_ids.tolist() == [0, 0, 31, 32, 41, 42, 43, 0]
     assert a.positions.tolist() == [3, 1, 0, 1, 0, 1, 2, 0]
@@ -52,14 +52,14 @@ def test_figure_4_merged():
     assert a.last_row.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert a.row_start.tolist() == [0, 1, 2, 4, 7, 7]
     assert a.kv_length.tolist() == [4, 2, 2, 3, 0]
-    assert a.row.tolist() == [0, 1, 2, 3, 10]
+    assert s.row.tolist() == [0, 1, 2, 3, 10]
     assert a.block_table.tolist() == [[5, 2, 0], [1, 0, 0], [3, 6, 0], [4, 0, 7], [0, 0, 0]]
-    assert a.token_index.tolist() == [2, 1, 0, 0, 0]
-    assert a.top_k.tolist() == [0, 0, 0, 0, 0]
-    assert a.seed_low.tolist() == [1, -1, 3, 0, 0]
-    assert a.seed_high.tolist() == [0, -1, 1, -(2**31), 0]
-    assert a.temperature.view(np.float32).tolist() == [0, 0.5, 0, 1, 0]
-    assert a.top_p.view(np.float32).tolist() == [1, 1, 1, 1, 1]
+    assert s.token_index.tolist() == [2, 1, 0, 0, 0]
+    assert s.top_k.tolist() == [0, 0, 0, 0, 0]
+    assert s.seed_low.tolist() == [1, -1, 3, 0, 0]
+    assert s.seed_high.tolist() == [0, -1, 1, -(2**31), 0]
+    assert s.temperature.view(np.float32).tolist() == [0, 0.5, 0, 1, 0]
+    assert s.top_p.view(np.float32).tolist() == [1, 1, 1, 1, 1]
     assert flat.programs == TokenPrograms("plain")
 
 
@@ -285,8 +285,10 @@ def test_every_field_against_a_slow_computation(drawn):
     message, sizes = drawn
     flat = flat_batch(message, **sizes)
     expected = slow_flat_batch(message, **sizes)
-    for name in FlatArrays._fields:
-        array = getattr(flat.arrays, name)
+    parts = flat.arrays._asdict() | SamplerArrays(*flat.arrays.sampler)._asdict()
+    del parts["sampler"]
+    assert set(parts) == set(expected)
+    for name, array in parts.items():
         assert array.dtype == np.int32
         found = array.view(np.float32) if name in REALS else array
         assert found.tolist() == expected[name], name

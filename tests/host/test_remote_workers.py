@@ -17,6 +17,7 @@ from orca_jax.control_frame import (
     START,
     TOKENS,
     TROUBLE,
+    WORDS,
     Frame,
     FrameKind,
     StageTime,
@@ -160,6 +161,17 @@ def test_tokens_wait_for_those_before_them():
     bench.tokens(0, 1, 2)
     bench.tokens(2, 5, 6)
     assert [p.fetch().token_ids.tolist() for p in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_what_constrained_rows_allow_goes_straight_to_the_last_worker():
+    bench = Bench().up()
+    message = message_of([ONE, {**ONE, "flags": 2}, {**ONE, "flags": 3}])
+    bench.workers.issue(message, lambda: np.array([[1, 2], [3, -4]], np.int32))
+    (_, first), (stage, words) = bench.sent
+    assert first.kind is MESSAGE and WIRE.decode(first.payload).constrained.tolist() == [False, True, True]
+    assert (stage, words.kind, words.epoch, words.iteration) == (2, WORDS, 1, 0)
+    assert np.frombuffer(words.payload, "<i4").tolist() == [1, 2, 3, -4]
+    assert bench.workers.counters.word_bytes == 16
 
 
 def test_tokens_that_come_twice_count_once():

@@ -14,6 +14,7 @@ from orca_jax.control_frame import (
     START,
     TOKENS,
     TROUBLE,
+    WORDS,
     Frame,
     StageTime,
     decode_frame,
@@ -400,3 +401,47 @@ def test_the_last_stage_has_nothing_to_hold_back():
     bench.controller.done(1, 0, tokens(7, 8))
     assert bench.forwarded == []
     assert bench.reports[-1].kind is TOKENS
+
+
+# What constrained rows allow, straight from the master
+
+
+def words(iteration: int, *values: int, epoch: int = 1) -> Frame:
+    return Frame(WORDS, epoch, iteration, 0, np.array(values, "<i4").tobytes())
+
+
+def test_words_go_to_the_device_of_the_last_stage_before_or_behind_their_message():
+    bench = Bench(stage=2).up()
+    assert bench.take(words(0, 5, -1)) == ["allow 1.0"]
+    assert bench.message(0) == ["RECEIVED 1.0", "run 1.0"]
+    bench.message(1)
+    assert bench.take(words(1, 7)) == ["allow 1.1"]
+    assert bench.words == [[5, -1], [7]]
+
+
+def test_words_of_what_is_done_are_not_looked_at():
+    bench = Bench(stage=2).up()
+    bench.message(0)
+    bench.controller.done(1, 0, tokens(7, 8))
+    assert bench.take(words(0, 5)) == []
+    assert bench.controller.counters.duplicates == 1
+
+
+def test_words_of_another_epoch_change_nothing():
+    bench = Bench(stage=2).up(epoch=4)
+    assert bench.take(words(0, 5, epoch=3)) == bench.take(words(0, 5, epoch=9)) == []
+    assert bench.controller.counters.stale == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "frame"),
+    [
+        (1, words(0, 5)),  # another stage samples nothing
+        (2, Frame(WORDS, 1, 0, 0, b"abc")),
+        (2, words(1 << 20, 5)),
+    ],
+)
+def test_words_that_cannot_be_are_rubbish(stage: int, frame: Frame):
+    bench = Bench(stage=stage).up()
+    assert bench.take(frame) == ["TROUBLE 1.0"]
+    assert bench.controller.counters.rubbish == 1

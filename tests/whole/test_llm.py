@@ -332,7 +332,7 @@ def test_a_dummy_model_has_no_tokenizer() -> None:
             InvalidPrompt, match="demo has no tokenizer, so a prompt must be a list of token ids"
         ):
             dummy.generate("In the beginning")
-        with pytest.raises(NotSupported, match="stop strings need text") as caught:
+        with pytest.raises(NotSupported, match="stop needs text") as caught:
             dummy.generate([1], SamplingParams(stop=("x",)))
         assert caught.value.param == "stop"
         (result,) = dummy.generate([1], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
@@ -355,7 +355,7 @@ def test_a_failing_engine_is_told_and_stays_failed(tiny_directory: Path) -> None
         def lost(*_: object) -> None:
             raise MemoryError("out of device memory")
 
-        model.service.scheduler.engine._worker.issue = lost  # pyright: ignore[reportAttributeAccessIssue]
+        model.service.scheduler.engine._workers.issue = lost  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(EngineError, match="iteration 0 failed: MemoryError: out of device memory"):
             model.generate(["a", "b"])
         with pytest.raises(EngineError, match="no more requests are taken"):

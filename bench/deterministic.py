@@ -1,0 +1,103 @@
+"""What `deterministic` costs: the same requests through an engine without and with it, in turn.
+
+    python -m bench.deterministic [--preset demo] [--requests 48] [--runs 3]
+
+Prompts of 8 to 128 random tokens and outputs of 16 to 96, all at once, half of them sampled; at the default
+`max_batch_tokens` and at the least that it may be, because each initiation is padded to it.
+Programs are compiled before. The last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from orca_jax import LLM, SamplingParams
+from orca_jax.config import ModelConfig
+from orca_jax.model.presets import PRESETS
+
+LONGEST = 128
+MAX_BATCH_SIZE = 16
+
+
+def requests(model: ModelConfig, n: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, and what is asked of each."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(model.vocab_size) for _ in range(rng.randint(8, LONGEST))] for _ in range(n)]
+    sampling = [
+        SamplingParams(max_tokens=rng.randint(16, 96), temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(n)
+    ]
+    return prompts, sampling
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="what --deterministic costs")
+    parser.add_argument("--preset", default="demo", choices=sorted(PRESETS))
+    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--runs", type=int, default=3)
+    args = parser.parse_args(argv)
+    model = PRESETS[args.preset]
+    prompts, sampling = requests(model, args.requests)
+    n_tokens = sum(one.max_tokens for one in sampling)
+    whole = max(2048, model.n_positions)
+    cases = list(dict.fromkeys([(whole, False), (whole, True), (model.n_positions, True)]))
+    times: dict[tuple[int, bool], list[float]] = {case: [] for case in cases}
+    with ExitStack() as stack, Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling and running", total=len(cases) * (args.runs + 1))
+        llms = {
+            (tokens, deterministic): stack.enter_context(
+                LLM(
+                    args.preset,
+                    load_format="dummy",
+                    max_batch_size=MAX_BATCH_SIZE,
+                    max_batch_tokens=tokens,
+                    deterministic=deterministic,
+                )
+            )
+            for tokens, deterministic in cases
+        }
+        for run in range(args.runs + 1):  # the first compiles
+            for case, llm in llms.items():
+                start = time.perf_counter()
+                llm.generate(prompts, sampling)
+                if run:
+                    times[case].append(time.perf_counter() - start)
+                progress.advance(task)
+    plain = times[cases[0]]
+    table = Table(title=f"{args.preset}, {args.requests} requests, {n_tokens:,} output tokens")
+    for column in ("max_batch_tokens", "deterministic", "tokens/s", "time over plain, pair by pair"):
+        table.add_column(column, justify="right")
+    found: list[dict[str, Any]] = []
+    for (tokens, deterministic), seconds in times.items():
+        ratio = statistics.median(one / other for one, other in zip(seconds, plain, strict=True))
+        rate = n_tokens / statistics.median(seconds)
+        found.append(
+            {
+                "max_batch_tokens": tokens,
+                "deterministic": deterministic,
+                "seconds": seconds,
+                "tokens_per_second": rate,
+                "over_plain": ratio,
+            }
+        )
+        table.add_row(f"{tokens:,}", "yes" if deterministic else "no", f"{rate:,.0f}", f"{ratio:.2f}")
+    Console().print(table)
+    said = {"preset": args.preset, "jax": jax.__version__, "cases": found}
+    print(json.dumps(said))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
