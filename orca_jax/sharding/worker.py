@@ -57,7 +57,6 @@ class Worker:
         self._link: Link | None = None if next_worker is None else DeviceLink(next_worker.stage.part.group)
         self._place = group.place()
         self._hidden_size = config.hidden_size
-        self._n_rows, self._n_slots = n_rows, serving.n_blocks * serving.block_size
         # Made on their devices and committed to them, as the programs give them back: else each program
         # would compile twice.
         shape = cache_shape(config, n_blocks=serving.n_blocks, block_size=serving.block_size)
