@@ -2,9 +2,9 @@
 
     JAX_PLATFORMS=cpu python -m bench.compile_sampler [--rows 32] [--vocab 50257]
 
-Nothing is run; `pip install 'orca_jax[cuda]'` brings the compiler. A loop whose trips are not known would have
-the device ask its host at each, and a temporary as large as the logits would be written and read again. The
-last line is JSON.
+Nothing is run; `pip install 'orca_jax[cuda]'` brings the compiler. A loop whose trips are not known would
+have the device ask its host at each, and a temporary as large as the logits would be written and read again.
+The last line is JSON.
 """
 
 import argparse
