@@ -216,12 +216,10 @@ def flat_batch(
     return FlatBatch(layout, buffer, to, real_tokens, real_rows, programs)
 
 
-def padding_batch(
-    layout: FlatLayout, *, n_slots: int, n_rows: int, programs: TokenPrograms | None = None
-) -> FlatBatch:
+def padding_batch(layout: FlatLayout, *, n_slots: int, n_rows: int) -> FlatBatch:
     """A batch of no request, to run programs that nobody has a request for yet: it writes nowhere."""
     buffer, to = _padding(layout, n_slots=n_slots, n_rows=n_rows)
-    return FlatBatch(layout, buffer, to, 0, 0, programs or TokenPrograms())
+    return FlatBatch(layout, buffer, to, 0, 0, TokenPrograms())
 
 
 def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDArray[np.int32], FlatArrays]:

@@ -21,9 +21,9 @@ class OutputRules:
     _constraints: ConstraintRules
     _tokenizer: Tokenizer | None
 
-    def choices(self) -> "list[OutputRules]":
-        """Those of each of the `n` outputs that were asked for."""
-        return [replace(self, sampling=one) for one in self.sampling.choices()]
+    def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
+        """Those of each of the `n` outputs that were asked for, as in SamplingParams."""
+        return [replace(self, sampling=one) for one in self.sampling.choices(prompt_once=prompt_once)]
 
     def text_stream(self) -> TextStream | None:
         """What makes text of an output's tokens; None where the model has no tokenizer."""

@@ -107,8 +107,11 @@ class SamplingParams:
         """The name of the field that asks for a grammar; None where none does."""
         return next((name for name in _GRAMMARS if getattr(self, name) not in (None, False)), None)
 
-    def choices(self) -> "list[SamplingParams]":
-        """Those of each of the `n` outputs: each with n 1, and with a seed of its own where one is given."""
+    def choices(self, *, prompt_once: bool = False) -> "list[SamplingParams]":
+        """Those of each of the `n` outputs: each with n 1, and with a seed of its own where one is given.
+
+        With `prompt_once` the first alone is asked for the prompt's log-probabilities, the same for all.
+        """
         if self.n == 1:
             return [self]
         choices: list[SamplingParams] = []
@@ -116,6 +119,8 @@ class SamplingParams:
             choice = copy.copy(self)  # all that is in it was checked
             choice._set("n", 1)
             choice._set("seed", None if self.seed is None else self.seed + i)
+            if prompt_once and i:
+                choice._set("prompt_logprobs", None)
             choices.append(choice)
         return choices
 

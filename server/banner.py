@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
-from orca_jax.buckets import bucket_sizes
+from orca_jax.batch_sizes import buckets_of
 from server.endpoints import Endpoints
 from server.loading import summary
 from server.notes import Notes
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
     """Write it."""
-    sizes = bucket_sizes(model.serving.max_batch_tokens)
+    serving = model.serving
+    sizes = buckets_of(serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic)
     for name, value in (
         ("model", f"{model.name} ({summary(llm)})"),
         ("length", f"{model.config.n_positions} tokens, input and output together"),
         (
             "n_slots",
-            f"{model.serving.n_slots} tokens of keys and values, {model.serving.block_size} a block",
+            f"{serving.n_slots} tokens of keys and values, {serving.block_size} a block",
         ),
         ("stages", llm.stages),
         ("attention", llm.attention),
-        ("max_bs", f"{model.serving.max_batch_size} requests in one iteration"),
+        ("max_bs", f"{serving.max_batch_size} requests in one iteration"),
         ("buckets", f"{len(sizes)}, from {sizes[0]} to {sizes[-1]} tokens"),
         ("HTTP", f"{endpoints.http_url}  (its pages: {endpoints.http_url}/docs)"),
         ("gRPC", endpoints.grpc_address or "off"),

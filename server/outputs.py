@@ -1,6 +1,5 @@
 """The outputs that are asked of one prompt, all running at once."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from orca_jax.generation import Generation
@@ -17,9 +16,9 @@ def start(llm: "LLM", prompt: Any, sampling: SamplingParams) -> list[Generation]
     """
     started = list[Generation]()
     try:
-        for one in sampling.choices():
-            if started:  # what is the same for all is worked out once
-                prompt, one = started[0].prompt_ids, replace(one, prompt_logprobs=None)
+        for one in sampling.choices(prompt_once=True):
+            if started:  # it is encoded once
+                prompt = started[0].prompt_ids
             started.append(llm.stream(prompt, one))
     except BaseException:
         close(started)

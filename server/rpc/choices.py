@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 from orca_jax.errors import OrcaError
 from orca_jax.output_rules import OutputRules
@@ -53,9 +52,7 @@ def choices_of(
     """
     with ExitStack() as ending:
         choices = list[Choice]()
-        for i, one in enumerate(rules.choices()):
-            if i > 0 and one.sampling.prompt_logprobs is not None:  # they are the same, and told once
-                one = replace(one, sampling=replace(one.sampling, prompt_logprobs=None))
+        for i, one in enumerate(rules.choices(prompt_once=True)):
             name = request_id if i == 0 else f"{request_id} {i}"
             live = gateway.submit(prompt_ids, one, request_id=name, timeout=timeout)
             choices.append(Choice(ending.enter_context(live), request_id, i))
