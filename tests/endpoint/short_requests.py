@@ -12,7 +12,7 @@ from tests.host.engines import SOON
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """`n_long` clients with one request of `long` tokens after another, and `n_short` of `short` meanwhile."""
+    """`n_long` clients, each with requests of `long` tokens in turn; `n_short` of `short` meanwhile."""
 
     n_long: int
     long: int
