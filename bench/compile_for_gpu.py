@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.compiled_stage import BLOCK_SIZE, compile_stage
-from bench.described_gpu import described_devices
 from orca_jax.config import ModelConfig
 from orca_jax.model.presets import PRESETS
+from orca_jax.sharding.compiled_stage import BLOCK_SIZE, compile_stage
+from orca_jax.sharding.described_gpu import described_devices
 from orca_jax.sharding.partition import split_model
 
 

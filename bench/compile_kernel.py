@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.described_gpu import on_h200
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_items import Plan, work_items
+from orca_jax.sharding.described_gpu import on_h200
 
 # Head size, dtype, block size, query heads, key/value heads.
 SIZES = tuple(

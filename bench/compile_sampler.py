@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from bench.described_gpu import on_h200
 from orca_jax.flat_batch import Sampler, SamplerArrays
+from orca_jax.sharding.described_gpu import on_h200
 from orca_jax.sharding.token_chooser import Tables, TokenChooser
 from orca_jax.token_words import n_words
 

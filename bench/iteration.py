@@ -1,19 +1,22 @@
-"""An iteration's time over its floor, and where the time goes.
+"""An iteration's time over its floor, where the time goes, and what of it is the host's.
 
     python -m bench.iteration [--preset gpt2] [--rows 1,8,32] [--context 300] [--initiation 512]
 
 The floor is the sum over operations of bytes over bandwidth or operations over matrix rate, whichever is
 larger, both measured in the same run. The iteration is the whole engine's: scheduler, engine master, worker,
-tokens back on the host. The host's part of it is what it does not spend waiting for the device; where both
-share their cores, time that the device's threads take from it is in there too. The device's parts are timed
-one by one on the same arrays: what is left over is norms, cache writes and the gaps between kernels.
+tokens back on the host; its time is that from one iteration's end to the next one's, with overlap and
+without. The host's part is what it does not spend waiting for the device; where both share their cores, time
+that the device's threads take from it is in there too. The gap is how long the device had nothing to do
+between two iterations. The device's parts are timed one by one on the same arrays: what is left over is
+norms, cache writes and the gaps between kernels.
 """
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import jax
@@ -23,9 +26,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.machine import measure_device, seconds
+from bench.watched_workers import WatchedWorkers, gaps
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.cost_model import Device, IterationShape, OperationKind, floor, operations
+from orca_jax.engine_master import EngineMaster
 from orca_jax.flat_batch import FlatLayout
 from orca_jax.kv_manager import round_up
 from orca_jax.local_engine import build_engine
@@ -39,11 +43,15 @@ from orca_jax.request_pool import RequestPool
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.measured_device import measure_device, seconds
 from orca_jax.sharding.partition import split_model
 from orca_jax.timeline import Timeline
 
-AIMS = {1: 1.3, 8: 1.5, 32: 1.5}  # by rows of an increment phase
-INITIATION_AIM = 1.4
+# Over the floor: by rows of an increment phase, and of an initiation. A GPU's: 85 % of its bandwidth, 75 % of
+# its matrix rate.
+CPU_AIMS, CPU_INITIATION_AIM = {1: 1.3, 8: 1.5, 32: 1.5}, 1.4
+GPU_AIM, GPU_INITIATION_AIM = 1 / 0.85, 1 / 0.75
+HIDDEN = 0.05  # of an iteration: a gap below it is none
 BLOCK_SIZE = 16
 PARTS: tuple[OperationKind, ...] = ("linear", "attention", "head", "sampler")
 
@@ -52,7 +60,7 @@ class TimedEngine:
     """An engine, and the seconds that were spent in its `wait`."""
 
     def __init__(self, engine: Engine) -> None:
-        self.n_workers = engine.n_workers
+        self.n_workers, self.keeps_tokens = engine.n_workers, engine.keeps_tokens
         self.waited = 0.0
         self._engine = engine
 
@@ -71,21 +79,28 @@ class TimedEngine:
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds of one iteration, and those of them in which the host did not wait for the device."""
+    """Of a run of equal iterations: seconds from end to end, of the host's work, and of the device's gaps."""
 
-    whole: float
-    host: float
+    whole: list[float]
+    host: list[float]
+    gaps: list[float]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of iteration: seconds, its floor, and both by part; the host's part has no floor."""
+    """One kind of iteration: seconds, its floor, and both by part; the host's part has no floor.
+
+    `bound_by_bytes` is the part of the floor that reads and writes set.
+    """
 
     name: str
     aim: float | None
     iteration: float
     fastest: float
+    without_overlap: float
+    gap: float
     floor: float
+    bound_by_bytes: float
     parts: dict[str, float]
     part_floors: dict[str, float]
 
@@ -101,33 +116,41 @@ class Bench:
         self.parameters = init_parameters(model, jax.random.key(0), dtype)
         self.serving = ServingConfig(
             max_batch_size=most_rows,
-            n_slots=max(most_rows * round_up(longest, BLOCK_SIZE), model.n_positions),
+            n_slots=max(most_rows * round_up(longest, BLOCK_SIZE), 2 * model.n_positions),
             max_batch_tokens=model.n_positions,
             block_size=BLOCK_SIZE,
         )
         parts = split_model(model, jax.devices())
-        engine, self.kv, said = build_engine(model, [self.parameters], self.serving, parts)
-        self.engine = TimedEngine(engine)
+        built = build_engine(model, [self.parameters], self.serving, parts)
+        self.kv = built.kv
+        self.watched = WatchedWorkers(built.workers)
+        self.engine = TimedEngine(EngineMaster(self.watched, self.kv, vocab_size=model.vocab_size))
         self.attention = choose_attention(
             jax.devices()[0], model, n_heads=model.n_heads, block_size=BLOCK_SIZE, dtype=dtype
         )
-        assert self.attention.said == said
+        assert self.attention.said == built.attention
 
-    def scheduler(self) -> tuple[Scheduler, RequestPool]:
+    def scheduler(self, max_bs: int, *, overlap: bool) -> tuple[Scheduler, RequestPool]:
         """A fresh scheduler and pool on the one engine."""
         timeline = Timeline(time.perf_counter)
         pool = RequestPool(
             max_waiting=1 << 20, on_deliveries=lambda deliveries: None, on_arrival=timeline.arrived
         )
-        return Scheduler(pool, self.engine, self.kv, config=self.serving, timeline=timeline), pool
+        serving = replace(self.serving, max_batch_size=max_bs, overlap=overlap)
+        return Scheduler(pool, self.engine, self.kv, config=serving, timeline=timeline), pool
 
-    def step(self, scheduler: Scheduler) -> Timed:
-        """Run one iteration."""
-        waited = self.engine.waited
-        start = time.perf_counter()
-        scheduler.step()
-        whole = time.perf_counter() - start
-        return Timed(whole, host=whole - (self.engine.waited - waited))
+    def steps(self, scheduler: Scheduler, n: int) -> Timed:
+        """`n` turns of a loop that is under way: in each an iteration is issued, and one comes back."""
+        before = len(self.watched.issued) - scheduler.n_scheduled - 1  # the last that came back
+        host: list[float] = []
+        for _ in range(n):
+            waited, start = self.engine.waited, time.perf_counter()
+            scheduler.step()
+            host.append(time.perf_counter() - start - (self.engine.waited - waited))
+        self.watched.until_done(before + n + 1)
+        these = slice(before, before + n + 1)
+        done = self.watched.done[these]
+        return Timed(np.diff(done).tolist(), host, gaps(self.watched.issued[these], done))
 
     def request(self, name: str, n_input: int, n_output: int) -> Request:
         """A greedy request of random tokens."""
@@ -135,31 +158,35 @@ class Bench:
         sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
         return Request(name, tuple(prompt.tolist()), n_input + n_output, sampling, seed=0)
 
-    def increments(self, n_rows: int, repeat: int) -> list[Timed]:
+    def increments(self, n_rows: int, repeat: int, *, overlap: bool) -> Timed:
         """Iterations of `n_rows` requests whose contexts pass through `context` tokens."""
-        scheduler, pool = self.scheduler()
+        scheduler, pool = self.scheduler(n_rows, overlap=overlap)
         n_input = self.context - repeat // 2
         n_output = longest_request(n_rows, self.context, repeat) - n_input
         for i in range(n_rows):
             pool.add(self.request(f"{n_rows}-{i}", n_input, n_output))
-        while any(request.n_iterations < 2 for request in pool.in_arrival_order()):
+        while any(len(request.output_ids) < 2 for request in pool.in_arrival_order()):
             scheduler.step()
-        times = [self.step(scheduler) for _ in range(repeat)]
+        times = self.steps(scheduler, repeat)
         left = list(pool.in_arrival_order())
         assert len(left) == n_rows, "a request ended before the last measured iteration"
         for request in left:
             pool.end(request.request_id, FinishReason.CANCELLED)
-        scheduler.step()
+        while scheduler.step():
+            pass
         return times
 
-    def initiations(self, n_tokens: int, repeat: int) -> list[Timed]:
-        """Iterations of one request's `n_tokens` input tokens."""
-        scheduler, pool = self.scheduler()
-        times: list[Timed] = []
-        for i in range(repeat + 1):
+    def initiations(self, n_tokens: int, repeat: int, *, overlap: bool) -> Timed:
+        """Iterations of one request's `n_tokens` input tokens, one after the other."""
+        scheduler, pool = self.scheduler(1, overlap=overlap)
+        for i in range(repeat + 4):
             pool.add(self.request(f"{n_tokens}-{i}", n_tokens, 1))
-            times.append(self.step(scheduler))
-        return times[1:]  # the first may have compiled
+        for _ in range(3):  # the first may compile
+            scheduler.step()
+        times = self.steps(scheduler, repeat)
+        while scheduler.step():
+            pass
+        return times
 
     def parts(self, n_tokens: int, n_rows: int, kv_length: int, repeat: int) -> dict[str, float]:
         """Seconds of each of the device's parts: `n_rows` requests, `n_tokens` query tokens together."""
@@ -213,47 +240,76 @@ class Bench:
         """One row of the table: increments of `n_rows` if there is a token a row, else an initiation."""
         increment = n_tokens == n_rows
         kv_length = self.context if increment else n_tokens // n_rows
-        times = self.increments(n_rows, repeat) if increment else self.initiations(n_tokens, repeat)
+        times, alone = (
+            self.increments(n_rows, repeat, overlap=overlap)
+            if increment
+            else self.initiations(n_tokens, repeat, overlap=overlap)
+            for overlap in (True, False)
+        )
         shape = IterationShape([n_tokens // n_rows] * n_rows, [kv_length] * n_rows)
         size = self.dtype.itemsize
         work = operations(self.model, shape, weight_bytes=size, kv_bytes=size)
-        whole = [timed.whole for timed in times]
-        host = {"host": median([timed.host for timed in times])}
+        bytes_alone = replace(self.device, matrix_rate=math.inf)
         return Measured(
             name=name,
             aim=aim,
-            iteration=median(whole),
-            fastest=min(whole),
+            iteration=median(times.whole),
+            fastest=min(times.whole),
+            without_overlap=median(alone.whole),
+            gap=median(times.gaps),
             floor=floor(work, self.device),
-            parts=host | self.parts(n_tokens, n_rows, kv_length, repeat),
+            bound_by_bytes=floor(work, bytes_alone),
+            parts={"host": median(times.host)} | self.parts(n_tokens, n_rows, kv_length, repeat),
             part_floors={kind: floor([op for op in work if op.kind == kind], self.device) for kind in PARTS},
         )
 
 
 def longest_request(n_rows: int, context: int, repeat: int) -> int:
     """Tokens of a request that runs in all measured iterations, and in those where others come in before."""
-    return context - repeat // 2 + repeat + n_rows + 3
+    return context - repeat // 2 + repeat + n_rows + 6
 
 
 def table(rows: list[Measured]) -> Table:
     """The measured rows, milliseconds; a part beside its own floor."""
     made = Table(title="milliseconds (floor) of an iteration and its parts")
-    for column in ("iteration", "median", "fastest", "floor", "over floor", "aim", "host", *PARTS, "rest"):
+    columns = ("iteration", "median", "fastest", "no overlap", "floor", "over floor", "aim", "gap", "host")
+    for column in (*columns, *PARTS, "rest"):
         made.add_column(column, justify="left" if column == "iteration" else "right")
     for row in rows:
-        rest = row.iteration - sum(row.parts.values())
+        rest = row.iteration - row.gap - sum(row.parts[kind] for kind in PARTS)
         made.add_row(
             row.name,
-            f"{row.iteration * 1e3:.1f}",
-            f"{row.fastest * 1e3:.1f}",
-            f"{row.floor * 1e3:.1f}",
+            f"{row.iteration * 1e3:.2f}",
+            f"{row.fastest * 1e3:.2f}",
+            f"{row.without_overlap * 1e3:.2f}",
+            f"{row.floor * 1e3:.2f}",
             f"{row.iteration / row.floor:.2f}",
-            "" if row.aim is None else f"{row.aim:.1f}",
-            f"{row.parts['host'] * 1e3:.1f}",
-            *(f"{row.parts[kind] * 1e3:.1f} ({row.part_floors[kind] * 1e3:.1f})" for kind in PARTS),
-            f"{rest * 1e3:.1f}",
+            "" if row.aim is None else f"{row.aim:.2f}",
+            f"{row.gap * 1e3:.3f}",
+            f"{row.parts['host'] * 1e3:.2f}",
+            *(f"{row.parts[kind] * 1e3:.2f} ({row.part_floors[kind] * 1e3:.2f})" for kind in PARTS),
+            f"{rest * 1e3:.2f}",
         )
     return made
+
+
+def verdict(rows: list[Measured]) -> list[str]:
+    """What bounds each kind of iteration on this machine, how far from it it is, and where that goes."""
+    lines: list[str] = []
+    for row in rows:
+        bound = "memory bandwidth" if row.bound_by_bytes > 0.5 * row.floor else "the matrix rate"
+        losses = {kind: row.parts[kind] - row.part_floors[kind] for kind in PARTS}
+        losses["the gap between iterations"] = row.gap
+        losses["what is between the parts"] = row.iteration - row.gap - sum(row.parts[kind] for kind in PARTS)
+        most = max(losses, key=lambda kind: losses[kind])
+        host = "hidden" if row.gap <= HIDDEN * row.iteration else "not hidden"
+        aim = "" if row.aim is None else f", aim {row.aim:.2f}"
+        lines.append(
+            f"{row.name}: bound by {bound}, {row.iteration / row.floor:.2f} times its floor{aim}; "
+            f"most is lost in {most} ({losses[most] / row.iteration:.0%}); "
+            f"the host's {row.parts['host'] * 1e3:.2f} ms are {host} (gap {row.gap / row.iteration:.1%})"
+        )
+    return lines
 
 
 def main() -> None:
@@ -283,11 +339,12 @@ def main() -> None:
         measured: list[Measured] = []
         for n in rows:
             progress.update(task, description=f"increment phase, {n} rows")
-            measured.append(bench.measure(f"increment, {n} rows", n, n, AIMS.get(n), flags.repeat))
+            aim = CPU_AIMS.get(n) if on_cpu else GPU_AIM
+            measured.append(bench.measure(f"increment, {n} rows", n, n, aim, flags.repeat))
             progress.advance(task)
         for n in initiations:
             progress.update(task, description=f"initiation phase, {n} tokens")
-            aim = INITIATION_AIM if n == 512 else None
+            aim = CPU_INITIATION_AIM if on_cpu else GPU_INITIATION_AIM
             measured.append(bench.measure(f"initiation, {n} tokens", n, 1, aim, max(5, flags.repeat // 4)))
             progress.advance(task)
     kind = jax.devices()[0].device_kind
@@ -296,7 +353,9 @@ def main() -> None:
         f"{bench.device.bandwidth / 1e9:.1f} GB/s, {bench.device.matrix_rate / 1e9:.0f} GFLOP/s; "
         f"context {flags.context}"
     )
-    Console(width=150).print(table(measured))
+    Console(width=170).print(table(measured))
+    for line in verdict(measured):
+        print(line)
     print(
         json.dumps(
             {

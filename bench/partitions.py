@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import jax
 from rich.console import Console
@@ -25,7 +24,11 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.collectives import Collective, collectives
-from bench.compiled_stage import (
+from orca_jax.config import ModelConfig
+from orca_jax.known_devices import GPUS
+from orca_jax.model.presets import PRESETS
+from orca_jax.sharding.capacity import slot_bytes
+from orca_jax.sharding.compiled_stage import (
     BLOCK_SIZE,
     DTYPE,
     CompiledStage,
@@ -33,14 +36,11 @@ from bench.compiled_stage import (
     device_bytes,
     placed_parameters,
 )
-from bench.described_gpu import GPU, MEMORY, described_devices
-from orca_jax.config import ModelConfig
-from orca_jax.model.presets import PRESETS
-from orca_jax.sharding.capacity import slot_bytes
+from orca_jax.sharding.described_gpu import described_devices
 from orca_jax.sharding.partition import StagePart, split_model
 
 # Stages and devices of each: Table 1 for the paper's GPUs, and for the H200 what its memory asks for.
-PARTITIONS: dict[GPU, tuple[tuple[str, int, int], ...]] = {
+PARTITIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "a100-40gb": (
         ("gpt3-13b", 1, 1),
         ("gpt3-101b", 1, 8),
@@ -84,7 +84,7 @@ class StageRow:
     Programs are in the order of BUCKETS; `link_bytes`, by program, is what a device sends to the next stage.
     """
 
-    gpu: GPU
+    gpu: str
     model: str
     n_stages: int
     tensor: int
@@ -134,7 +134,7 @@ def distinct_stages(parts: tuple[StagePart, ...]) -> Iterator[int]:
             yield i
 
 
-def measure(gpu: GPU, name: str, n_stages: int, tensor: int) -> Iterator[StageRow]:
+def measure(gpu: str, name: str, n_stages: int, tensor: int) -> Iterator[StageRow]:
     """The distinct stages of one partition."""
     model = PRESETS[name]
     devices = described_devices(gpu, n_stages * tensor)
@@ -143,10 +143,10 @@ def measure(gpu: GPU, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
     shallow_parts = split_model(shallow, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
     for i in distinct_stages(parts):
         part = parts[i]
-        compiled = [program_of(model, part, bucket, memory_bytes=MEMORY[gpu]) for bucket in BUCKETS]
+        compiled = [program_of(model, part, bucket, memory_bytes=GPUS[gpu].memory) for bucket in BUCKETS]
         programs = [program for program, _ in compiled]
         weights, attention = compiled[0][1].weights, compiled[0][1].attention
-        alone, _ = program_of(shallow, shallow_parts[i], BUCKETS[0], memory_bytes=MEMORY[gpu])
+        alone, _ = program_of(shallow, shallow_parts[i], BUCKETS[0], memory_bytes=GPUS[gpu].memory)
         whole, single = (Counter(c.kind for c in p.collectives) for p in (programs[0], alone))
         per_layer = {kind: (whole[kind] - single[kind]) / (len(part.layers) - 1) for kind in whole | single}
         outside = {kind: single[kind] - per_layer[kind] for kind in per_layer}
@@ -162,7 +162,7 @@ def measure(gpu: GPU, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
             attention=attention,
             weights=weights,
             slot_bytes=per_slot,
-            slots=max(0, (MEMORY[gpu] - weights - work) // per_slot),
+            slots=max(0, (GPUS[gpu].memory - weights - work) // per_slot),
             programs=programs,
             per_layer=per_layer,
             outside=outside,
@@ -214,7 +214,7 @@ def main() -> None:
     known = sorted({name for partitions in PARTITIONS.values() for name, _, _ in partitions})
     parser.add_argument("--models", default=",".join(known), help="default: all")
     flags = parser.parse_args()
-    gpus = [gpu for gpu in get_args(GPU) if gpu in flags.devices.split(",")]
+    gpus = [gpu for gpu in PARTITIONS if gpu in flags.devices.split(",")]
     models = flags.models.split(",")
     if unknown := (set(flags.devices.split(",")) - set(gpus)) | (set(models) - set(known)):
         parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join([*PARTITIONS, *known])}")

@@ -28,17 +28,24 @@ class ServerProcess:
 
     It starts at once, and is ready after `wait_until_ready`: `url` and `grpc_address` are known then. What it
     writes to stderr goes to a file, so that it never waits for a reader. `variables` are added to its
-    environment, which has no `ORCA_*` otherwise.
+    environment, which has no `ORCA_*` otherwise. Programs are compiled when they are first needed unless
+    `compile_ahead` is set.
     """
 
-    def __init__(self, flags: Sequence[str] = (), *, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str] = (),
+        *,
+        variables: Mapping[str, str] | None = None,
+        compile_ahead: bool = False,
+    ) -> None:
         self.url = ""
         self.grpc_address = ""
         self._said = ""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
         command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--grpc-port", "0", *flags]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCA_")}
-        environment |= variables or {}
+        environment |= {"ORCA_COMPILE_AHEAD": str(compile_ahead).lower()} | dict(variables or {})
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

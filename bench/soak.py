@@ -5,7 +5,8 @@
 Starts `orca serve` with the demo model and small limits, and loads it on loopback: completions, chat and
 gRPC, streamed and not, disconnects, cancels, deadlines, slow readers, mistakes, and bursts of ten times as
 many requests as may run and wait. Exits with 1, naming what failed, unless at the end every accepted request
-has ended for one reason, all slots came back, memory and files levelled off, and no task is left.
+has ended for one reason, all slots came back, memory and files levelled off, no task is left, and JAX has
+compiled nothing since the server that was started here was ready.
 """
 
 import argparse
@@ -37,6 +38,7 @@ MOST_TOKENS = 256  # of one iteration of such clients as these: MAX_BATCH_SIZE s
 FLAGS = (
     f"--max-batch-size={MAX_BATCH_SIZE}",
     f"--max-queue={MAX_QUEUE}",
+    "--max-batch-tokens=512",  # as few buckets as the model's positions allow
     "--n-slots=640",  # fewer than a full batch of long requests, so that slots run out as well
     "--request-timeout=20",
     "--access-log=json",
@@ -87,6 +89,7 @@ class Report:
     ended: dict[str, int] = field(default_factory=dict[str, int])
     n_tokens: int = 0
     slowest_scrape: float = 0.0
+    n_compiles: int = 0  # after ready
 
     def fail(self, message: str) -> None:
         """Note what failed, once; the first of them tell enough."""
@@ -111,7 +114,7 @@ def soak(
     if server is not None:
         asyncio.run(_soak(report, *server, progress))
         return report
-    with ServerProcess(FLAGS) as process:
+    with ServerProcess(FLAGS, compile_ahead=True) as process:
         process.wait_until_ready()
         asyncio.run(_soak(report, process.url, process.grpc_address, progress))
         status, said = process.stop(), process.stderr()
@@ -120,6 +123,8 @@ def soak(
         if "Traceback" in said:
             at = said.index("Traceback")
             report.fail(f"a traceback in the server's stderr: {said[at : at + 2000]}")
+        if report.n_compiles:
+            report.fail(f"{report.n_compiles} programs were compiled after ready")
     return report
 
 
@@ -129,12 +134,14 @@ async def _soak(report: Report, url: str, grpc_address: str | None, progress: Pr
         if grpc_address is not None:
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(grpc_address))
         clients = Clients(*host_and_port(url), channel)
+        ready = await _scrape(clients)
         await _warm(clients)
         before = await _scrape(clients)
         await _load(clients, report, progress)
     clients = Clients(*host_and_port(url), None)
     after = await _rest(clients, before, report)
     _check(report, before, after)
+    report.n_compiles = int(after["orca_compiles_total"] - ready["orca_compiles_total"])
 
 
 # Together they need every program: for a prompt's own log-probabilities there is one for each size.
@@ -147,7 +154,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 async def _warm(clients: Clients) -> None:
-    """Let every program be compiled, so that memory is what it will be."""
+    """Let every program run, so that memory is what it will be."""
     for size in bucket_sizes(MOST_TOKENS):
         prompt = [1 + i % 2000 for i in range(size)]
         for sampling in SAMPLINGS:
@@ -313,6 +320,7 @@ def summary(report: Report) -> dict[str, Any]:
         "accepted": report.n_accepted,
         "ended": report.ended,
         "tokens": report.n_tokens,
+        "compiles_after_ready": report.n_compiles,
         "slowest_scrape_seconds": round(report.slowest_scrape, 3),
     }
     if len(report.samples) >= 4:
@@ -335,6 +343,7 @@ def main() -> int:
     console = Console(width=100)
     for table in tables(report):
         console.print(table)
+    print(f"{report.n_compiles} programs were compiled after ready")
     for failure in report.failures:
         print(f"FAILED: {failure}")
     print(json.dumps(summary(report)))

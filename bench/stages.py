@@ -81,7 +81,7 @@ class TimedEngine:
     """An engine, and the seconds of each call of its `issue`."""
 
     def __init__(self, engine: Engine) -> None:
-        self.n_workers = engine.n_workers
+        self.n_workers, self.keeps_tokens = engine.n_workers, engine.keeps_tokens
         self.issues: list[float] = []
         self._engine = engine
 
@@ -174,6 +174,7 @@ class SplitBench:
             n_slots=rows * self.n_stages * round_up(longest, BLOCK_SIZE),
             max_batch_tokens=max(rows * CONTEXT, longest),
             block_size=BLOCK_SIZE,
+            overlap=False,  # the paper's loop, in which as many batches are in flight as there are stages
         )
         built = self._stages.build(serving)
         self.device = built.device

@@ -20,12 +20,22 @@ from typing import TYPE_CHECKING, Any
 from orca_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from orca_jax.compiled_model import compile_model
     from orca_jax.llm import LLM
     from orca_jax.sharding.convert import convert_checkpoint
+    from orca_jax.sharding.load import find_config
     from orca_jax.worker_process import run_worker
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__", "convert_checkpoint", "run_worker"]
+__all__ = [
+    "LLM",
+    "SamplingParams",
+    "__version__",
+    "compile_model",
+    "convert_checkpoint",
+    "find_config",
+    "run_worker",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,10 +44,18 @@ def __getattr__(name: str) -> Any:
         from orca_jax.llm import LLM
 
         return LLM
+    if name == "compile_model":
+        from orca_jax.compiled_model import compile_model
+
+        return compile_model
     if name == "convert_checkpoint":
         from orca_jax.sharding.convert import convert_checkpoint
 
         return convert_checkpoint
+    if name == "find_config":
+        from orca_jax.sharding.load import find_config
+
+        return find_config
     if name == "run_worker":
         from orca_jax.worker_process import run_worker
 

@@ -16,6 +16,10 @@ WorkerLink = Literal["transfer", "nccl"]
 # on a CPU, for tests alone.
 Attention = Literal["kernel", "static", "follow_lengths", "interpreted"]
 
+# What becomes of a program that an engine needs after it was ready, and that was not compiled before.
+OnCompile = Literal["warn", "error"]
+COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # where compiled programs are kept unless another folder is said
+
 # Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.
 _LIMITS = {
     "vocab_size": 1 << 22,
@@ -37,6 +41,16 @@ def _positive(name: str, value: object) -> None:
 def _whole(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+
+
+def check_memory_fraction(value: float | None) -> None:
+    """The share of a device's memory that an engine may take, or None for what is usual there. Raises
+    ConfigError.
+    """
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"memory_fraction is {value!r}; it must be a number above 0, and at most 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +120,8 @@ class ServingConfig:
     values fit (rounded down to whole blocks of `block_size` tokens); `max_batch_tokens` bounds the
     tokens of one iteration; `max_queue` bounds the requests that wait. `deterministic` holds one shape for
     each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
-    (docs/generation.md).
+    (docs/generation.md). `overlap` issues an iteration while the one before it is still running; without it
+    the scheduler is Algorithm 1 to the letter.
     """
 
     max_batch_size: int = 32
@@ -115,6 +130,7 @@ class ServingConfig:
     block_size: int = 16
     max_queue: int = 1 << 20
     deterministic: bool = False
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         _whole("max_batch_size", self.max_batch_size, 1, 4096)
@@ -122,6 +138,9 @@ class ServingConfig:
         _whole("n_slots", self.n_slots, self.block_size, 1 << 31)
         _whole("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
         _whole("max_queue", self.max_queue, 1, 1 << 30)
+        for name in ("deterministic", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError(
                 f"max_batch_size {self.max_batch_size} is above max_batch_tokens {self.max_batch_tokens}; "
@@ -182,7 +201,8 @@ class WorkerOptions:
     the address that the next stage reaches its data port by. `link` is how activations cross from process
     to process: "nccl" makes all of them one jax.distributed job, whose first stage is at `coordinator`.
     `secret` guards the control port. `forward_ahead` False forwards control messages only behind the device's
-    work, to measure what forwarding ahead is good for. `end_with_stdin` ends the process when its standard
+    work, to measure what forwarding ahead is good for. `on_compile` and `compile_cache` are those of
+    `orca_jax.LLM`; a worker always compiles ahead. `end_with_stdin` ends the process when its standard
     input does, which its parent holds open.
     """
 
@@ -197,14 +217,18 @@ class WorkerOptions:
     dtype: Dtype | None = None
     load_format: LoadFormat = "auto"
     attention: Attention | None = None
+    memory_fraction: float | None = None
     seed: int = 0
     secret: str = field(default="", repr=False)
+    on_compile: OnCompile = "warn"
+    compile_cache: str | None = COMPILE_CACHE
     forward_ahead: bool = True
     end_with_stdin: bool = False
 
     def __post_init__(self) -> None:
         _whole("the number of stages", self.n_stages, 1, 256)
         _whole("stage", self.stage + 1, 1, self.n_stages)
+        check_memory_fraction(self.memory_fraction)
         if self.link not in get_args(WorkerLink):
             raise ConfigError(f"link is {self.link!r}; it must be one of {', '.join(get_args(WorkerLink))}")
         if (self.link == "nccl") != (self.coordinator is not None):

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# What the constrained rows of an iteration allow, as token_words, [their number, n_words] int32. Called once
-# the forward pass is on its way, because making them takes time.
-MakeWords = Callable[[], npt.NDArray[np.int32]]
+# What the constrained rows of an iteration allow, as token_words, [their number, n_words] int32; None as long
+# as a token before it is not known. Called once the forward pass is on its way, because making them takes
+# time, and never again once they were given.
+MakeWords = Callable[[], npt.NDArray[np.int32] | None]
 
 ADJUSTED = 1  # of a row's flags: it has biases or penalties
 CONSTRAINED = 2  # not every token may come next: words of allowed tokens follow the message

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from orca_jax.errors import BadFrame
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_PAYLOAD = 64 << 20  # bytes; a control message is far below
 _MAGIC = 0x0CA1
 _HEADER = struct.Struct("<HBBHHQQII")  # magic, version, kind, stage, 0, epoch, iteration, length, checksum

@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from ipaddress import ip_address
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
-from orca_jax.config import ModelConfig
+from orca_jax.config import Attention, ModelConfig
 from orca_jax.control_frame import PROTOCOL_VERSION
 from orca_jax.errors import ConfigError
 from orca_jax.worker_pb2 import Frame
@@ -25,7 +25,8 @@ _AROUND = 16  # bytes of protobuf around it, at most
 MAX_SECRET = 1024  # bytes
 _MAX_VALUE = 200  # characters of one that is shown
 _MAX_ABOUT = 4096  # bytes; gRPC takes no more than twice that
-_MAX_SLOTS = 1 << 50
+_MAX_BYTES = 1 << 50  # of a device's memory
+_MAX_DEVICES = 1024
 _MAX_DATA_ADDRESS = 1000  # bytes
 
 # Times in milliseconds. A peer that vanished without a word is noticed within ten seconds, by either side;
@@ -76,14 +77,18 @@ class JoinTerms:
 class WorkerAbout:
     """What a worker says of itself when it takes a caller.
 
-    `slots` are the whole slots of keys and values that fit its devices; `device` is what one is called, and
-    `attention` how attention runs there.
+    `room` is in bytes, what each of its `n_devices` has beside the weights, and `modest` what keys and values
+    may take of it at most; None: it does not say, or there is no such bound. `device` is what one is called,
+    `attention` how attention runs there, and `path` which kind of attention that is.
     """
 
     dtype: str
-    slots: int
+    room: int | None
+    modest: int | None
+    n_devices: int
     device: str
     attention: str
+    path: Attention
 
 
 class ControlAddress(NamedTuple):
@@ -188,9 +193,15 @@ def about_of(found: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
     about = cast("dict[str, Any] | None", read if isinstance(read, dict) else None)
     if about is None or about.keys() != {field.name for field in fields(WorkerAbout)}:
         return None
-    slots = about["slots"]
     texts = all(isinstance(about[name], str) for name in ("dtype", "device", "attention"))
-    if not texts or type(slots) is not int or not 0 <= slots <= _MAX_SLOTS:
+    bounds = {"room": (0, _MAX_BYTES), "modest": (0, _MAX_BYTES), "n_devices": (1, _MAX_DEVICES)}
+    numbers = all(
+        type(about[name]) is int and low <= about[name] <= high
+        for name, (low, high) in bounds.items()
+        if name == "n_devices" or about[name] is not None
+    )
+    known = about["room"] is not None or about["modest"] is not None
+    if not (texts and numbers and known and about["path"] in get_args(Attention)):
         return None
     return WorkerAbout(**about)
 

@@ -3,6 +3,9 @@
 Counts what cannot be avoided on one device: each weight read once, each activation written and read once
 between operations, each key and value in reach read once. Norms, activation functions and residual sums
 are taken to be fused into the matrix products beside them, and cost nothing here.
+
+A model may be cut (ORCA 4.1): into stages of `layers`, and each layer over `n_shards` devices. Then it is
+counted what one device of the stage does, and what it sends to the others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -50,18 +53,26 @@ class IterationShape:
 
 
 def operations(
-    model: ModelConfig, shape: IterationShape, *, weight_bytes: int, kv_bytes: int
+    model: ModelConfig,
+    shape: IterationShape,
+    *,
+    weight_bytes: int,
+    kv_bytes: int,
+    layers: range | None = None,
+    n_shards: int = 1,
 ) -> list[Operation]:
-    """The operations of one iteration in the order they run.
+    """The operations of one iteration in the order they run, on one of the `n_shards` devices of a stage.
 
     `weight_bytes` is the size of one element of weights and activations, `kv_bytes` of one element of the
-    K/V cache. Per layer: qkv, attention, out, up, down; before them the embedding, after them head
-    (one row a request) and sampler.
+    K/V cache. Per layer of the stage's `layers` (by default all): qkv, attention, out, up, down; before the
+    model's first the embedding, after its last head (one row a request) and sampler.
     """
+    layers = range(model.n_layers) if layers is None else layers
     n_tokens = sum(shape.input_lengths)
     n_rows = len(shape.input_lengths)
-    hidden, ffn, embedding = model.hidden_size, model.ffn_size, model.embedding_size
-    vocab = model.padded_vocab_size
+    hidden, embedding = model.hidden_size, model.embedding_size
+    own_hidden, own_ffn = hidden // n_shards, model.ffn_size // n_shards
+    own_vocab = -(-model.padded_vocab_size // n_shards)
 
     def linear(n_in: int, n_out: int, *, bias: bool) -> Operation:
         n_weights = n_in * n_out + (n_out if bias else 0)
@@ -70,24 +81,53 @@ def operations(
 
     bias = model.use_bias
     layer = [
-        linear(hidden, 3 * hidden, bias=bias),
-        _attention(hidden, shape, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
-        linear(hidden, hidden, bias=bias),
-        linear(hidden, ffn, bias=bias),
-        linear(ffn, hidden, bias=bias),
+        linear(hidden, 3 * own_hidden, bias=bias),
+        _attention(own_hidden, shape, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
+        linear(own_hidden, hidden, bias=bias),
+        linear(hidden, own_ffn, bias=bias),
+        linear(own_ffn, hidden, bias=bias),
     ]
     projected = embedding != hidden
-    # A token's row of each table is read, their sum is written.
-    embed = Operation("embed", weight_bytes * n_tokens * (embedding + 2 * hidden), n_tokens * hidden)
-    n_head_bytes = weight_bytes * embedding * (vocab + n_rows) + LOGIT_BYTES * n_rows * vocab
-    return [
-        embed,
-        *([linear(embedding, hidden, bias=False)] if projected else []),
-        *(layer * model.n_layers),
-        *([linear(hidden, embedding, bias=False)] if projected else []),
-        Operation("head", n_head_bytes, 2 * n_rows * embedding * vocab),
-        Operation("sampler", LOGIT_BYTES * n_rows * vocab, n_rows * vocab),
-    ]
+    found: list[Operation] = []
+    if layers.start == 0:
+        # A token's row of each table is read, their sum is written.
+        n_embed_bytes = weight_bytes * n_tokens * (embedding + 2 * hidden)
+        found.append(Operation("embed", n_embed_bytes, n_tokens * hidden))
+        found += [linear(embedding, hidden, bias=False)] if projected else []
+    found += layer * len(layers)
+    if layers.stop == model.n_layers:
+        found += [linear(hidden, embedding, bias=False)] if projected else []
+        n_head_bytes = weight_bytes * embedding * (own_vocab + n_rows) + LOGIT_BYTES * n_rows * own_vocab
+        found.append(Operation("head", n_head_bytes, 2 * n_rows * embedding * own_vocab))
+        vocab = model.padded_vocab_size  # each device chooses from all logits
+        found.append(Operation("sampler", LOGIT_BYTES * n_rows * vocab, n_rows * vocab))
+    return found
+
+
+def shared_bytes(
+    model: ModelConfig,
+    shape: IterationShape,
+    *,
+    weight_bytes: int,
+    layers: range | None = None,
+    n_shards: int = 1,
+) -> float:
+    """Bytes that each device of a stage sends to the others of it in one iteration.
+
+    Two sums over the devices a layer (behind `out` and `down`) and one behind the embedding, each by a ring,
+    in which a device sends 2 (n - 1) / n of the array; behind the head the logits are put side by side.
+    """
+    layers = range(model.n_layers) if layers is None else layers
+    n_sums = 2 * len(layers) + (layers.start == 0)
+    n_summed = n_sums * hop_bytes(model, shape, weight_bytes=weight_bytes)
+    n_rows = len(shape.input_lengths)
+    n_gathered = weight_bytes * n_rows * model.padded_vocab_size * (layers.stop == model.n_layers)
+    return (n_shards - 1) / n_shards * (2 * n_summed + n_gathered)
+
+
+def hop_bytes(model: ModelConfig, shape: IterationShape, *, weight_bytes: int) -> int:
+    """Bytes of the hidden states [T, H]: what each device of a stage sends to the next stage."""
+    return weight_bytes * sum(shape.input_lengths) * model.hidden_size
 
 
 def _attention(hidden: int, shape: IterationShape, *, weight_bytes: int, kv_bytes: int) -> Operation:

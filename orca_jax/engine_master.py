@@ -25,13 +25,13 @@ from orca_jax.errors import EngineError
 from orca_jax.kv_manager import KVManager
 from orca_jax.request import Request, RequestState
 from orca_jax.sampled import Sampled, token_logprobs
-from orca_jax.scheduler import Returned
+from orca_jax.scheduler import Returned, never
 from orca_jax.token_words import n_words
 
 _POLL_SECONDS = 100e-6  # far below an iteration, far above what a poll costs
 
 # Looking a member of an Enum up costs more than all else that is done for a request here.
-_INITIATION = RequestState.INITIATION
+_INITIATION, _FINISHED = RequestState.INITIATION, RequestState.FINISHED
 
 # What control.SAMPLING takes from SamplingParams as it is.
 _KEPT = (
@@ -63,7 +63,8 @@ class Workers(Protocol):
     def issue(self, message: ControlMessage, words: MakeWords) -> PendingTokens:
         """Start one iteration and return without waiting for the device.
 
-        `words` is called where there are constrained rows.
+        `words` is called where there are constrained rows, now and, until they are made, at each later call
+        of `issue` and of any PendingTokens.
         """
         ...
 
@@ -72,9 +73,11 @@ class EngineMaster:
     """Turns batches of requests into iterations of the workers, first in, first out.
 
     A row's sampling parameters and lengths are kept by row from its initiation on, so that an iteration's
-    messages are numpy gathers. `vocab_size` is the model's. `sleep` is the wait between two looks at a batch
-    that may be interrupted. An EngineError from `issue` or `wait` means that nothing is in flight any more,
-    and that keys and values are lost: a request that is to go on begins again with INITIATION.
+    messages are numpy gathers. `vocab_size` is the model's. With `keeps_tokens` the first of the `n_workers`
+    has each row's newest token on its device; else it goes by way of the host, which has read it before the
+    request is issued again (ORCA 4.1). `sleep` is the wait between two looks at a batch. An EngineError from
+    `issue` or `wait` means that nothing is in flight any more, and that keys and values are lost: a request
+    that is to go on begins again with INITIATION.
     """
 
     def __init__(
@@ -84,9 +87,11 @@ class EngineMaster:
         *,
         vocab_size: int,
         n_workers: int = 1,
+        keeps_tokens: bool = True,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.n_workers = n_workers
+        self.keeps_tokens = keeps_tokens
         self._workers = workers
         self._kv = kv
         self._n_words = n_words(vocab_size)
@@ -115,12 +120,11 @@ class EngineMaster:
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
         """The oldest issued batch with its tokens; None if `interrupted` turned true before it was done.
 
-        With one worker nothing can be issued beside a batch in flight, so nothing is worth an interruption.
         Raises EngineError.
         """
         batch, pending = self._in_flight[0]
         try:
-            while self.n_workers > 1 and not pending.is_ready():
+            while interrupted is not never and not pending.is_ready():
                 if interrupted():
                     return None
                 self._sleep(_POLL_SECONDS)
@@ -146,14 +150,22 @@ class EngineMaster:
             },
         )
 
-    def _words(self, batch: Sequence[Request], message: ControlMessage) -> npt.NDArray[np.int32]:
-        """What may come next in each constrained row, [their number, n_words]."""
-        rows: list[int] = np.flatnonzero(message.constrained).tolist()
-        words = np.zeros((len(rows), self._n_words), np.int32)
-        for i, into in zip(rows, words, strict=True):
-            request = batch[i]
-            assert request.constraint is not None
-            request.constraint.allowed(request.prompt_ids, request.output_ids, into)
+    def _words(self, batch: Sequence[Request], message: ControlMessage) -> npt.NDArray[np.int32] | None:
+        """What may come next in each constrained row, [their number, n_words]; None before that is known.
+
+        A request that has ended meanwhile may get any token: it is thrown away.
+        """
+        places: list[int] = np.flatnonzero(message.constrained).tolist()
+        requests = [batch[i] for i in places]
+        n_before = message.token_index[places].tolist()
+        for request, n in zip(requests, n_before, strict=True):
+            if len(request.output_ids) < n and request.state is not _FINISHED:
+                return None
+        words = np.full((len(places), self._n_words), -1, np.int32)
+        for request, into in zip(requests, words, strict=True):
+            if request.state is not _FINISHED:
+                assert request.constraint is not None
+                request.constraint.allowed(request.prompt_ids, request.output_ids, into)
         return words
 
     def _failed(self, error: Exception) -> EngineError:
@@ -189,12 +201,10 @@ class EngineMaster:
         sampling = self._sampling[row]
         sampling["prompt_logprobs"][~initiation] = -1
         for i, request in enumerate(batch):
-            if request.constraint is not None and request.constraint.acts(len(request.output_ids)):
+            if request.constraint is not None and request.constraint.acts(int(token_index[i])):
                 sampling["flags"][i] |= CONSTRAINED
-        # A token is where it was sampled, on worker n: worker 1 has it only where the two are one. Else it
-        # goes by way of the host, which has read it before the request could be issued again (ORCA 4.1).
-        on_device = ~initiation if self.n_workers == 1 else np.zeros(n, np.bool_)
-        if self.n_workers > 1:
+        on_device = ~initiation if self.keeps_tokens else np.zeros(n, np.bool_)
+        if not self.keeps_tokens:
             for i, request in enumerate(batch):
                 if not initiation[i]:
                     token_ids[row_end[i] - 1] = request.output_ids[-1]

@@ -27,6 +27,12 @@ class EngineError(OrcaError, RuntimeError):
     """The engine failed while it ran; the requests in flight end with the reason `error`."""
 
 
+class NotCompiledAhead(EngineError):
+    """A program was needed that had not been compiled before the engine was ready, and the engine is one that
+    fails rather than let requests wait for a compiler.
+    """
+
+
 class OutputFailed(EngineError):
     """One output cannot go on, as where its grammar outgrew its limits; the engine and all others do."""
 

@@ -90,6 +90,7 @@ class FaultTrace:
     timing: Timing = field(default_factory=Timing)
     supervised: bool = False  # a worker that is suspected is ended and started anew
     forward_ahead: bool = True
+    overlap: bool = True
 
 
 def random_fault_trace(seed: int) -> FaultTrace:
@@ -150,6 +151,7 @@ def random_fault_trace(seed: int) -> FaultTrace:
         timing=timing,
         supervised=rng.random() < 0.5,
         forward_ahead=rng.random() < 0.9,
+        overlap=rng.random() < 0.8,
     )
 
 
@@ -179,8 +181,9 @@ class FaultSimulation:
             n_slots=trace.n_slots,
             max_batch_tokens=trace.max_batch_tokens,
             block_size=trace.block_size,
+            overlap=trace.overlap,
         )
-        n_rows = trace.n_stages * trace.max_bs
+        n_rows = (trace.n_stages + trace.overlap) * trace.max_bs
         max_blocks = config.n_blocks
         self.kv = KVManager(
             n_blocks=config.n_blocks,
@@ -272,7 +275,7 @@ class FaultSimulation:
         except WorkerLost:
             pass  # the first iteration finds it so
         n_to_come = len(self.requests)
-        while n_to_come or len(self.pool):
+        while n_to_come or len(self.pool) or self.scheduler.leaving:
             try:
                 # After a failure the service's thread is gone, and who comes then is refused.
                 worked = self.failure is None and self.recovery.step(lambda: False)

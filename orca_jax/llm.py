@@ -4,12 +4,22 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from orca_jax.config import Attention, Deadlines, Dtype, LoadFormat, RestartBound, WorkerOptions
+from orca_jax.config import (
+    COMPILE_CACHE,
+    Attention,
+    Deadlines,
+    Dtype,
+    LoadFormat,
+    OnCompile,
+    RestartBound,
+    WorkerOptions,
+)
 from orca_jax.errors import (
     ConfigError,
     EngineError,
@@ -23,7 +33,9 @@ from orca_jax.local_engine import local_engine
 from orca_jax.output_rules import OutputRules
 from orca_jax.remote_pipeline import WorkersBehind, remote_pipeline
 from orca_jax.sampling_params import SamplingParams
-from orca_jax.service import Orca
+from orca_jax.service import SCHEDULER_THREAD, Orca
+from orca_jax.sharding.compile_cache import keep_compiled_programs
+from orca_jax.sharding.compile_counter import CompileCounter, CompileCounts
 from orca_jax.sharding.load import find_model
 from orca_jax.sizes import Sizes
 from orca_jax.worker_processes import supervised_pipeline
@@ -40,22 +52,31 @@ class LLM:
     bfloat16 elsewhere unless said. `seed` also starts the seeds of requests that have none.
 
     `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and `max_queue` are those of ServingConfig.
-    By default `n_slots` holds a full batch of the longest requests, but on a CPU no more than 2 GiB of keys
-    and values, and `max_batch_tokens` is 2048, or the model's positions where they are more. `deterministic`
+    By default `n_slots` is the largest that fits into `memory_fraction` of each device's memory beside
+    weights, tables and temporaries, up to what all admitted requests could reserve (docs/plan.md): of a GPU
+    into all that JAX holds of it, and on a CPU a full batch of the longest requests, in 2 GiB of keys and
+    values at most. `max_batch_tokens` is 2048, or the model's positions where they are more. `deterministic`
     makes not a bit of an output depend on what else runs, at a price (docs/generation.md).
 
     `attention` is chosen by device and model unless given, and said in the attribute of that name:
     "kernel" (Hopper GPUs), or pure JAX with "static" shapes or run-time trip counts ("follow_lengths").
 
     The model is cut into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
-    devices (docs/parallelism.md); the first devices that JAX has are taken. Iterations do not overlap yet:
-    `overlap` may be None (as built) or False.
+    devices (docs/parallelism.md); the first devices that JAX has are taken. While one iteration runs the next
+    one is prepared and issued; without `overlap` the scheduler is Algorithm 1 to the letter.
 
     With `worker_processes` each stage runs in a process of its own on this machine, which is started anew
     when it is lost. `workers` are the control ports of workers that somebody else has started, "host:port" of
     stage 1 first; they must run the same model, and know `control_secret`, if there is one. `deadlines` say
     how long workers are waited for, `restarts` how often they may be lost; `on_event` is told what becomes of
     the processes, and whom one waits for, a line at a time (docs/workers.md).
+
+    With `compile_ahead` all that an iteration may need is compiled before this returns, and
+    `on_program(done, total, name)` told the progress; without, each program when it is first needed, and its
+    request waits. What is compiled behind that all the same is warned of in the log, or with
+    `on_compile="error"` refused: the engine fails. Workers in processes of their own always compile ahead.
+    Compiled programs are kept in the folder `compile_cache`, by JAX's own cache, one for the process; the
+    variable JAX_COMPILATION_CACHE_DIR names another default, and None keeps nothing (docs/compiling.md).
 
     `on_load(done, total)` is told the progress of reading a checkpoint, in bytes of its files.
 
@@ -74,20 +95,24 @@ class LLM:
         seed: int | None = None,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
-        overlap: bool | None = None,
+        overlap: bool = True,
         block_size: int = 16,
         max_queue: int = 1 << 20,
         deterministic: bool = False,
+        memory_fraction: float | None = None,
         attention: Attention | None = None,
         workers: Sequence[str] | None = None,
         worker_processes: bool = False,
         control_secret: str = "",
         deadlines: Deadlines | None = None,
         restarts: RestartBound | None = None,
+        compile_ahead: bool = False,
+        on_compile: OnCompile = "warn",
+        compile_cache: str | Path | None = COMPILE_CACHE,
         on_load: Callable[[int, int], None] | None = None,
+        on_program: Callable[[int, int, str], object] | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
-        _refuse_what_is_not_built(overlap)
         _one_of("load_format", load_format, get_args(LoadFormat))
         if dtype is not None:
             _one_of("dtype", dtype, get_args(Dtype))
@@ -102,14 +127,24 @@ class LLM:
             block_size=block_size,
             max_queue=max_queue,
             deterministic=deterministic,
+            overlap=overlap,
+            memory_fraction=memory_fraction,
         )
         place = _place_of(workers, worker_processes, pipeline_parallel)
+        _one_of("on_compile", on_compile, get_args(OnCompile))
+        if on_compile == "error" and place == "here" and not compile_ahead:
+            raise ConfigError(
+                'on_compile="error" forbids what is not compiled ahead, so that without compile_ahead nothing'
+                " could run; set compile_ahead, or leave on_compile out"
+            )
         deadlines, restarts = deadlines or Deadlines(), restarts or RestartBound()
         found = find_model(model, load_format)
         self.name = found.name
         self.directory = found.directory
         self.tokenizer = found.tokenizer
+        self._compiles = CompileCounter()
         if place == "here":
+            keep_compiled_programs(compile_cache)
             built = local_engine(
                 found,
                 said,
@@ -120,11 +155,17 @@ class LLM:
                 tensor_parallel=tensor_parallel,
                 attention=attention,
                 on_load=on_load,
+                compile_ahead=compile_ahead,
+                on_program=on_program,
             )
         elif place == "elsewhere":
             assert workers is not None
             if attention is not None:
                 raise ConfigError("attention is chosen by each worker: say it to `orca worker`, not here")
+            if memory_fraction is not None:
+                raise ConfigError("memory_fraction is each worker's own: say it to `orca worker`, not here")
+            if on_compile == "error":
+                raise ConfigError("on_compile is each worker's own: say it to `orca worker`, not here")
             built = remote_pipeline(
                 found.name,
                 found.config,
@@ -145,6 +186,9 @@ class LLM:
                 dtype=dtype,
                 load_format=load_format,
                 attention=attention,
+                memory_fraction=memory_fraction,
+                on_compile=on_compile,
+                compile_cache=None if compile_cache is None else str(compile_cache),
                 seed=seed or 0,
             )
             built = supervised_pipeline(
@@ -162,7 +206,7 @@ class LLM:
         self.stages = built.stages
         self.attention = built.attention
         self.serving = built.serving
-        self._close_engine = built.close
+        self._close_engine = partial(_close_both, built.close, self._compiles)
         self._service: Orca | None = Orca(
             built.engine,
             built.kv,
@@ -173,6 +217,8 @@ class LLM:
             seed=seed,
             restarts=restarts,
         )
+        if compile_ahead and place == "here":
+            self._compiles.watch(SCHEDULER_THREAD, on_compile)
         self._service.start()
         self._finalizer = weakref.finalize(self, _close_quietly, self._service, self._close_engine)
 
@@ -182,6 +228,11 @@ class LLM:
         if self._service is None:
             raise ServiceClosed("this LLM is closed; make a new one")
         return self._service
+
+    @property
+    def compiles(self) -> CompileCounts:
+        """What JAX has compiled in this process since this LLM was begun, for whomever."""
+        return self._compiles.counts()
 
     def generate(
         self,
@@ -327,16 +378,16 @@ def _nobody_listens(line: str) -> None:
     """Nobody wants to know what becomes of the processes."""
 
 
-def _refuse_what_is_not_built(overlap: bool | None) -> None:
-    if overlap is not None and overlap is not False:
-        raise ConfigError(
-            f"overlap is {overlap!r}; overlapping iterations are not built yet, so leave it out"
-        )
-
-
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def _close_both(close_engine: Callable[[], None], compiles: CompileCounter) -> None:
+    try:
+        close_engine()
+    finally:
+        compiles.close()
 
 
 def _close_quietly(service: Orca, close_engine: Callable[[], None]) -> None:

@@ -13,13 +13,15 @@ from orca_jax.config import Attention, Dtype, LoadFormat, ModelConfig, ServingCo
 from orca_jax.engine_master import EngineMaster
 from orca_jax.kv_manager import KVManager
 from orca_jax.model.gpt import Parameters
-from orca_jax.sharding.capacity import check_slots, slots_that_fit
+from orca_jax.sharding.capacity import check_slots, stage_room
 from orca_jax.sharding.device_group import default_dtype, device_name
+from orca_jax.sharding.host_allocator import keep_large_buffers
 from orca_jax.sharding.load import FoundModel, load_parameters
-from orca_jax.sharding.local_workers import LocalWorkers
+from orca_jax.sharding.local_workers import LocalWorkers, all_programs
 from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.programs import OnProgram, compile_all
 from orca_jax.sharding.worker import Worker
-from orca_jax.sizes import Sizes, control_wire, kv_manager, serving_config
+from orca_jax.sizes import Sizes, control_wire, kv_manager, n_rows, serving_config
 from orca_jax.stage_layers import said_of_split
 
 
@@ -34,14 +36,17 @@ def local_engine(
     tensor_parallel: int,
     attention: Attention | None,
     on_load: Callable[[int, int], None] | None,
+    compile_ahead: bool,
+    on_program: OnProgram | None,
 ) -> BuiltEngine:
     """Load a model onto the first devices that JAX has; the arguments are those of `orca_jax.llm.LLM`.
 
     Raises ConfigError or a CheckpointError.
     """
     devices = jax.devices()
+    if devices[0].platform == "cpu":
+        keep_large_buffers()
     name = dtype or default_dtype(devices[0])
-    itemsize = jnp.dtype(name).itemsize
     parts = split_model(
         found.config, devices, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
     )
@@ -55,14 +60,35 @@ def local_engine(
         n_devices=n_devices,
         on_load=on_load,
     )
-    fits = [slots_that_fit(model, itemsize, part, n_devices=n_devices) for part in parts]
-    serving = serving_config(model, said, fits)
-    for part in parts:
-        check_slots(model, itemsize, part, n_slots=serving.n_slots, n_devices=n_devices)
+    rooms = [
+        stage_room(
+            model,
+            jnp.dtype(name),
+            part,
+            n_devices=n_devices,
+            block_size=said.block_size,
+            attention=attention,
+            memory_fraction=said.memory_fraction,
+        )
+        for part in parts
+    ]
+    serving = serving_config(model, said, rooms)
+    rows = n_rows(serving.max_batch_size, n_workers=len(parts))
+    for room in rooms:
+        check_slots(model, room, serving, n_rows=rows, n_devices=n_devices)
     buckets = buckets_of(
         serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic
     )
-    built = build_engine(model, parameters, serving, parts, buckets=buckets, attention=attention)
+    built = build_engine(
+        model,
+        parameters,
+        serving,
+        parts,
+        buckets=buckets,
+        attention=attention,
+        compile_ahead=compile_ahead,
+        on_program=on_program,
+    )
     return BuiltEngine(
         engine=built.engine,
         kv=built.kv,
@@ -78,11 +104,12 @@ def local_engine(
 
 
 class LocalEngine(NamedTuple):
-    """An engine, the K/V manager of its cache, and a line that says which attention it runs."""
+    """An engine, the K/V manager of its caches, a line that says which attention it runs, and its workers."""
 
     engine: EngineMaster
     kv: KVManager
     attention: str
+    workers: LocalWorkers
 
 
 def build_engine(
@@ -93,26 +120,40 @@ def build_engine(
     *,
     buckets: Sequence[int] | None = None,
     attention: Attention | None = None,
-    worker: Worker | None = None,
+    workers: Sequence[Worker] | None = None,
+    compile_ahead: bool = False,
+    on_program: OnProgram | None = None,
 ) -> LocalEngine:
     """An engine of a worker for each of `parts`, with that stage's `parameters`. Raises ConfigError.
 
     `buckets` are those of `serving` unless given, ascending; `attention` is the
-    Workers'. The first `worker` of the same model, parts and sizes that no engine uses any more may be handed
-    in: it and those behind it keep their compiled programs, and their own attention.
+    Workers'. `workers` of the same model, parts and sizes that no engine uses any more may be handed in: they
+    keep their compiled programs, and their own attention. With `compile_ahead` every program is compiled
+    before this returns, and `on_program` told; without, each when it is first needed.
     """
     n_workers = len(parts)
     kv = kv_manager(model, serving, n_workers=n_workers)
-    if worker is None:
-        for part, own in zip(reversed(parts), reversed(parameters), strict=True):  # each knows the one behind
-            worker = Worker(
-                model, own, serving, part, n_rows=kv.n_rows, attention=attention, next_worker=worker
+    if workers is None:
+        workers = [
+            Worker(
+                model,
+                own,
+                serving,
+                part,
+                n_rows=kv.n_rows,
+                attention=attention,
+                caches=not compile_ahead,  # what XLA tries out while it compiles has their room
             )
-    assert worker is not None, "a model has a stage"
-    sizes = None if buckets is None else tuple(buckets)
-    workers = LocalWorkers(worker, batch_sizes(control_wire(model, serving, kv), sizes))
-    engine = EngineMaster(workers, kv, vocab_size=model.vocab_size, n_workers=n_workers)
-    return LocalEngine(engine, kv, worker.attention.said)
+            for part, own in zip(parts, parameters, strict=True)
+        ]
+    sizes = batch_sizes(control_wire(model, serving, kv), None if buckets is None else tuple(buckets))
+    if compile_ahead:
+        compile_all(all_programs(workers, sizes), on_program)
+        for worker in workers:
+            worker.renew()
+    local = LocalWorkers(workers, sizes)
+    engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
+    return LocalEngine(engine, kv, workers[0].attention.said, local)
 
 
 def _nothing_to_close() -> None:

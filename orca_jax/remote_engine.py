@@ -31,6 +31,7 @@ class RemoteEngine(EngineMaster):
             kv,
             vocab_size=vocab_size,
             n_workers=n_workers,
+            keeps_tokens=n_workers == 1,  # worker n has them, and they go by way of the host to worker 1
             sleep=(lambda _: workers.wait(_WAIT_SECONDS)) if sleep is None else sleep,
         )
         self.workers = workers

@@ -15,6 +15,7 @@ from orca_jax.remote_engine import RemoteEngine
 from orca_jax.remote_workers import RemoteWorkers
 from orca_jax.sizes import Sizes, control_wire, kv_manager, serving_config
 from orca_jax.stage_layers import check_split, said_of_split, stage_layers
+from orca_jax.stage_memory import ITEMSIZE, StageRoom
 
 
 def _nothing(_: int) -> None:
@@ -103,7 +104,19 @@ def _pipeline(
     if len(set(dtypes)) > 1:
         message = f"the workers have different dtypes, {', '.join(dtypes)}; start all with the same --dtype"
         raise ConfigError(message)
-    serving = serving_config(model, said, [one.slots for one in about])
+    layers = stage_layers(model.n_layers, n_stages)
+    rooms = [
+        StageRoom(
+            layers=own,
+            n_devices=one.n_devices,
+            itemsize=ITEMSIZE[one.dtype],
+            attention=one.path,
+            free=one.room,
+            modest=one.modest,
+        )
+        for own, one in zip(layers, about, strict=True)
+    ]
+    serving = serving_config(model, said, rooms)
     kv = kv_manager(model, serving, n_workers=n_stages)
     wire = control_wire(model, serving, kv)
     orders = [

@@ -140,6 +140,7 @@ class RemoteWorkers:
         self._attempt: _Attempt | None = None
         self._lost: WorkerLost | None = WorkerLost(0, "the workers were not brought up yet")
         self._in_flight: deque[_Flight] = deque()  # issued, and not all before it returned
+        self._unsaid: deque[tuple[int, MakeWords]] = deque()
         self._n_issued = 0  # in this epoch
         self._moved = 0.0  # when the oldest in flight became the oldest
         self._received = [-1] * n_stages  # the newest iteration that each stage said so of
@@ -147,9 +148,9 @@ class RemoteWorkers:
         self._received_at = [dict[int, float]() for _ in orders]  # of iterations that are not done
 
     def issue(self, message: ControlMessage, words: MakeWords) -> RemoteTokens:
-        """Send one iteration to worker 1, and then what its constrained rows allow straight to worker n.
+        """Send one iteration to worker 1, and what its constrained rows allow straight to worker n.
 
-        Raises as `look`.
+        The latter as soon as it can be said. Raises as `look`.
         """
         self.look()
         payload = self._wire.encode(message)
@@ -163,10 +164,8 @@ class RemoteWorkers:
         self.counters.message_bytes += len(payload)
         self._channel.send(0, encode_frame(Frame(MESSAGE, self.epoch, flight.iteration, 0, payload)))
         if message.constrained.any():
-            bits = words().astype("<i4", copy=False).tobytes()
-            self.counters.word_bytes += len(bits)
-            frame = Frame(WORDS, self.epoch, flight.iteration, 0, bits)
-            self._channel.send(self._n_stages - 1, encode_frame(frame))
+            self._unsaid.append((flight.iteration, words))
+            self._say_words()
         return RemoteTokens(self, flight)
 
     def look(self) -> None:
@@ -177,12 +176,25 @@ class RemoteWorkers:
         self._see_failure()
         if self._lost is not None:
             raise self._lost
+        self._say_words()
         while (arrival := self._channel.receive(0.0)) is not None:
             self._take(arrival)
             self._see_failure()
         if self._in_flight and self._clock() >= self._due():
             stage, why = self._who_is_behind()
             self._lose(stage, why, suspects=(stage,))
+
+    def _say_words(self) -> None:
+        """Send what constrained rows allow, in the order of iterations, as far as it is known."""
+        while self._unsaid:
+            iteration, make_words = self._unsaid[0]
+            words = make_words()
+            if words is None:
+                return
+            self._unsaid.popleft()
+            bits = words.astype("<i4", copy=False).tobytes()
+            self.counters.word_bytes += len(bits)
+            self._channel.send(self._n_stages - 1, encode_frame(Frame(WORDS, self.epoch, iteration, 0, bits)))
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until something came, `seconds` at most; raises WorkerLost."""
@@ -243,6 +255,7 @@ class RemoteWorkers:
             # All else was said before the new epoch, and is stale.
         self.epoch += 1
         self._in_flight.clear()
+        self._unsaid.clear()
         self._n_issued = 0
         self._received = [-1] * self._n_stages
         self._done = [-1] * self._n_stages
@@ -263,6 +276,7 @@ class RemoteWorkers:
     def _lose(self, stage: int, why: str, *, suspects: Sequence[int] = ()) -> NoReturn:
         self._attempt = None
         self._in_flight.clear()
+        self._unsaid.clear()
         self._lost = WorkerLost(stage, why)
         for suspect in suspects:
             self._on_suspect(suspect)

@@ -16,7 +16,7 @@ class RequestState(Enum):
     """The states of Algorithm 1, and the one after them."""
 
     INITIATION = "initiation"  # next: the iteration over the input tokens (prefill)
-    RUNNING = "running"  # in an issued batch that has not returned
+    RUNNING = "running"  # in one issued batch that has not returned, or two
     INCREMENT = "increment"  # next: an iteration over the last token (decode)
     FINISHED = "finished"
 
@@ -86,7 +86,8 @@ class Request:
     output_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids but the first, if asked for
-    n_iterations: int = 0
+    n_iterations: int = 0  # issued
+    n_in_flight: int = 0  # of these, not returned yet; 2 at most, and 1 without overlap
     finish_reason: FinishReason | None = None
     failure: str | None = None
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
@@ -95,6 +96,11 @@ class Request:
     def n_tokens(self) -> int:
         """Tokens known so far, input and output."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def n_tokens_issued(self) -> int:
+        """The same, and those that iterations in flight will add."""
+        return len(self.prompt_ids) + len(self.output_ids) + self.n_in_flight
 
     def accept(self, token_id: int) -> FinishReason | None:
         """Take the token of a returned iteration; the reason to finish if it was the last one."""

@@ -6,15 +6,15 @@ in the pool the one that came earlier has run the same number of iterations or m
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.errors import EmptyPrompt, PromptTooLong, RequestTooLarge, TokenOutOfRange
+from orca_jax.config import ServingConfig
 from orca_jax.kv_manager import KVManager, round_up
 from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
@@ -23,6 +23,11 @@ from orca_jax.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
 NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
+def never() -> bool:
+    """What interrupts a wait beside which nothing can be issued."""
+    return False
 
 
 class Returned(NamedTuple):
@@ -38,7 +43,7 @@ class Returned(NamedTuple):
 
 
 class Engine(Protocol):
-    """Runs iterations, up to `n_workers` of them in flight, and returns them in the order they were issued.
+    """Runs iterations, in flight up to one more than `n_workers`, and returns them in the order of issue.
 
     Both methods raise EngineError; nothing is in flight any more then.
     """
@@ -48,21 +53,43 @@ class Engine(Protocol):
         """Inter-layer partitions: how many batches keep all of them busy."""
         ...
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a request may be issued again before its token has come back: the device has it."""
+        ...
+
     def issue(self, batch: Sequence[Request]) -> None:
         """Start one iteration of the model for `batch`, without waiting for a device.
 
-        A request's state is still INITIATION or INCREMENT, and its row and blocks are reserved.
+        A request's state is still what it was, and its row and blocks are reserved. One that is RUNNING
+        continues the token that the device has.
         """
         ...
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """Wait for the oldest issued batch; None if `interrupted` turned true before it was done."""
+        """Wait for the oldest issued batch; None if `interrupted` turned true before it was done.
+
+        Where that is `never`, no look at it is needed.
+        """
         ...
 
 
 def input_length(req: Request) -> int:
     """Tokens that go into the request's next iteration: all that are known, or the last one."""
     return req.n_tokens if req.state is INITIATION else 1
+
+
+def may_run_ahead(req: Request) -> bool:
+    """Whether a RUNNING request may be issued once more: its token on the way is not the last it may have."""
+    return req.n_in_flight == 1 and req.ending is None and req.n_tokens_issued < req.max_tokens
+
+
+def running_ahead(batch: Iterable[Request]) -> frozenset[Request]:
+    """Of the batch in flight that returns next those that may be issued once more.
+
+    Of no other batch: before their tokens are there the workers have the batches between to run.
+    """
+    return frozenset([req for req in batch if may_run_ahead(req)])
 
 
 def select(
@@ -73,17 +100,19 @@ def select(
     n_slots: int,
     max_batch_tokens: int | None = None,
     block_size: int = 1,
+    ahead: Collection[Request] = (),
 ) -> tuple[list[Request], int]:
     """The batch of the next iteration, and the slots that are reserved with it (Algorithm 1, lines 17 to 28).
 
-    Changes nothing. With the defaults it is the paper's to the letter. `max_batch_tokens` bounds the tokens
-    of the batch, and with `block_size` a reservation is of whole blocks, so that it can be allocated;
-    `n_rsrv` is then a multiple of the block, and `n_slots` counts as if it were rounded down to one.
+    Changes nothing. With the defaults it is the paper's to the letter. Those of `ahead` may run although they
+    are RUNNING. `max_batch_tokens` bounds the tokens of the batch, and with `block_size` a reservation is of
+    whole blocks, so that it can be allocated; `n_rsrv` is then a multiple of the block, and `n_slots` counts
+    as if it were rounded down to one.
     """
     batch: list[Request] = []  # line 18
     if not isinstance(pool, InArrivalOrder):  # in order already; sorting it would read all that wait
         pool = sorted(pool, key=lambda req: req.arrival)  # line 20
-    ready = (req for req in pool if req.state is not RUNNING)  # line 19
+    ready = (req for req in pool if req.state is not RUNNING or req in ahead)  # line 19
     n_tokens = 0
     token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
     for req in ready:  # line 21
@@ -107,7 +136,9 @@ class Scheduler:
     """The loop of Algorithm 1 over a pool, an engine and a K/V manager; all on one thread.
 
     It alone changes the state of requests and reserves for them. `n_rsrv` counts reserved slots,
-    `n_scheduled` batches in flight.
+    `n_scheduled` batches in flight: with overlap one more than there are workers, so that the host prepares
+    an iteration while the one before it runs. What is computed for a request that turned out finished is
+    thrown away; it is `leaving`, and its slots come back with its last batch, which may write to them.
     """
 
     def __init__(
@@ -120,6 +151,10 @@ class Scheduler:
         self.timeline = timeline
         self.n_scheduled = 0  # line 1
         self.n_rsrv = 0  # line 2
+        self.overlaps = config.overlap and engine.keeps_tokens
+        self._most_in_flight = engine.n_workers + self.overlaps
+        self._in_flight: deque[list[Request]] = deque()
+        self.leaving: list[Request] = []  # ended, and still in a batch in flight
         self._began = False  # the last batch of a deterministic engine was one of initiations
 
     def step(self) -> bool:
@@ -129,21 +164,20 @@ class Scheduler:
         """
         seen = self.pool.activity()  # taken before the pool is looked at: what comes later interrupts
         ended = self.end_asked()
-        batch, self.n_rsrv = self._select()  # line 4
+        batch, self.n_rsrv = self._next_batch()  # line 4
         if batch:  # an empty batch is never issued
             self._issue(batch)  # lines 5 to 8
         elif not self.n_scheduled:
             return ended
-        if self.n_scheduled == self.engine.n_workers:  # line 9
-            self._take_return(interrupted=lambda: False)  # lines 10 to 15
+        if self.n_scheduled == self._most_in_flight:  # line 9
+            self._take_return(interrupted=never)  # lines 10 to 15
         elif not batch:  # a worker is free: wait for something to select as well
             self._take_return(interrupted=lambda: self.pool.activity() != seen)
         return True
 
     def fail_all(self) -> None:
         """After an EngineError: what is in flight is lost, and all that is live ends with reason `error`."""
-        self.n_scheduled = 0
-        self.timeline.lost()
+        self._lose_flights()
         live = list(self.pool.in_arrival_order())
         self._deliver([self._end(req, FinishReason.ERROR) for req in live])
 
@@ -155,16 +189,13 @@ class Scheduler:
         token is the one that it would have been. A token that was computed but did not come back is computed
         again. What was asked to end ends.
         """
-        self.n_scheduled = 0
-        self.timeline.lost()
+        self._lose_flights()
         ended: list[Delivery] = []
         for req in self.pool.admitted():
             if req.ending is not None:
                 ended.append(self._end(req, req.ending))
-                continue
-            if req.state is RUNNING:
-                req.n_iterations -= 1  # the order counts iterations that came back, or will
-            req.state = INITIATION
+            else:
+                req.state = INITIATION
         self._deliver(ended)
 
     def end_asked(self) -> bool:
@@ -177,25 +208,35 @@ class Scheduler:
         self._deliver(ended)
         return bool(ended)
 
-    def _select(self) -> tuple[list[Request], int]:
-        """Line 4; of a deterministic engine the part of the batch that is in one phase, each in its turn."""
-        batch, n_rsrv = select(
-            self.pool.in_arrival_order(),
-            self.n_rsrv,
-            max_bs=self.config.max_batch_size,
-            n_slots=self.config.n_slots,
-            max_batch_tokens=self.config.max_batch_tokens,
-            block_size=self.config.block_size,
-        )
+    def _next_batch(self) -> tuple[list[Request], int]:
+        """Line 4. Of a deterministic engine the part of the batch that is in one phase, each in its turn."""
+        batch, n_rsrv = list[Request](), self.n_rsrv
+        if self.n_scheduled < self.engine.n_workers:
+            batch, n_rsrv = self._select(())
+        # Behind all that can begin at once: these begin when their tokens are there.
+        if not batch and self.overlaps and self._in_flight:
+            batch, n_rsrv = self._select(running_ahead(self._in_flight[0]))
         if not self.config.deterministic:
             return batch, n_rsrv
-        first, later = ([req for req in batch if req.state is phase] for phase in (INITIATION, INCREMENT))
+        first = [req for req in batch if req.state is INITIATION]
+        later = [req for req in batch if req.state is not INITIATION]
         # Who begins first so was not before one that came earlier: that one has had an iteration.
         if first and not (later and self._began):
             self._began = True
             return first, n_rsrv
         self._began = False
         return later, self.n_rsrv
+
+    def _select(self, ahead: Collection[Request]) -> tuple[list[Request], int]:
+        return select(
+            self.pool.in_arrival_order(),
+            self.n_rsrv,
+            max_bs=self.config.max_batch_size,
+            n_slots=self.config.n_slots,
+            max_batch_tokens=self.config.max_batch_tokens,
+            block_size=self.config.block_size,
+            ahead=ahead,
+        )
 
     def _issue(self, batch: list[Request]) -> None:
         """Lines 5 to 8, and before them rows and blocks for the requests that line 26 reserved for."""
@@ -208,6 +249,8 @@ class Scheduler:
         for req in batch:  # line 6
             req.state = RUNNING  # line 7
             req.n_iterations += 1
+            req.n_in_flight += 1
+        self._in_flight.append(batch)
         self.n_scheduled += 1  # line 8
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
@@ -222,15 +265,22 @@ class Scheduler:
                 returned.batch[i].prompt_logprobs = prompt_logprobs
             pairs = zip(returned.batch, returned.token_ids, strict=True)
             for i, (req, token_id) in enumerate(pairs):  # line 11
+                req.n_in_flight -= 1
+                if req.state is FINISHED:  # computed for nothing
+                    self.leaving.remove(req)
+                    self._release(req)
+                    continue
                 logprobs = returned.logprobs.get(i)
                 deliveries.append(self._take_token(req, int(token_id), logprobs))  # lines 12 to 14
         finally:  # when a request's sink raises, those before it have still ended and must be told
             self._deliver(deliveries)
+        self._in_flight.popleft()
         self.n_scheduled -= 1  # line 15
 
     def _take_token(self, req: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delivery:
         """Lines 12 to 14 for one request of a returned batch."""
-        req.state = INCREMENT  # line 12
+        if not req.n_in_flight:
+            req.state = INCREMENT  # line 12
         if req.ending is not None:  # asked to end while it ran: the token comes too late
             return self._end(req, req.ending)
         if logprobs is not None:
@@ -241,51 +291,35 @@ class Scheduler:
         return Delivery(req, token_id, reason, logprobs)
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
-        """The one way out for every request; the slots it held can be reserved again at once (line 14)."""
-        if req.row >= 0:
-            self.n_rsrv -= round_up(req.max_tokens, self.config.block_size)  # line 14
-            self.kv.release(req.row)
-            req.row = -1
+        """The one way out for every request; the slots it held come back as soon as nothing writes there."""
+        if req.n_in_flight:
+            self.leaving.append(req)
+        elif req.row >= 0:
+            self._release(req)
         req.state = FINISHED
         req.finish_reason = reason
         self.pool.remove(req)
         return Delivery(req, None, reason)
 
+    def _release(self, req: Request) -> None:
+        """The slots of a request that has ended can be reserved again."""
+        self.n_rsrv -= round_up(req.max_tokens, self.config.block_size)  # line 14
+        self.kv.release(req.row)
+        req.row = -1
+
+    def _lose_flights(self) -> None:
+        """What was in flight will not come back, and writes nowhere any more."""
+        self._in_flight.clear()
+        self.n_scheduled = 0
+        self.timeline.lost()
+        for req in self.leaving:
+            req.n_in_flight = 0
+            self._release(req)
+        self.leaving.clear()
+        for req in self.pool.admitted():
+            req.n_iterations -= req.n_in_flight  # the order counts iterations that came back, or will
+            req.n_in_flight = 0
+
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         self.timeline.delivered(deliveries)
         self.pool.deliver(deliveries)
-
-
-def admissible(request: Request, *, config: ServingConfig, model: ModelConfig) -> None:
-    """Refuse a request that the model cannot take or `select` would break at for ever; the pool's `check`.
-
-    Raises EmptyPrompt, TokenOutOfRange, PromptTooLong or RequestTooLarge.
-    """
-    if not request.prompt_ids:
-        raise EmptyPrompt("the prompt has no token; it needs at least one", param="prompt")
-    for token_id in (min(request.prompt_ids), max(request.prompt_ids)):
-        if not 0 <= token_id < model.vocab_size:
-            message = f"token id {token_id} is not in the vocabulary, which has 0 to {model.vocab_size - 1}"
-            raise TokenOutOfRange(message, param="prompt")
-    n_input = len(request.prompt_ids)
-    if n_input >= model.n_positions:
-        message = f"the prompt has {n_input} tokens; the model's {model.n_positions} positions must hold "
-        message += f"an output token as well, so give it at most {model.n_positions - 1}"
-        raise PromptTooLong(message, param="prompt")
-    assert request.max_tokens > n_input, "max_tokens counts input and output"
-    limit, source = longest_request(config=config, model=model)
-    if request.max_tokens > limit:
-        message = f"{n_input} input and {request.max_tokens - n_input} output tokens are asked for, and "
-        message += f"{source} allow {limit} together; "
-        message += f"ask for at most {limit - n_input}" if n_input < limit else "shorten the prompt"
-        raise RequestTooLarge(message, param="max_tokens")
-
-
-def longest_request(*, config: ServingConfig, model: ModelConfig) -> tuple[int, str]:
-    """The most input and output tokens that one request can have together, and what sets the limit."""
-    return min(
-        (model.n_positions, "the model's positions"),
-        (config.n_blocks * config.block_size, "n_slots in whole blocks"),
-        # After a fault a request runs again with all its tokens but the last in one iteration.
-        (config.max_batch_tokens + 1, "max_batch_tokens"),
-    )

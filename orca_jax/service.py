@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
+from orca_jax.admission import admissible, longest_request
 from orca_jax.config import ModelConfig, RestartBound, ServingConfig
 from orca_jax.errors import EngineError, InvalidSamplingParameter, OutputFailed, ServiceClosed
 from orca_jax.generation import LOOK_SECONDS, Generation, Mailbox
@@ -22,9 +23,11 @@ from orca_jax.recovery import Recovery
 from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Engine, Scheduler, admissible, longest_request
+from orca_jax.scheduler import Engine, Scheduler
 from orca_jax.timeline import Timeline
 from orca_jax.tokenizer import Tokenizer
+
+SCHEDULER_THREAD = "orca-scheduler"  # its name
 
 _SEED_BITS = 48  # exact where a reader of JSON has only doubles
 
@@ -68,7 +71,7 @@ class Orca:
         self._config = config
         self._model = model
         self._rules = RuleMaker(model, tokenizer)
-        self._thread = threading.Thread(target=self._run, name="orca-scheduler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
         self._lock = threading.Lock()  # for the three below
         self._started = False

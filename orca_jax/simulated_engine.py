@@ -9,7 +9,7 @@ from typing import Literal
 from orca_jax.config import ModelConfig
 from orca_jax.cost_model import Device, IterationShape, floor, operations
 from orca_jax.errors import EngineError
-from orca_jax.request import Request
+from orca_jax.request import Request, RequestState
 from orca_jax.sampled import TokenLogprobs
 from orca_jax.scheduler import Returned, input_length
 
@@ -106,6 +106,7 @@ class SimulatedEngine:
         token: Callable[[Request, int], int] = hashed_token,
     ) -> None:
         self.n_workers = n_workers
+        self.keeps_tokens = True
         self.clock = clock
         self._duration = duration
         self._token = token
@@ -120,7 +121,7 @@ class SimulatedEngine:
     def issue(self, batch: Sequence[Request]) -> None:
         """Send `batch` through the stages; takes no time. Raises EngineError when told to."""
         self._fail_if_told("issue")
-        shape = IterationShape([input_length(req) for req in batch], [req.n_tokens for req in batch])
+        shape = IterationShape([input_length(req) for req in batch], [req.n_tokens_issued for req in batch])
         share = self._duration(shape) / self.n_workers
         done_at = self.clock.now()
         for stage, free_at in enumerate(self._free_at):
@@ -139,9 +140,13 @@ class SimulatedEngine:
             if self.clock.next_event() > done_at:
                 self.clock.advance_to(done_at)
                 self._in_flight.popleft()
-                return returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
+                return returned(batch, [self._next_token(req) for req in batch])
             self.clock.run_next()
         return None
+
+    def _next_token(self, req: Request) -> int:
+        """Any token will do for a request that has ended meanwhile: it is thrown away."""
+        return 0 if req.state is RequestState.FINISHED else self._token(req, len(req.output_ids))
 
     def _fail_if_told(self, at: Literal["issue", "wait"]) -> None:
         if self._failing == at:

@@ -45,9 +45,9 @@ class Simulation:
         self.kv = KVManager(
             n_blocks=config.n_blocks,
             block_size=config.block_size,
-            # A request is admitted only into a batch with all earlier ones that are not RUNNING, so that at
-            # most n_workers batches of admitted requests exist.
-            n_rows=n_workers * config.max_batch_size,
+            # A request is admitted only into a batch with all earlier ones that may run, and what holds a row
+            # and may not is in a batch in flight: there is a row for each place of all these batches.
+            n_rows=(n_workers + config.overlap) * config.max_batch_size,
             max_blocks_per_row=config.n_blocks,
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)

@@ -3,15 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ModelConfig, ServingConfig, check_memory_fraction
 from orca_jax.control_wire import ControlWire
 from orca_jax.errors import ConfigError
 from orca_jax.kv_manager import KVManager, round_up
+from orca_jax.stage_memory import StageRoom
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """What was said of a ServingConfig; None: it follows from model and memory. Checked when made."""
+    """What was said of a ServingConfig; None: it follows from model and memory. Checked when made.
+
+    `memory_fraction` is the share of each device's memory that an engine may take; `n_slots` follows from it.
+    """
 
     max_batch_size: int = 32
     n_slots: int | None = None
@@ -19,8 +23,11 @@ class Sizes:
     block_size: int = 16
     max_queue: int = 1 << 20
     deterministic: bool = False
+    overlap: bool = True
+    memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
+        check_memory_fraction(self.memory_fraction)
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
 
     def filled(self, *, n_slots: int, max_batch_tokens: int) -> ServingConfig:
@@ -32,27 +39,39 @@ class Sizes:
             block_size=self.block_size,
             max_queue=self.max_queue,
             deterministic=self.deterministic,
+            overlap=self.overlap,
         )
 
 
-def serving_config(config: ModelConfig, said: Sizes, fits: Sequence[int]) -> ServingConfig:
+def serving_config(config: ModelConfig, said: Sizes, rooms: Sequence[StageRoom]) -> ServingConfig:
     """Fill in what was not said, and hold what was against the model.
 
-    `fits` are the slots that each stage has room for: a slot takes room on every stage, so the one with the
-    least decides. Raises ConfigError.
+    `n_slots` is the largest that fits, as ORCA 4.2 advises: a slot takes room on every stage, so the one of
+    `rooms`, which are the stages', with the least decides. More than all admitted requests could ever reserve
+    is of no use; where memory is not the engine's alone, a full batch of the longest requests is enough.
+    Raises ConfigError.
     """
     longest = config.n_positions
     whole_request = round_up(longest, said.block_size)
-    serving = said.filled(
-        n_slots=max(whole_request, min(said.max_batch_size * whole_request, *fits)),
-        max_batch_tokens=max(2048, longest, said.max_batch_size),
-    )
-    if serving.max_batch_tokens < longest:
+    sizes = said.filled(n_slots=whole_request, max_batch_tokens=max(2048, longest, said.max_batch_size))
+    if sizes.max_batch_tokens < longest:
         raise ConfigError(
-            f"max_batch_tokens is {serving.max_batch_tokens}; it must be at least the model's {longest} "
+            f"max_batch_tokens is {sizes.max_batch_tokens}; it must be at least the model's {longest} "
             "positions, so that the longest prompt fits into one iteration"
         )
-    return serving
+    rows = n_rows(said.max_batch_size, n_workers=len(rooms))
+    fits = [room.slots(room.memory(config, sizes, rows)) for room in rooms]
+    modest = any(room.modest is not None for room in rooms)
+    n_requests = said.max_batch_size if modest else rows
+    return said.filled(
+        n_slots=max(whole_request, min(n_requests * whole_request, *fits)),
+        max_batch_tokens=sizes.max_batch_tokens,
+    )
+
+
+def n_rows(max_batch_size: int, *, n_workers: int) -> int:
+    """How many requests may be admitted at a time: a batch for each worker, and one that is prepared."""
+    return (n_workers + 1) * max_batch_size
 
 
 def control_wire(model: ModelConfig, serving: ServingConfig, kv: KVManager) -> ControlWire:
@@ -74,6 +93,6 @@ def kv_manager(model: ModelConfig, serving: ServingConfig, *, n_workers: int) ->
     return KVManager(
         n_blocks=serving.n_blocks,
         block_size=serving.block_size,
-        n_rows=(n_workers + 1) * serving.max_batch_size,
+        n_rows=n_rows(serving.max_batch_size, n_workers=n_workers),
         max_blocks_per_row=-(-model.n_positions // serving.block_size),
     )

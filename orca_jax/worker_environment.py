@@ -1,9 +1,10 @@
 """Which devices of one machine the process of each stage may see: what its environment says of them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from orca_jax.errors import ConfigError
+from orca_jax.known_devices import MEMORY_FRACTION
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
@@ -11,7 +12,7 @@ _HOST_DEVICES_FLAG = re.compile(rf"(?:^|\s+){_HOST_DEVICES}=\S*")
 _JAX_HOST_DEVICES = "JAX_NUM_CPU_DEVICES"  # stands above the flag where it is set
 _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_SHARES = (_MEMORY_SHARE, "XLA_CLIENT_MEM_FRACTION")  # XLA refuses to be given both
-_SHARED_MEMORY = 0.9  # of a GPU's memory, for all stages on it together
+_JAX_FRACTION = 0.75  # what JAX holds unless its environment says
 _GPU_FILE = re.compile(r"(?:.*/)?nvidia[0-9]+")
 _INDEX = re.compile(r"[0-9]+")
 
@@ -42,17 +43,49 @@ def visible_gpus(environ: Mapping[str, str], device_files: Sequence[str]) -> tup
     return tuple(seen) if len(set(seen)) == len(seen) else ()
 
 
+def hold_memory(environ: MutableMapping[str, str], fraction: float) -> None:
+    """Have JAX hold that share of each GPU's memory, unless `environ` says how much already.
+
+    It counts until JAX has looked at its devices.
+    """
+    if not says_memory(environ):
+        environ[_MEMORY_SHARE] = f"{fraction:.4g}"
+
+
+def says_memory(environ: Mapping[str, str]) -> bool:
+    """Whether it says how much of a GPU's memory JAX shall hold."""
+    return any(environ.get(name) for name in _MEMORY_SHARES)
+
+
+def held_fraction(environ: Mapping[str, str]) -> float | None:
+    """The share of a GPU's memory that JAX holds in such a process; None where that is no number."""
+    said = [text for name in _MEMORY_SHARES if (text := environ.get(name))]
+    try:
+        fraction = float(said[0]) if said else _JAX_FRACTION
+    except ValueError:
+        return None
+    return fraction if 0 < fraction <= 1 else None
+
+
 def worker_environment(
-    stage: int, n_stages: int, tensor_parallel: int, environ: Mapping[str, str], gpus: Sequence[str]
+    stage: int,
+    n_stages: int,
+    tensor_parallel: int,
+    environ: Mapping[str, str],
+    gpus: Sequence[str],
+    *,
+    memory_fraction: float | None = None,
 ) -> dict[str, str]:
     """A copy of `environ` for the process of one stage (from 0), which then sees that stage's devices alone.
 
     With `gpus`, those of `visible_gpus`, each stage gets `tensor_parallel` of its own. If they are too few
     and a stage needs only one, neighbouring stages share one, and its memory in equal parts. Without, the CPU
-    counts as `tensor_parallel` devices. Raises ConfigError when stages of several GPUs would have to share.
+    counts as `tensor_parallel` devices. JAX holds `memory_fraction` of a GPU's memory there, all stages on it
+    together. Raises ConfigError when stages of several GPUs would have to share.
     """
     assert 0 <= stage < n_stages and tensor_parallel >= 1
     environment = {**environ, "PYTHONUNBUFFERED": "1"}
+    n_sharing = 1
     if not gpus:
         _count_host_devices(environment, tensor_parallel)
     elif len(gpus) >= n_stages * tensor_parallel:
@@ -62,8 +95,6 @@ def worker_environment(
         place = _place(stage, n_stages, len(gpus))
         environment[_VISIBLE] = gpus[place]
         n_sharing = sum(_place(other, n_stages, len(gpus)) == place for other in range(n_stages))
-        if n_sharing > 1 and not any(environ.get(name) for name in _MEMORY_SHARES):
-            environment[_MEMORY_SHARE] = f"{_SHARED_MEMORY / n_sharing:.4g}"
     else:
         needed = n_stages * tensor_parallel
         raise ConfigError(
@@ -71,6 +102,8 @@ def worker_environment(
             f"{len(gpus)}: {','.join(gpus)}; make more visible with {_VISIBLE}, or lower "
             "the number of stages or of GPUs in a stage (stages of one GPU can share it)"
         )
+    if gpus:
+        hold_memory(environment, (memory_fraction or MEMORY_FRACTION) / n_sharing)
     return environment
 
 

@@ -28,10 +28,11 @@ from orca_jax.control_port import ControlPort
 from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.sharding.attention_path import choose_attention
-from orca_jax.sharding.capacity import slots_that_fit
+from orca_jax.sharding.capacity import stage_room
 from orca_jax.sharding.collective_link import CollectiveLink, join_job
 from orca_jax.sharding.compile_cache import keep_compiled_programs
 from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
+from orca_jax.sharding.host_allocator import keep_large_buffers
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.load import find_model, load_parameters
 from orca_jax.sharding.partition import one_stage
@@ -61,6 +62,8 @@ class WorkerProcess:
         if options.coordinator is not None:
             join_job(options.coordinator, stage=stage, n_stages=n_stages)
         devices = jax.local_devices()
+        if devices[0].platform == "cpu":
+            keep_large_buffers()
         dtype = jnp.dtype(options.dtype or default_dtype(devices[0]))
         part = one_stage(
             found.config,
@@ -102,18 +105,30 @@ class WorkerProcess:
                 n_devices=n_devices,
                 on_load=on_load,
             )
+            chosen = choose_attention(
+                devices[0],
+                config,
+                n_heads=config.n_heads // len(part.group),
+                block_size=ServingConfig().block_size,
+                dtype=np.dtype(dtype),
+                forced=options.attention,
+            )
+            room = stage_room(
+                config,
+                dtype,
+                part,
+                n_devices=n_devices,
+                attention=options.attention,
+                memory_fraction=options.memory_fraction,
+            )
             self.about = WorkerAbout(
                 dtype=dtype.name,
-                slots=slots_that_fit(config, dtype.itemsize, part, n_devices=n_devices),
+                room=room.free,
+                modest=room.modest,
+                n_devices=room.n_devices,
                 device=device_name(devices[0]),
-                attention=choose_attention(
-                    devices[0],
-                    config,
-                    n_heads=config.n_heads // len(part.group),
-                    block_size=ServingConfig().block_size,
-                    dtype=np.dtype(dtype),
-                    forced=options.attention,
-                ).said,
+                attention=chosen.said,
+                path=chosen.kind,
             )
         except BaseException:
             self._port.close()
@@ -126,6 +141,7 @@ class WorkerProcess:
                 stage=stage,
                 n_devices=n_devices,
                 attention=options.attention,
+                on_compile=options.on_compile,
             ),
             self._link,
             post=self._inbox.put,
@@ -222,7 +238,7 @@ def run_worker(
 
     `loading` gives what is told the progress of loading, done and total in bytes, while that lasts.
     """
-    keep_compiled_programs()
+    keep_compiled_programs(options.compile_cache)
     with loading() as on_load:
         worker = WorkerProcess(options, on_load=on_load)
     for number in (signal.SIGTERM, signal.SIGINT):

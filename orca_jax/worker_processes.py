@@ -16,7 +16,7 @@ from orca_jax.sizes import Sizes
 from orca_jax.stage_layers import check_split
 from orca_jax.supervised_process import WorkerCommand
 from orca_jax.supervisor import Supervisor
-from orca_jax.worker_environment import visible_gpus, worker_environment
+from orca_jax.worker_environment import says_memory, visible_gpus, worker_environment
 
 _MODULE = "orca_jax.worker_process"
 _DEVICES = Path("/dev")
@@ -39,9 +39,18 @@ class WorkerProcesses:
     ) -> None:
         gpus = visible_gpus(os.environ, [path.name for path in _DEVICES.glob("nvidia*")])
         environments = [
-            worker_environment(stage, options.n_stages, options.tensor_parallel, os.environ, gpus)
+            worker_environment(
+                stage,
+                options.n_stages,
+                options.tensor_parallel,
+                os.environ,
+                gpus,
+                memory_fraction=options.memory_fraction,
+            )
             for stage in range(options.n_stages)
         ]
+        if gpus and not says_memory(os.environ):  # each process holds that share, and may take all of it
+            options = replace(options, memory_fraction=None)
         self._directory = Path(tempfile.mkdtemp(prefix="orca-"))  # mode 0700
         addresses = [f"unix:{self._directory}/{stage + 1}" for stage in range(options.n_stages)]
         self._supervisor = Supervisor(

@@ -11,8 +11,16 @@ from typing import NoReturn
 
 import orca_jax
 from orca_jax.errors import EngineError, OrcaError
-from server import convert, generate, serve, worker
-from server.flags import UsageError, add_engine_flags, add_sampling_flags, add_serve_flags, add_worker_flags
+from server import compile_command, convert, generate, plan, serve, worker
+from server.flags import (
+    COMPILE_OPTIONS,
+    UsageError,
+    add_engine_flags,
+    add_plan_flags,
+    add_sampling_flags,
+    add_serve_flags,
+    add_worker_flags,
+)
 
 INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
@@ -72,6 +80,22 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=serve.run)
 
     command = commands.add_parser(
+        "compile",
+        help="compile the programs of a model ahead of time",
+        usage="orca compile [MODEL] [--config FILE.yaml] [FLAGS]",
+        description="Compile every program that an `orca serve` of the same settings needs, for the devices "
+        "of this machine, and keep them in the folder of compiled programs: a server that finds them there "
+        "starts in a fraction of the time. No weights are read.",
+        epilog="Settings come from where those of `orca serve` do: flags, variables, a --config file. A "
+        "program is found again by the same code, version of JAX, kind of device and sizes. Exit status: 0; "
+        "2 for a mistake in the settings; 130 after Ctrl-C.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_serve_flags(command, COMPILE_OPTIONS)
+    command.set_defaults(run=_compile)
+
+    command = commands.add_parser(
         "worker",
         help="run one stage of a pipeline, for an `orca serve --workers` elsewhere",
         usage="orca worker [MODEL] --stage I --of N --listen HOST:PORT [FLAGS]",
@@ -86,6 +110,23 @@ def parser() -> argparse.ArgumentParser:
     )
     add_worker_flags(command)
     command.set_defaults(run=_worker)
+
+    command = commands.add_parser(
+        "plan",
+        help="what a model needs on given devices, and what to expect of them",
+        usage="orca plan [MODEL] --device DEVICE [FLAGS]",
+        description="Say for each stage what lies on its devices: weights, tables, temporaries, and slots "
+        "of keys and values that fit beside them, the least time that an iteration can take by batch size "
+        "and phase, and the tokens per second at that floor; and what does not fit, and why. Neither the "
+        "devices nor the weights need be there.",
+        epilog="Temporaries are XLA's own where its compiler is installed (for GPUs: pip install "
+        "'orca_jax[cuda]'), which takes minutes for large models. Floors are by the data sheets' rates; a "
+        "CPU's are measured. Exit status: 0; 1 where something does not fit; 2 for a mistake in the flags.",
+        formatter_class=_wide,
+        allow_abbrev=False,
+    )
+    add_plan_flags(command)
+    command.set_defaults(run=_plan)
 
     command = commands.add_parser(
         "convert",
@@ -125,9 +166,19 @@ def _generate(args: argparse.Namespace) -> int:
         return generate.run(args)
 
 
+def _compile(args: argparse.Namespace) -> int:
+    with _quiet():
+        return compile_command.run(args)
+
+
 def _worker(args: argparse.Namespace) -> int:
     with _quiet():
         return worker.run(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    with _quiet():
+        return plan.run(args)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from orca_jax.config import Deadlines, Dtype, LoadFormat, RestartBound, WorkerLink
+from orca_jax.config import COMPILE_CACHE, Deadlines, Dtype, LoadFormat, OnCompile, RestartBound, WorkerLink
 from orca_jax.errors import ConfigError
 
 AccessLog = Literal["text", "json", "off"]
@@ -22,6 +22,22 @@ SaidAttention = Annotated[
     ServedAttention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
 ]
 SaidTensorParallel = Annotated[int, "devices that each layer is split over"]
+SaidMemoryFraction = Annotated[
+    float | None,
+    "share of each device's memory that may be taken; n_slots follows from it (default: 0.9 of a GPU's, and "
+    "of a CPU's 2 GiB for keys and values)",
+]
+
+SaidCompileCache = Annotated[
+    str | None,
+    "folder where compiled programs are kept, 'none' for nowhere; JAX_COMPILATION_CACHE_DIR may name another "
+    f"default (default: {COMPILE_CACHE})",
+]
+SaidOnCompile = Annotated[
+    OnCompile,
+    "what becomes of a program that is missing after ready; warn: requests wait while it is compiled; error: "
+    "the engine fails",
+]
 
 _MAX_NAME = 256
 _DEADLINES, _RESTARTS = Deadlines(), RestartBound()
@@ -38,6 +54,8 @@ class EngineOptions:
     ] = None
     max_queue: Annotated[int, "requests that may wait; one more is refused", "limits"] = 1024
     deterministic: Annotated[bool, "not a bit of an output depends on what else runs; slower"] = False
+    overlap: Annotated[bool, "issue an iteration while the one before it still runs"] = True
+    memory_fraction: SaidMemoryFraction = None
     dtype: SaidDtype = None
     load_format: SaidLoadFormat = "auto"
     attention: SaidAttention = None
@@ -46,6 +64,17 @@ class EngineOptions:
     pipeline_parallel: Annotated[
         int, "stages that the layers are shared out to, each on devices of its own"
     ] = 1
+    compile_cache: SaidCompileCache = COMPILE_CACHE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileOptions:
+    """When the programs of `orca serve` are compiled; keyword arguments of `orca_jax.LLM`."""
+
+    compile_ahead: Annotated[
+        bool, "compile every program before /ready says yes; else each when it is first needed"
+    ] = True
+    on_compile: SaidOnCompile = "warn"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +138,50 @@ class WorkerFlags:
         "instead",
     ] = None
     tensor_parallel: SaidTensorParallel = 1
+    memory_fraction: SaidMemoryFraction = None
     dtype: SaidDtype = None
     load_format: SaidLoadFormat = "auto"
     attention: SaidAttention = None
+    on_compile: SaidOnCompile = "warn"
+    compile_cache: SaidCompileCache = COMPILE_CACHE
     seed: Annotated[int, "of the random weights"] = 0
     forward_ahead: Annotated[
         bool, "pass control messages on before the device's work, not after it (off: to measure that)"
     ] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFlags:
+    """What `orca plan` is asked. The sizes are those of EngineOptions; `orca_jax.plan.Wanted` checks them."""
+
+    device: Annotated[str, "what it shall run on: a100-40gb, a100-80gb, h100, h200, or cpu (this machine's)"]
+    tensor_parallel: SaidTensorParallel = 1
+    pipeline_parallel: Annotated[int, "stages that the layers are shared out to"] = 1
+    dtype: SaidDtype = None
+    max_batch_size: Annotated[int, "requests in one iteration at most (max_bs)"] = 32
+    n_slots: Annotated[int | None, "tokens whose keys and values shall fit (default: the largest)"] = None
+    max_batch_tokens: Annotated[
+        int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
+    ] = None
+    memory_fraction: SaidMemoryFraction = None
+    context: Annotated[
+        int | None, "tokens of a request in the cache, for the floors (default: half the model's positions)"
+    ] = None
+    latency_budget: Annotated[
+        str | None,
+        "recommend the largest max_bs with so long between two tokens of a request, as in 50ms or 0.05s; a "
+        "number alone is seconds (default: none)",
+    ] = None
+    memory: Annotated[float | None, "GiB of each device, where the data sheet's do not hold"] = None
+    bandwidth: Annotated[float | None, "GB/s to its memory, as measured (default: the data sheet's)"] = None
+    matrix_rate: Annotated[
+        float | None, "TFLOP/s of its matrix products, as measured (default: the data sheet's)"
+    ] = None
+    compile: Annotated[
+        bool, "ask XLA for the temporaries, where its compiler for the device is installed; else arithmetic"
+    ] = True
+    compile_timeout: Annotated[float, "seconds that XLA gets; then arithmetic"] = 600.0
+    json: Annotated[bool, "print one JSON object instead of tables"] = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

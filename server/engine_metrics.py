@@ -19,7 +19,7 @@ from prometheus_client.utils import floatToGoString
 from orca_jax.request import FinishReason
 from orca_jax.timeline import IterationRecord, RequestRecord
 from server.histogram import Histogram
-from server.served_model import ServedModel
+from server.served_model import CompileCounts, ServedModel
 from server.worker_metrics import WorkerMetrics
 
 _LABELS = ("model_name",)
@@ -168,6 +168,8 @@ class EngineMetrics:
             gauge = GaugeMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
             gauge.add_metric(label, value)
             yield gauge
+        if self._model.compiles is not None:
+            yield from _compiles(self._model.compiles(), label)
         yield from self._workers.collect()
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
@@ -190,6 +192,17 @@ class EngineMetrics:
         histogram = Histogram(bounds)
         self._histograms[name] = (documentation, bounds, histogram)
         return histogram
+
+
+def _compiles(counts: CompileCounts, label: Sequence[str]) -> Iterator[Metric]:
+    for name, documentation, count in (
+        ("compiles", "Programs that JAX compiled or read from disk in this process.", counts.programs),
+        ("compiles_from_disk", "Programs that JAX read from disk.", counts.from_disk),
+        ("compile_seconds", "Time of that, added up over threads.", counts.seconds),
+    ):
+        counter = CounterMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
+        counter.add_metric(label, count)
+        yield counter
 
 
 def _exposed(

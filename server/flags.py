@@ -8,7 +8,14 @@ from typing import Any, get_type_hints
 
 from orca_jax.errors import OrcaError
 from orca_jax.sampling_params import SamplingParams
-from server.config import EndpointOptions, EngineOptions, PipelineOptions, WorkerFlags
+from server.config import (
+    CompileOptions,
+    EndpointOptions,
+    EngineOptions,
+    PipelineOptions,
+    PlanFlags,
+    WorkerFlags,
+)
 from server.options import Option, option, options_of
 from server.small_files import read_text
 
@@ -66,9 +73,18 @@ SERVE_OPTIONS = (
     MODEL,
     *options_of(EndpointOptions),
     *options_of(EngineOptions, _ENGINE_GROUP),
+    *options_of(CompileOptions, _ENGINE_GROUP),
     *options_of(PipelineOptions, "workers"),
 )
+# What decides which programs there are.
+COMPILE_OPTIONS = tuple(
+    one
+    for one in SERVE_OPTIONS
+    if one.group == _ENGINE_GROUP and one.name not in ("seed", "served_model_name", "chat_template")
+    if one.name not in {field.name for field in fields(CompileOptions)}
+) + tuple(one for one in SERVE_OPTIONS if one.name == "worker_processes")
 WORKER_OPTIONS = options_of(WorkerFlags)
+PLAN_OPTIONS = options_of(PlanFlags)
 
 _METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -199,6 +215,20 @@ def add_worker_flags(command: argparse.ArgumentParser) -> None:
 def worker_flags(args: argparse.Namespace) -> WorkerFlags:
     """What they say."""
     return WorkerFlags(**{one.name: getattr(args, one.name) for one in WORKER_OPTIONS})
+
+
+def add_plan_flags(command: argparse.ArgumentParser) -> None:
+    """The model, and a flag for each field of PlanFlags."""
+    about = "a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)"
+    command.add_argument("model", nargs="?", type=_type(MODEL), metavar="MODEL", help=about)
+    group = command.add_argument_group("plan")
+    for one in PLAN_OPTIONS:
+        _add(group, one, one.default)
+
+
+def plan_flags(args: argparse.Namespace) -> PlanFlags:
+    """What they say."""
+    return PlanFlags(**{one.name: getattr(args, one.name) for one in PLAN_OPTIONS})
 
 
 def _add(parser: argparse._ArgumentGroup, one: Option, default: Any) -> None:

@@ -61,6 +61,7 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
             serving=llm.serving,
             tokenizer=llm.tokenizer,
             chat_template=template,
+            compiles=lambda: llm.compiles,
         )
         metrics.attach(model)
         gateway.open(model)
@@ -96,11 +97,12 @@ async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Not
 
 
 def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | None]":
-    """The model, warm: its smallest programs are compiled, and an iteration of each phase has run."""
+    """The model, warm: all that was asked to be is compiled, and an iteration of each phase has run."""
     llm = load(
         notes,
         model=settings.model,
         **dataclasses.asdict(settings.engine),
+        **dataclasses.asdict(settings.compiling),
         **pipeline_options(settings.pipeline, settings.control_secret),
     )
     try:

@@ -1,13 +1,34 @@
 """The model that the endpoints serve: all they need to know of an engine."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.errors import InvalidPrompt, PromptTooLong
 from orca_jax.service import Orca
 from orca_jax.tokenizer import Tokenizer
 from server.chat_template import ChatTemplate
+
+
+class CompileCounts(Protocol):
+    """What JAX has compiled in the server's process, all counts from the start."""
+
+    @property
+    def programs(self) -> int:
+        """Programs, those that were read from disk included."""
+        ...
+
+    @property
+    def from_disk(self) -> int:
+        """Those that were."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """Of all, added up over threads."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +44,7 @@ class ServedModel:
     serving: ServingConfig
     tokenizer: Tokenizer | None = None
     chat_template: ChatTemplate | None = None
+    compiles: Callable[[], CompileCounts] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require_tokenizer(self, param: str) -> Tokenizer:

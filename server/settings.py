@@ -13,7 +13,7 @@ import yaml
 
 from server import api_keys, control_secret
 from server.api_keys import ApiKeys
-from server.config import EndpointOptions, EngineOptions, PipelineOptions
+from server.config import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
 from server.flags import SERVE_OPTIONS, UsageError
 from server.small_files import read_text
 
@@ -41,6 +41,7 @@ class ServeSettings:
     engine: EngineOptions
     endpoint: EndpointOptions
     pipeline: PipelineOptions
+    compiling: CompileOptions
     api_keys: ApiKeys
     control_secret: str = field(default="", repr=False)
     notes: tuple[str, ...] = ()
@@ -51,13 +52,7 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
 
     Raises UsageError or ConfigError, in one line that says where the mistake stands.
     """
-    flags = {name: getattr(args, name) for name in _OPTIONS if hasattr(args, name)}
-    variables = _of_environment(environ, ports_said=flags)
-    config = getattr(args, "config", environ.get(_CONFIG) or None)
-    file = {} if config is None else _of_file(Path(config))
-    chosen = ChainMap(flags, variables, file)
-    if chosen.get("model") == "":
-        raise UsageError("the model's name is empty; leave it out for the demo model")
+    chosen = _chosen(args, environ)
     endpoint = EndpointOptions(**_of_class(EndpointOptions, chosen))
     pipeline = PipelineOptions(**_of_class(PipelineOptions, chosen))
     keys = ApiKeys.read(endpoint.api_key_file, environ)
@@ -66,10 +61,34 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
         engine=EngineOptions(**_of_class(EngineOptions, chosen)),
         endpoint=endpoint,
         pipeline=pipeline,
+        compiling=CompileOptions(**_of_class(CompileOptions, chosen)),
         api_keys=keys,
         control_secret=control_secret.read_secret(pipeline.control_secret_file, environ),
         notes=(*_unknown_variables(environ), *keys.notes),
     )
+
+
+def engine_settings(
+    args: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[str | None, EngineOptions, PipelineOptions]:
+    """The model, its engine and where the stages run, of the same places; no file of secrets is read.
+
+    Raises as `serve_settings`.
+    """
+    chosen = _chosen(args, environ)
+    engine = EngineOptions(**_of_class(EngineOptions, chosen))
+    return chosen.get("model"), engine, PipelineOptions(**_of_class(PipelineOptions, chosen))
+
+
+def _chosen(args: argparse.Namespace, environ: Mapping[str, str]) -> Mapping[str, Any]:
+    flags = {name: getattr(args, name) for name in _OPTIONS if hasattr(args, name)}
+    variables = _of_environment(environ, ports_said=flags)
+    config = getattr(args, "config", environ.get(_CONFIG) or None)
+    file = {} if config is None else _of_file(Path(config))
+    chosen = ChainMap(flags, variables, file)
+    if chosen.get("model") == "":
+        raise UsageError("the model's name is empty; leave it out for the demo model")
+    return chosen
 
 
 def _of_class(config: type, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from functools import partial
 import orca_jax
 from orca_jax.config import WorkerOptions
 from orca_jax.control_join import control_address
+from orca_jax.known_devices import MEMORY_FRACTION
+from orca_jax.worker_environment import hold_memory
 from server.config import WorkerFlags
 from server.control_secret import read_secret
 from server.flags import worker_flags
@@ -19,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     notes = Notes()
     secret = read_secret(args.control_secret_file, os.environ)
     options = worker_options(args.model, worker_flags(args), secret)
+    hold_memory(os.environ, options.memory_fraction or MEMORY_FRACTION)
     loading = partial(bytes_bar, notes, "Loading the stage")
     status = orca_jax.run_worker(options, note=notes, loading=loading)
     if status:
@@ -41,6 +44,9 @@ def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> Worker
         dtype=flags.dtype,
         load_format=flags.load_format,
         attention=flags.attention,
+        on_compile=flags.on_compile,
+        compile_cache=flags.compile_cache,
+        memory_fraction=flags.memory_fraction,
         seed=flags.seed,
         secret=secret,
         forward_ahead=flags.forward_ahead,

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.described_gpu import on_h200
 from bench.kernel.run import Compiled, all_tasks
+from orca_jax.sharding.described_gpu import on_h200
 
 _N_CORES = 132
 

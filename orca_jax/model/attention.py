@@ -1,16 +1,16 @@
 """Split attention over the K/V blocks, in pure JAX (ORCA 3.2: the one operation that is not batched).
 
 Every request attends to its own keys and values, which lie in the blocks that the block table names. The work
-is cut into tiles of query tokens of one row, of one size for each phase: rows of the increment phase are
-tiles of one query, rows of the initiation phase are cut into tiles of many. A tile walks over its keys a
-chunk of blocks at a time with a running softmax, so that no dense [T, context] array ever exists.
+is cut into tiles of query tokens of one row: rows of the increment phase are tiles of one query, rows of the
+initiation phase are cut into tiles of many, large ones and for the rest small ones. A tile walks over its
+keys a chunk of blocks at a time with a running softmax, so that no dense [T, context] array ever exists.
 
 With `follow_lengths` tiles are taken a few at a time and the trip counts are the real lengths': right for a
 CPU, where a loop costs what it does. Without it all tiles go at once and the trips are fixed by the shapes:
 a GPU's host would have to read a run-time trip count back at each trip, and so block.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ _NOTHING = -1e30  # the score of a key that is not there; finite, so that no inf
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The sizes of one phase's tiles: query tokens of each, keys of a chunk, tiles that go side by side."""
+    """The sizes of tiles of one kind: query tokens of each, keys of a chunk, tiles that go side by side."""
 
     queries: int
     chunk_keys: int
@@ -32,10 +32,10 @@ class Tiling:
 
 
 class Tilings(NamedTuple):
-    """The sizes for both phases."""
+    """The sizes for both phases; the initiation's in descending order."""
 
     increment: Tiling
-    initiation: Tiling
+    initiation: tuple[Tiling, ...]
 
 
 _ALL = 1 << 30
@@ -44,18 +44,31 @@ _TILINGS = {
     # stay in a near cache.
     True: Tilings(
         increment=Tiling(queries=1, chunk_keys=64, abreast=8),
-        initiation=Tiling(queries=128, chunk_keys=128, abreast=1),
+        initiation=(
+            Tiling(queries=128, chunk_keys=128, abreast=1),
+            Tiling(queries=32, chunk_keys=64, abreast=4),
+        ),
     ),
     # Static shapes: few trips of much work each. A chunk of all tiles is a temporary array.
     False: Tilings(
         increment=Tiling(queries=1, chunk_keys=512, abreast=_ALL),
-        initiation=Tiling(queries=64, chunk_keys=256, abreast=_ALL),
+        initiation=(Tiling(queries=64, chunk_keys=256, abreast=_ALL),),
     ),
 }
 
 
+def _tilings(n_tokens: int, *, follow_lengths: bool) -> Tilings:
+    """Those for a bucket of `n_tokens`: no tile has more queries than it."""
+    increment, initiation = _TILINGS[follow_lengths]
+    # Of those that would hold the whole bucket, the smallest is enough.
+    needed = initiation[sum(tiling.queries >= n_tokens for tiling in initiation[1:]) :]
+    return Tilings(
+        increment, tuple(replace(tiling, queries=min(tiling.queries, n_tokens)) for tiling in needed)
+    )
+
+
 class Tiles(NamedTuple):
-    """The tiles of one phase, `abreast` in each of the n trips; all int32."""
+    """The tiles of one kind, `abreast` in each of the n trips; all int32."""
 
     row: jax.Array  # [n, abreast] the tile's row; R where there is no tile
     start: jax.Array  # [n, abreast] index of its first token
@@ -66,7 +79,7 @@ class AttentionWork(NamedTuple):
     """What there is to do, made once per iteration and used by every layer."""
 
     increment: Tiles
-    initiation: Tiles
+    initiation: tuple[Tiles, ...]  # by size, as in the Tilings
 
 
 def attention_work(
@@ -82,18 +95,7 @@ def attention_work(
     increment_row = jnp.where(single[order], order, n_rows)
     increment_start = row_start[order]
 
-    tilings = _TILINGS[follow_lengths]
-    queries = min(tilings.initiation.queries, n_tokens)
-    tiles_of_row = jnp.where(single, 0, -(-input_length // queries))
-    tiles_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles_of_row)])
-    # Each row with tiles has two tokens or more, and at most one tile that is not full.
-    most_tiles = max(1, n_tokens // queries + min(n_rows, n_tokens // 2))
-    tile = jnp.arange(most_tiles, dtype=jnp.int32)
-    owner = (jnp.searchsorted(tiles_before, tile, side="right") - 1).astype(jnp.int32)
-    initiation_row = jnp.where(tile < tiles_before[-1], owner, n_rows)
-    initiation_start = row_start.at[owner].get(mode="clip") + queries * (
-        tile - tiles_before.at[owner].get(mode="clip")
-    )
+    tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
 
     def trips(row: jax.Array, start: jax.Array, n: jax.Array, tiling: Tiling) -> Tiles:
         abreast = min(tiling.abreast, len(row))
@@ -101,9 +103,26 @@ def attention_work(
         row = jnp.pad(row, (0, short), constant_values=n_rows).reshape(-1, abreast)
         return Tiles(row, jnp.pad(start, (0, short)).reshape(-1, abreast), -(-n // abreast))
 
+    initiation: list[Tiles] = []
+    begin, left = row_start[:-1], jnp.where(single, 0, input_length)  # [R] what no tile has yet
+    for i, tiling in enumerate(tilings.initiation):
+        queries = tiling.queries
+        # What is left goes into smaller tiles, unless those would be as many as fill one of this size.
+        spare = queries if i + 1 == len(tilings.initiation) else tilings.initiation[i + 1].queries
+        tiles_of_row = (left + spare - 1) // queries
+        tiles_before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles_of_row)])
+        # Each row with tiles has two tokens or more, and at most one tile that is not full.
+        most_tiles = max(1, n_tokens // queries + min(n_rows, n_tokens // 2))
+        tile = jnp.arange(most_tiles, dtype=jnp.int32)
+        owner = (jnp.searchsorted(tiles_before, tile, side="right") - 1).astype(jnp.int32)
+        row = jnp.where(tile < tiles_before[-1], owner, n_rows)
+        place = tile - tiles_before.at[owner].get(mode="clip")
+        start = begin.at[owner].get(mode="clip") + queries * place
+        initiation.append(trips(row, start, tiles_before[-1], tiling))
+        begin, left = begin + queries * tiles_of_row, jnp.maximum(left - queries * tiles_of_row, 0)
     return AttentionWork(
         trips(increment_row, increment_start, single.sum(dtype=jnp.int32), tilings.increment),
-        trips(initiation_row, initiation_start, tiles_before[-1], tilings.initiation),
+        tuple(initiation),
     )
 
 
@@ -128,7 +147,7 @@ def split_attention(
     scaled = (q.astype(jnp.float32) * head_size**-0.5).astype(q.dtype)
 
     def attend(out: jax.Array, tiles: Tiles, tiling: Tiling) -> jax.Array:
-        n_queries = min(tiling.queries, n_tokens)
+        n_queries = tiling.queries
 
         def trip(i: jax.Array, out: jax.Array) -> jax.Array:
             row, start = tiles.row[i], tiles.start[i]  # [G]
@@ -150,11 +169,13 @@ def split_attention(
 
         return lax.fori_loop(0, tiles.n_trips if follow_lengths else len(tiles.row), trip, out)
 
-    tilings = _TILINGS[follow_lengths]
+    tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
     out = attend(jnp.zeros_like(q), work.increment, tilings.increment)
     if n_tokens == 1:  # one token cannot be an initiation of several
         return out
-    return attend(out, work.initiation, tilings.initiation)
+    for tiles, tiling in zip(work.initiation, tilings.initiation, strict=True):
+        out = attend(out, tiles, tiling)
+    return out
 
 
 def _attend(

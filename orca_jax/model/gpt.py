@@ -161,9 +161,18 @@ class GPT(nnx.Module):
         shard: Shard = ALONE,
     ) -> tuple[jax.Array, list[LayerCache]]:
         """x [T, H] through these layers, with the caches written: slot_of_token [T] int32."""
+        split = [nnx.split(layer) for layer in self.layers]
+        graph = split[0][0]
+        assert all(one == graph for one, _ in split), "layers are alike but for their numbers"
+
+        # Traced and lowered once for all layers; XLA inlines the calls, so that the program is the same.
+        @jax.jit
+        def layer(weights: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+            return nnx.merge(graph, weights)(x, cache, slot_of_token, attend, shard)
+
         written: list[LayerCache] = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x, cache = layer(x, cache, slot_of_token, attend, shard)
+        for (_, weights), cache in zip(split, caches, strict=True):
+            x, cache = layer(weights, x, cache)
             written.append(cache)
         return x, written
 

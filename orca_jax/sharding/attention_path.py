@@ -129,9 +129,10 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """A path, and what to say of it at start-up."""
+    """A path, what kind it is, and what to say of it at start-up."""
 
     path: AttentionPath
+    kind: Attention
     said: str
 
 
@@ -152,9 +153,10 @@ def choose_attention(
     Raises ConfigError where the forced one cannot run there.
     """
     if forced == "follow_lengths" or (forced is None and device.platform == "cpu"):
-        return AttentionChoice(PureJax(follow_lengths=True), "pure JAX, following the real lengths")
+        said = "pure JAX, following the real lengths"
+        return AttentionChoice(PureJax(follow_lengths=True), "follow_lengths", said)
     if forced == "static":
-        return AttentionChoice(PureJax(follow_lengths=False), "pure JAX, static shapes")
+        return AttentionChoice(PureJax(follow_lengths=False), "static", "pure JAX, static shapes")
     fixed_block = block_size if deterministic else 0
     kernel = Kernel(n_heads, 1, n_cores=getattr(device, "core_count", 2), fixed_block=fixed_block)
     reason = unsupported(config.head_size, block_size, np.dtype(dtype).name, n_heads, n_heads)
@@ -163,9 +165,10 @@ def choose_attention(
     else:
         reason = _not_hopper(device) or reason
     if reason is None:
-        return AttentionChoice(kernel, f"split-attention kernel{', interpreted' * kernel.interpret}")
+        kind: Attention = "interpreted" if kernel.interpret else "kernel"
+        return AttentionChoice(kernel, kind, f"split-attention kernel{', interpreted' * kernel.interpret}")
     if forced is None:
-        return AttentionChoice(PureJax(follow_lengths=False), f"pure JAX, static shapes: {reason}")
+        return AttentionChoice(PureJax(follow_lengths=False), "static", f"pure JAX, static shapes: {reason}")
     raise ConfigError(f"attention is {forced!r}, but {reason}; leave it out, and what can run here is chosen")
 
 

@@ -25,7 +25,8 @@ from orca_jax.sharding.shards import Parts, Place, bytes_read, put
 from orca_jax.sharding.strict_json import shown
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_JSON = ["*.json"]
+_HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 Placement = Mapping[str, jax.sharding.Sharding]  # where a stage has its parameters, by name
@@ -123,8 +124,11 @@ def model_config(directory: Path) -> ModelConfig:
     return read_config(directory)
 
 
-def find_directory(path_or_name: str | Path) -> Path:
-    """The directory of that name, or else a download from the hub, of JSON and safetensors alone."""
+def find_directory(path_or_name: str | Path, *, weights: bool = True) -> Path:
+    """The directory of that name, or else a download from the hub, of JSON and safetensors alone.
+
+    Without `weights` the download is of JSON alone.
+    """
     path = Path(path_or_name).expanduser()
     try:
         if path.is_dir():
@@ -140,7 +144,11 @@ def find_directory(path_or_name: str | Path) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise NotACheckpoint(f"there is no directory {shown(name)}")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=_HUB_FILES if weights else _HUB_JSON, ignore_patterns=["*/*"]
+            )
+        )
     except Exception as error:  # the hub's client raises its own, the network's, and the disk's
         raise NotACheckpoint(
             f"there is no directory {shown(name)}, and the Hugging Face hub gave no model of that name: "

@@ -2,16 +2,50 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
-FOLDER = Path("~/.cache/orca_jax/compiled")
+from orca_jax.config import COMPILE_CACHE
+from orca_jax.errors import ConfigError
+
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"  # JAX's own
+_AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"  # what XLA measured of a GPU's kernels
 
 
-def keep_compiled_programs() -> None:
-    """Use JAX's persistent cache, in FOLDER unless JAX was told another place; for small programs too."""
-    if not os.environ.get(_VARIABLE):
-        jax.config.update("jax_compilation_cache_dir", str(FOLDER.expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+def keep_compiled_programs(folder: str | Path | None = COMPILE_CACHE) -> Path | None:
+    """Use JAX's persistent cache for all programs of this process, small ones and autotuning's results too.
+
+    Programs lie in `folder`; where that is COMPILE_CACHE and the variable JAX_COMPILATION_CACHE_DIR names
+    another, in that. None: nothing is kept or looked up. The folder, or None. Raises ConfigError.
+    """
+    if folder is not None and str(folder) == COMPILE_CACHE:
+        folder = os.environ.get(_VARIABLE) or folder
+    before = _in_use()
+    jax.config.update("jax_enable_compilation_cache", folder is not None)
+    path = None
+    if folder is not None:
+        path = Path(folder).expanduser()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError("it cannot be written to")
+        except OSError as error:
+            raise ConfigError(
+                f"compile_cache is {str(path)!r}, which cannot be used: {error.strerror or error}; name a "
+                "folder that can be written to, or none"
+            ) from error
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.config.update("jax_persistent_cache_enable_xla_caches", _AUTOTUNING)
+    if before != _in_use():
+        # JAX decides at its first compile whether and where programs are kept; this lets it decide again.
+        compilation_cache.reset_cache()
+    return path
+
+
+def _in_use() -> tuple[bool, str | None]:
+    config: Any = jax.config  # jax's stub has no attribute of a setting
+    return config.jax_enable_compilation_cache, config.jax_compilation_cache_dir

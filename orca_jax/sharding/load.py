@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -51,6 +51,16 @@ def find_model(model: str | Path | None, load_format: LoadFormat) -> FoundModel:
     return FoundModel(name, model_config(directory), _tokenizer(directory), directory)
 
 
+def find_config(model: str | Path | None) -> ModelConfig:
+    """The shape of what `model` names: None is the demo model. No weights are read, nor fetched from the hub.
+
+    Raises ConfigError or a CheckpointError.
+    """
+    if str(model) in PRESETS and not Path(str(model)).is_dir():
+        return PRESETS[str(model)]
+    return model_config(find_directory(DEMO_MODEL if model is None else model, weights=False))
+
+
 def load_parameters(
     found: FoundModel,
     parts: Sequence[StagePart],
@@ -66,8 +76,7 @@ def load_parameters(
     The vocabulary is padded so that a stage's devices share it evenly. `n_devices` are those of all stages,
     in whatever process; `seed` is for random weights. Raises ConfigError or a CheckpointError.
     """
-    multiple = math.lcm(found.config.vocab_multiple, len(parts[0].group))
-    config = replace(found.config, vocab_multiple=multiple)
+    config = padded_vocabulary(found.config, parts[0])
     for part in parts:
         check_weights(config, dtype.itemsize, part, n_devices=n_devices)
     placements = [part.placement(config) for part in parts]
@@ -84,6 +93,11 @@ def load_parameters(
     return config, checkpoint.stages
 
 
+def padded_vocabulary(config: ModelConfig, part: StagePart) -> ModelConfig:
+    """With a vocabulary that a stage's devices share evenly, as all stages have it."""
+    return replace(config, vocab_multiple=math.lcm(config.vocab_multiple, len(part.group)))
+
+
 def random_parameters(
     config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Mapping[str, jax.sharding.Sharding]
 ) -> Parameters:
@@ -91,9 +105,16 @@ def random_parameters(
     shapes = parameter_shapes(config)
     keys = dict(zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True))
 
+    @cache
+    def drawing(
+        kind: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+    ) -> Callable[..., jax.Array]:
+        """One program for what is alike in every layer."""
+        return jax.jit(partial(init_parameter, kind, shape, dtype=dtype), out_shardings=sharding)
+
     def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        make = partial(init_parameter, name, shapes[name], dtype=dtype)
-        return jax.jit(make, out_shardings=sharding)(keys[name])
+        kind = "." + name.rpartition(".")[2]  # all that init_parameter looks at
+        return drawing(kind, shapes[name], sharding)(keys[name])
 
     return {name: draw(name, sharding) for name, sharding in placement.items()}
 

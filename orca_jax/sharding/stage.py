@@ -19,6 +19,7 @@ from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.sharding.attention_path import AttentionPath
 from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.programs import Program
 from orca_jax.sharding.specs import CACHE_SPEC
 from orca_jax.sharding.token_chooser import packed_logprobs
 
@@ -41,8 +42,8 @@ class Stage:
     words behind it.
 
     `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
-    [T, H] of the stage before; for the first stage last_token [n_rows] where it is the only one, else None:
-    the tokens come from the host then. `out` is the hidden array [T, H], or Last from the last stage.
+    [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out` is the
+    hidden array [T, H], or Last from the last stage.
 
     `score(weights, hidden, at, targets)` is the last stage's: LOGPROBS as words, [SCORED, LOGPROB_WORDS], of
     the tokens `targets` behind the tokens `at` of the batch, both [SCORED] int32.
@@ -60,7 +61,7 @@ class Stage:
         def one_part(
             weights: list[jax.Array],
             caches: list[LayerCache],
-            arrived: jax.Array | None,
+            arrived: jax.Array,
             buffer: jax.Array,
             *,
             layout: FlatLayout,
@@ -69,13 +70,10 @@ class Stage:
             model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), group.shard()
             batch = layout.split(buffer)
             if part.first:
-                token_ids = batch.token_ids
-                if arrived is not None:
-                    last = arrived.at[batch.last_row].get(mode="clip")
-                    token_ids = jnp.where(batch.take_last == 1, last, token_ids)
+                last = arrived.at[batch.last_row].get(mode="clip")
+                token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
                 x = model.embed(token_ids, batch.positions, shard)
             else:
-                assert arrived is not None
                 x = arrived
             attend = attention.bind(layout, batch, buffer[layout.size :])
             x, caches = model.through(x, batch.slot_of_token, caches, attend, shard)
@@ -111,5 +109,11 @@ class Stage:
                 return Last(logits, layout.split(arrays[-1]).sampler, hidden), caches
             return out, caches
 
-        self.forward = jax.jit(forward, static_argnames="layout", donate_argnums=1)  # the caches
-        self.score = jax.jit(on_each(score_part, (P(), P(), P()), P()))
+        self.forward = Program(
+            jax.jit(forward, static_argnames="layout", donate_argnums=1),  # the caches
+            key=lambda *arrays, layout: layout,
+        )
+        self.score = Program(
+            jax.jit(on_each(score_part, (P(), P(), P()), P())),
+            key=lambda weights, hidden, at, targets: hidden.shape[0],
+        )

@@ -14,16 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.batch_sizes import BatchSizes, batch_sizes
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ModelConfig, OnCompile, ServingConfig
 from orca_jax.control import ControlMessage
 from orca_jax.control_start import StartOrder
 from orca_jax.control_wire import ControlWire
 from orca_jax.errors import BadFrame
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.model.gpt import Parameters
-from orca_jax.sharding.capacity import check_slots
+from orca_jax.sharding.capacity import check_slots, stage_room
+from orca_jax.sharding.compile_counter import CompileCounter
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.programs import compile_all
 from orca_jax.sharding.token_chooser import DeviceTokens
 from orca_jax.sharding.worker import Worker
 from orca_jax.token_words import n_words
@@ -31,6 +33,7 @@ from orca_jax.words_box import WordsBox
 from orca_jax.worker_controller import Controller
 
 News = Callable[[Controller], None]  # to be told on the controller's thread
+_THREAD = "stage device"
 _MAX_JOBS = 4096
 _CLOSE_SECONDS = 2.0
 
@@ -45,6 +48,7 @@ class StageModel:
     stage: int
     n_devices: int
     attention: Attention | None = None
+    on_compile: OnCompile = "warn"
 
 
 class JaxStageDevice:
@@ -70,7 +74,8 @@ class JaxStageDevice:
         self._wire: ControlWire | None = None  # that the programs are made for, or will be
         self._words = WordsBox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
-        self._thread = threading.Thread(target=self._work, name="stage device", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
+        self._compiles = CompileCounter()
         # For the thread alone:
         self._worker: Worker | None = None
         self._worker_wire: ControlWire | None = None
@@ -102,6 +107,7 @@ class JaxStageDevice:
         """End the threads; one that a device holds is left to the end of the process."""
         self._jobs.end()
         self._thread.join(_CLOSE_SECONDS)
+        self._compiles.close()
 
     def _put(self, job: Callable[[], None]) -> None:
         taken = self._jobs.put(job)
@@ -126,7 +132,7 @@ class JaxStageDevice:
                 self._worker = None  # its caches go before the new ones come
                 self._worker = self._make_worker(wire)
                 self._worker_wire = wire
-            self._worker.renew()  # a new one too: what it needs is compiled now, not in a recovery
+            self._worker.renew()
         except Exception as error:  # whatever it is, the engine master has to hear of it
             self._fail(epoch, error)
             return
@@ -135,7 +141,8 @@ class JaxStageDevice:
     def _make_worker(self, wire: ControlWire) -> Worker:
         """A worker for these sizes, with every program compiled that it may need."""
         model = self._model
-        itemsize = next(iter(model.parameters.values())).dtype.itemsize
+        self._compiles.watch(None, model.on_compile)
+        dtype = next(iter(model.parameters.values())).dtype
         serving = ServingConfig(
             max_batch_size=wire.max_rows,
             n_slots=wire.n_blocks * wire.block_size,
@@ -144,7 +151,15 @@ class JaxStageDevice:
             deterministic=wire.deterministic,
         )
         assert wire.vocab_size == model.config.vocab_size, "the model's digest was compared"
-        check_slots(model.config, itemsize, model.part, n_slots=serving.n_slots, n_devices=model.n_devices)
+        room = stage_room(
+            model.config,
+            dtype,
+            model.part,
+            n_devices=model.n_devices,
+            block_size=serving.block_size,
+            attention=model.attention,
+        )
+        check_slots(model.config, room, serving, n_rows=wire.n_rows, n_devices=model.n_devices)
         worker = Worker(
             model.config,
             model.parameters,
@@ -152,9 +167,11 @@ class JaxStageDevice:
             model.part,
             n_rows=wire.n_rows,
             attention=model.attention,
+            caches=False,  # what XLA tries out while it compiles has their room
         )
         self._sizes = batch_sizes(wire)
-        worker.make_programs(self._sizes)
+        compile_all([*worker.programs(self._sizes)])
+        self._compiles.watch(_THREAD, model.on_compile)
         return worker
 
     def _run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
@@ -163,18 +180,18 @@ class JaxStageDevice:
         worker, part = self._worker, self._model.part
         try:
             flat = self._sizes.lay_out(message)
-            hidden = None
+            arrived = worker.last_token
             if not part.first:
                 assert self._link is not None
                 if not self._connected:  # the address came before the epoch's first message
                     self._link.connect(self._address_before())
                     self._connected = True
                 key = (epoch, iteration, self._model.stage - 1)
-                hidden = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
-            out = worker.forward(flat, hidden)
+                arrived = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
+            out = worker.forward(flat, arrived)
             sent = 0
             if part.last:
-                words = partial(self._allowed, epoch, iteration, message)
+                words = self._allowed(epoch, iteration, message) if flat.programs.allow else None
                 out = worker.choose(out, message, flat, words)
             else:
                 assert self._link is not None

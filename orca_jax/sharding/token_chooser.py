@@ -5,7 +5,7 @@ penalties, constraints, three samplers, log-probabilities. An iteration runs tho
 (`flat_batch.TokenPrograms`), so that greedy rows pay for the greedy sampler alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, get_args
 
@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from orca_jax.control import ADJUSTED, ControlMessage, MakeWords
+from orca_jax.control import ADJUSTED, ControlMessage
 from orca_jax.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
 from orca_jax.sampled import LOGPROB_WORDS, Sampled, as_records
 from orca_jax.sampling_params import MAX_TOP_LOGPROBS
+from orca_jax.sharding.programs import Program, ToCompile
 from orca_jax.token_words import n_words
 
 
@@ -84,18 +85,22 @@ class TokenChooser:
     def __init__(self, vocab_size: int, n_rows: int, place: jax.sharding.Sharding) -> None:
         self._vocab_size, self._n_rows, self._place = vocab_size, n_rows, place
         shape = (n_rows, vocab_size)
-        self._empty = jax.jit(
-            lambda: (
-                jnp.zeros(n_rows, jnp.int32),
-                Tables(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
-            ),
-            out_shardings=place,
+
+        def no_tokens() -> tuple[jax.Array, Tables]:
+            tables = Tables(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+            return jnp.zeros(n_rows, jnp.int32), tables
+
+        def by_rows(logits: jax.Array, *others: Any, sampler: Sampler | None = None) -> Hashable:
+            return logits.shape[0], sampler
+
+        self._empty = Program(jax.jit(no_tokens, out_shardings=place), key=lambda: ())
+        self._set_row = Program(jax.jit(_set_row, donate_argnames="tables"), key=lambda *_: ())
+        self._adjust = Program(jax.jit(_adjust, donate_argnames="tables"), key=by_rows)
+        self._allow = Program(jax.jit(allow), key=by_rows)
+        self._choose = Program(
+            jax.jit(_choose, static_argnames="sampler", donate_argnames="last_token"), key=by_rows
         )
-        self._set_row = jax.jit(_set_row, donate_argnames="tables")
-        self._adjust = jax.jit(_adjust, donate_argnames="tables")
-        self._allow = jax.jit(allow)
-        self._choose = jax.jit(_choose, static_argnames="sampler", donate_argnames="last_token")
-        self._logprobs = jax.jit(packed_logprobs)
+        self._logprobs = Program(jax.jit(packed_logprobs), key=by_rows)
         self.last_token: jax.Array  # [n_rows] int32
         self._tables: Tables
         self.renew()
@@ -105,11 +110,16 @@ class TokenChooser:
         self.last_token, self._tables = self._empty()
 
     def choose(
-        self, logits: jax.Array, rows: jax.Array, message: ControlMessage, flat: FlatBatch, words: MakeWords
+        self,
+        logits: jax.Array,
+        rows: jax.Array,
+        message: ControlMessage,
+        flat: FlatBatch,
+        words: npt.NDArray[np.int32] | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The next token of each row [R] int32, and LOGPROBS as words where they are asked for.
 
-        logits [R, V] float32, rows the buffer's SamplerArrays [n, R].
+        logits [R, V] float32, rows the buffer's SamplerArrays [n, R]; words as in `Worker.choose`.
         """
         for start in row_starts(message, self._vocab_size):
             parts = jax.device_put((np.int32(start.row), start.seen, start.bias), self._place)
@@ -117,18 +127,35 @@ class TokenChooser:
         given = None
         if flat.programs.allow:
             given = np.full((flat.layout.n_rows, n_words(self._vocab_size)), -1, np.int32)
-            given[np.flatnonzero(message.constrained)] = words()
+            assert words is not None
+            given[np.flatnonzero(message.constrained)] = words
         return self._run(logits, rows, flat.programs, given)
 
-    def make_programs(self, logits: jax.Array, rows: jax.Array) -> None:
-        """Compile all for this number of rows, and wait for it: each runs once, on padding."""
-        words = np.full((len(logits), n_words(self._vocab_size)), -1, np.int32)
-        zeros = np.zeros(self._vocab_size, np.int32), np.zeros(self._vocab_size, np.float32)
-        nowhere = jax.device_put((np.int32(self._n_rows), *zeros), self._place)
-        self._tables = self._set_row(self._tables, *nowhere)
-        for sampler in get_args(Sampler):
-            programs = TokenPrograms(sampler, adjust=True, allow=True, logprobs=True)
-            jax.block_until_ready(self._run(logits, rows, programs, words))
+    def programs(self, n_rows: Iterable[int]) -> Iterator[ToCompile]:
+        """All that may be asked for with batches of each of these numbers of rows R."""
+
+        def array(dtype: Any, *shape: int) -> Any:  # it stands for an array
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+        int32, float32, vocabulary = jnp.int32, jnp.float32, self._vocab_size
+        last_token = array(int32, self._n_rows)
+        tables = Tables(array(int32, self._n_rows, vocabulary), array(float32, self._n_rows, vocabulary))
+        row = array(int32), array(int32, vocabulary), array(float32, vocabulary)
+        yield ToCompile("no tokens seen", self._empty.compile)
+        yield ToCompile("a row's start", partial(self._set_row.compile, tables, *row))
+        for r in n_rows:
+            logits, rows = array(float32, r, vocabulary), array(int32, len(SamplerArrays._fields), r)
+            words, tokens = array(int32, r, n_words(vocabulary)), array(int32, r)
+            said = f"{r} rows" if r > 1 else "1 row"
+            yield ToCompile(
+                f"biases and penalties, {said}",
+                partial(self._adjust.compile, logits, rows, tables, last_token),
+            )
+            yield ToCompile(f"constraints, {said}", partial(self._allow.compile, logits, words))
+            for sampler in get_args(Sampler):
+                choose = partial(self._choose.compile, logits, rows, last_token, sampler=sampler)
+                yield ToCompile(f"{sampler} sampler, {said}", choose)
+            yield ToCompile(f"log-probabilities, {said}", partial(self._logprobs.compile, logits, tokens))
 
     def _run(
         self, raw: jax.Array, rows: jax.Array, programs: TokenPrograms, words: npt.NDArray[np.int32] | None

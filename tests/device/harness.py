@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from orca_jax.admission import admissible
 from orca_jax.batch_sizes import buckets_of
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.kv_manager import KVManager
@@ -14,7 +15,7 @@ from orca_jax.model.gpt import Parameters
 from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Scheduler, admissible
+from orca_jax.scheduler import Scheduler
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.worker import Worker
 from orca_jax.timeline import Timeline
@@ -55,23 +56,23 @@ def harness(
     *,
     buckets: Sequence[int] | None = None,
     attention: Attention | None = None,
-    worker: Worker | None = None,
+    workers: Sequence[Worker] | None = None,
     parts: Sequence[StagePart] = (),
 ) -> Harness:
     """Build one, on one device unless `parts` say otherwise.
 
-    A `worker` handed in keeps its compiled programs from case to case.
+    `workers` handed in keep their compiled programs from case to case.
     """
     sizes = tuple(buckets or default_buckets(serving))
     parts = parts or split_model(model, jax.devices())
-    engine, kv, _ = build_engine(
+    engine, kv, _, _ = build_engine(
         model,
-        [] if worker else place(model, parameters, parts),
+        [] if workers else place(model, parameters, parts),
         serving,
         parts,
         buckets=sizes,
         attention=attention,
-        worker=worker,
+        workers=workers,
     )
     timeline = Timeline(time.monotonic, bucket_sizes=sizes)
     deliveries: list[Delivery] = []

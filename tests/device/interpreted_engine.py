@@ -33,7 +33,7 @@ def tokens(attention: Attention) -> dict[str, list[int]]:
         greedy_request(str(i), rng.integers(0, MODEL.vocab_size, n_input).tolist(), n_output)
         for i, (n_input, n_output) in enumerate(LENGTHS)
     ]
-    engine = harness(MODEL, parameters, SERVING, buckets=(8, 160), worker=worker)
+    engine = harness(MODEL, parameters, SERVING, buckets=(8, 160), workers=[worker])
     return engine.run(requests, arrivals=list(range(len(requests))))
 
 

@@ -116,15 +116,33 @@ def test_the_work_of_an_iteration_worked_by_hand() -> None:
     # Rows: 3 tokens, 1 token at length 9, 150 tokens, 1 token at length 40, and padding.
     row_start = jnp.array([0, 3, 4, 154, 155, 155], jnp.int32)
     kv_length = jnp.array([3, 9, 150, 40, 0], jnp.int32)
-    work = attention_work(row_start, kv_length, 160, follow_lengths=True)  # tiles of 128 queries
+    work = attention_work(row_start, kv_length, 160, follow_lengths=True)
     assert work.increment.n_trips == 1
     assert work.increment.row.tolist() == [[3, 1, 5, 5, 5]]  # the longer context first; 5 is no row
     assert work.increment.start[0, :2].tolist() == [154, 3]
-    assert work.initiation.n_trips == 3
-    assert work.initiation.row[:, 0].tolist() == [0, 2, 2, 5, 5, 5]
-    assert work.initiation.start[:3, 0].tolist() == [0, 4, 132]
-    at_once = attention_work(row_start, kv_length, 160, follow_lengths=False).initiation  # tiles of 64
+    large, small = work.initiation  # tiles of 128 queries, and of 32 for what is left
+    assert large.n_trips == 1
+    assert large.row[:, 0].tolist() == [2, 5, 5, 5, 5, 5]
+    assert large.start[0, 0] == 4
+    assert small.n_trips == 1
+    assert small.row[0].tolist() == [0, 2, 5, 5]
+    assert small.start[0, :2].tolist() == [0, 132]
+    (at_once,) = attention_work(row_start, kv_length, 160, follow_lengths=False).initiation  # tiles of 64
     assert at_once.row.tolist() == [[0, 2, 2, 2, 5, 5, 5]]
+
+
+@pytest.mark.parametrize(
+    ("n_queries", "n_large", "n_small"),
+    [(2, 0, 1), (96, 0, 3), (97, 1, 0), (128, 1, 0), (129, 1, 1), (224, 1, 3), (225, 2, 0), (300, 2, 2)],
+)
+def test_small_tiles_for_what_would_leave_a_large_one_mostly_empty(
+    n_queries: int, n_large: int, n_small: int
+) -> None:
+    row_start = jnp.array([0, n_queries, n_queries, n_queries], jnp.int32)
+    kv_length = jnp.array([n_queries, 0, 0], jnp.int32)
+    large, small = attention_work(row_start, kv_length, 320, follow_lengths=True).initiation
+    assert ((large.row == 0).sum(), (small.row == 0).sum()) == (n_large, n_small)
+    assert small.start.ravel()[:n_small].tolist() == [128 * n_large + 32 * i for i in range(n_small)]
 
 
 def test_writing_to_the_cache_drops_padding_and_leaves_the_rest() -> None:

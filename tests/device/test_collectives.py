@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from bench.collectives import Collective, collectives, counts
-from bench.compiled_stage import compile_stage
 from orca_jax.config import ModelConfig
 from orca_jax.flat_batch import Sampler, SamplerArrays
+from orca_jax.sharding.compiled_stage import compile_stage
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.token_chooser import TokenChooser
 from orca_jax.token_words import n_words

@@ -84,7 +84,7 @@ def test_tokens_are_the_references_under_random_schedules(
 ) -> None:
     requests, arrivals = schedule
     device, serving = worker(configuration)
-    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[configuration][1], worker=device)
+    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[configuration][1], workers=[device])
     engine.run(requests, arrivals)
     for request in requests:
         assert len(request.output_ids) == request.max_tokens - len(request.prompt_ids)
@@ -98,7 +98,7 @@ def test_cancelling_some_changes_nothing_for_the_others(
 ) -> None:
     requests, arrivals = schedule
     device, serving = worker(0)
-    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[0][1], worker=device)
+    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[0][1], workers=[device])
 
     def cancel(step: int) -> None:
         for at, which in cancels:
@@ -117,7 +117,7 @@ def test_cancelling_some_changes_nothing_for_the_others(
 def test_a_request_that_runs_again_goes_on_where_it_stopped() -> None:
     """After a fault a request starts with all its tokens as input and holds its reservation."""
     device, serving = worker(0)
-    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[0][1], worker=device)
+    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[0][1], workers=[device])
     again = greedy_request("again", [5, 6, 7], 20)
     other = greedy_request("other", [9] * 30, 20)
     engine.pool.add(again)
@@ -147,13 +147,13 @@ def test_sampled_tokens_do_not_depend_on_neighbours_order_or_bucket() -> None:
         return made
 
     device, serving = worker(0)
-    together = harness(MODEL, parameters(), serving, buckets=(8, 96), worker=device).run(requests())
-    late = harness(MODEL, parameters(), serving, buckets=(8, 96), worker=device).run(
+    together = harness(MODEL, parameters(), serving, buckets=(8, 96), workers=[device]).run(requests())
+    late = harness(MODEL, parameters(), serving, buckets=(8, 96), workers=[device]).run(
         requests()[::-1], arrivals=[0, 1, 2, 3, 5, 8, 8, 9]
     )
     alone = {}
     for request in requests():
-        alone |= harness(MODEL, parameters(), serving, buckets=(8, 96), worker=device).run([request])
+        alone |= harness(MODEL, parameters(), serving, buckets=(8, 96), workers=[device]).run([request])
     assert together == late == alone
     assert len({tuple(tokens) for tokens in together.values()}) == 8
 
@@ -161,7 +161,7 @@ def test_sampled_tokens_do_not_depend_on_neighbours_order_or_bucket() -> None:
 @pytest.mark.parametrize("sizes", [(8, 96), (96,)])
 def test_the_same_request_twice_gives_the_same_tokens(sizes: tuple[int, ...]) -> None:
     device, serving = worker(0)
-    engine = harness(MODEL, parameters(), serving, buckets=sizes, worker=device)
+    engine = harness(MODEL, parameters(), serving, buckets=sizes, workers=[device])
     first = engine.run([greedy_request("a", range(40), 30)])["a"]
     assert engine.run([greedy_request("a", range(40), 30), greedy_request("b", range(1), 30)])["a"] == first
 
@@ -172,7 +172,7 @@ def test_figure_5_of_the_paper() -> None:
     x1 and x2 are in the increment phase, x3 and x4 in the initiation phase with 2 and 3 tokens.
     """
     device, serving = worker(0)
-    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[0][1], worker=device)
+    engine = harness(MODEL, parameters(), serving, buckets=CONFIGURATIONS[0][1], workers=[device])
     x1, x2 = greedy_request("x1", [1, 2, 3], 4), greedy_request("x2", [4, 5], 4)
     x3, x4 = greedy_request("x3", [6, 7], 4), greedy_request("x4", [8, 9, 10], 4)
     for request in (x1, x2):

@@ -21,6 +21,7 @@ from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request import FinishReason, Request
 from orca_jax.sampling_params import SamplingParams
+from orca_jax.scheduler import never
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
 
@@ -222,6 +223,7 @@ def test_a_request_that_runs_again_remembers_what_it_has_said() -> None:
         house.pool.add(again)
         for _ in range(7):
             house.scheduler.step()
+        house.scheduler.engine.wait(never)  # of what is in flight nothing comes back
         house.scheduler.run_again()
         house.run([])
         assert again.output_ids == alone(name).output_ids, name

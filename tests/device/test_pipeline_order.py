@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from orca_jax.model.gpt import init_parameters
 from orca_jax.request import Request
 from orca_jax.sharding.local_workers import LocalWorkers
 from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.stage import Last
 from orca_jax.sharding.token_chooser import DeviceTokens
 from orca_jax.sharding.worker import Worker
 from orca_jax.timeline import IterationRecord
@@ -28,7 +29,7 @@ MODEL = ModelConfig(
     vocab_size=67, n_positions=32, hidden_size=16, n_layers=4, n_heads=2, ffn_size=24, vocab_multiple=2
 )
 MAX_BS = 2
-SERVING = ServingConfig(max_batch_size=MAX_BS, n_slots=512, max_batch_tokens=32, block_size=4)
+SERVING = ServingConfig(max_batch_size=MAX_BS, n_slots=512, max_batch_tokens=32, block_size=4, overlap=False)
 HELD_SECONDS = 2.0
 
 
@@ -38,19 +39,20 @@ def parameters() -> dict[str, jax.Array]:
 
 
 @cache
-def stages(n_stages: int, tensor: int) -> tuple[tuple[StagePart, ...], Worker]:
-    """The first worker of them, kept with those behind it: so each split compiles once."""
+def stages(n_stages: int, tensor: int) -> tuple[tuple[StagePart, ...], tuple[Worker, ...]]:
+    """The workers are kept: so each split compiles once."""
     parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=tensor)
     built = harness(MODEL, parameters(), SERVING, parts=parts).scheduler.engine
     assert isinstance(built, EngineMaster)
     assert isinstance(built._workers, LocalWorkers)
-    return parts, built._workers.first
+    return parts, built._workers.workers
 
 
-def engine(n_stages: int, tensor: int = 1) -> Harness:
+def engine(n_stages: int, tensor: int = 1, *, overlap: bool = False) -> Harness:
     """A fresh one on these stages."""
-    parts, worker = stages(n_stages, tensor)
-    return harness(MODEL, {}, SERVING, buckets=(8, 32), parts=parts, worker=worker)
+    parts, workers = stages(n_stages, tensor)
+    serving = replace(SERVING, overlap=overlap)
+    return harness(MODEL, {}, serving, buckets=(8, 32), parts=parts, workers=workers)
 
 
 def requests(n: int, lengths: Sequence[int]) -> list[Request]:
@@ -63,40 +65,46 @@ def requests(n: int, lengths: Sequence[int]) -> list[Request]:
 
 @dataclass
 class Recorded:
-    """What was called, in order: ("issue", iteration, stage from 1) and ("fetch", iteration, 0)."""
+    """What was called, in order: ("forward", iteration, stage from 1) and ("fetch", iteration, 0)."""
 
     calls: list[tuple[str, int, int]] = field(default_factory=list)
 
     def issues_before_fetch(self, iteration: int) -> int:
-        """Calls of the workers' issue before the host asked for the tokens of an iteration."""
-        return sum(kind == "issue" for kind, _, _ in self.calls[: self.calls.index(("fetch", iteration, 0))])
+        """Forward passes that were started before the host asked for the tokens of an iteration."""
+        return sum(
+            kind == "forward" for kind, _, _ in self.calls[: self.calls.index(("fetch", iteration, 0))]
+        )
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    """Every call of a worker's `issue`, and every reading of tokens by the host."""
+    """Every forward pass of a worker, and every reading of tokens by the host."""
     found = Recorded()
-    issue, fetch = Worker.issue, DeviceTokens.fetch
-    stage = 0
+    forward, choose, fetch = Worker.forward, Worker.choose, DeviceTokens.fetch
+    stage, iteration = 0, -1
     iteration_of: dict[int, int] = {}
     kept: list[DeviceTokens] = []  # so that no id is given twice
 
-    def recording_issue(self: Worker, message: ControlMessage, flat: FlatBatch, *others: Any) -> DeviceTokens:
-        nonlocal stage
-        part = self.stage.part
-        stage = 1 if part.first else stage + 1
-        found.calls.append(("issue", message.iteration, stage))
-        tokens = issue(self, message, flat, *others)
-        if part.last:
-            kept.append(tokens)
-            iteration_of[id(tokens)] = message.iteration
+    def recording_forward(self: Worker, flat: FlatBatch, arrived: jax.Array) -> Any:
+        nonlocal stage, iteration
+        if self.stage.part.first:
+            stage, iteration = 0, iteration + 1
+        stage += 1
+        found.calls.append(("forward", iteration, stage))
+        return forward(self, flat, arrived)
+
+    def recording_choose(self: Worker, last: Last, message: ControlMessage, *others: Any) -> DeviceTokens:
+        tokens = choose(self, last, message, *others)
+        kept.append(tokens)
+        iteration_of[id(tokens)] = message.iteration
         return tokens
 
     def recording_fetch(self: DeviceTokens) -> Any:
         found.calls.append(("fetch", iteration_of[id(self)], 0))
         return fetch(self)
 
-    monkeypatch.setattr(Worker, "issue", recording_issue)
+    monkeypatch.setattr(Worker, "forward", recording_forward)
+    monkeypatch.setattr(Worker, "choose", recording_choose)
     monkeypatch.setattr(DeviceTokens, "fetch", recording_fetch)
     return found
 
@@ -130,8 +138,8 @@ def test_figure_8a(recorded: Recorded) -> None:
     ends = [it.returned for it in iterations if it.returned is not None]
     assert [in_flight(iterations, end) for end in ends] == [*[3] * 10, 2, 1]
     # The same, as the workers saw it: each batch goes through Worker1, 2 and 3 in turn.
-    assert [call for call in recorded.calls if call[0] == "issue"] == [
-        ("issue", i, worker) for i in range(3 * n_output) for worker in (1, 2, 3)
+    assert [call for call in recorded.calls if call[0] == "forward"] == [
+        ("forward", i, worker) for i in range(3 * n_output) for worker in (1, 2, 3)
     ]
     assert [i for kind, i, _ in recorded.calls if kind == "fetch"] == list(range(3 * n_output))
 
@@ -163,20 +171,24 @@ def test_as_many_batches_are_in_flight_as_there_are_stages(n_stages: int, tensor
     assert n_full > len(timeline.iterations) // 3
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
-def test_the_host_reads_a_batch_only_when_every_stage_has_one(n_stages: int, recorded: Recorded) -> None:
+def test_the_host_reads_a_batch_only_when_every_stage_has_one(
+    n_stages: int, overlap: bool, recorded: Recorded
+) -> None:
+    """With overlap one batch more: the first stage has the next one before it is done with its own."""
     n_output = 3
-    engine(n_stages).run(requests(2 * n_stages, [n_output]))
+    engine(n_stages, overlap=overlap).run(requests(2 * n_stages, [n_output]))
     n_iterations = n_stages * n_output
     for i in range(n_iterations):
         # Each stage was handed iterations 0 to i + N - 1: the first has N - 1 behind the one that is read.
-        handed = min(i + n_stages, n_iterations)
+        handed = min(i + n_stages + overlap, n_iterations)
         assert recorded.issues_before_fetch(i) == handed * n_stages
     # On its way through the stages a batch meets no reading.
     for i in range(n_iterations):
-        start = recorded.calls.index(("issue", i, 1))
+        start = recorded.calls.index(("forward", i, 1))
         through = recorded.calls[start : start + n_stages]
-        assert through == [("issue", i, stage) for stage in range(1, n_stages + 1)]
+        assert through == [("forward", i, stage) for stage in range(1, n_stages + 1)]
 
 
 @pytest.mark.parametrize(("n_stages", "tensor"), [(2, 1), (3, 1), (2, 2)])
@@ -186,7 +198,7 @@ def test_the_host_waits_for_no_device_when_it_issues(
     """With the first stage's device held up, every stage is handed a batch all the same, and none is done."""
     ran = engine(n_stages, tensor)
     ran.run(requests(2 * n_stages, [2]))  # compile, so that what is measured below is issuing alone
-    _, worker = stages(n_stages, tensor)
+    _, (worker, *_) = stages(n_stages, tensor)
 
     @jax.jit
     def late(x: jax.Array, zeros: jax.Array, n: int) -> jax.Array:
@@ -204,15 +216,13 @@ def test_the_host_waits_for_no_device_when_it_issues(
     held = jax.make_array_from_single_device_arrays(first.shape, first.sharding, on_device)
     monkeypatch.setattr(worker.stage, "weights", [held, *others])
     issued: list[DeviceTokens] = []
-    issue = Worker.issue
+    choose = Worker.choose
 
-    def keep(self: Worker, message: ControlMessage, flat: FlatBatch, *others: Any) -> DeviceTokens:
-        tokens = issue(self, message, flat, *others)
-        if self is worker:
-            issued.append(tokens)
-        return tokens
+    def keep(self: Worker, *all_of_it: Any) -> DeviceTokens:
+        issued.append(choose(self, *all_of_it))
+        return issued[-1]
 
-    monkeypatch.setattr(Worker, "issue", keep)
+    monkeypatch.setattr(Worker, "choose", keep)
     for request in requests(2 * n_stages, [2]):
         ran.pool.add(request)
     for _ in range(n_stages - 1):  # the step after these waits for the first batch

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from orca_jax.batch_sizes import batch_sizes
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.control import BIAS, CONSTRAINED, ControlMessage, neutral_sampling
 from orca_jax.flat_batch import FlatBatch, flat_batch
 from orca_jax.model.gpt import init_parameters
-from orca_jax.sharding.token_chooser import TokenChooser
+from orca_jax.sharding.local_workers import LocalWorkers
+from orca_jax.sharding.token_chooser import DeviceTokens, TokenChooser
 from orca_jax.sharding.worker import Worker
+from orca_jax.sizes import control_wire, kv_manager
 from orca_jax.token_words import words_of
 from tests.device.harness import greedy_request, harness, single_worker
 
@@ -50,8 +53,9 @@ def chooser(device: Worker) -> TokenChooser:
     return device._chooser
 
 
-def no_words() -> np.ndarray:
-    raise AssertionError("no row is constrained")
+def issue(device: Worker, message: ControlMessage, flat: FlatBatch) -> DeviceTokens:
+    """An iteration without constrained rows."""
+    return device.choose(device.forward(flat, device.last_token), message, flat, None)
 
 
 def batch(
@@ -92,7 +96,7 @@ def test_each_program_compiles_once() -> None:
 
     def run() -> None:
         """One initiation in the bucket of 32, one increment in that of 8."""
-        harness(MODEL, {}, SERVING, buckets=(8, 32), worker=device).run([greedy_request("a", range(9), 2)])
+        harness(MODEL, {}, SERVING, buckets=(8, 32), workers=[device]).run([greedy_request("a", range(9), 2)])
 
     with compilations() as compiled:
         run()
@@ -107,7 +111,7 @@ def test_caches_and_last_token_are_donated() -> None:
     device = worker()
     for input_length, kv_length in ((3, 3), (1, 4), (1, 5)):
         taken = [*jax.tree.leaves(device._caches), chooser(device).last_token]
-        device.issue(*batch([2], [[6, 3]], [input_length], [kv_length], bucket=8), no_words).fetch()
+        issue(device, *batch([2], [[6, 3]], [input_length], [kv_length], bucket=8)).fetch()
         assert all(array.is_deleted() for array in taken)
         given = [*jax.tree.leaves(device._caches), chooser(device).last_token]
         assert not any(array.is_deleted() for array in given)
@@ -121,7 +125,7 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
     device = worker(attention)
     device._caches = jax.tree.map(lambda cache: cache + UNTOUCHED, device._caches)
     chooser(device).last_token -= 1  # which is no token
-    device.issue(*batch([1, 6], [[0, 9], [4]], [3, 1], [3, 2], bucket=bucket), no_words).fetch()
+    issue(device, *batch([1, 6], [[0, 9], [4]], [3, 1], [3, 2], bucket=bucket)).fetch()
     written = [(0, 0), (0, 1), (0, 2), (4, 1)]  # block and place in it
     for layer in device._caches:
         for cache in layer:
@@ -134,7 +138,7 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
 def test_what_may_come_is_asked_for_when_the_forward_pass_is_on_its_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So that a grammar is followed while the device computes; the sampler then takes the words."""
+    """So that a grammar is followed while the device computes. Not known yet, it holds up what is behind."""
     device = worker()
     calls: list[str] = []
     forward = device.stage.forward
@@ -143,20 +147,25 @@ def test_what_may_come_is_asked_for_when_the_forward_pass_is_on_its_way(
         calls.append("forward")
         return forward(*arrays, **sizes)
 
-    def words() -> np.ndarray:
+    def words() -> np.ndarray | None:
         calls.append("words")
-        return words_of([7], MODEL.vocab_size)[None]
+        return words_of([7], MODEL.vocab_size)[None] if is_known else None
 
+    is_known = False
     monkeypatch.setattr(device.stage, "forward", issued)
-    message, _ = batch([2], [[6, 3]], [3], [3], bucket=8)
-    message.sampling["flags"] = CONSTRAINED
-    flat = flat_batch(
-        message,
-        bucket=8,
-        max_bs=SERVING.max_batch_size,
-        block_size=SERVING.block_size,
-        n_slots=SERVING.n_blocks * SERVING.block_size,
-        n_rows=N_ROWS,
-    )
-    assert device.issue(message, flat, words).fetch().token_ids[0] == 7
-    assert calls == ["forward", "words"]
+    wire = control_wire(MODEL, SERVING, kv_manager(MODEL, SERVING, n_workers=1))
+    workers = LocalWorkers([device], batch_sizes(wire))
+    constrained, _ = batch([2], [[6, 3]], [3], [3], bucket=8)
+    constrained.sampling["flags"] = CONSTRAINED
+    first = workers.issue(constrained, words)
+    second = workers.issue(batch([2], [[6, 3]], [1], [4], bucket=8)[0], no_words)
+    assert not first.is_ready() and not second.is_ready()
+    assert calls == ["forward", "words", "words", "words", "words"]
+    is_known = True
+    assert first.fetch().token_ids[0] == 7
+    assert calls[5:] == ["words", "forward"]
+    second.fetch()
+
+
+def no_words() -> np.ndarray:
+    raise AssertionError("no row is constrained")

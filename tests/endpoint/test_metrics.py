@@ -172,7 +172,7 @@ def test_every_time_and_token_of_four_requests() -> None:
     # waits until its time is out. C is cancelled while its second iteration runs.
     engine = simulated()
     clock = engine.clock
-    config = ServingConfig(max_batch_size=3, n_slots=256, max_batch_tokens=64, block_size=8)
+    config = ServingConfig(max_batch_size=3, n_slots=256, max_batch_tokens=64, block_size=8, overlap=False)
     service, metrics = observed(engine, config=config, bucket_sizes=[4, 16, 64], clock=clock.now)
     generations = []
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from orca_jax.errors import ConfigError
 from server import cli
-from server.config import EndpointOptions, EngineOptions, PipelineOptions
+from server.config import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
 from server.flags import MODEL, SERVE_OPTIONS, UsageError, add_engine_flags, add_serve_flags
 from server.options import options_of
 from server.settings import ServeSettings, serve_settings
@@ -28,12 +28,17 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_batch_tokens": (512, 513, 514, 515),
     "max_queue": (1, 2, 3, 4),
     "deterministic": (True, False, True, False),
+    "overlap": (False, True, False, True),
+    "memory_fraction": (0.5, 1.0, 0.25, None),
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
     "attention": ("kernel", "static", "follow_lengths", "kernel"),
     "seed": (0, -1, 2**63, 7),
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),
+    "compile_cache": ("a", "/b", "c d", None),
+    "compile_ahead": (False, True, False, True),
+    "on_compile": ("error", "warn", "error", "warn"),
     "host": ("0.0.0.0", "::1", "localhost", "10.1.2.3"),
     "port": (0, 1111, 2222, 3333),
     "grpc_port": (0, 4444, 5555, None),
@@ -76,7 +81,8 @@ def refused(*arguments: str, environ: Mapping[str, str] | None = None, file: Pat
 
 
 def flat(of: ServeSettings) -> dict[str, Any]:
-    return {"model": of.model, **asdict(of.engine), **asdict(of.endpoint), **asdict(of.pipeline)}
+    configs = (of.engine, of.compiling, of.endpoint, of.pipeline)
+    return {"model": of.model} | {name: value for one in configs for name, value in asdict(one).items()}
 
 
 @pytest.fixture
@@ -93,15 +99,15 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert flat(nothing) == flat(empty)
     assert (nothing.model, nothing.notes, nothing.api_keys.required) == (None, (), False)
     assert nothing.engine == EngineOptions()
+    assert nothing.compiling == CompileOptions() and nothing.compiling.compile_ahead
     assert nothing.endpoint == EndpointOptions()
     assert nothing.pipeline == PipelineOptions() and nothing.control_secret == ""
     assert (nothing.endpoint.port, nothing.endpoint.grpc_port, nothing.engine.max_queue) == (8000, 8001, 1024)
 
 
 def test_every_field_is_a_setting() -> None:
-    names = {
-        field.name for config in (EngineOptions, EndpointOptions, PipelineOptions) for field in fields(config)
-    }
+    configs = (EngineOptions, CompileOptions, EndpointOptions, PipelineOptions)
+    names = {field.name for config in configs for field in fields(config)}
     assert {option.name for option in SERVE_OPTIONS} == names | {"model"} == set(VALUES)
 
 

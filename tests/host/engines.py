@@ -48,6 +48,7 @@ class GatedEngine:
     """An engine whose iterations come back when the test lets them; `error` is raised instead of a return."""
 
     n_workers = 1
+    keeps_tokens = False  # so that it is one iteration at a time
 
     def __init__(self, token: Callable[[Request, int], int] = counting) -> None:
         self.error: Exception | None = None

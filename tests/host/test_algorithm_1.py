@@ -8,38 +8,13 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, WorkerLost
-from orca_jax.kv_manager import KVManager
 from orca_jax.request import FinishReason, Request, RequestState
-from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Returned, Scheduler, input_length, select
+from orca_jax.request_pool import InArrivalOrder
+from orca_jax.scheduler import Returned, input_length, select
 from orca_jax.simulation import Simulation
-from orca_jax.timeline import Timeline
+from tests.host.house import STOP_TOKEN, House, make_request, names
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
-STOP_TOKEN = 1
-
-
-def make_request(
-    name: str,
-    *,
-    arrival: int = -1,
-    n_input: int = 1,
-    n_output: int = 8,
-    state: RequestState = INITIATION,
-    row: int = -1,
-) -> Request:
-    return Request(
-        request_id=name,
-        prompt_ids=(5,) * n_input,
-        max_tokens=n_input + n_output,
-        sampling=SamplingParams(max_tokens=n_output),
-        seed=0,
-        end_token_ids=frozenset({STOP_TOKEN}),
-        arrival=arrival,
-        state=state,
-        row=row,
-    )
 
 
 def make_pool(*requests: tuple[str, RequestState, int]) -> list[Request]:
@@ -48,10 +23,6 @@ def make_pool(*requests: tuple[str, RequestState, int]) -> list[Request]:
         make_request(name, arrival=i, n_output=max_tokens - 1, state=state)
         for i, (name, state, max_tokens) in enumerate(requests)
     ]
-
-
-def names(batch: Sequence[Request]) -> str:
-    return "".join(req.request_id for req in batch)
 
 
 # Select, lines 17 to 28.
@@ -253,85 +224,6 @@ def test_a_request_that_runs_again_goes_in_with_all_its_tokens():
 
 
 # The loop, lines 1 to 15.
-
-
-class ScriptedEngine:
-    """Notes what it is told; returns the oldest batch with the token that was set for each request."""
-
-    def __init__(self, n_workers: int = 1) -> None:
-        self.n_workers = n_workers
-        self.log: list[str] = []
-        self.in_flight: list[Sequence[Request]] = []
-        self.tokens: dict[str, int] = {}  # 9 where nothing is set
-        self.on_issue: Callable[[Sequence[Request]], None] = lambda _: None
-        self.on_wait: Callable[[Callable[[], bool]], bool] = lambda _: False  # True: interrupted
-
-    def issue(self, batch: Sequence[Request]) -> None:
-        self.on_issue(batch)
-        self.log.append("issue " + names(batch))
-        self.in_flight.append(batch)
-
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        if self.on_wait(interrupted):
-            self.log.append("interrupted")
-            return None
-        batch = self.in_flight.pop(0)
-        self.log.append("return " + names(batch))
-        return Returned(batch, [self.tokens.get(req.request_id, 9) for req in batch])
-
-
-class House:
-    """A scheduler with all it needs, and a scripted engine."""
-
-    def __init__(
-        self,
-        *,
-        n_workers: int = 1,
-        max_bs: int = 2,
-        n_slots: int = 64,
-        block_size: int = 1,
-        deterministic: bool = False,
-    ) -> None:
-        config = ServingConfig(
-            max_batch_size=max_bs,
-            n_slots=n_slots,
-            block_size=block_size,
-            max_batch_tokens=64,
-            deterministic=deterministic,
-        )
-        self.now = 0.0
-        self.deliveries: list[list[Delivery]] = []
-        self.timeline = Timeline(lambda: self.now)
-        self.pool = RequestPool(
-            max_waiting=100,
-            on_deliveries=lambda some: self.deliveries.append(list(some)),
-            on_arrival=self.timeline.arrived,
-        )
-        self.kv = KVManager(
-            n_blocks=config.n_blocks,
-            block_size=block_size,
-            n_rows=n_workers * max_bs,
-            max_blocks_per_row=config.n_blocks,
-        )
-        self.engine = ScriptedEngine(n_workers)
-        self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
-
-    def add(self, name: str, *, n_input: int = 1, n_output: int = 8) -> Request:
-        req = make_request(name, n_input=n_input, n_output=n_output)
-        self.pool.add(req)
-        return req
-
-    def steps(self, n: int) -> list[str]:
-        """What the engine saw in `n` turns of the loop."""
-        n_before = len(self.engine.log)
-        for _ in range(n):
-            assert self.scheduler.step() is True
-        return self.engine.log[n_before:]
-
-    def told(self) -> list[list[tuple[str, int | None, FinishReason | None]]]:
-        return [
-            [(d.request.request_id, d.token_id, d.finish_reason) for d in some] for some in self.deliveries
-        ]
 
 
 def test_lines_1_and_2_start_at_zero():
@@ -933,7 +825,7 @@ def batches(simulation: Simulation) -> list[str]:
 
 def test_figure_8a_three_workers_are_kept_busy_by_three_batches():
     """Six requests A to F of four tokens each, max_bs 2, a unit of time for each of the three stages."""
-    config = ServingConfig(max_batch_size=2, n_slots=100, block_size=1, max_batch_tokens=100)
+    config = ServingConfig(max_batch_size=2, n_slots=100, block_size=1, max_batch_tokens=100, overlap=False)
     simulation = Simulation(config, n_workers=3, duration=lambda _: 3.0)
     for name in "ABCDEF":
         simulation.add_at(0.0, make_request(name, n_output=4))
@@ -945,7 +837,7 @@ def test_figure_8a_three_workers_are_kept_busy_by_three_batches():
 
 def test_figures_3_and_5_a_finished_request_leaves_at_once_and_a_late_one_enters_at_once():
     """x1 generates three tokens, x2 one; x3 comes while the first iteration runs, with max_bs 2."""
-    config = ServingConfig(max_batch_size=2, n_slots=100, block_size=1, max_batch_tokens=100)
+    config = ServingConfig(max_batch_size=2, n_slots=100, block_size=1, max_batch_tokens=100, overlap=False)
     simulation = Simulation(config)
     simulation.add_at(0.0, make_request("1", n_input=2, n_output=3))
     simulation.add_at(0.0, make_request("2", n_input=2, n_output=1))
@@ -962,7 +854,7 @@ def test_figures_3_and_5_a_finished_request_leaves_at_once_and_a_late_one_enters
 
 def test_figure_4_four_requests_of_both_phases_make_seven_tokens():
     """x1 and x2 are in the increment phase when x3 with two tokens and x4 with three come: 1 + 1 + 2 + 3."""
-    config = ServingConfig(max_batch_size=4, n_slots=100, block_size=1, max_batch_tokens=100)
+    config = ServingConfig(max_batch_size=4, n_slots=100, block_size=1, max_batch_tokens=100, overlap=False)
     simulation = Simulation(config)
     simulation.add_at(0.0, make_request("1", n_input=3))
     simulation.add_at(0.0, make_request("2", n_input=1))
@@ -979,7 +871,7 @@ def test_iterations_with_max_bs_3_worked_by_hand():
 
     1: A B. 2: A C D (B is done). 3: A C E (D is done; E came at 1.5). 4: E (A and C are done).
     """
-    config = ServingConfig(max_batch_size=3, n_slots=100, block_size=1, max_batch_tokens=100)
+    config = ServingConfig(max_batch_size=3, n_slots=100, block_size=1, max_batch_tokens=100, overlap=False)
     simulation = Simulation(config)
     for time, name, n_output in [(0, "A", 3), (0, "B", 1), (0.5, "C", 2), (0.6, "D", 1), (1.5, "E", 2)]:
         simulation.add_at(time, make_request(name, n_output=n_output))
@@ -993,7 +885,7 @@ def test_slots_worked_by_hand_over_a_whole_serving():
     A and B hold 8, and C would make 12; D's 2 would fit, but may not overtake C. After iteration 2 A is done:
     B, C and D hold 10. D is done in iteration 3, as B is; C has one more.
     """
-    config = ServingConfig(max_batch_size=4, n_slots=10, block_size=2, max_batch_tokens=100)
+    config = ServingConfig(max_batch_size=4, n_slots=10, block_size=2, max_batch_tokens=100, overlap=False)
     simulation = Simulation(config)
     for name, n_output in [("A", 2), ("B", 3), ("C", 2), ("D", 1)]:
         simulation.add_at(0.0, make_request(name, n_output=n_output))

@@ -48,7 +48,15 @@ FIRST = JoinTerms(
     n_layers=2,
 )
 SECOND = replace(FIRST, stage=1, first_layer=2)
-ABOUT = WorkerAbout(dtype="float32", slots=1234, device="a cpu, ünlike others", attention="pure JAX")
+ABOUT = WorkerAbout(
+    dtype="float32",
+    room=1 << 40,
+    modest=1234,
+    n_devices=2,
+    device="a cpu, ünlike others",
+    attention="pure JAX",
+    path="static",
+)
 
 
 @pytest.fixture
@@ -248,7 +256,7 @@ def test_another_protocol_version_is_named_first(ends: ExitStack, monkeypatch: p
     found = dict(control_join.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
     monkeypatch.undo()
     why = control_join.disagreement(found, FIRST)
-    assert why is not None and why.startswith("protocol_version: this worker has 2, and the caller 7")
+    assert why is not None and why.startswith("protocol_version: this worker has 3, and the caller 7")
 
 
 @pytest.mark.parametrize("terms", [b"", b"[]", b"{", b"\xff", b"[" * 5000, b"{}"])
@@ -280,16 +288,24 @@ def test_a_change_of_the_model_changes_its_digest() -> None:
 
 
 def test_a_worker_says_what_it_is_each_time_that_it_is_joined(ends: ExitStack) -> None:
-    first, second = listen(ends), listen(ends, SECOND, about=replace(ABOUT, slots=0))
+    first, second = listen(ends), listen(ends, SECOND, about=replace(ABOUT, room=0))
     channel = join(ends, first, second)
-    assert channel.about == [ABOUT, replace(ABOUT, slots=0)]
+    assert channel.about == [ABOUT, replace(ABOUT, room=0)]
     first.close()
-    again = listen(ends, address=first.address, about=replace(ABOUT, slots=99))
+    again = listen(ends, address=first.address, about=replace(ABOUT, room=99))
     eventually(lambda: rejoined(channel, again))
-    assert [about.slots for about in channel.about] == [99, 0]
+    assert [about.room for about in channel.about] == [99, 0]
 
 
-SAID = {"dtype": "float32", "slots": 5, "device": "cpu", "attention": "static"}
+SAID = {
+    "dtype": "float32",
+    "room": 5,
+    "modest": None,
+    "n_devices": 1,
+    "device": "cpu",
+    "attention": "as it comes",
+    "path": "static",
+}
 
 
 @pytest.mark.parametrize(
@@ -309,7 +325,10 @@ SAID = {"dtype": "float32", "slots": 5, "device": "cpu", "attention": "static"}
                 {**SAID, "dtype": None},
                 {**SAID, "device": 5},
                 {**SAID, "attention": ["static"]},
-                *({**SAID, "slots": slots} for slots in (True, -1, 1.0, "1", None, 1 << 51)),
+                *({**SAID, "room": room} for room in (True, -1, 1.0, "1", None, 1 << 51)),
+                *({**SAID, "modest": modest} for modest in (True, -1, 1.0, "1", 1 << 51)),
+                *({**SAID, "n_devices": n} for n in (True, 0, 1.0, None, 1 << 51)),
+                *({**SAID, "path": path} for path in ("dense", None, ["static"])),
                 {**SAID, "device": "x" * 5000},
             )
         ),
@@ -317,7 +336,13 @@ SAID = {"dtype": "float32", "slots": 5, "device": "cpu", "attention": "static"}
 )
 def test_what_no_worker_says_of_itself_is_refused(said: bytes) -> None:
     assert control_join.about_of([("orca-about-bin", json.dumps(SAID).encode())]) == WorkerAbout(
-        dtype="float32", slots=5, device="cpu", attention="static"
+        dtype="float32",
+        room=5,
+        modest=None,
+        n_devices=1,
+        device="cpu",
+        attention="as it comes",
+        path="static",
     )
     assert control_join.about_of([("orca-about-bin", said)]) is None
     assert control_join.about_of([]) is None

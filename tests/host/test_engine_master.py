@@ -13,6 +13,7 @@ from orca_jax.kv_manager import KVManager
 from orca_jax.request import Request, RequestState
 from orca_jax.sampled import Sampled
 from orca_jax.sampling_params import SamplingParams
+from orca_jax.scheduler import never
 from orca_jax.simulated_tokens import SimulatedConstraint
 
 CONFIG = ServingConfig(max_batch_size=6, n_slots=256, max_batch_tokens=128, block_size=4)
@@ -325,13 +326,13 @@ def test_a_wait_may_be_interrupted_and_taken_up_again():
     assert len(naps) == 3 and all(0 < nap <= 1e-3 for nap in naps)
 
 
-def test_with_one_worker_a_wait_is_never_interrupted():
+def test_a_wait_that_nothing_interrupts_looks_at_nothing():
     worker = FakeWorker(pending=[Pending(np.array([5], np.int32), n_polls=1 << 60)])
     master, kv = engine(worker)
     r = request("r", [1])
     r.row = kv.reserve(16)
     master.issue([r])
-    returned = master.wait(lambda: True)
+    returned = master.wait(never)
     assert returned is not None and returned.token_ids == [5]
 
 
@@ -366,3 +367,32 @@ def test_a_workers_error_is_an_engine_error_and_nothing_is_left_in_flight(when, 
     worker.pending = [Pending(np.array([9], np.int32))]
     master.issue([later])
     assert returned_by(master).token_ids == [9]
+
+
+def test_what_may_come_is_said_when_the_tokens_before_it_are_known():
+    worker = FakeWorker()
+    master, kv = engine(worker)
+    a, b = (request(name, [1, 2]) for name in "ab")
+    for r in (a, b):
+        r.constraint = SimulatedConstraint(300)
+        r.row = kv.reserve(16)
+    asked = []
+    worker.issue = lambda message, words: asked.append((message, words)) or Pending(np.zeros(2, np.int32))
+    master.issue([a, b])
+    for r in (a, b):
+        r.state = RequestState.RUNNING
+    master.issue([a, b])
+    (_, first), (message, _) = asked
+    assert message.constrained.tolist() == [False, False], "after one token it acts on nothing"
+    master.issue([a, b])
+    message, third = asked[2]
+    assert message.constrained.tolist() == [True, True]
+    assert first() is not None and third() is None
+    a.output_ids += [7, 8]
+    assert third() is None
+    b.state = RequestState.FINISHED
+    words = third()
+    expected = np.zeros_like(words[0])
+    SimulatedConstraint(300).allowed(a.prompt_ids, a.output_ids, expected)
+    assert words[0].tolist() == expected.tolist()
+    assert set(words[1].tolist()) == {-1}, "it is thrown away, and any token will do"

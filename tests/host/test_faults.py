@@ -43,12 +43,14 @@ class Player(FaultSimulation):
         live = list(self.pool.in_arrival_order())
         assert [req.arrival for req in live] == sorted(req.arrival for req in live)
         # Iteration-level first-come-first-served; iterations that were lost do not count.
-        for counts in ([req.n_iterations for req in live], [len(req.output_ids) for req in live]):
+        going_on = [req for req in live if req.n_tokens_issued < req.max_tokens and req.ending is None]
+        for counts in ([req.n_iterations for req in going_on], [len(req.output_ids) for req in live]):
             assert counts == sorted(counts, reverse=True), f"overtaken: {counts}"
         blocks: list[int] = []
-        admitted = [req for req in live if req.row >= 0]
+        admitted = [req for req in live if req.row >= 0] + self.scheduler.leaving
         for req in live:
-            assert req.n_iterations == len(req.output_ids) + (req.state is RequestState.RUNNING)
+            assert req.n_iterations == len(req.output_ids) + req.n_in_flight
+            assert (req.n_in_flight > 0) == (req.state is RequestState.RUNNING)
             assert req.state is RequestState.INITIATION or req.row >= 0
             assert req.finish_reason is None
         for req in admitted:

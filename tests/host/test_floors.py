@@ -20,6 +20,7 @@ SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 LAYERS = (
     ("errors", "token_words"),
     ("config", "sampling_params", "words_box"),
+    ("stage_layers", "stage_memory"),
     ("sampled",),
     (
         "request",
@@ -42,14 +43,17 @@ LAYERS = (
         "control_wire",
         "sampled_wire",
     ),
-    ("grammar", "timeline", "generation", "plan", "control_join", "control_start", "batch_sizes"),
-    ("scheduler", "constraint"),
+    (
+        *("grammar", "timeline", "generation", "control_join", "control_start", "batch_sizes"),
+        *("sizes", "known_devices"),
+    ),
+    ("scheduler", "admission", "constraint", "plan", "xla_question"),
     ("output_rules", "simulated_tokens"),
     (
         *("engine_master", "simulated_engine", "supervisor", "worker_environment", "recovery"),
         *("remote_workers", "worker_controller", "control_line", "control_port"),
     ),
-    ("simulation", "service", "remote_engine", "control_channel", "built_engine", "sizes", "stage_layers"),
+    ("simulation", "service", "remote_engine", "control_channel", "built_engine"),
     ("simulated_workers", "remote_pipeline"),
     ("fault_simulation", "worker_processes"),
 )
@@ -69,14 +73,16 @@ DEVICE_ROOMS = {
             "frame_queue",
             "words_box",
         ),
-        *("cost_model", "kv_manager", "stage_layers", "tokenizer"),
+        *("cost_model", "kv_manager", "stage_layers", "stage_memory", "tokenizer"),
+        *("known_devices", "worker_environment"),
         *("model", "model.presets", "pallas"),
     },
 }
 HOST_ROOMS = {room for layer in LAYERS for room in layer}
 FACE = "__init__"  # orca_jax/__init__.py
-COMPOSITION = ("local_engine", "worker_process", "llm")  # know both floors; each those before it
-LAZY = {"llm", "sharding", "worker_process"}  # where the face's lazy names are from
+# They know both floors, and each those before it.
+COMPOSITION = ("compiled_model", "local_engine", "worker_process", "llm")
+LAZY = {"compiled_model", "llm", "sharding", "worker_process"}  # where the face's lazy names are from
 
 MAY_IMPORT: dict[str, set[str]] = {
     **{room: {r for lower in LAYERS[:i] for r in lower} for i, layer in enumerate(LAYERS) for room in layer},

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -172,6 +173,26 @@ def test_what_constrained_rows_allow_goes_straight_to_the_last_worker():
     assert (stage, words.kind, words.epoch, words.iteration) == (2, WORDS, 1, 0)
     assert np.frombuffer(words.payload, "<i4").tolist() == [1, 2, 3, -4]
     assert bench.workers.counters.word_bytes == 16
+
+
+def test_what_is_not_known_yet_goes_when_it_is_in_the_order_of_iterations():
+    bench = Bench().up()
+    known: set[int] = set()
+
+    def words_of(n: int) -> np.ndarray | None:
+        return np.array([[n, n]], np.int32) if n in known else None
+
+    message = message_of([{**ONE, "flags": 2}])
+    pending = [bench.workers.issue(message, partial(words_of, n)) for n in range(3)]
+    known |= {1, 2}
+    bench.workers.look()
+    assert [frame.kind for _, frame in bench.sent] == [MESSAGE] * 3, "what the first allows is not known"
+    known.add(0)
+    assert not pending[2].is_ready()
+    assert [frame.iteration for _, frame in bench.sent[3:]] == [0, 1, 2]
+    assert {(stage, frame.kind) for stage, frame in bench.sent[3:]} == {(2, WORDS)}
+    bench.workers.look()
+    assert len(bench.sent) == 6
 
 
 def test_tokens_that_come_twice_count_once():

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from orca_jax.admission import admissible
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.errors import (
     EmptyPrompt,
@@ -20,7 +21,7 @@ from orca_jax.errors import (
 from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import admissible, select
+from orca_jax.scheduler import select
 
 CANCELLED, TIMEOUT = FinishReason.CANCELLED, FinishReason.TIMEOUT
 

@@ -7,7 +7,7 @@ import math
 import random
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
@@ -60,6 +60,11 @@ class Trace:
     ends_at_moments: tuple[tuple[int, int], ...] = ()
     faults: tuple[int, ...] = ()
     deterministic: bool = False
+    overlap: bool = False
+
+    @property
+    def most_in_flight(self) -> int:
+        return self.n_workers + self.overlap
 
 
 def random_trace(rng: random.Random, n_workers: int) -> Trace:
@@ -92,6 +97,7 @@ def random_trace(rng: random.Random, n_workers: int) -> Trace:
         ),
         faults=(rng.randrange(50),) if rng.random() < 0.05 else (),
         deterministic=rng.random() < 0.3,
+        overlap=rng.random() < 0.6,
     )
 
 
@@ -122,6 +128,7 @@ def traces(draw: st.DrawFn) -> Trace:
         ends_at_moments=tuple(draw(st.lists(st.tuples(st.integers(0, 60), some_request), max_size=3))),
         faults=tuple(draw(st.lists(st.integers(0, 40), max_size=1))),
         deterministic=draw(st.booleans()),
+        overlap=draw(st.booleans()),
     )
 
 
@@ -147,7 +154,9 @@ class CheckedEngine:
         self.player = player
         self.engine = player.simulation.engine
         self.n_workers = self.engine.n_workers
-        self.n_in_flight = 0
+        self.keeps_tokens = self.engine.keeps_tokens
+        # Of each batch in flight what its iteration may write to.
+        self.in_flight: deque[list[tuple[Request, set[int]]]] = deque()
 
     def issue(self, batch: Sequence[Request]) -> None:
         trace = self.player.trace
@@ -156,23 +165,31 @@ class CheckedEngine:
         assert len({req.request_id for req in batch}) == len(batch)
         assert sum(input_length(req) for req in batch) <= trace.max_batch_tokens
         assert [req.arrival for req in batch] == sorted(req.arrival for req in batch)
-        assert not trace.deterministic or len({req.state for req in batch}) == 1
-        for req in batch:
-            assert req.state in (RequestState.INITIATION, RequestState.INCREMENT)
-            assert (req.state is RequestState.INITIATION) == (not req.output_ids)
+        begins = [req.state is RequestState.INITIATION for req in batch]
+        assert not trace.deterministic or len(set(begins)) == 1
+        for req, first in zip(batch, begins, strict=True):
+            assert first == (not req.output_ids and not req.n_in_flight)
             assert req.row >= 0
-        assert self.n_in_flight < self.n_workers
+            if req.state is RequestState.RUNNING:
+                assert trace.overlap
+                assert any(ran is req for ran, _ in self.in_flight[0]), "its token comes next"
+                assert req.n_in_flight == 1 and req.n_tokens + 1 < req.max_tokens
+        assert len(self.in_flight) < trace.most_in_flight
+        writes = [(req, set(self.player.kv.blocks_of(req.row).tolist())) for req in batch]
+        for req, blocks in writes:
+            for other, others_blocks in (one for ran in self.in_flight for one in ran):
+                assert other is req or not blocks & others_blocks, "an iteration may still write there"
         self.player.moment()
         self._call(lambda: self.engine.issue(batch))
-        self.n_in_flight += 1
+        self.in_flight.append(writes)
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
         self.player.moment()
         returned = self._call(lambda: self.engine.wait(interrupted))
         self.player.moment()
         if returned is not None:
-            self.n_in_flight -= 1
-        elif self.n_in_flight == self.n_workers:
+            self.in_flight.popleft()
+        elif len(self.in_flight) == self.player.trace.most_in_flight:
             raise AssertionError("interrupted with no worker free")
         return returned
 
@@ -180,7 +197,7 @@ class CheckedEngine:
         try:
             return call()
         except EngineError:
-            self.n_in_flight = 0
+            self.in_flight.clear()
             raise
 
 
@@ -195,6 +212,7 @@ class Player:
             block_size=trace.block_size,
             max_batch_tokens=trace.max_batch_tokens,
             deterministic=trace.deterministic,
+            overlap=trace.overlap,
         )
         self.simulation = Simulation(config, n_workers=trace.n_workers, token=self.token)
         self.scheduler = self.simulation.scheduler
@@ -264,11 +282,17 @@ class Player:
     def check_turn(self) -> None:
         live = list(self.pool.in_arrival_order())
         assert [req.arrival for req in live] == sorted(req.arrival for req in live)
-        # Iteration-level first-come-first-served, by issued and by returned iterations.
-        for counts in ([req.n_iterations for req in live], [len(req.output_ids) for req in live]):
+        # Iteration-level first-come-first-served, by returned iterations, and by issued ones of those that
+        # may have more of them.
+        going_on = [req for req in live if req.n_tokens_issued < req.max_tokens and req.ending is None]
+        for counts in ([req.n_iterations for req in going_on], [len(req.output_ids) for req in live]):
             assert counts == sorted(counts, reverse=True), f"overtaken: {counts}"
-        # Reservations are those of the admitted requests, and fit.
-        admitted = [req for req in live if req.row >= 0]
+        # Reservations are those of the admitted requests and of those that leave, and fit.
+        assert isinstance(self.scheduler.engine, CheckedEngine)
+        in_flight = self.scheduler.engine.in_flight
+        leaving = {req for ran in in_flight for req, _ in ran if req.state is RequestState.FINISHED}
+        assert set(self.scheduler.leaving) == leaving and len(self.scheduler.leaving) == len(leaving)
+        admitted = [*(req for req in live if req.row >= 0), *leaving]
         reserved = sum(round_up(req.max_tokens, self.trace.block_size) for req in admitted)
         assert self.scheduler.n_rsrv == reserved <= self.trace.n_slots
         # Each block and row has one owner, or is free.
@@ -282,8 +306,7 @@ class Player:
         assert len({req.row for req in admitted}) == len(admitted), "a row was handed out twice"
         assert len(admitted) + self.kv.n_free_rows == self.kv.n_rows, "a row was lost"
         # Batches in flight are those of the engine, and leave a worker free for the next turn.
-        assert isinstance(self.scheduler.engine, CheckedEngine)
-        assert self.scheduler.n_scheduled == self.scheduler.engine.n_in_flight < self.trace.n_workers
+        assert self.scheduler.n_scheduled == len(in_flight) < self.trace.most_in_flight
         for req in live:
             assert (req.row >= 0) == (req.state is not RequestState.INITIATION)
             assert req.finish_reason is None
@@ -357,23 +380,26 @@ SMALL = Trace(
 )
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("n_workers", [1, 2, 3])
 @pytest.mark.parametrize("i", [0, 1, 2, 3])
-def test_a_request_may_be_cancelled_at_every_moment_and_twice(i: int, n_workers: int):
-    whole = Player(replace(SMALL, n_workers=n_workers))
+def test_a_request_may_be_cancelled_at_every_moment_and_twice(i: int, n_workers: int, overlap: bool):
+    small = replace(SMALL, n_workers=n_workers, overlap=overlap)
+    whole = Player(small)
     whole.play()
     cancelled = 0
     for moment in range(whole.n_moments + 2):
         ends = ((moment, i), (moment, i), (moment + 3, i))
-        player = Player(replace(SMALL, n_workers=n_workers, ends_at_moments=ends))
+        player = Player(replace(small, ends_at_moments=ends))
         player.play()
         cancelled += player.requests[i].finish_reason is FinishReason.CANCELLED
     assert cancelled > 3
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("moment", range(1, 40))
-def test_the_engine_may_fail_at_every_moment(moment: int):
-    Player(replace(SMALL, faults=(moment,))).play()
+def test_the_engine_may_fail_at_every_moment(moment: int, overlap: bool):
+    Player(replace(SMALL, faults=(moment,), overlap=overlap)).play()
 
 
 class AtLine:
@@ -417,12 +443,13 @@ SMALLEST = Trace(
 )
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("i", [0, 1, 2])
-def test_an_end_and_an_arrival_may_come_before_every_line_the_scheduler_runs(i: int):
+def test_an_end_and_an_arrival_may_come_before_every_line_the_scheduler_runs(i: int, overlap: bool):
     n = 0
     while True:
         n += 1
-        player = Player(SMALLEST)
+        player = Player(replace(SMALLEST, overlap=overlap))
 
         def come_and_go(player: Player = player) -> None:
             player.pool.add(player.requests[3])

@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 
+from orca_jax.admission import admissible
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.cost_model import Device, IterationShape, floor, operations
 from orca_jax.errors import EngineError, QueueFull, RequestTooLarge
 from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Returned, admissible
+from orca_jax.scheduler import Returned
 from orca_jax.simulated_engine import SimulatedEngine, VirtualClock, cost_model_duration
 from orca_jax.simulation import Simulation
 
@@ -181,7 +182,7 @@ def test_the_cost_model_gives_the_duration():
 
 def test_a_serving_is_played_to_its_end_with_every_time_on_record():
     """One iteration takes 2. A comes at 1, B at 1.5 and is cancelled at 4, C at 100."""
-    config = ServingConfig(max_batch_size=4, n_slots=64, block_size=4, max_batch_tokens=64)
+    config = ServingConfig(max_batch_size=4, n_slots=64, block_size=4, max_batch_tokens=64, overlap=False)
     simulation = Simulation(config, duration=lambda _: 2.0, bucket_sizes=(8, 16))
     simulation.add_at(1.0, make_request("A", n_output=2))
     simulation.add_at(1.5, make_request("B", n_output=9))

@@ -3,13 +3,14 @@
 import pytest
 
 from orca_jax.errors import ConfigError
-from orca_jax.worker_environment import visible_gpus, worker_environment
+from orca_jax.worker_environment import held_fraction, hold_memory, visible_gpus, worker_environment
 
 FOUR = ("nvidia0", "nvidia1", "nvidia2", "nvidia3")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 COUNT = "--xla_force_host_platform_device_count"
 SAID = {"PYTHONUNBUFFERED": "1"}
+WHOLE = {SHARE: "0.9"}
 
 
 @pytest.mark.parametrize(
@@ -52,15 +53,24 @@ def test_visible_gpus(environ: dict[str, str], files: tuple[str, ...], expected:
     ("n_stages", "tensor_parallel", "environ", "gpus", "expected"),
     [
         # enough for all
-        (1, 1, {}, ("3",), [{VISIBLE: "3"}]),
-        (2, 1, {}, ("2", "0", "1"), [{VISIBLE: "2"}, {VISIBLE: "0"}]),
-        (2, 2, {}, ("0", "1", "2", "3"), [{VISIBLE: "0,1"}, {VISIBLE: "2,3"}]),
-        (2, 1, {VISIBLE: "GPU-a,GPU-b"}, ("GPU-a", "GPU-b"), [{VISIBLE: "GPU-a"}, {VISIBLE: "GPU-b"}]),
-        (1, 2, {"XLA_FLAGS": f"{COUNT}=8"}, ("0", "1"), [{"XLA_FLAGS": f"{COUNT}=8", VISIBLE: "0,1"}]),
+        (1, 1, {}, ("3",), [{VISIBLE: "3", **WHOLE}]),
+        (2, 1, {}, ("2", "0", "1"), [{VISIBLE: "2", **WHOLE}, {VISIBLE: "0", **WHOLE}]),
+        (2, 2, {}, ("0", "1", "2", "3"), [{VISIBLE: "0,1", **WHOLE}, {VISIBLE: "2,3", **WHOLE}]),
+        (
+            *(2, 1, {VISIBLE: "GPU-a,GPU-b"}, ("GPU-a", "GPU-b")),
+            [{VISIBLE: "GPU-a", **WHOLE}, {VISIBLE: "GPU-b", **WHOLE}],
+        ),
+        (
+            1,
+            2,
+            {"XLA_FLAGS": f"{COUNT}=8"},
+            ("0", "1"),
+            [{"XLA_FLAGS": f"{COUNT}=8", VISIBLE: "0,1", **WHOLE}],
+        ),
         # shared
         (2, 1, {}, ("5",), [{VISIBLE: "5", SHARE: "0.45"}] * 2),
         (3, 1, {}, ("0",), [{VISIBLE: "0", SHARE: "0.3"}] * 3),
-        (3, 1, {}, ("0", "1"), [*[{VISIBLE: "0", SHARE: "0.45"}] * 2, {VISIBLE: "1"}]),
+        (3, 1, {}, ("0", "1"), [*[{VISIBLE: "0", SHARE: "0.45"}] * 2, {VISIBLE: "1", **WHOLE}]),
         (4, 1, {}, ("0", "1"), [*[{VISIBLE: "0", SHARE: "0.45"}] * 2, *[{VISIBLE: "1", SHARE: "0.45"}] * 2]),
         (2, 1, {SHARE: "0.2"}, ("0",), [{VISIBLE: "0", SHARE: "0.2"}] * 2),
         (
@@ -99,3 +109,31 @@ def test_stages_of_several_gpus_do_not_share(gpus: tuple[str, ...]) -> None:
     message = str(raised.value)
     assert "2 stages of 2 GPUs each need 4" in message
     assert f"{len(gpus)}: {','.join(gpus)};" in message
+
+
+@pytest.mark.parametrize(
+    ("environ", "gpus", "expected"),
+    [
+        ({}, ("0", "1"), {SHARE: "0.5"}),
+        ({}, ("0",), {SHARE: "0.25"}),
+        ({SHARE: "0.8"}, ("0",), {SHARE: "0.8"}),
+        ({}, (), {}),
+    ],
+)
+def test_a_fraction_of_the_memory_is_for_all_stages_on_a_gpu(
+    environ: dict[str, str], gpus: tuple[str, ...], expected: dict[str, str]
+) -> None:
+    made = worker_environment(0, 2, 1, environ, gpus, memory_fraction=0.5)
+    assert {name: made[name] for name in made if "MEM_FRACTION" in name} == expected
+
+
+def test_jax_holds_what_it_is_told_once() -> None:
+    environ: dict[str, str] = {}
+    assert held_fraction(environ) == 0.75
+    hold_memory(environ, 0.9)
+    hold_memory(environ, 0.5)
+    assert held_fraction(environ) == 0.9
+    said = {"XLA_CLIENT_MEM_FRACTION": ".6"}
+    hold_memory(said, 0.9)
+    assert (said, held_fraction(said)) == ({"XLA_CLIENT_MEM_FRACTION": ".6"}, 0.6)
+    assert held_fraction({SHARE: "much"}) is None and held_fraction({SHARE: "1.5"}) is None

@@ -263,7 +263,7 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
         ({"tensor_parallel": 3}, "tensor_parallel is 3, and the model's n_heads 2 is no multiple"),
         ({"pipeline_parallel": 5}, "pipeline_parallel is 5, and the model's n_layers is 1"),
         ({"pipeline_parallel": 0}, "pipeline_parallel is 0"),
-        ({"overlap": True}, "overlap is True"),
+        ({"overlap": None}, "overlap is None; it must be True or False"),
         ({"load_format": "pickle"}, "load_format is 'pickle'; it must be one of auto, dummy"),
         ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float32, bfloat16, float16"),
         ({"seed": "x"}, "seed is 'x'"),
@@ -283,6 +283,8 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
             "pipeline_parallel is 3, and there are 2",
         ),
         ({"workers": ["a:1"], "attention": "static"}, "attention is chosen by each worker"),
+        ({"workers": ["a:1"], "memory_fraction": 0.5}, "memory_fraction is each worker's own"),
+        ({"memory_fraction": 0}, "memory_fraction is 0; it must be a number above 0, and at most 1"),
         ({"workers": ["nowhere"]}, "a worker's address is 'nowhere'; it must be host:port"),
         ({"worker_processes": True, "pipeline_parallel": 2}, "the model's n_layers is 1; each stage needs"),
         ({"model": "gpt3-341b", "load_format": "dummy"}, "the weights take 136.*GB"),
@@ -372,8 +374,10 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
         monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", n_bytes)
         parts = split_model(model, devices, pipeline_parallel=stages, tensor_parallel=tensor)
         n_devices = stages * tensor
-        fits = [capacity.slots_that_fit(model, 4, part, n_devices=n_devices) for part in parts]
-        serving = serving_config(model, Sizes(), fits)
+        rooms = [
+            capacity.stage_room(model, jnp.dtype("float32"), part, n_devices=n_devices) for part in parts
+        ]
+        serving = serving_config(model, Sizes(), rooms)
         return serving.n_slots, serving.max_batch_tokens
 
     assert sizes(2 << 30) == (32 * 112, 2048), "a full batch of the longest requests, in whole blocks"
@@ -384,7 +388,8 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
     # 48,000 for each of four devices, which hold half the heads: 64 bytes a slot.
     assert sizes(192 * 1000, stages=2, tensor=2) == (750, 2048)
     longer = replace(model, n_positions=4096)
-    assert serving_config(longer, Sizes(), [10_000]).max_batch_tokens == 4096
+    room = capacity.stage_room(longer, jnp.dtype("float32"), split_model(longer, devices)[0], n_devices=1)
+    assert serving_config(longer, Sizes(), [room]).max_batch_tokens == 4096
     assert tiny.dtype == ("float32" if jax.default_backend() == "cpu" else "bfloat16")
 
 

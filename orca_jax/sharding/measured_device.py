@@ -1,4 +1,4 @@
-"""The machine's two ceilings, measured in the run they are used in: memory bandwidth and matrix rate."""
+"""A device's two ceilings, measured in the run that they are used in: memory bandwidth and matrix rate."""
 
 import time
 from collections.abc import Callable

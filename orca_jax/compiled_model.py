@@ -1,0 +1,129 @@
+# pyright: standard
+"""Composition: every program of a model's stages, compiled without its weights and kept on disk."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.batch_sizes import batch_sizes
+from orca_jax.config import COMPILE_CACHE, Attention, Dtype
+from orca_jax.sharding.capacity import check_slots, stage_room
+from orca_jax.sharding.compile_cache import keep_compiled_programs
+from orca_jax.sharding.compile_counter import CompileCounter
+from orca_jax.sharding.compiled_stage import placed_parameters
+from orca_jax.sharding.device_group import default_dtype, device_name
+from orca_jax.sharding.load import find_config, padded_vocabulary
+from orca_jax.sharding.local_workers import all_programs
+from orca_jax.sharding.partition import one_stage, split_model
+from orca_jax.sharding.programs import compile_all
+from orca_jax.sharding.worker import Worker
+from orca_jax.sizes import Sizes, control_wire, kv_manager, n_rows, serving_config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledModel:
+    """What was compiled: programs, those of them that were on disk before, for how many slots, and where."""
+
+    programs: int
+    from_disk: int
+    n_slots: int
+    device: str
+    folder: Path
+
+
+def compile_model(
+    model: str | Path | None = None,
+    *,
+    max_batch_size: int = 32,
+    n_slots: int | None = None,
+    max_batch_tokens: int | None = None,
+    block_size: int = 16,
+    deterministic: bool = False,
+    memory_fraction: float | None = None,
+    dtype: Dtype | None = None,
+    attention: Attention | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    worker_processes: bool = False,
+    compile_cache: str | Path = COMPILE_CACHE,
+    on_program: Callable[[int, int, str], object] | None = None,
+) -> CompiledModel:
+    """Compile what an `orca_jax.LLM` of the same arguments runs, on the first devices that JAX has.
+
+    A preset's name needs no `load_format` here. With `worker_processes` each stage is compiled for the first
+    devices, as its own process will see them. Raises ConfigError or a CheckpointError.
+    """
+    said = Sizes(
+        max_batch_size=max_batch_size,
+        n_slots=n_slots,
+        max_batch_tokens=max_batch_tokens,
+        block_size=block_size,
+        deterministic=deterministic,
+        memory_fraction=memory_fraction,
+    )
+    found = find_config(model)
+    folder = keep_compiled_programs(compile_cache)
+    assert folder is not None
+    devices, n_devices = jax.devices(), pipeline_parallel * tensor_parallel
+    element = jnp.dtype(dtype or default_dtype(devices[0]))
+    if worker_processes:
+        stages = range(pipeline_parallel)
+        parts = tuple(
+            one_stage(
+                found,
+                devices,
+                stage,
+                pipeline_parallel=pipeline_parallel,
+                tensor_parallel=tensor_parallel,
+            )
+            for stage in stages
+        )
+    else:
+        parts = split_model(
+            found, devices, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
+        )
+    config = padded_vocabulary(found, parts[0])
+    rooms = []
+    for part in parts:
+        room = stage_room(
+            config,
+            element,
+            part,
+            n_devices=n_devices,
+            block_size=block_size,
+            attention=attention,
+            memory_fraction=memory_fraction,
+        )
+        rooms.append(room)
+    serving = serving_config(config, said, rooms)
+    rows = n_rows(serving.max_batch_size, n_workers=len(parts))
+    for room in rooms:
+        check_slots(config, room, serving, n_rows=rows, n_devices=n_devices)
+    kv = kv_manager(config, serving, n_workers=len(parts))
+    workers = [
+        Worker(
+            config,
+            placed_parameters(config, part, element),
+            serving,
+            part,
+            n_rows=kv.n_rows,
+            attention=attention,
+            caches=False,
+        )
+        for part in parts
+    ]
+    programs = all_programs(workers, batch_sizes(control_wire(config, serving, kv)))
+    with closing(CompileCounter()) as counter:
+        compile_all(programs, on_program)
+        counts = counter.counts()
+    return CompiledModel(
+        programs=len(programs),
+        from_disk=counts.from_disk,
+        n_slots=serving.n_slots,
+        device=device_name(devices[0]),
+        folder=folder,
+    )

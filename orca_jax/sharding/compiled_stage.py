@@ -1,0 +1,102 @@
+"""A stage's forward program, compiled for devices that may be described only; nothing is run."""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import jax.stages
+from jax.typing import DTypeLike
+
+from orca_jax.config import ModelConfig
+from orca_jax.flat_batch import FlatLayout
+from orca_jax.model.gpt import parameter_shapes
+from orca_jax.model.kv_cache import LayerCache, cache_shape
+from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.specs import CACHE_SPEC
+from orca_jax.sharding.stage import SCORED, Stage
+
+BLOCK_SIZE = 16
+DTYPE = jnp.dtype("bfloat16")
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """A program, and of one device's memory the bytes of its weights and of all its arguments.
+
+    `score` is the last stage's program that scores a prompt's tokens, lowered.
+    """
+
+    program: jax.stages.Compiled
+    attention: str
+    weights: int
+    arguments: int
+    score: jax.stages.Lowered | None
+
+
+def described_array(
+    shape: tuple[int, ...], place: jax.sharding.Sharding, dtype: DTypeLike = DTYPE
+) -> jax.Array:
+    """What stands for an array wherever nothing is run."""
+    return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=place))
+
+
+def placed_parameters(model: ModelConfig, part: StagePart, dtype: DTypeLike = DTYPE) -> dict[str, jax.Array]:
+    """A stage's parameters, by shape and place alone."""
+    shapes = parameter_shapes(model)
+    placement = part.placement(model)
+    return {name: described_array(shapes[name], place, dtype) for name, place in placement.items()}
+
+
+def compile_stage(
+    model: ModelConfig,
+    part: StagePart,
+    bucket: int,
+    *,
+    max_bs: int,
+    n_blocks: int,
+    n_rows: int | None = None,
+    block_size: int = BLOCK_SIZE,
+    dtype: DTypeLike = DTYPE,
+    deterministic: bool = False,
+) -> CompiledStage:
+    """Compile one bucket with the attention that is chosen for the devices of `part`.
+
+    `n_rows` are the places of all admitted requests: twice `max_bs` unless said.
+    """
+    group = part.group
+    chosen = choose_attention(
+        group.devices[0],
+        model,
+        n_heads=model.n_heads // len(group),
+        block_size=block_size,
+        dtype=dtype,
+        deterministic=deterministic,
+    )
+    stage = Stage(model, placed_parameters(model, part, dtype), part, attention=chosen.path)
+    layout = FlatLayout(bucket, min(bucket, max_bs), -(-model.n_positions // block_size))
+    shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
+    cache = described_array(shape, group.place(CACHE_SPEC), dtype)
+    caches = [LayerCache(cache, cache) for _ in part.layers]
+    hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
+    last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)
+    arrived = last_token if part.first else hidden
+    buffer = described_array((layout.size + chosen.path.n_words(layout),), group.place(), jnp.int32)
+    lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
+    score = None
+    if part.last:
+        at = described_array((SCORED,), group.place(), jnp.int32)
+        score = stage.score.lower(stage.weights, hidden, at, at)
+    weights = device_bytes(stage.weights)
+    arguments = weights + device_bytes((caches, arrived, buffer))
+    return CompiledStage(lowered.compile(), chosen.said, weights, arguments, score)
+
+
+def device_bytes(arrays: object) -> int:
+    """The bytes that a tree of arrays takes on each of its devices."""
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(arrays)
+    )

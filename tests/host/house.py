@@ -1,0 +1,121 @@
+"""A scheduler on an engine that does as it is told: what goes in and comes back, in plain names."""
+
+from collections.abc import Callable, Sequence
+
+from orca_jax.config import ServingConfig
+from orca_jax.kv_manager import KVManager
+from orca_jax.request import FinishReason, Request, RequestState
+from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.sampling_params import SamplingParams
+from orca_jax.scheduler import Returned, Scheduler
+from orca_jax.timeline import Timeline
+
+INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
+STOP_TOKEN = 1
+
+
+def make_request(
+    name: str,
+    *,
+    arrival: int = -1,
+    n_input: int = 1,
+    n_output: int = 8,
+    state: RequestState = INITIATION,
+    row: int = -1,
+) -> Request:
+    return Request(
+        request_id=name,
+        prompt_ids=(5,) * n_input,
+        max_tokens=n_input + n_output,
+        sampling=SamplingParams(max_tokens=n_output),
+        seed=0,
+        end_token_ids=frozenset({STOP_TOKEN}),
+        arrival=arrival,
+        state=state,
+        row=row,
+    )
+
+
+def names(batch: Sequence[Request]) -> str:
+    return "".join(req.request_id for req in batch)
+
+
+class ScriptedEngine:
+    """Notes what it is told; returns the oldest batch with the token that was set for each request."""
+
+    def __init__(self, n_workers: int = 1, *, keeps_tokens: bool = False) -> None:
+        self.n_workers = n_workers
+        self.keeps_tokens = keeps_tokens
+        self.log: list[str] = []
+        self.in_flight: list[Sequence[Request]] = []
+        self.tokens: dict[str, int] = {}  # 9 where nothing is set
+        self.on_issue: Callable[[Sequence[Request]], None] = lambda _: None
+        self.on_wait: Callable[[Callable[[], bool]], bool] = lambda _: False  # True: interrupted
+
+    def issue(self, batch: Sequence[Request]) -> None:
+        self.on_issue(batch)
+        self.log.append("issue " + names(batch))
+        self.in_flight.append(batch)
+
+    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+        if self.on_wait(interrupted):
+            self.log.append("interrupted")
+            return None
+        batch = self.in_flight.pop(0)
+        self.log.append("return " + names(batch))
+        return Returned(batch, [self.tokens.get(req.request_id, 9) for req in batch])
+
+
+class House:
+    """A scheduler with all it needs, and a scripted engine."""
+
+    def __init__(
+        self,
+        *,
+        n_workers: int = 1,
+        max_bs: int = 2,
+        n_slots: int = 64,
+        block_size: int = 1,
+        deterministic: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        config = ServingConfig(
+            max_batch_size=max_bs,
+            n_slots=n_slots,
+            block_size=block_size,
+            max_batch_tokens=64,
+            deterministic=deterministic,
+        )
+        self.now = 0.0
+        self.deliveries: list[list[Delivery]] = []
+        self.timeline = Timeline(lambda: self.now)
+        self.pool = RequestPool(
+            max_waiting=100,
+            on_deliveries=lambda some: self.deliveries.append(list(some)),
+            on_arrival=self.timeline.arrived,
+        )
+        self.kv = KVManager(
+            n_blocks=config.n_blocks,
+            block_size=block_size,
+            n_rows=(n_workers + overlap) * max_bs,
+            max_blocks_per_row=config.n_blocks,
+        )
+        self.engine = ScriptedEngine(n_workers, keeps_tokens=overlap)
+        self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
+
+    def add(self, name: str, *, n_input: int = 1, n_output: int = 8) -> Request:
+        req = make_request(name, n_input=n_input, n_output=n_output)
+        self.pool.add(req)
+        return req
+
+    def steps(self, n: int) -> list[str]:
+        """What the engine saw in `n` turns of the loop."""
+        n_before = len(self.engine.log)
+        for _ in range(n):
+            assert self.scheduler.step() is True
+        return self.engine.log[n_before:]
+
+    def told(self) -> list[list[tuple[str, int | None, FinishReason | None]]]:
+        return [
+            [(d.request.request_id, d.token_id, d.finish_reason) for d in some] for some in self.deliveries
+        ]
