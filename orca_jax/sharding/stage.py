@@ -25,6 +25,10 @@ from orca_jax.sharding.token_chooser import packed_logprobs
 
 SCORED = 128  # tokens of a prompt that are scored at a time
 
+# Where weights and caches fill most of the memory XLA would compute products twice, to save temporaries that
+# are small anyway.
+_GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+
 
 class Last(NamedTuple):
     """What the last stage's forward pass gives."""
@@ -110,7 +114,12 @@ class Stage:
             return out, caches
 
         self.forward = Program(
-            jax.jit(forward, static_argnames="layout", donate_argnums=1),  # the caches
+            jax.jit(
+                forward,
+                static_argnames="layout",
+                donate_argnums=1,  # the caches
+                compiler_options=None if group.devices[0].platform == "cpu" else _GPU_OPTIONS,
+            ),
             key=lambda *arrays, layout: layout,
         )
         self.score = Program(
