@@ -88,7 +88,8 @@ def load(notes: Notes, **options: Any) -> "LLM":
         hold_memory(os.environ, options.get("memory_fraction") or MEMORY_FRACTION)
     with LoadingBars(notes) as bars:
         llm = orca_jax.LLM(**options, on_load=bars.loaded, on_program=bars.program, on_event=notes)
-    notes(bars.summary(llm.compiles.from_disk))
+    if options.get("compile_ahead"):
+        notes(bars.summary(llm.compiles.from_disk))
     return llm
 
 

@@ -98,6 +98,9 @@ async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Not
 
 def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | None]":
     """The model, warm: all that was asked to be is compiled, and an iteration of each phase has run."""
+    file = settings.endpoint.chat_template
+    if file is not None:
+        load_chat_template(None, file)  # a mistake in it is told before anything takes long
     llm = load(
         notes,
         model=settings.model,
@@ -106,7 +109,7 @@ def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | N
         **pipeline_options(settings.pipeline, settings.control_secret),
     )
     try:
-        template = load_chat_template(llm.directory, settings.endpoint.chat_template)
+        template = load_chat_template(llm.directory, file)
         n_output = min(2, llm.service.most_output(1))
         llm.generate([[0]], SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True))
     except BaseException:
