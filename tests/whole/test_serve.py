@@ -321,7 +321,18 @@ def test_a_closed_terminal_does_not_end_it(options: tuple[str, ...]) -> None:
     """stderr is a pipe whose reader leaves: what it has to say is lost, what it has to do is not."""
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "server.cli", "serve", *options, "--port", "0", "--grpc-port", "none"],
+        [
+            sys.executable,
+            "-m",
+            "server.cli",
+            "serve",
+            "--no-compile-ahead",
+            *options,
+            "--port",
+            "0",
+            "--grpc-port",
+            "none",
+        ],
         stderr=write,
     )
     os.close(write)
