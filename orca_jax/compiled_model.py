@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from orca_jax.batch_sizes import batch_sizes
 from orca_jax.config import COMPILE_CACHE, Attention, Dtype
-from orca_jax.sharding.capacity import check_slots, stage_room
+from orca_jax.local_engine import chosen_sizes
 from orca_jax.sharding.compile_cache import keep_compiled_programs
 from orca_jax.sharding.compile_counter import CompileCounter
 from orca_jax.sharding.compiled_stage import placed_parameters
@@ -21,7 +21,7 @@ from orca_jax.sharding.local_workers import all_programs
 from orca_jax.sharding.partition import one_stage, split_model
 from orca_jax.sharding.programs import compile_all
 from orca_jax.sharding.worker import Worker
-from orca_jax.sizes import Sizes, control_wire, kv_manager, n_rows, serving_config
+from orca_jax.sizes import Sizes, control_wire, kv_manager
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,22 +87,7 @@ def compile_model(
             found, devices, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
         )
     config = padded_vocabulary(found, parts[0])
-    rooms = []
-    for part in parts:
-        room = stage_room(
-            config,
-            element,
-            part,
-            n_devices=n_devices,
-            block_size=block_size,
-            attention=attention,
-            memory_fraction=memory_fraction,
-        )
-        rooms.append(room)
-    serving = serving_config(config, said, rooms)
-    rows = n_rows(serving.max_batch_size, n_workers=len(parts))
-    for room in rooms:
-        check_slots(config, room, serving, n_rows=rows, n_devices=n_devices)
+    serving = chosen_sizes(config, element, parts, said, n_devices=n_devices, attention=attention)
     kv = kv_manager(config, serving, n_workers=len(parts))
     workers = [
         Worker(

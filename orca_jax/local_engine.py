@@ -60,22 +60,7 @@ def local_engine(
         n_devices=n_devices,
         on_load=on_load,
     )
-    rooms = [
-        stage_room(
-            model,
-            jnp.dtype(name),
-            part,
-            n_devices=n_devices,
-            block_size=said.block_size,
-            attention=attention,
-            memory_fraction=said.memory_fraction,
-        )
-        for part in parts
-    ]
-    serving = serving_config(model, said, rooms)
-    rows = n_rows(serving.max_batch_size, n_workers=len(parts))
-    for room in rooms:
-        check_slots(model, room, serving, n_rows=rows, n_devices=n_devices)
+    serving = chosen_sizes(model, jnp.dtype(name), parts, said, n_devices=n_devices, attention=attention)
     buckets = buckets_of(
         serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic
     )
@@ -101,6 +86,38 @@ def local_engine(
         attention=built.attention,
         close=_nothing_to_close,
     )
+
+
+def chosen_sizes(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    parts: Sequence[StagePart],
+    said: Sizes,
+    *,
+    n_devices: int,
+    attention: Attention | None = None,
+) -> ServingConfig:
+    """The sizes of an engine of these stages: what was said of them, and for the rest what fits.
+
+    The arguments are those of `stage_room`. Raises ConfigError for what does not fit.
+    """
+    rooms = [
+        stage_room(
+            config,
+            dtype,
+            part,
+            n_devices=n_devices,
+            block_size=said.block_size,
+            attention=attention,
+            memory_fraction=said.memory_fraction,
+        )
+        for part in parts
+    ]
+    serving = serving_config(config, said, rooms)
+    rows = n_rows(serving.max_batch_size, n_workers=len(parts))
+    for room in rooms:
+        check_slots(config, room, serving, n_rows=rows, n_devices=n_devices)
+    return serving
 
 
 class LocalEngine(NamedTuple):

@@ -135,10 +135,10 @@ def select(
 class Scheduler:
     """The loop of Algorithm 1 over a pool, an engine and a K/V manager; all on one thread.
 
-    It alone changes the state of requests and reserves for them. `n_rsrv` counts reserved slots,
-    `n_scheduled` batches in flight: with overlap one more than there are workers, so that the host prepares
-    an iteration while the one before it runs. What is computed for a request that turned out finished is
-    thrown away; it is `leaving`, and its slots come back with its last batch, which may write to them.
+    It alone changes the state of requests and reserves for them. `n_rsrv` counts reserved slots. With overlap
+    one batch more is in flight than there are workers, so that the host prepares an iteration while the one
+    before it runs. What is computed for a request that turned out finished is thrown away; it is `leaving`,
+    and its slots come back with its last batch, which may write to them.
     """
 
     def __init__(
@@ -149,13 +149,17 @@ class Scheduler:
         self.kv = kv
         self.config = config
         self.timeline = timeline
-        self.n_scheduled = 0  # line 1
+        self._in_flight: deque[list[Request]] = deque()  # line 1
         self.n_rsrv = 0  # line 2
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
-        self._in_flight: deque[list[Request]] = deque()
         self.leaving: list[Request] = []  # ended, and still in a batch in flight
         self._began = False  # the last batch of a deterministic engine was one of initiations
+
+    @property
+    def n_scheduled(self) -> int:
+        """Batches in flight."""
+        return len(self._in_flight)
 
     def step(self) -> bool:
         """One turn of the loop (line 3); False when no request is live, so that there was nothing to do.
@@ -250,8 +254,7 @@ class Scheduler:
             req.state = RUNNING  # line 7
             req.n_iterations += 1
             req.n_in_flight += 1
-        self._in_flight.append(batch)
-        self.n_scheduled += 1  # line 8
+        self._in_flight.append(batch)  # line 8
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
         """Lines 10 to 15, unless the wait is interrupted; tokens and ends go out in one delivery."""
@@ -274,8 +277,7 @@ class Scheduler:
                 deliveries.append(self._take_token(req, int(token_id), logprobs))  # lines 12 to 14
         finally:  # when a request's sink raises, those before it have still ended and must be told
             self._deliver(deliveries)
-        self._in_flight.popleft()
-        self.n_scheduled -= 1  # line 15
+        self._in_flight.popleft()  # line 15
 
     def _take_token(self, req: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delivery:
         """Lines 12 to 14 for one request of a returned batch."""
@@ -310,7 +312,6 @@ class Scheduler:
     def _lose_flights(self) -> None:
         """What was in flight will not come back, and writes nowhere any more."""
         self._in_flight.clear()
-        self.n_scheduled = 0
         self.timeline.lost()
         for req in self.leaving:
             req.n_in_flight = 0
