@@ -12,9 +12,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
 # How activations cross from a worker's process to the next: independent processes, or one job.
 WorkerLink = Literal["transfer", "nccl"]
-# How attention runs. kernel: the Mosaic GPU kernel; static, follow_lengths: pure JAX; interpreted: the kernel
-# on a CPU, for tests alone.
-Attention = Literal["kernel", "static", "follow_lengths", "interpreted"]
+# How attention runs. kernel: the Mosaic GPU kernel; native: in C, on a CPU; static, follow_lengths: pure JAX;
+# interpreted: the GPU's kernel on a CPU, for tests alone.
+Attention = Literal["kernel", "native", "static", "follow_lengths", "interpreted"]
 
 # What becomes of a program that an engine needs after it was ready, and that was not compiled before.
 OnCompile = Literal["warn", "error"]

@@ -169,7 +169,7 @@ def temporary_bytes(
 ) -> int:
     """What the largest program needs while it runs, and the results of iterations that are kept meanwhile."""
     n_tokens, n_rows = serving.max_batch_tokens, min(serving.max_batch_size, serving.max_batch_tokens)
-    cpu = attention == "follow_lengths"
+    cpu = attention in ("native", "follow_lengths")
     # The residual stream, the feed-forward layer's inner array, and the product behind it. A GPU's programs
     # apply the activation function in place.
     inner = config.ffn_size // n_devices * (2 if cpu else 1)

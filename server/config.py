@@ -11,7 +11,8 @@ from orca_jax.config import COMPILE_CACHE, Deadlines, Dtype, LoadFormat, OnCompi
 from orca_jax.errors import ConfigError
 
 AccessLog = Literal["text", "json", "off"]
-ServedAttention = Literal["kernel", "static", "follow_lengths"]  # of config.Attention; the other is for tests
+# Of config.Attention; the other is for tests.
+ServedAttention = Literal["kernel", "native", "static", "follow_lengths"]
 
 # What `orca serve` and `orca worker` are both told.
 SaidDtype = Annotated[
@@ -19,7 +20,7 @@ SaidDtype = Annotated[
 ]
 SaidLoadFormat = Annotated[LoadFormat, "dummy: random weights of a preset or directory"]
 SaidAttention = Annotated[
-    ServedAttention | None, "how attention runs (default: the kernel on a Hopper GPU, else pure JAX)"
+    ServedAttention | None, "how attention runs (default: a kernel on a Hopper GPU or a CPU, else pure JAX)"
 ]
 SaidTensorParallel = Annotated[int, "devices that each layer is split over"]
 SaidMemoryFraction = Annotated[

@@ -2,7 +2,8 @@
 
 | device | by default | tested |
 |---|---|---|
-| CPU | pure JAX, trip counts that follow the real lengths | each test run |
+| CPU | in C, by the machine's own compiler (native/) | each test run |
+| CPU without a compiler, or a model that has no form | pure JAX, following the real lengths | each test run |
 | Hopper GPU (compute capability 9.0) | the Mosaic GPU kernel | interpreted on the CPU; compiled |
 | any other accelerator, or a model the kernel has no form for | pure JAX, static shapes | on the CPU |
 
@@ -24,11 +25,14 @@ from orca_jax.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model import attention as pure_jax
 from orca_jax.model.gpt import Attend
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.native import split_attention as native
+from orca_jax.native.compiler import NotBuilt, target
 from orca_jax.pallas.kernel_shape import unsupported
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_items import ENTRY, Plan, work_items
 
 _HOPPER = "9.0"
+_FOLLOWING = "pure JAX, following the real lengths"
 _NO_WORDS = np.zeros(0, np.int32)
 
 Device = Any  # a jax.Device
@@ -77,6 +81,29 @@ class PureJax:
             work=work,
             follow_lengths=self.follow_lengths,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """One call a layer of what native/split_attention.c does."""
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """None: it reads the batch's own tables."""
+        return 0
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """[0]."""
+        return _NO_WORDS
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """The same tables for every layer."""
+
+        def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
+            return native.native_split_attention(
+                q, cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
+            )
+
+        return attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +179,16 @@ def choose_attention(
 
     Raises ConfigError where the forced one cannot run there.
     """
-    if forced == "follow_lengths" or (forced is None and device.platform == "cpu"):
-        said = "pure JAX, following the real lengths"
+    if forced == "native" or (forced is None and device.platform == "cpu"):
+        reason = _not_native(device, config.head_size, block_size, np.dtype(dtype).name, n_heads)
+        if reason is None:
+            return AttentionChoice(Native(), "native", "native split attention")
+        if forced is not None:
+            raise _cannot(forced, reason)
+        said = f"{_FOLLOWING}: {reason}"
         return AttentionChoice(PureJax(follow_lengths=True), "follow_lengths", said)
+    if forced == "follow_lengths":
+        return AttentionChoice(PureJax(follow_lengths=True), "follow_lengths", _FOLLOWING)
     if forced == "static":
         return AttentionChoice(PureJax(follow_lengths=False), "static", "pure JAX, static shapes")
     fixed_block = block_size if deterministic else 0
@@ -169,7 +203,25 @@ def choose_attention(
         return AttentionChoice(kernel, kind, f"split-attention kernel{', interpreted' * kernel.interpret}")
     if forced is None:
         return AttentionChoice(PureJax(follow_lengths=False), "static", f"pure JAX, static shapes: {reason}")
-    raise ConfigError(f"attention is {forced!r}, but {reason}; leave it out, and what can run here is chosen")
+    raise _cannot(forced, reason)
+
+
+def _cannot(forced: Attention, reason: str) -> ConfigError:
+    return ConfigError(
+        f"attention is {forced!r}, but {reason}; leave it out, and what can run here is chosen"
+    )
+
+
+def _not_native(device: Device, head_size: int, block_size: int, dtype: str, n_heads: int) -> str | None:
+    if device.platform != "cpu":
+        return f"{device.device_kind} is no CPU"
+    reason = native.unsupported(head_size, block_size, dtype, n_heads, n_heads)
+    if reason is None:
+        try:
+            target(head_size, block_size)
+        except NotBuilt as error:
+            return str(error)
+    return reason
 
 
 def _not_hopper(device: Device) -> str | None:

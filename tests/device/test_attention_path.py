@@ -11,7 +11,7 @@ import pytest
 
 from orca_jax.config import Attention, ModelConfig
 from orca_jax.errors import ConfigError
-from orca_jax.sharding.attention_path import Kernel, PureJax, choose_attention
+from orca_jax.sharding.attention_path import Kernel, Native, PureJax, choose_attention
 from tests.device.interpreted_engine import LENGTHS
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
@@ -33,7 +33,9 @@ def model(head_size: int) -> ModelConfig:
 @pytest.mark.parametrize(
     ("device", "head_size", "dtype", "path", "said"),
     [
-        (CPU, 64, "float32", FOLLOW, "real lengths"),
+        (CPU, 64, "float32", Native(), "native"),
+        (CPU, 72, "float32", FOLLOW, "real lengths: the native attention is for heads of 16 to 256"),
+        (CPU, 64, "bfloat16", FOLLOW, "real lengths: the native attention is for float32"),
         (H200, 128, "bfloat16", KERNEL, "kernel"),
         (H200, 80, "float16", KERNEL, "kernel"),
         (H200, 128, "float32", STATIC, "float32"),
@@ -75,6 +77,7 @@ def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: obje
         (H200, 72, 16, "kernel", "64, 80, 96, 128"),
         (H200, 64, 8, "kernel", "16, 32, 64, 128"),
         (CPU, 72, 16, "interpreted", "head size is 72"),
+        (H200, 64, 16, "native", "is no CPU"),
     ],
 )
 def test_what_cannot_run_is_refused(

@@ -20,12 +20,13 @@ from tests.device.harness import finish_reasons, greedy_request, harness, single
 
 MARGIN = 1e-4
 MODEL = ModelConfig(
-    vocab_size=211, n_positions=96, hidden_size=24, n_layers=2, n_heads=3, ffn_size=40, vocab_multiple=8
+    vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=40, vocab_multiple=8
 )
 CONFIGURATIONS: list[tuple[int, tuple[int, ...], Attention]] = [
     (16, (8, 96), "follow_lengths"),
     (4, (1, 16, 40, 96), "follow_lengths"),
     (64, (96,), "static"),
+    (8, (8, 40, 96), "native"),
 ]
 MAX_BS = 5
 

@@ -32,7 +32,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "memory_fraction": (0.5, 1.0, 0.25, None),
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
-    "attention": ("kernel", "static", "follow_lengths", "kernel"),
+    "attention": ("kernel", "static", "follow_lengths", "native"),
     "seed": (0, -1, 2**63, 7),
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),

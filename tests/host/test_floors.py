@@ -62,6 +62,7 @@ DATA = {"errors", "config", "sampling_params", "sampled", "token_words", "contro
 DEVICE_ROOMS = {
     "model": {"errors", "config", "model.presets"},
     "pallas": {"errors", "config"},
+    "native": set(),
     "sharding": {
         *DATA,
         *(
@@ -75,7 +76,7 @@ DEVICE_ROOMS = {
         ),
         *("cost_model", "kv_manager", "stage_layers", "stage_memory", "tokenizer"),
         *("known_devices", "worker_environment"),
-        *("model", "model.presets", "pallas"),
+        *("model", "model.presets", "pallas", "native"),
     },
 }
 HOST_ROOMS = {room for layer in LAYERS for room in layer}
