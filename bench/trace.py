@@ -1,39 +1,134 @@
 """Traces: the requests of a measurement, made from a seed, the same for every engine that is measured.
 
 Prompts are random token ids; an engine that plays a trace ignores ends of sequences, so that a request has
-the output tokens that it is said to have.
+the output tokens that it is said to have. Arrivals are a Poisson process (ORCA 6.2). What is drawn for them
+is drawn apart from the rest and only scaled by the rate, so that at every rate the same requests come in the
+same order.
 """
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+PAPER_INPUTS, PAPER_OUTPUTS = (32, 512), (1, 128)  # ORCA 6.2: uniform, bounds included
+_FIELDS = {"arrival", "n_input", "prompt_ids", "n_output"}
+_ARRIVALS = 1  # the second stream of a seed
+
+
+class TraceError(ValueError):
+    """A file is no trace; the message names file, line and field."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request: its prompt's token ids, and how many tokens it generates."""
+    """One request: its prompt's token ids, how many tokens it generates, and when it arrives.
+
+    `arrival` is in seconds after the trace's start.
+    """
 
     prompt_ids: tuple[int, ...]
     n_output: int
+    arrival: float = 0.0
 
 
-Trace = tuple[TracedRequest, ...]
+Trace = tuple[TracedRequest, ...]  # in the order of arrival
 
 
-def paper_trace(n_requests: int, *, vocab_size: int, seed: int = 0) -> Trace:
-    """Input lengths of U(32, 512) and output lengths of U(1, 128), bounds included (ORCA 6.2)."""
+def paper_trace(n_requests: int, *, vocab_size: int, seed: int = 0, rate: float | None = None) -> Trace:
+    """Input lengths of U(32, 512) and output lengths of U(1, 128), bounds included (ORCA 6.2).
+
+    `rate` is in requests a second; without it all requests are there at the start.
+    """
+    return uniform_trace(
+        n_requests,
+        n_input=PAPER_INPUTS,
+        n_output=PAPER_OUTPUTS,
+        vocab_size=vocab_size,
+        seed=seed,
+        rate=rate,
+    )
+
+
+def uniform_trace(
+    n_requests: int,
+    *,
+    n_input: tuple[int, int],
+    n_output: tuple[int, int],
+    vocab_size: int,
+    seed: int = 0,
+    rate: float | None = None,
+) -> Trace:
+    """Input and output lengths from uniform distributions with these bounds, both included."""
     rng = np.random.default_rng(seed)
-    n_inputs = rng.integers(32, 513, n_requests)
-    n_outputs = rng.integers(1, 129, n_requests)
-    return _trace(rng, n_inputs.tolist(), n_outputs.tolist(), vocab_size)
+    n_inputs = rng.integers(n_input[0], n_input[1] + 1, n_requests)
+    n_outputs = rng.integers(n_output[0], n_output[1] + 1, n_requests)
+    arrivals = _arrivals(n_requests, seed, rate)
+    return _trace(rng, n_inputs.tolist(), n_outputs.tolist(), arrivals, vocab_size)
 
 
 def homogeneous_trace(
-    n_requests: int, *, n_input: int, n_output: int, vocab_size: int, seed: int = 0
+    n_requests: int,
+    *,
+    n_input: int,
+    n_output: int,
+    vocab_size: int,
+    seed: int = 0,
+    rate: float | None = None,
 ) -> Trace:
     """Requests of one size (ORCA 6.2, "homogeneous"); their prompts differ."""
     rng = np.random.default_rng(seed)
-    return _trace(rng, [n_input] * n_requests, [n_output] * n_requests, vocab_size)
+    arrivals = _arrivals(n_requests, seed, rate)
+    return _trace(rng, [n_input] * n_requests, [n_output] * n_requests, arrivals, vocab_size)
+
+
+def read_trace(path: Path, *, vocab_size: int, seed: int = 0) -> Trace:
+    """Recorded arrivals: a line of JSON for each request, in the order of arrival.
+
+    {"arrival": seconds, "n_input": tokens, "n_output": tokens}, or with "prompt_ids": [...] in the place of
+    "n_input", whose prompts are random. Raises TraceError, and OSError for a file that cannot be read.
+    """
+    rng = np.random.default_rng(seed)
+    requests: list[TracedRequest] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is not UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            request = _request(line, rng, vocab_size)
+            if requests and request.arrival < requests[-1].arrival:
+                message = f"is {request.arrival:g}, before that of the request above; sort the lines by it"
+                raise _FieldError("arrival", message)
+        except _FieldError as error:
+            raise TraceError(f"{path}, line {number}: {error}") from error
+        requests.append(request)
+    if not requests:
+        raise TraceError(f"{path} has no request; it needs a line of JSON for each")
+    return tuple(requests)
+
+
+def scaled(trace: Trace, factor: float) -> Trace:
+    """The same requests with their arrivals times `factor`; 0: all at once."""
+    return tuple(replace(request, arrival=request.arrival * factor) for request in trace)
+
+
+def mean_rate(trace: Trace) -> float:
+    """Requests a second from the first arrival to the last; infinity where all arrive at once."""
+    seconds = trace[-1].arrival - trace[0].arrival
+    return (len(trace) - 1) / seconds if seconds > 0 else math.inf
+
+
+def mean_lengths(trace: Trace) -> tuple[int, int]:
+    """Input and output tokens of a request in the mean, rounded."""
+    n_input = sum(len(request.prompt_ids) for request in trace) / len(trace)
+    return round(n_input), round(n_output_tokens(trace) / len(trace))
 
 
 def n_output_tokens(trace: Trace) -> int:
@@ -41,8 +136,76 @@ def n_output_tokens(trace: Trace) -> int:
     return sum(request.n_output for request in trace)
 
 
-def _trace(rng: np.random.Generator, n_inputs: list[int], n_outputs: list[int], vocab_size: int) -> Trace:
+def _arrivals(n_requests: int, seed: int, rate: float | None) -> list[float]:
+    """A Poisson process of `rate` requests a second."""
+    if rate is None:
+        return [0.0] * n_requests
+    if not 0 < rate < math.inf:
+        raise ValueError(f"rate is {rate}; it must be a number of requests a second above 0")
+    gaps = np.random.default_rng([seed, _ARRIVALS]).exponential(size=n_requests)
+    return (np.cumsum(gaps) / rate).tolist()
+
+
+def _trace(
+    rng: np.random.Generator,
+    n_inputs: Sequence[int],
+    n_outputs: Sequence[int],
+    arrivals: Sequence[float],
+    vocab_size: int,
+) -> Trace:
     return tuple(
-        TracedRequest(tuple(rng.integers(0, vocab_size, n_input).tolist()), n_output)
-        for n_input, n_output in zip(n_inputs, n_outputs, strict=True)
+        TracedRequest(_prompt(rng, n_input, vocab_size), n_output, arrival)
+        for n_input, n_output, arrival in zip(n_inputs, n_outputs, arrivals, strict=True)
     )
+
+
+def _prompt(rng: np.random.Generator, n_input: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple(rng.integers(0, vocab_size, n_input).tolist())
+
+
+class _FieldError(Exception):
+    """What is wrong with one field of a line."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field} {message}")
+
+
+def _request(line: str, rng: np.random.Generator, vocab_size: int) -> TracedRequest:
+    """One line of a recorded trace. Raises _FieldError."""
+    try:
+        said: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _FieldError("the line", f"is not JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise _FieldError("the line", "is not a JSON object")
+    for field in said:
+        if field not in _FIELDS:
+            raise _FieldError(repr(field), f"is not known; there are {', '.join(sorted(_FIELDS))}")
+    arrival = said.get("arrival")
+    if not isinstance(arrival, int | float) or isinstance(arrival, bool) or not 0 <= arrival < math.inf:
+        raise _FieldError("arrival", f"is {arrival!r}; it must be seconds, 0 or more")
+    n_output = _count(said, "n_output")
+    if ("n_input" in said) == ("prompt_ids" in said):
+        raise _FieldError("n_input", "or prompt_ids must be there, and one of them alone")
+    if "n_input" in said:
+        prompt_ids = _prompt(rng, _count(said, "n_input"), vocab_size)
+    else:
+        prompt_ids = _prompt_ids(said["prompt_ids"], vocab_size)
+    return TracedRequest(prompt_ids, n_output, float(arrival))
+
+
+def _count(said: dict[str, Any], field: str) -> int:
+    value = said.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _FieldError(field, f"is {value!r}; it must be a number of tokens, 1 or more")
+    return value
+
+
+def _prompt_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    ids: list[Any] = value if isinstance(value, list) else []
+    if not ids or any(not isinstance(one, int) or isinstance(one, bool) for one in ids):
+        raise _FieldError("prompt_ids", "must be a list of token ids, with one at least")
+    for one in ids:
+        if not 0 <= one < vocab_size:
+            raise _FieldError("prompt_ids", f"has {one}; the vocabulary has 0 to {vocab_size - 1}")
+    return tuple(ids)
