@@ -1,1 +1,1 @@
-"""Engines to compare with, each a program for the Python of its own environment (bench/cpu_peers.py)."""
+"""Engines to compare with, each a program for the Python of its own environment (bench/compare.py)."""

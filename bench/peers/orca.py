@@ -1,26 +1,61 @@
-"""This engine, offline, all requests at once."""
+"""This engine, offline."""
 
 import platform
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 
-from bench.peers.child import Play, serve
+import orca_jax
+from bench.peers.child import Play, Playing, serve
 from orca_jax import LLM, SamplingParams
+from orca_jax.generation import Generation
+from orca_jax.request_pool import Delivery
 
 
-def start(flags: dict[str, Any]) -> tuple[Play, dict[str, Any]]:
-    """`flags`: checkpoint, max_rows, and perhaps more arguments of LLM."""
+def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
+    """`flags`: checkpoint, dtype, max_batch_size, and perhaps more arguments of LLM."""
     # All that any iteration needs is compiled before the first is timed.
-    arguments = {"max_batch_size": flags["max_rows"], "compile_ahead": True, **flags.get("arguments", {})}
-    llm = LLM(flags["checkpoint"], dtype="float32", **arguments)
+    arguments = {
+        "max_batch_size": flags["max_batch_size"],
+        "dtype": flags["dtype"],
+        "compile_ahead": True,
+        **flags.get("arguments", {}),
+    }
+    llm = closing.enter_context(LLM(flags["checkpoint"], **arguments))
 
-    def play(prompts: list[list[int]], n_outputs: list[int]) -> int:
-        params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in n_outputs]
-        return sum(len(result.token_ids) for result in llm.generate(prompts, params))
+    def play(playing: Playing) -> None:
+        service = llm.service
+        rules = [
+            service.rules(SamplingParams(max_tokens=request.n_output, temperature=0.0, ignore_eos=True))
+            for request in playing.requests
+        ]
 
-    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
-    return play, {"versions": versions, "flags": arguments}
+        def delivered(deliveries: Sequence[Delivery]) -> None:
+            for delivery in deliveries:
+                if delivery.finish_reason is not None:
+                    request = delivery.request
+                    playing.done(int(request.request_id), request.output_ids)
+
+        service.on_delivered = delivered
+        try:
+            running: list[Generation] = []
+            while indices := playing.next_arrivals():
+                running += [
+                    service.submit(playing.requests[i].prompt, rules[i], request_id=str(i)) for i in indices
+                ]
+            for generation in running:
+                generation.result()
+        finally:
+            service.on_delivered = None
+
+    versions = f"orca_jax {orca_jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
+    return play, {
+        "versions": versions,
+        "flags": {**arguments, "n_slots": llm.serving.n_slots, "attention": llm.attention},
+        "device": str(jax.devices()[0].device_kind),
+    }
 
 
 if __name__ == "__main__":

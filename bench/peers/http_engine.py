@@ -1,0 +1,245 @@
+"""An engine behind OpenAI's protocol: streams of /v1/completions for prompts of token ids, a task each.
+
+Servers differ in the fields that they take. Which of them a server is sent is tried out when it is met, with
+one request of two tokens, and told in `about`; what it gives is counted, not believed.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import uvloop
+
+from bench.http_client import Exchange, body_of, get, post, status_of
+from bench.peers.played import Played
+from bench.trace import Trace, TracedRequest
+
+PLAY_SECONDS = 1800.0
+_QUESTION_SECONDS = 120.0
+_READ_BYTES = 1 << 16
+_N_OUTPUT = "the request's output tokens"
+# How a server is told that a text's end is no end, the best first: one that knows neither refuses both or
+# passes them over.
+_NO_END: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"min_tokens": _N_OUTPUT}, {})
+_USAGE: tuple[dict[str, Any], ...] = ({"stream_options": {"include_usage": True}}, {})
+# How a server tells the ids of the tokens that it gives.
+_TELL: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"logprobs": 0})
+_TOLD_ID = "token_id:"  # a token's name where there is no text for it
+_VERSION_PATHS = ("/version", "/get_server_info", "/props", "/info")
+_VERSION_FIELDS = ("version", "build_info", "docker_label")
+
+
+class AddressFailed(Exception):
+    """A server cannot be measured, or failed while it was; the message names it and says why."""
+
+
+class HttpEngine:
+    """A server at a URL, with or without /v1 at its end; a context manager.
+
+    `model` is what requests call the model; without it the server's first. `body` goes into every request.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        model: str | None = None,
+        body: Mapping[str, Any] | None = None,
+        play_seconds: float = PLAY_SECONDS,
+    ) -> None:
+        self.name = name
+        self.about: dict[str, Any] = {}
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise AddressFailed(f"{name}: {url!r} is no address of the form http://HOST[:PORT][/PATH]")
+        self._url = url
+        self._address = (parts.hostname, parts.port or 80)
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._body = dict(body or {})
+        self._play_seconds = play_seconds
+        self._tell: dict[str, Any] | None = None
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+    def start(self) -> None:
+        """Find out what the server takes; `about` is known then. Raises AddressFailed."""
+        self._runner.run(self._within(_QUESTION_SECONDS, self._meet()))
+
+    def play(self, trace: Trace) -> Played:
+        """Play a trace once. Raises AddressFailed."""
+        return self._runner.run(self._within(self._play_seconds, self._play(trace, {})))
+
+    def warm_up(self, trace: Trace) -> Played:
+        """Play a trace once, and have its tokens, if the server tells them. Raises AddressFailed."""
+        return self._runner.run(self._within(self._play_seconds, self._play(trace, self._tell or {})))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runner.close()
+
+    async def _within(self, seconds: float, what: Any) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                return await what
+        except TimeoutError:
+            raise AddressFailed(f"{self.name} was not done within {seconds:g} seconds") from None
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            message = f"{self.name} ({self._url}) failed: {type(error).__name__}: {error}"
+            raise AddressFailed(message) from error
+
+    async def _meet(self) -> None:
+        if self._model is None:
+            models = json.loads(body_of(await self._whole(self._get("/v1/models"))))
+            self._model = models["data"][0]["id"]
+        request = TracedRequest((1, 2, 3), 2)
+        refused = b""
+        for no_end in _NO_END:
+            for usage in _USAGE:
+                body = {**no_end, **usage, **self._body}
+                answer = await self._whole(self._post(request, body))
+                if status_of(answer) == 200:
+                    self._body = body
+                    self._tell = await self._how_it_tells(request)
+                    self.about = {
+                        "versions": await self._version(answer),
+                        "flags": {
+                            "url": self._url,
+                            "model": self._model,
+                            "sent": self._fields(_N_OUTPUT, {}),
+                        },
+                        "tokens told by": self._tell,
+                    }
+                    return
+                refused = answer
+        said = refused.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
+        raise AddressFailed(
+            f"{self.name} ({self._url}) takes no stream of /v1/completions for a prompt of token ids: "
+            f"status {status_of(refused)}, {said}"
+        )
+
+    async def _how_it_tells(self, request: TracedRequest) -> dict[str, Any] | None:
+        for tell in _TELL:
+            answer = await self._whole(self._post(request, {**self._body, **tell}))
+            if status_of(answer) == 200 and (ids := token_ids(events_of(answer))) and len(ids) == 2:
+                return tell
+        return None
+
+    async def _version(self, answer: bytes) -> str:
+        """What it says of itself, and the Server field of its answers' heads."""
+        said: list[str] = []
+        for path in _VERSION_PATHS:
+            got = await self._whole(self._get(path))
+            if status_of(got) != 200:
+                continue
+            try:
+                found = json.loads(body_of(got))
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                said += [f"{field} {found[field]}" for field in _VERSION_FIELDS if field in found]
+        for line in answer.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n"):
+            if line.lower().startswith("server:"):
+                said.append(line)
+        return ", ".join(said) or "not told"
+
+    async def _play(self, trace: Trace, more: Mapping[str, Any]) -> Played:
+        messages = [self._post(request, {**self._body, **more}) for request in trace]
+        begin = time.perf_counter()
+
+        async def one(request: TracedRequest, message: bytes) -> tuple[float, bytes]:
+            await asyncio.sleep(begin + request.arrival - time.perf_counter())
+            answer = await self._whole(message)
+            return time.perf_counter() - begin, answer
+
+        tasks = [asyncio.create_task(one(*each)) for each in zip(trace, messages, strict=True)]
+        try:
+            done = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        n_tokens: list[int] = []
+        told: list[tuple[int, ...] | None] = []
+        for _, answer in done:
+            if status_of(answer) != 200:
+                said = answer.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
+                raise AddressFailed(f"{self.name} answered with {status_of(answer)}: {said}")
+            events = events_of(answer)
+            n_tokens.append(count(events))
+            ids = token_ids(events)
+            told.append(None if ids is None else tuple(ids))
+        known = [ids for ids in told if ids is not None] if more else []
+        return Played(
+            seconds=max(end for end, _ in done),
+            latency=tuple(end - request.arrival for (end, _), request in zip(done, trace, strict=True)),
+            n_tokens=tuple(n_tokens),
+            token_ids=tuple(known) if known and len(known) == len(trace) else None,
+        )
+
+    def _fields(self, n_output: int | str, more: Mapping[str, Any]) -> dict[str, Any]:
+        """All of a request's fields but the prompt."""
+        fields = {"model": self._model, "max_tokens": n_output, "temperature": 0, "stream": True}
+        fields |= {**self._body, **more}
+        return {name: n_output if value == _N_OUTPUT else value for name, value in fields.items()}
+
+    def _post(self, request: TracedRequest, more: Mapping[str, Any]) -> bytes:
+        body = {"prompt": list(request.prompt_ids), **self._fields(request.n_output, more)}
+        return post(*self._address, f"{self._base}/v1/completions", body)
+
+    def _get(self, path: str) -> bytes:
+        return get(*self._address, self._base + path)
+
+    async def _whole(self, message: bytes) -> bytes:
+        """The answer, unread: the server's processor is often the client's too."""
+        answer = bytearray()
+        async with Exchange(*self._address, message) as exchange:
+            while some := await exchange.sip(_READ_BYTES):
+                answer += some
+        if not answer:
+            raise ConnectionError("it closed the connection without an answer")
+        return bytes(answer)
+
+
+def events_of(answer: bytes) -> list[dict[str, Any]]:
+    """The stream's events. Raises ValueError where it is cut off, and AddressFailed where it has an error."""
+    text = body_of(answer).decode()
+    found: list[dict[str, Any]] = []
+    lines = [line.rstrip("\r") for line in text.split("\n")]
+    data = [line.removeprefix("data:").strip() for line in lines if line.startswith("data:")]
+    if not data or data[-1] != "[DONE]":
+        raise ValueError(f"the stream ended without [DONE]: {text[-500:]!r}")
+    for line in data[:-1]:
+        event = json.loads(line)
+        if "error" in event:
+            raise AddressFailed(f"the stream has an error: {line[:1000]}")
+        found.append(event)
+    return found
+
+
+def count(events: list[dict[str, Any]]) -> int:
+    """Output tokens: as the usage says, or without one a token for each event with text in it."""
+    said = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    if said:
+        return int(said[-1])
+    return sum(bool(choice.get("text")) for event in events for choice in event.get("choices") or ())
+
+
+def token_ids(events: list[dict[str, Any]]) -> list[int] | None:
+    """The ids of a stream's tokens; None where it does not tell them all."""
+    found: list[int] = []
+    for event in events:
+        for choice in event.get("choices") or ():
+            logprobs = choice.get("logprobs") or {}
+            if "token_ids" in choice:
+                found += choice["token_ids"] or ()
+            elif all(name.startswith(_TOLD_ID) for name in logprobs.get("tokens") or ()):
+                found += [int(name.removeprefix(_TOLD_ID)) for name in logprobs.get("tokens") or ()]
+            else:
+                return None
+    return found or None

