@@ -6,6 +6,7 @@ Pure: where the records come from, a clock or a simulation, is not known here.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -52,6 +53,20 @@ class Served:
     normalized_p99: float
     latency_median: float
     reasons: Reasons
+
+
+class Point(Protocol):
+    """What two systems are compared by: requests a second, and seconds of a generated token."""
+
+    @property
+    def req_s(self) -> float:
+        """Finished requests a second."""
+        ...
+
+    @property
+    def normalized_median(self) -> float:
+        """Median normalized latency."""
+        ...
 
 
 Curve = Sequence[Served]  # of one system, by ascending load
@@ -117,7 +132,7 @@ def reasons(records: ServingRecords) -> Reasons:
     )
 
 
-def throughput_at(curve: Curve, latency: float) -> float | None:
+def throughput_at(curve: Sequence[Point], latency: float) -> float | None:
     """Requests a second at a median normalized latency, in seconds: on the line between two points.
 
     Neighbours are points of neighbouring loads. Where the line passes there more than once it is the most;
@@ -132,7 +147,7 @@ def throughput_at(curve: Curve, latency: float) -> float | None:
     return max(found, default=None)
 
 
-def best_of(curves: Mapping[str, Curve], latency: float) -> tuple[str, float] | None:
+def best_of(curves: Mapping[str, Sequence[Point]], latency: float) -> tuple[str, float] | None:
     """The system of the most requests a second at that latency, and how many; None if none passes there."""
     found = {name: at for name, curve in curves.items() if (at := throughput_at(curve, latency)) is not None}
     return max(found.items(), key=lambda item: item[1], default=None)

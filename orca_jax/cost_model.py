@@ -10,7 +10,7 @@ counted what one device of the stage does, and what it sends to the others.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from orca_jax.config import ModelConfig
 
@@ -36,6 +36,20 @@ class Device:
     matrix_rate: float
 
 
+class IterationSums(NamedTuple):
+    """All that an iteration's cost depends on: sums over the requests of its batch.
+
+    `n_rows` requests, `n_tokens` that go in, `n_keys` in the cache after they were written, and `n_seen`
+    pairs of a query and a key that it sees. The bytes of an operation, and its floating-point operations, are
+    a constant and multiples of these.
+    """
+
+    n_rows: int
+    n_tokens: int
+    n_keys: int
+    n_seen: int
+
+
 @dataclass(frozen=True, slots=True)
 class IterationShape:
     """The requests of one iteration, one entry each.
@@ -51,10 +65,25 @@ class IterationShape:
         pairs = zip(self.input_lengths, self.kv_lengths, strict=True)
         assert all(1 <= q <= k for q, k in pairs), "a row's input tokens are the last of its kv_length"
 
+    def sums(self) -> IterationSums:
+        """Those of its requests."""
+        pairs = zip(self.input_lengths, self.kv_lengths, strict=True)
+        return IterationSums(
+            n_rows=len(self.input_lengths),
+            n_tokens=sum(self.input_lengths),
+            n_keys=sum(self.kv_lengths),
+            n_seen=sum(keys_seen(q, k) for q, k in pairs),
+        )
+
+
+def keys_seen(n_input: int, kv_length: int) -> int:
+    """Keys that the queries of one request see: each up to its own position, kv_length the last of them."""
+    return n_input * (kv_length - n_input) + n_input * (n_input + 1) // 2
+
 
 def operations(
     model: ModelConfig,
-    shape: IterationShape,
+    shape: IterationShape | IterationSums,
     *,
     weight_bytes: int,
     kv_bytes: int,
@@ -68,8 +97,8 @@ def operations(
     model's first the embedding, after its last head (one row a request) and sampler.
     """
     layers = range(model.n_layers) if layers is None else layers
-    n_tokens = sum(shape.input_lengths)
-    n_rows = len(shape.input_lengths)
+    sums = _sums(shape)
+    n_tokens, n_rows = sums.n_tokens, sums.n_rows
     hidden, embedding = model.hidden_size, model.embedding_size
     own_hidden, own_ffn = hidden // n_shards, model.ffn_size // n_shards
     own_vocab = -(-model.padded_vocab_size // n_shards)
@@ -82,7 +111,7 @@ def operations(
     bias = model.use_bias
     layer = [
         linear(hidden, 3 * own_hidden, bias=bias),
-        _attention(own_hidden, shape, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
+        _attention(own_hidden, sums, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
         linear(own_hidden, hidden, bias=bias),
         linear(hidden, own_ffn, bias=bias),
         linear(own_ffn, hidden, bias=bias),
@@ -106,7 +135,7 @@ def operations(
 
 def shared_bytes(
     model: ModelConfig,
-    shape: IterationShape,
+    shape: IterationShape | IterationSums,
     *,
     weight_bytes: int,
     layers: range | None = None,
@@ -120,25 +149,26 @@ def shared_bytes(
     layers = range(model.n_layers) if layers is None else layers
     n_sums = 2 * len(layers) + (layers.start == 0)
     n_summed = n_sums * hop_bytes(model, shape, weight_bytes=weight_bytes)
-    n_rows = len(shape.input_lengths)
+    n_rows = _sums(shape).n_rows
     n_gathered = weight_bytes * n_rows * model.padded_vocab_size * (layers.stop == model.n_layers)
     return (n_shards - 1) / n_shards * (2 * n_summed + n_gathered)
 
 
-def hop_bytes(model: ModelConfig, shape: IterationShape, *, weight_bytes: int) -> int:
+def hop_bytes(model: ModelConfig, shape: IterationShape | IterationSums, *, weight_bytes: int) -> int:
     """Bytes of the hidden states [T, H]: what each device of a stage sends to the next stage."""
-    return weight_bytes * sum(shape.input_lengths) * model.hidden_size
+    return weight_bytes * _sums(shape).n_tokens * model.hidden_size
 
 
-def _attention(hidden: int, shape: IterationShape, *, weight_bytes: int, kv_bytes: int) -> Operation:
+def _sums(shape: IterationShape | IterationSums) -> IterationSums:
+    return shape.sums() if isinstance(shape, IterationShape) else shape
+
+
+def _attention(hidden: int, sums: IterationSums, *, weight_bytes: int, kv_bytes: int) -> Operation:
     """Split attention of one layer: queries in, keys and values written, all in reach read, results out."""
-    n_tokens = sum(shape.input_lengths)
-    n_kv_bytes = 2 * hidden * kv_bytes * (n_tokens + sum(shape.kv_lengths))
-    # Each query sees the keys up to its own position: k - q + 1 for the first of q queries, k for the last.
-    pairs = zip(shape.input_lengths, shape.kv_lengths, strict=True)
-    n_seen = sum(q * (k - q) + q * (q + 1) // 2 for q, k in pairs)
+    n_kv_bytes = 2 * hidden * kv_bytes * (sums.n_tokens + sums.n_keys)
     # A key and a query: 2 operations an element; a weight and a value: 2 more.
-    return Operation("attention", n_kv_bytes + 2 * n_tokens * hidden * weight_bytes, 4 * hidden * n_seen)
+    n_bytes = n_kv_bytes + 2 * sums.n_tokens * hidden * weight_bytes
+    return Operation("attention", n_bytes, 4 * hidden * sums.n_seen)
 
 
 def floor(operations: Iterable[Operation], device: Device) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from orca_jax.config import ModelConfig
-from orca_jax.cost_model import Device, IterationShape, floor, operations
+from orca_jax.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
 from orca_jax.errors import EngineError
 from orca_jax.request import Request, RequestState
 from orca_jax.sampled import TokenLogprobs
@@ -72,29 +72,46 @@ def simulated_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
 
 def returned(batch: Sequence[Request], token_ids: Sequence[int]) -> Returned:
     """A batch with these tokens, and simulated log-probabilities where they are asked for."""
-    asked = [(i, req, token_id) for i, (req, token_id) in enumerate(zip(batch, token_ids, strict=True))]
     return Returned(
         batch,
         token_ids,
         {
-            i: simulated_logprobs(token_id, req.sampling.logprobs)
-            for i, req, token_id in asked
+            i: simulated_logprobs(token_ids[i], req.sampling.logprobs)
+            for i, req in enumerate(batch)
             if req.sampling.logprobs is not None
         },
         {
             i: [simulated_logprobs(known, req.sampling.prompt_logprobs) for known in req.prompt_ids[1:]]
-            for i, req, _ in asked
+            for i, req in enumerate(batch)
             if req.sampling.prompt_logprobs is not None and req.prompt_logprobs is None
         },
     )
 
 
+def batch_sums(batch: Sequence[Request]) -> IterationSums:
+    """Those of the iteration that `batch` is about to be issued for, without a list of its lengths."""
+    n_tokens = n_keys = n_seen = 0
+    for req in batch:
+        kv_length = req.n_tokens_issued
+        n_keys += kv_length
+        if req.state is RequestState.INITIATION:
+            n_input = req.n_tokens
+            n_tokens += n_input
+            n_seen += keys_seen(n_input, kv_length)
+        else:
+            n_tokens += 1
+            n_seen += kv_length
+    return IterationSums(len(batch), n_tokens, n_keys, n_seen)
+
+
 class SimulatedEngine:
-    """`n_workers` equal stages in a row: a batch enters a stage when it has left the one before, and the
+    """`n_workers` stages in a row: a batch enters a stage when it has left the one before, and the
     stage is free of the batch before it (ORCA 4.1, Figure 8a).
 
-    `duration` gives the seconds of a whole iteration, of which each stage takes its part; `token` the token
-    of a request and an index. It knows no constraints. `fail` makes it fail as an engine does.
+    `duration` gives the seconds of a whole iteration, of which each stage takes an equal part. Where stages
+    are not equal, `places` gives the seconds in every place that a batch passes in its turn: the stages, and
+    the links between them, which hold one batch at a time as well. `token` gives the token of a request and
+    an index; with None every token is 0. It knows no constraints. `fail` makes it fail as an engine does.
     """
 
     def __init__(
@@ -103,14 +120,16 @@ class SimulatedEngine:
         *,
         n_workers: int = 1,
         duration: Callable[[IterationShape], float] = lambda _: 1.0,
-        token: Callable[[Request, int], int] = hashed_token,
+        places: Callable[[IterationSums], Sequence[float]] | None = None,
+        token: Callable[[Request, int], int] | None = hashed_token,
     ) -> None:
         self.n_workers = n_workers
         self.keeps_tokens = True
         self.clock = clock
         self._duration = duration
+        self._places = places
         self._token = token
-        self._free_at = [0.0] * n_workers
+        self._free_at: list[float] = []
         self._in_flight: deque[tuple[Sequence[Request], float]] = deque()
         self._failing: Literal["issue", "wait"] | None = None
 
@@ -121,12 +140,13 @@ class SimulatedEngine:
     def issue(self, batch: Sequence[Request]) -> None:
         """Send `batch` through the stages; takes no time. Raises EngineError when told to."""
         self._fail_if_told("issue")
-        shape = IterationShape([input_length(req) for req in batch], [req.n_tokens_issued for req in batch])
-        share = self._duration(shape) / self.n_workers
+        seconds = self._seconds(batch)
         done_at = self.clock.now()
-        for stage, free_at in enumerate(self._free_at):
-            done_at = max(done_at, free_at) + share
-            self._free_at[stage] = done_at
+        if len(self._free_at) < len(seconds):
+            self._free_at += [done_at] * (len(seconds) - len(self._free_at))
+        for place, needed in enumerate(seconds):
+            done_at = max(done_at, self._free_at[place]) + needed
+            self._free_at[place] = done_at
         self._in_flight.append((batch, done_at))
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
@@ -140,17 +160,27 @@ class SimulatedEngine:
             if self.clock.next_event() > done_at:
                 self.clock.advance_to(done_at)
                 self._in_flight.popleft()
-                return returned(batch, [self._next_token(req) for req in batch])
+                return returned(batch, self._next_tokens(batch))
             self.clock.run_next()
         return None
 
-    def _next_token(self, req: Request) -> int:
+    def _seconds(self, batch: Sequence[Request]) -> Sequence[float]:
+        """In each place, of the iteration that is being issued."""
+        if self._places is not None:
+            return self._places(batch_sums(batch))
+        shape = IterationShape([input_length(req) for req in batch], [req.n_tokens_issued for req in batch])
+        return [self._duration(shape) / self.n_workers] * self.n_workers
+
+    def _next_tokens(self, batch: Sequence[Request]) -> list[int]:
         """Any token will do for a request that has ended meanwhile: it is thrown away."""
-        return 0 if req.state is RequestState.FINISHED else self._token(req, len(req.output_ids))
+        token = self._token
+        if token is None:
+            return [0] * len(batch)
+        return [0 if req.state is RequestState.FINISHED else token(req, len(req.output_ids)) for req in batch]
 
     def _fail_if_told(self, at: Literal["issue", "wait"]) -> None:
         if self._failing == at:
             self._failing = None
             self._in_flight.clear()
-            self._free_at = [self.clock.now()] * self.n_workers
+            self._free_at.clear()
             raise EngineError(f"the simulated engine failed in {at}, as it was told to")

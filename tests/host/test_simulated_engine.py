@@ -1,13 +1,14 @@
 """The virtual clock, the simulated engine's pipeline, and a whole simulated serving."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 from orca_jax.admission import admissible
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.cost_model import Device, IterationShape, floor, operations
+from orca_jax.cost_model import Device, IterationShape, IterationSums, floor, operations
 from orca_jax.errors import EngineError, QueueFull, RequestTooLarge
 from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.sampling_params import SamplingParams
@@ -82,6 +83,28 @@ def test_batches_follow_each_other_through_the_stages():
     engine.issue([make_request("A", n_input=1)])
     engine.wait(never)
     assert clock.now() == 12.0
+
+
+def test_unequal_places_hold_one_batch_each():
+    """A stage of 1, a link of 3, a stage of 2: what comes next waits for the link, the slowest place."""
+    clock = VirtualClock()
+    sums: list[IterationSums] = []
+
+    def places(shape: IterationSums) -> list[float]:
+        sums.append(shape)
+        return [1.0, 3.0, 2.0]
+
+    engine = SimulatedEngine(clock, n_workers=2, places=places, token=None)
+    done: list[float] = []
+    for _ in range(3):
+        engine.issue([make_request("A", n_input=3), make_request("B", n_input=2)])
+    for _ in range(3):
+        returned = engine.wait(never)
+        assert returned is not None and returned.token_ids == [0, 0]
+        done.append(clock.now())
+    # Stage 1: 0-1, 1-2, 2-3. Link: 1-4, 4-7, 7-10. Stage 2: 4-6, 7-9, 10-12.
+    assert done == [6.0, 9.0, 12.0]
+    assert sums == [IterationSums(n_rows=2, n_tokens=5, n_keys=5, n_seen=6 + 3)] * 3
 
 
 def test_the_oldest_batch_returns_with_a_token_for_each_request():
@@ -201,6 +224,37 @@ def test_a_serving_is_played_to_its_end_with_every_time_on_record():
     assert (records["B"].finish_reason, records["B"].finished) == (FinishReason.CANCELLED, 5.0)
     assert (records["C"].time_to_first_token, records["C"].finish_reason) == (2.0, FinishReason.LENGTH)
     assert [it.padding for it in timeline.iterations] == [7, 6, 7]
+
+
+def test_requests_that_come_one_after_the_other_are_asked_for_when_the_one_before_is_there():
+    config = ServingConfig(max_batch_size=2, n_slots=64, block_size=4, max_batch_tokens=64, overlap=False)
+    simulation = Simulation(config, duration=lambda _: 2.0)
+    asked: list[float] = []
+
+    def arrivals() -> Iterator[tuple[float, Request]]:
+        for name, time in [("A", 1.0), ("B", 1.0), ("C", 4.5)]:
+            asked.append(simulation.clock.now())
+            yield time, make_request(name, n_output=2)
+
+    simulation.add_each(arrivals())
+    timeline = simulation.run()
+    assert asked == [0.0, 1.0, 1.0]
+    assert [(it.issued, it.request_ids) for it in timeline.iterations] == [
+        (1.0, ("A", "B")),
+        (3.0, ("A", "B")),
+        (5.0, ("C",)),
+        (7.0, ("C",)),
+    ]
+
+
+def test_a_long_run_keeps_few_records_and_no_delivery():
+    config = ServingConfig(max_batch_size=2, n_slots=64, block_size=4, max_batch_tokens=64)
+    simulation = Simulation(config, max_records=3)
+    simulation.add_each((float(i), make_request(f"A{i}")) for i in range(20))
+    timeline = simulation.run()
+    assert [record.request_id for record in timeline.requests] == ["A17", "A18", "A19"]
+    assert len(timeline.iterations) == 3
+    assert not simulation.deliveries
 
 
 def test_what_the_pool_refuses_is_kept_with_its_error():

@@ -1,0 +1,110 @@
+"""Figures of a long run as it happens: what ended is counted and forgotten."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from orca_jax.timeline import IterationRecord, RequestRecord
+
+EDGE = 10  # throughput is counted without the first and the last tenth of the ends
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """What became of a workload. Latencies are normalized (ORCA 6.2: end to end over generated tokens).
+
+    `req_s` are requests that end in a second, counted between the first and the last tenth of all ends, so
+    that neither an empty start nor a slow end tells; `seconds` go from the first arrival to the last end;
+    `mean_batch` are the requests of an iteration. Times are in seconds.
+    """
+
+    rate: float
+    n_requests: int
+    req_s: float
+    normalized_median: float
+    normalized_p90: float
+    normalized_p99: float
+    tokens_s: float
+    mean_batch: float
+    n_iterations: int
+    seconds: float
+
+    def slower(self, times: float) -> "Served":
+        """The same with every duration, the gaps between arrivals too, so many times as long."""
+        return replace(
+            self,
+            rate=self.rate / times,
+            req_s=self.req_s / times,
+            normalized_median=self.normalized_median * times,
+            normalized_p90=self.normalized_p90 * times,
+            normalized_p99=self.normalized_p99 * times,
+            tokens_s=self.tokens_s / times,
+            seconds=self.seconds * times,
+        )
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class StreamedFigures:
+    """A timeline's observer: two numbers are kept of a request, and sums of iterations."""
+
+    def __init__(self) -> None:
+        self.normalized = array("d")  # seconds
+        self.ends = array("d")
+        self.n_tokens = 0
+        self.n_iterations = 0
+        self.n_rows = 0
+
+    def arrived(self, record: RequestRecord) -> None:
+        """Nothing is known of it yet."""
+
+    def returned(self, record: IterationRecord) -> None:
+        """An iteration, and its rows."""
+        self.n_iterations += 1
+        self.n_rows += record.n_rows
+
+    def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
+        """Gaps between tokens are not asked for here."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """Its normalized latency, and when it ended."""
+        assert record.normalized_latency is not None and record.finished is not None
+        self.normalized.append(record.normalized_latency)
+        self.ends.append(record.finished)
+        self.n_tokens += record.n_output
+
+    def served(self, *, rate: float, first_arrival: float) -> Served:
+        """The figures of all that has ended."""
+        return served([self], rate=rate, first_arrival=first_arrival)
+
+
+def served(
+    parts: Sequence[StreamedFigures], *, rate: float, first_arrival: float, scale: float = 1.0
+) -> Served:
+    """Those of several replicas together, which ran side by side and are one of `scale` of all there are."""
+    normalized = np.concatenate([np.asarray(part.normalized) for part in parts])
+    ends = np.sort(np.concatenate([np.asarray(part.ends) for part in parts]))
+    left_out = len(ends) // EDGE
+    first, last = float(ends[left_out]), float(ends[-1 - left_out])
+    seconds = float(ends[-1]) - first_arrival
+    # All in one batch: there is no second end to count from.
+    req_s = (len(ends) - 1 - 2 * left_out) / (last - first) if last > first else len(ends) / seconds
+    median, p90, p99 = np.quantile(normalized, (0.5, 0.9, 0.99)).tolist()
+    n_iterations = sum(part.n_iterations for part in parts)
+    return Served(
+        rate=rate,
+        n_requests=len(ends),
+        req_s=scale * req_s,
+        normalized_median=median,
+        normalized_p90=p90,
+        normalized_p99=p99,
+        tokens_s=scale * sum(part.n_tokens for part in parts) / seconds,
+        mean_batch=sum(part.n_rows for part in parts) / n_iterations,
+        n_iterations=n_iterations,
+        seconds=seconds,
+    )

@@ -1,0 +1,139 @@
+"""A workload on a simulated cluster: the real scheduler, or the baseline, over the cost model's engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.request_level import RequestLevelScheduler
+from bench.simulate.cluster import Cluster
+from bench.simulate.figures import Served, StreamedFigures
+from bench.simulate.places import Partition, Places
+from bench.simulate.workload import Workload
+from orca_jax.config import ServingConfig
+from orca_jax.kv_manager import KVManager
+from orca_jax.plan import Plan, Wanted, make_plan
+from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.simulated_engine import SimulatedEngine, VirtualClock
+from orca_jax.simulation import Simulation, arrive, steps
+from orca_jax.sizes import Sizes
+from orca_jax.timeline import Timeline
+
+KEPT = 16  # records of a timeline: enough for what is in flight
+BLOCK_SIZE = 16
+
+
+class DoesNotFit(Exception):
+    """A configuration that has no room on the cluster; the message says what for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class System:
+    """What serves: ORCA with `max_bs`, or with `mbs` the baseline of (max_bs, mbs).
+
+    `n_slots` follows from the devices' memory where it is None. Attention is counted as a kernel's, which
+    keeps no scores (ORCA 5), whatever XLA would need there.
+    """
+
+    partition: Partition
+    cluster: Cluster
+    max_bs: int
+    mbs: int | None = None
+    overlap: bool = False
+    n_slots: int | None = None
+
+    @property
+    def label(self) -> str:
+        """As in the paper's Figure 10."""
+        return f"orca({self.max_bs})" if self.mbs is None else f"ft({self.max_bs}, {self.mbs})"
+
+    def serving(self) -> ServingConfig:
+        """Sizes as `orca plan` and an engine choose them. Raises DoesNotFit."""
+        plan = self.plan()
+        if not plan.fits:
+            problems = "; ".join(stage.problem for stage in plan.stages if stage.problem)
+            raise DoesNotFit(f"{self.label}: {problems}")
+        whole = self.partition.model.n_positions
+        if self.mbs is not None and plan.serving.n_slots < self.max_bs * whole:
+            needed, slots = self.max_bs * whole, plan.serving.n_slots
+            raise DoesNotFit(f"{self.label}: {slots} slots fit, and {needed} would be reserved")
+        return plan.serving
+
+    def plan(self) -> Plan:
+        """What the partition needs, by arithmetic."""
+        device = replace(self.cluster.device, attention="kernel")
+        return make_plan(
+            Wanted(
+                config=self.partition.model,
+                device=device,
+                said=Sizes(
+                    max_batch_size=self.max_bs,
+                    n_slots=self.n_slots,
+                    block_size=BLOCK_SIZE,
+                    overlap=self.overlap,
+                ),
+                dtype=self.partition.dtype,
+                context=1,
+                pipeline_parallel=self.partition.n_stages,
+                tensor_parallel=self.partition.n_devices,
+            )
+        )
+
+    def places(self) -> Places:
+        """The baseline's stages wait for control messages; ORCA's do not (ORCA 4.1)."""
+        return Places(self.partition, replace(self.cluster, control_messages=self.mbs is not None))
+
+
+def serve(system: System, workload: Workload, *, rate: float) -> Served:
+    """The figures of the whole workload. Raises DoesNotFit."""
+    figures = play(system, workload)
+    return figures.served(rate=rate, first_arrival=float(workload.arrivals[0]))
+
+
+def play(system: System, workload: Workload) -> StreamedFigures:
+    """The whole workload, to its last end. Raises DoesNotFit."""
+    figures = StreamedFigures()
+    if system.mbs is None:
+        _play_orca(system, workload, figures)
+    else:
+        _play_baseline(system, system.mbs, workload, figures)
+    assert len(figures.ends) == len(workload), "a request did not end"
+    return figures
+
+
+def _play_orca(system: System, workload: Workload, figures: StreamedFigures) -> None:
+    simulation = Simulation(
+        system.serving(),
+        n_workers=system.partition.n_stages,
+        places=system.places(),
+        token=None,
+        max_records=KEPT,
+    )
+    simulation.timeline.observer = figures
+    simulation.add_each(workload.requests())
+    simulation.run()
+    assert not simulation.refused, simulation.refused[0]
+
+
+def _play_baseline(system: System, mbs: int, workload: Workload, figures: StreamedFigures) -> None:
+    serving, clock = system.serving(), VirtualClock()
+    timeline = Timeline(clock.now, max_records=KEPT)
+    timeline.observer = figures
+    pool = RequestPool(max_waiting=serving.max_queue, on_arrival=timeline.arrived, on_deliveries=_not_kept)
+    n_workers = system.partition.n_stages
+    engine = SimulatedEngine(clock, n_workers=n_workers, places=system.places(), token=None)
+    longest = system.partition.model.n_positions
+    kv = KVManager(
+        n_blocks=serving.n_blocks,
+        block_size=serving.block_size,
+        n_rows=system.max_bs,
+        max_blocks_per_row=-(-longest // serving.block_size),
+    )
+    scheduler = RequestLevelScheduler(
+        pool, engine, kv, max_bs=system.max_bs, mbs=mbs, max_length=longest, timeline=timeline
+    )
+    arrive(clock, workload.requests(), pool.add)
+    for _ in steps(clock, scheduler):
+        pass
+
+
+def _not_kept(_: Sequence[Delivery]) -> None:
+    pass
