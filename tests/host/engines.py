@@ -79,11 +79,11 @@ class PacedEngine(SimulatedEngine):
     def __init__(self, token: Callable[[Request, int], int] = counting, *, seconds: float) -> None:
         super().__init__(VirtualClock(), token=token)
         self.error: Exception | None = None
-        self._seconds = seconds
+        self._pace = seconds
         self._never = threading.Event()
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        self._never.wait(self._seconds)
+        self._never.wait(self._pace)
         if self.error is not None:
             raise self.error
         return super().wait(interrupted)
