@@ -23,6 +23,7 @@
 #define CHUNK 64 /* keys */
 #define STRIP 8  /* keys whose scores are computed side by side; all of one block */
 #define PANEL 4  /* query tokens whose sums are */
+#define FETCH_AHEAD (2 * BLOCK_SIZE) /* keys */
 #define GROUPS (TILE / LANES)
 #define PARTS (HEAD_SIZE / LANES)
 
@@ -100,12 +101,13 @@ static inline const float *slot(const Work *work, const float *pool, const int32
   return pool + (block * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_SIZE;
 }
 
-/* Blocks lie anywhere, so the machine cannot guess the next one. */
+/* Blocks lie anywhere, so the machine cannot guess the next one. Into the second cache, which waits for more
+ * memory at a time than the first. */
 static inline void fetch_ahead(const Work *work, const float *pool, const int32_t *table, int head, int position,
                                int length) {
-  if (position + BLOCK_SIZE >= length) return;
-  const char *next = (const char *)slot(work, pool, table, head, position + BLOCK_SIZE);
-  for (int i = 0; i < (int)(HEAD_SIZE * sizeof(float)); i += 64) __builtin_prefetch(next + i);
+  if (position + FETCH_AHEAD >= length) return;
+  const char *next = (const char *)slot(work, pool, table, head, position + FETCH_AHEAD);
+  for (int i = 0; i < (int)(HEAD_SIZE * sizeof(float)); i += 64) __builtin_prefetch(next + i, 0, 2);
 }
 
 /* A tile of one query. */
