@@ -25,10 +25,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.perfetto import write_timeline
+from bench.pyplot import matplotlib_here
 from bench.request_level import most_tokens_at_once
 from bench.serving_curve import best_of
 from bench.serving_load import Honesty, Load, Playing, System, honesty, own_execution
-from bench.serving_picture import draw_curves, matplotlib_here
+from bench.serving_picture import draw_curves
 from bench.serving_records import as_json
 from bench.serving_table import by_rate, figures_table, honesty_table, points, reasons_table
 from bench.shared_engine import SharedEngine, add_engine_flags, compiling

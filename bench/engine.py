@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.play import play
-from bench.serving_picture import draw_engine, matplotlib_here
+from bench.play import play, traced_request
+from bench.pyplot import matplotlib_here
+from bench.serving_picture import draw_engine
 from bench.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError
 from orca_jax.kv_manager import round_up
 from orca_jax.model.presets import PRESETS
 from orca_jax.request import Request, RequestState
-from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import never
 
 SYSTEMS = ("orca", "ft")
@@ -57,9 +57,9 @@ def inject(shared: SharedEngine, trace: Trace) -> float:
     kv, engine = shared.kv, shared.engine
     batch: list[Request] = []
     for i, one in enumerate(trace):
-        sampling = SamplingParams(max_tokens=one.n_output, temperature=0, ignore_eos=True)
-        n_tokens = len(one.prompt_ids) + one.n_output
-        batch.append(Request(str(i), one.prompt_ids, n_tokens, sampling, seed=0, row=kv.reserve(n_tokens)))
+        request = traced_request(i, one)
+        request.row = kv.reserve(request.max_tokens)
+        batch.append(request)
     n_left = trace[0].n_output  # iterations to issue
     start = time.perf_counter()
     while n_left or batch[0].n_in_flight:

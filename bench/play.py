@@ -51,7 +51,7 @@ def play(
     ended, on the scheduler's thread. Raises NotPlayed after `deadline` seconds; what `check`, the scheduler
     or its engine raises is raised here too.
     """
-    requests = [_request(i, traced) for i, traced in enumerate(trace)]
+    requests = [traced_request(i, traced) for i, traced in enumerate(trace)]
     start = time.perf_counter()
     timeline = Timeline(lambda: time.perf_counter() - start, max_records=None, bucket_sizes=bucket_sizes)
 
@@ -88,7 +88,8 @@ def play(
     return ServingRecords(list(timeline.requests), list(timeline.iterations), list(rows))
 
 
-def _request(number: int, traced: TracedRequest) -> Request:
+def traced_request(number: int, traced: TracedRequest) -> Request:
+    """The request of that number in a trace: greedy, and to its length."""
     sampling = SamplingParams(max_tokens=traced.n_output, temperature=0, ignore_eos=True)
     n_tokens = len(traced.prompt_ids) + traced.n_output
     return Request(str(number), traced.prompt_ids, n_tokens, sampling, seed=0)

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.play import NotPlayed
+from bench.play import NotPlayed, traced_request
 from bench.serving_curve import Served, served
 from bench.serving_load import play_on
 from bench.serving_records import ServingRecords
@@ -33,8 +33,6 @@ from bench.simulate.measured_cost import Measured, MeasuredCost, error_of, fit, 
 from bench.trace import Trace, uniform_trace
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.request import Request
-from orca_jax.sampling_params import SamplingParams
 from orca_jax.simulation import Simulation
 
 AIM = 0.15
@@ -64,9 +62,7 @@ def predict(trace: Trace, cost: MeasuredCost, serving: ServingConfig) -> Served:
     """The figures of `trace` on a simulated engine of one stage."""
     simulation = Simulation(serving, places=cost, token=None, bucket_sizes=cost.bucket_sizes)
     for i, traced in enumerate(trace):
-        sampling = SamplingParams(max_tokens=traced.n_output, ignore_eos=True)
-        n_tokens = len(traced.prompt_ids) + traced.n_output
-        simulation.add_at(traced.arrival, Request(str(i), traced.prompt_ids, n_tokens, sampling, seed=0))
+        simulation.add_at(traced.arrival, traced_request(i, traced))
     timeline = simulation.run()
     return served(ServingRecords(list(timeline.requests), list(timeline.iterations)))
 

@@ -1,27 +1,18 @@
 """Figures 9, 10 and 11 as pictures."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.pyplot import pyplot
 from bench.serving_curve import Curve
 
 _MARKS = "osD^vP*Xh"
 
 
-def matplotlib_here() -> bool:
-    """Is there a matplotlib?"""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        return False
-    return True
-
-
 def draw_engine(medians: Mapping[str, Mapping[int, float]], path: Path, title: str) -> None:
     """Figure 9: seconds of a batch by its requests, a line for each label. Raises ImportError."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 5))
     for i, (label, line) in enumerate(medians.items()):
         style = _style(label, i)
@@ -41,7 +32,7 @@ def draw_curves(
 
     With `normalized` latency is divided by generated tokens, and `target`, in seconds, is a line of its own.
     """
-    plt = _pyplot()
+    plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 5.5))
     for i, (label, curve) in enumerate(curves.items()):
         latencies = [(one.normalized_median * 1e3 if normalized else one.latency_median) for one in curve]
@@ -62,12 +53,6 @@ def draw_curves(
 def _style(label: str, i: int) -> dict[str, Any]:
     """Ours are drawn through, the baseline's are dashed."""
     return {"marker": _MARKS[i % len(_MARKS)], "linestyle": "-" if label.startswith("orca") else "--"}
-
-
-def _pyplot() -> Any:
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    return importlib.import_module("matplotlib.pyplot")
 
 
 def _finish(plt: Any, figure: Any, axes: Sequence[Any], path: Path) -> None:

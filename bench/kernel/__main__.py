@@ -38,10 +38,11 @@ from rich.table import Table
 from bench.kernel.aims import Aim, check_aims
 from bench.kernel.child import Words, work_through
 from bench.kernel.compile import compile_all
-from bench.kernel.picture import draw, matplotlib_here
+from bench.kernel.picture import draw
 from bench.kernel.results import HEAD, Result, figures, line
 from bench.kernel.run import all_tasks
 from bench.kernel.shapes import SECTIONS, Task, torch_cases
+from bench.pyplot import matplotlib_here
 from orca_jax.cost_model import Device
 
 NEEDS = (

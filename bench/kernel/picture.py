@@ -1,12 +1,11 @@
 """The kernel benchmark as a picture: shares of the ceilings, ours and the peers'."""
 
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from bench.kernel.results import Result, figures
 from bench.kernel.shapes import HEADS
+from bench.pyplot import pyplot
 from orca_jax.cost_model import Device
 
 MARKS = {
@@ -15,20 +14,9 @@ MARKS = {
 }  # fmt: skip
 
 
-def matplotlib_here() -> bool:
-    """Is there a matplotlib?"""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        return False
-    return True
-
-
 def draw(results: Iterable[Result], device: Device, path: Path, title: str) -> None:
     """Write a PNG or what `path` ends in. Raises ImportError without matplotlib."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    plt: Any = importlib.import_module("matplotlib.pyplot")
+    plt = pyplot()
     figure, axes = plt.subplots(2, len(HEADS), figsize=(7 * len(HEADS), 9), squeeze=False)
     points = [(r.task, figures(r, device)) for r in results if r.seconds is not None]
     for column, heads in enumerate(HEADS):

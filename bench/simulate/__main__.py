@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from bench.pyplot import matplotlib_here
 from bench.simulate.cluster import Cluster
 from bench.simulate.figure_10 import (
     FIGURES,
@@ -33,7 +34,7 @@ from bench.simulate.figure_10 import (
     result,
     slower,
 )
-from bench.simulate.picture import draw, matplotlib_here
+from bench.simulate.picture import draw
 from bench.simulate.questions import CASES, answers
 from bench.simulate.replicas import Dispatch, serve_replicas
 from bench.simulate.serving import DoesNotFit, System

@@ -1,24 +1,15 @@
 """The simulated Figure 10 as a picture: median normalized latency against throughput, a panel a variant."""
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from bench.pyplot import pyplot
 from bench.simulate.figure_10 import FIGURES, Variant
-
-
-def matplotlib_here() -> bool:
-    """Is there a matplotlib?"""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(name: str, variants: Sequence[tuple[str, Variant]], path: Path) -> None:
     """Write a PNG, or what `path` ends in. Raises ImportError without matplotlib."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    plt: Any = importlib.import_module("matplotlib.pyplot")
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(variants), figsize=(6.5 * len(variants), 4.5), squeeze=False)
     for axis, (title, variant) in zip(axes[0], variants, strict=True):
         for label, points in variant.curves.items():
