@@ -35,7 +35,7 @@ from orca_jax.kv_manager import round_up
 from orca_jax.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import activate, matmul
+from orca_jax.model.layers import activate
 from orca_jax.model.presets import PRESETS
 from orca_jax.model.sampler import greedy
 from orca_jax.request import FinishReason, Request
@@ -43,6 +43,7 @@ from orca_jax.request_pool import RequestPool
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.matmul_choice import choose_matmul
 from orca_jax.sharding.measured_device import measure_device, seconds
 from orca_jax.sharding.partition import split_model
 from orca_jax.timeline import Timeline
@@ -128,7 +129,9 @@ class Bench:
         self.attention = choose_attention(
             jax.devices()[0], model, n_heads=model.n_heads, block_size=BLOCK_SIZE, dtype=dtype
         )
-        assert self.attention.said == built.attention
+        product = choose_matmul(jax.devices()[0], dtype)
+        self.matmul = product.matmul
+        assert product.beside(self.attention.said) == built.attention
 
     def scheduler(self, max_bs: int, *, overlap: bool) -> tuple[Scheduler, RequestPool]:
         """A fresh scheduler and pool on the one engine."""
@@ -190,7 +193,7 @@ class Bench:
 
     def parts(self, n_tokens: int, n_rows: int, kv_length: int, repeat: int) -> dict[str, float]:
         """Seconds of each of the device's parts: `n_rows` requests, `n_tokens` query tokens together."""
-        model, p = self.model, self.parameters
+        model, p, matmul = self.model, self.parameters, self.matmul
         per_row = n_tokens // n_rows
         n_blocks = -(-kv_length // self.serving.block_size)
         shape = (n_rows * n_blocks, model.n_heads, self.serving.block_size, model.head_size)

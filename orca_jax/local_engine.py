@@ -170,7 +170,7 @@ def build_engine(
             worker.renew()
     local = LocalWorkers(workers, sizes)
     engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
-    return LocalEngine(engine, kv, workers[0].attention.said, local)
+    return LocalEngine(engine, kv, workers[0].said, local)
 
 
 def _nothing_to_close() -> None:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from orca_jax.config import ModelConfig
 from orca_jax.model.kv_cache import LayerCache, write
-from orca_jax.model.layers import LayerNorm, Linear, activate, matmul
+from orca_jax.model.layers import LayerNorm, Linear, Matmul, activate, matmul
 from orca_jax.model.shard import ALONE, Shard
 
 Parameters = Mapping[str, jax.Array]
@@ -81,14 +81,14 @@ def init_parameter(name: str, shape: tuple[int, ...], key: jax.Array, dtype: jnp
 class Block(nnx.Module):
     """One Transformer layer, with its norms before attention and feed-forward, or after (OPT-350m)."""
 
-    def __init__(self, config: ModelConfig, p: Callable[[str], jax.Array | None]) -> None:
+    def __init__(self, config: ModelConfig, p: Callable[[str], jax.Array | None], product: Matmul) -> None:
         self.config = config
         self.attn_norm = _norm(config, p, "attn_norm")
-        self.qkv = _linear(p, "qkv")
-        self.out = _linear(p, "out")
+        self.qkv = _linear(p, "qkv", product)
+        self.out = _linear(p, "out", product)
         self.mlp_norm = _norm(config, p, "mlp_norm")
-        self.up = _linear(p, "up")
-        self.down = _linear(p, "down")
+        self.up = _linear(p, "up", product)
+        self.down = _linear(p, "down", product)
 
     def __call__(
         self, x: jax.Array, cache: LayerCache, slot_of_token: jax.Array, attend: Attend, shard: Shard
@@ -119,11 +119,20 @@ class GPT(nnx.Module):
     """The layers `layers` of the model, by default all; built from named parameters and never changed.
 
     The first layer brings the embedding with it, the last one the final norm and the head: `stage_parameters`
-    names what is needed. With `shard` each call computes one part, from that part's weights.
+    names what is needed. With `shard` each call computes one part, from that part's weights. Linear layers
+    and the head run `product`.
     """
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        layers: range | None = None,
+        *,
+        product: Matmul = matmul,
+    ) -> None:
         self.config = config
+        self.product = product
         layers = range(config.n_layers) if layers is None else layers
         first, last = layers.start == 0, layers.stop == config.n_layers
         project = config.embedding_size != config.hidden_size
@@ -131,12 +140,12 @@ class GPT(nnx.Module):
             self.token_embedding = nnx.Param(parameters["token_embedding"])
         if first:
             self.position_embedding = nnx.Param(parameters["position_embedding"])
-            self.project_in = Linear(parameters["project_in"], None) if project else None
-        self.layers = nnx.List([Block(config, partial(_layer_parameter, parameters, i)) for i in layers])
+            self.project_in = Linear(parameters["project_in"], None, product) if project else None
+        self.layers = nnx.List([Block(config, partial(_layer_parameter, parameters, i), product) for i in layers])
         if last:
             self.final_norm = _norm(config, parameters.get, "final_norm") if config.final_norm else None
-            self.project_out = Linear(parameters["project_out"], None) if project else None
-            self.head = None if config.tie_embeddings else Linear(parameters["head.weight"], None)
+            self.project_out = Linear(parameters["project_out"], None, product) if project else None
+            self.head = None if config.tie_embeddings else Linear(parameters["head.weight"], None, product)
 
     def embed(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
         """What goes into the first layer: token_ids, positions [T] int32 to [T, H]."""
@@ -187,7 +196,7 @@ class GPT(nnx.Module):
         if self.project_out is not None:
             x = self.project_out(x)
         head = self.token_embedding if self.head is None else self.head.weight
-        logits = shard.side_by_side(matmul(x, head[...]))[:, : self.config.vocab_size]
+        logits = shard.side_by_side(self.product(x, head[...]))[:, : self.config.vocab_size]
         return logits.astype(jnp.float32)
 
 
@@ -220,7 +229,7 @@ def _norm(config: ModelConfig, p: Callable[[str], jax.Array | None], name: str) 
     return LayerNorm(scale, bias, config.layer_norm_eps)
 
 
-def _linear(p: Callable[[str], jax.Array | None], name: str) -> Linear:
+def _linear(p: Callable[[str], jax.Array | None], name: str, product: Matmul) -> Linear:
     weight = p(f"{name}.weight")
     assert weight is not None, name
-    return Linear(weight, p(f"{name}.bias"))
+    return Linear(weight, p(f"{name}.bias"), product)

@@ -1,4 +1,4 @@
-"""The machine's C compiler makes the CPU's attention for one head size and block size, once a process."""
+"""The machine's C compiler makes the CPU's operations, each for given sizes once a process."""
 
 import ctypes
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-_SOURCE = Path(__file__).with_name("split_attention.c")
+_SOURCES = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 60.0  # it takes less than one
 # No leave to reorder sums: a request's tokens must not depend on a compiler's mood.
@@ -32,26 +32,26 @@ class NotBuilt(Exception):
     """There is no compiler, or it could not; the message says what is missing."""
 
 
-def target(head_size: int, block_size: int) -> str:
-    """The name of a custom call that computes split attention for these sizes.
+def target(operation: str, **sizes: int) -> str:
+    """The name of a custom call of `operation`, a C file and its function, with these names set in it.
 
     The first call builds it, in a temporary folder that is gone when this returns. Raises NotBuilt.
     """
     with _building:
-        return _built(head_size, block_size)
+        return _built(operation, tuple(sizes.items()))
 
 
 @cache
-def _built(head_size: int, block_size: int) -> str:
+def _built(operation: str, sizes: tuple[tuple[str, int], ...]) -> str:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NotBuilt("no C compiler was found")
     with tempfile.TemporaryDirectory(prefix="orca-native-") as folder:
-        library = Path(folder) / "split_attention.so"
-        sizes = (f"-DHEAD_SIZE={head_size}", f"-DBLOCK_SIZE={block_size}", f"-I{jax.ffi.include_dir()}")
-        said = ""
+        library = Path(folder) / f"{operation}.so"
+        given = [f"-I{jax.ffi.include_dir()}", *(f"-D{name}={value}" for name, value in sizes)]
+        source, said = _SOURCES / f"{operation}.c", ""
         for machine in (_THIS_MACHINE, ()):
-            said = _said([compiler, *_FLAGS, *machine, *sizes, str(_SOURCE), "-o", str(library)])
+            said = _said([compiler, *_FLAGS, *machine, *given, str(source), "-o", str(library)])
             if library.exists():
                 break
         else:
@@ -60,8 +60,8 @@ def _built(head_size: int, block_size: int) -> str:
             built = ctypes.CDLL(str(library))
         except OSError as error:
             raise NotBuilt(f"it was built but cannot be loaded: {error}") from error
-    name = f"orca_split_attention_{head_size}_{block_size}"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(built.split_attention), platform="cpu")
+    name = "_".join(("orca", operation, *(str(value) for _, value in sizes)))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(built, operation)), platform="cpu")
     return name
 
 

@@ -10,15 +10,9 @@
  * softmax and reads keys and values where they lie. XLA's threads take items in turn.
  */
 
-#include <stdatomic.h>
-#include <stdint.h>
-#include <sched.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
+#include "xla_call.h"
 
-#include "xla/ffi/api/c_api.h"
-
-#define LANES 16
 #define TILE 32  /* query tokens: two vectors */
 #define CHUNK 64 /* keys */
 #define STRIP 8  /* keys whose scores are computed side by side; all of one block */
@@ -32,33 +26,11 @@
 
 _Static_assert(HEAD_SIZE % LANES == 0 && BLOCK_SIZE % STRIP == 0, "what native_split_attention refuses");
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef float vec8 __attribute__((vector_size(32), aligned(4)));
-typedef float vec4 __attribute__((vector_size(16), aligned(4)));
-
-static inline vec load(const float *from) { return *(const vec *)from; }
-static inline void store(float *to, vec v) { *(vec *)to = v; }
-
-static inline vec all(float x) {
-  return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-}
-
 static inline vec choose(ivec mask, vec yes, vec no) {
   return (vec)((mask & (ivec)yes) | (~mask & (ivec)no));
 }
 
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
-
-static inline float sum(vec v) {
-  vec8 a[2];
-  memcpy(a, &v, sizeof a);
-  a[0] += a[1];
-  vec4 b[2];
-  memcpy(b, a, sizeof b);
-  b[0] += b[1];
-  return (b[0][0] + b[0][2]) + (b[0][1] + b[0][3]);
-}
 
 /* e^x for x <= 0, to about one unit in the last place; 0 where it would be below what float32 has normally. */
 static inline vec exponential(vec x) {
@@ -85,39 +57,39 @@ typedef struct {
 } Tile;
 
 typedef struct {
+  Work work;
   const float *q, *keys, *values;
   const int32_t *block_table, *row_start, *kv_length;
   float *out;
-  int n_heads, max_blocks, n_items;
-  Tile *tiles;
-  atomic_int next, done, holders; /* items taken, items finished, threads that may still look at this */
-} Work;
+  int n_heads, max_blocks;
+  Tile tiles[];
+} Attention;
 
 static const float NOTHING = -1e30f; /* the score of a key that is not seen */
 
 /* Where a row's key (or value) at `position` lies. */
-static inline const float *slot(const Work *work, const float *pool, const int32_t *table, int head, int position) {
-  size_t block = (size_t)table[position / BLOCK_SIZE] * work->n_heads + head;
+static inline const float *slot(const Attention *a, const float *pool, const int32_t *table, int head, int position) {
+  size_t block = (size_t)table[position / BLOCK_SIZE] * a->n_heads + head;
   return pool + (block * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_SIZE;
 }
 
 /* Blocks lie anywhere, so the machine cannot guess the next one. Into the second cache, which waits for more
  * memory at a time than the first. */
-static inline void fetch_ahead(const Work *work, const float *pool, const int32_t *table, int head, int position,
+static inline void fetch_ahead(const Attention *a, const float *pool, const int32_t *table, int head, int position,
                                int length) {
   if (position + FETCH_AHEAD >= length) return;
-  const char *next = (const char *)slot(work, pool, table, head, position + FETCH_AHEAD);
+  const char *next = (const char *)slot(a, pool, table, head, position + FETCH_AHEAD);
   for (int i = 0; i < (int)(HEAD_SIZE * sizeof(float)); i += 64) __builtin_prefetch(next + i, 0, 2);
 }
 
 /* A tile of one query. */
-static void attend_one(const Work *work, Tile tile, int head) {
-  const int length = work->kv_length[tile.row];
-  const int32_t *table = work->block_table + (size_t)tile.row * work->max_blocks;
-  const size_t at = ((size_t)tile.start * work->n_heads + head) * HEAD_SIZE;
+static void attend_one(const Attention *a, Tile tile, int head) {
+  const int length = a->kv_length[tile.row];
+  const int32_t *table = a->block_table + (size_t)tile.row * a->max_blocks;
+  const size_t at = ((size_t)tile.start * a->n_heads + head) * HEAD_SIZE;
   vec q[PARTS], out[PARTS];
   for (int i = 0; i < PARTS; i++) {
-    q[i] = load(work->q + at + i * LANES) * all(1.0f / __builtin_sqrtf(HEAD_SIZE));
+    q[i] = load(a->q + at + i * LANES) * all(1.0f / __builtin_sqrtf(HEAD_SIZE));
     out[i] = all(0);
   }
   float top = NOTHING, total = 0;
@@ -126,8 +98,8 @@ static void attend_one(const Work *work, Tile tile, int head) {
     float weights[CHUNK]; /* scores first */
     for (int c = n; c < CHUNK; c++) weights[c] = NOTHING;
     for (int c = 0; c < n; c++) {
-      const float *key = slot(work, work->keys, table, head, base + c);
-      fetch_ahead(work, work->keys, table, head, base + c, length);
+      const float *key = slot(a, a->keys, table, head, base + c);
+      fetch_ahead(a, a->keys, table, head, base + c, length);
       vec products = q[0] * load(key);
       for (int i = 1; i < PARTS; i++) products += q[i] * load(key + i * LANES);
       weights[c] = sum(products);
@@ -145,23 +117,23 @@ static void attend_one(const Work *work, Tile tile, int head) {
     total = total * shrink + sum(sums);
     for (int i = 0; i < PARTS; i++) out[i] *= all(shrink);
     for (int c = 0; c < n; c++) {
-      const float *value = slot(work, work->values, table, head, base + c);
-      fetch_ahead(work, work->values, table, head, base + c, length);
+      const float *value = slot(a, a->values, table, head, base + c);
+      fetch_ahead(a, a->values, table, head, base + c, length);
       for (int i = 0; i < PARTS; i++) out[i] += all(weights[c]) * load(value + i * LANES);
     }
   }
-  for (int i = 0; i < PARTS; i++) store(work->out + at + i * LANES, out[i] * all(1 / total));
+  for (int i = 0; i < PARTS; i++) store(a->out + at + i * LANES, out[i] * all(1 / total));
 }
 
 /* A tile of several queries: its vectors go across the queries for the scores, along the head for the sums. */
-static void attend_many(const Work *work, Tile tile, int head) {
-  const int end = work->row_start[tile.row + 1], length = work->kv_length[tile.row];
-  const int32_t *table = work->block_table + (size_t)tile.row * work->max_blocks;
+static void attend_many(const Attention *a, Tile tile, int head) {
+  const int end = a->row_start[tile.row + 1], length = a->kv_length[tile.row];
+  const int32_t *table = a->block_table + (size_t)tile.row * a->max_blocks;
   float q[HEAD_SIZE][TILE], weights[CHUNK][TILE], out[TILE][HEAD_SIZE], shrink[TILE], totals[TILE];
   int32_t last[TILE]; /* the last key that each query sees: its own position */
   for (int m = 0; m < TILE; m++) {
     const int index = tile.start + (m < tile.n ? m : tile.n - 1);
-    const float *from = work->q + ((size_t)index * work->n_heads + head) * HEAD_SIZE;
+    const float *from = a->q + ((size_t)index * a->n_heads + head) * HEAD_SIZE;
     last[m] = length - end + index;
     for (int d = 0; d < HEAD_SIZE; d++) q[d][m] = from[d] * (1.0f / __builtin_sqrtf(HEAD_SIZE));
   }
@@ -176,7 +148,7 @@ static void attend_many(const Work *work, Tile tile, int head) {
     const int n = n_any - base < CHUNK ? n_any - base : CHUNK;
     const int n_whole = (n + STRIP - 1) / STRIP * STRIP; /* a block holds whole strips */
     for (int c = 0; c < n_whole; c += STRIP) {
-      const float *key = slot(work, work->keys, table, head, base + c);
+      const float *key = slot(a, a->keys, table, head, base + c);
       vec scores[STRIP][GROUPS];
 #pragma GCC unroll 8
       for (int i = 0; i < STRIP; i++)
@@ -219,7 +191,7 @@ static void attend_many(const Work *work, Tile tile, int head) {
 #pragma GCC unroll 16
         for (int d = 0; d < PARTS; d++) sums[i][d] = load(&out[m + i][d * LANES]) * all(shrink[m + i]);
       for (int c = 0; c < n; c++) {
-        const float *value = slot(work, work->values, table, head, base + c);
+        const float *value = slot(a, a->values, table, head, base + c);
 #pragma GCC unroll 4
         for (int i = 0; i < PANEL; i++)
 #pragma GCC unroll 16
@@ -233,108 +205,53 @@ static void attend_many(const Work *work, Tile tile, int head) {
   }
   for (int g = 0; g < GROUPS; g++) store(&totals[g * LANES], total[g]);
   for (int m = 0; m < tile.n; m++) {
-    float *to = work->out + ((size_t)(tile.start + m) * work->n_heads + head) * HEAD_SIZE;
+    float *to = a->out + ((size_t)(tile.start + m) * a->n_heads + head) * HEAD_SIZE;
     for (int d = 0; d < PARTS; d++) store(to + d * LANES, load(&out[m][d * LANES]) * all(1 / totals[m]));
   }
 }
 
-static void run(Work *work) {
-  for (;;) {
-    const int item = atomic_fetch_add(&work->next, 1);
-    if (item >= work->n_items) return;
-    const Tile tile = work->tiles[item / work->n_heads];
-    (tile.n == 1 ? attend_one : attend_many)(work, tile, item % work->n_heads);
-    atomic_fetch_add(&work->done, 1);
-  }
-}
-
-static void let_go(Work *work) {
-  if (atomic_fetch_sub(&work->holders, 1) > 1) return;
-  free(work->tiles);
-  free(work);
-}
-
-static void help(void *work) {
-  run(work);
-  let_go(work);
+static void do_item(Work *work, int item) {
+  const Attention *a = (Attention *)work;
+  const Tile tile = a->tiles[item / a->n_heads];
+  (tile.n == 1 ? attend_one : attend_many)(a, tile, item % a->n_heads);
 }
 
 /* Initiations first, the increments fill up behind them; returns the bytes of keys and values that are read. */
-static double cut(Work *work, int n_rows) {
+static double cut(Attention *a, int n_rows) {
   double n_bytes = 0;
   int n_tiles = 0;
   for (int increments = 0; increments < 2; increments++)
     for (int row = 0; row < n_rows; row++) {
-      const int start = work->row_start[row], end = work->row_start[row + 1];
+      const int start = a->row_start[row], end = a->row_start[row + 1];
       if (end == start || (end - start == 1) != increments) continue;
       for (int at = start; at < end; at += TILE) {
-        work->tiles[n_tiles++] = (Tile){row, at, end - at < TILE ? end - at : TILE};
-        n_bytes += 8.0 * work->kv_length[row] * work->n_heads * HEAD_SIZE;
+        a->tiles[n_tiles++] = (Tile){row, at, end - at < TILE ? end - at : TILE};
+        n_bytes += 8.0 * a->kv_length[row] * a->n_heads * HEAD_SIZE;
       }
     }
-  work->n_items = n_tiles * work->n_heads;
+  a->work.n_items = n_tiles * a->n_heads;
   return n_bytes;
 }
 
-static XLA_FFI_Error *no_memory(const XLA_FFI_Api *api) {
-  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, "split attention: no memory",
-                                    XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
-  return api->XLA_FFI_Error_Create(&args);
-}
-
-/* Ask XLA's threads to help; those that come late find nothing to do. */
-static void call_threads(Work *work, const XLA_FFI_CallFrame *frame, double n_bytes) {
-  int64_t n_threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args count = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx,
-                                              &n_threads};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
-  const double most = n_bytes / WORTH_A_THREAD;
-  for (int64_t i = 1; !error && i < n_threads && i < most && i < work->n_items; i++) {
-    XLA_FFI_ThreadPool_Schedule_Args task = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help,
-                                             work};
-    atomic_fetch_add(&work->holders, 1);
-    error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
-    if (error) let_go(work);
-  }
-  if (error) { /* there are no threads: this one does it all */
-    XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-    frame->api->XLA_FFI_Error_Destroy(&args);
-  }
-}
-
 XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
-  for (XLA_FFI_Extension_Base *asked = frame->extension_start; asked; asked = asked->next)
-    if (asked->type == XLA_FFI_Extension_Metadata) { /* not a call: XLA asks what this is */
-      XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)asked)->metadata;
-      metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-      metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-      return NULL;
-    }
-  XLA_FFI_Buffer **in = (XLA_FFI_Buffer **)frame->args.args, *q = in[0];
-  const int n_tokens = q->dims[0], n_rows = in[5]->dims[0];
-  Work *work = calloc(1, sizeof *work);
-  if (!work) return no_memory(frame->api);
-  work->tiles = malloc(sizeof(Tile) * (n_tokens / TILE + n_rows));
-  if (!work->tiles) {
-    free(work);
-    return no_memory(frame->api);
-  }
-  work->q = q->data;
-  work->keys = in[1]->data;
-  work->values = in[2]->data;
-  work->block_table = in[3]->data;
-  work->row_start = in[4]->data;
-  work->kv_length = in[5]->data;
-  work->out = ((XLA_FFI_Buffer *)frame->rets.rets[0])->data;
-  work->n_heads = q->dims[1];
-  work->max_blocks = in[3]->dims[1];
-  atomic_init(&work->holders, 1);
-  const size_t token = (size_t)work->n_heads * HEAD_SIZE, n_real = work->row_start[n_rows];
-  memset(work->out + n_real * token, 0, sizeof(float) * (n_tokens - n_real) * token); /* padding */
-  call_threads(work, frame, cut(work, n_rows));
-  const int n_items = work->n_items;
-  run(work);
-  while (atomic_load(&work->done) < n_items) sched_yield(); /* others are at the last items */
-  let_go(work);
+  if (asked_what_it_is(frame)) return NULL;
+  const XLA_FFI_Buffer *q = argument(frame, 0), *block_table = argument(frame, 3), *kv_length = argument(frame, 5);
+  const int n_tokens = q->dims[0], n_rows = kv_length->dims[0];
+  Attention *a = malloc(sizeof *a + sizeof(Tile) * (n_tokens / TILE + n_rows));
+  if (!a) return no_memory(frame, "split attention: no memory");
+  a->work.do_item = do_item;
+  a->q = q->data;
+  a->keys = argument(frame, 1)->data;
+  a->values = argument(frame, 2)->data;
+  a->block_table = block_table->data;
+  a->row_start = argument(frame, 4)->data;
+  a->kv_length = kv_length->data;
+  a->out = result(frame, 0)->data;
+  a->n_heads = q->dims[1];
+  a->max_blocks = block_table->dims[1];
+  const size_t token = (size_t)a->n_heads * HEAD_SIZE, n_real = a->row_start[n_rows];
+  memset(a->out + n_real * token, 0, sizeof(float) * (n_tokens - n_real) * token); /* padding */
+  const double n_bytes = cut(a, n_rows);
+  do_all(&a->work, frame, n_bytes / WORTH_A_THREAD);
   return NULL;
 }

@@ -21,6 +21,11 @@ def unsupported(head_size: int, block_size: int, dtype: str, n_heads: int, n_kv_
     return None
 
 
+def attention_target(head_size: int, block_size: int) -> str:
+    """The name of the custom call. Raises NotBuilt."""
+    return target("split_attention", HEAD_SIZE=head_size, BLOCK_SIZE=block_size)
+
+
 def native_split_attention(
     q: jax.Array,
     keys: jax.Array,
@@ -42,5 +47,5 @@ def native_split_attention(
     assert keys.shape == values.shape and keys.dtype == values.dtype == q.dtype
     assert block_table.dtype == row_start.dtype == kv_length.dtype == jnp.int32
     assert block_table.shape[0] == kv_length.shape[0] == row_start.shape[0] - 1
-    call = jax.ffi.ffi_call(target(head_size, block_size), jax.ShapeDtypeStruct(q.shape, q.dtype))
+    call = jax.ffi.ffi_call(attention_target(head_size, block_size), jax.ShapeDtypeStruct(q.shape, q.dtype))
     return call(q, keys, values, block_table, row_start, kv_length)

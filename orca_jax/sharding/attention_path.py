@@ -26,7 +26,7 @@ from orca_jax.model import attention as pure_jax
 from orca_jax.model.gpt import Attend
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.native import split_attention as native
-from orca_jax.native.compiler import NotBuilt, target
+from orca_jax.native.compiler import NotBuilt
 from orca_jax.pallas.kernel_shape import unsupported
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_items import ENTRY, Plan, work_items
@@ -218,7 +218,7 @@ def _not_native(device: Device, head_size: int, block_size: int, dtype: str, n_h
     reason = native.unsupported(head_size, block_size, dtype, n_heads, n_heads)
     if reason is None:
         try:
-            target(head_size, block_size)
+            native.attention_target(head_size, block_size)
         except NotBuilt as error:
             return str(error)
     return reason

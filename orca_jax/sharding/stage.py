@@ -17,6 +17,7 @@ from orca_jax.config import ModelConfig
 from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import Matmul
 from orca_jax.sharding.attention_path import AttentionPath
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.programs import Program
@@ -54,10 +55,16 @@ class Stage:
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: Parameters, part: StagePart, *, attention: AttentionPath
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        part: StagePart,
+        *,
+        attention: AttentionPath,
+        product: Matmul,
     ) -> None:
         self.part = part
-        graph, state = nnx.split(GPT(config, parameters, part.layers))
+        graph, state = nnx.split(GPT(config, parameters, part.layers, product=product))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
         group = part.group

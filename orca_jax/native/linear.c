@@ -1,0 +1,224 @@
+/* The product of a linear layer on a CPU, in float32: an XLA custom call (ORCA 3.2: all tokens at once).
+ *
+ * x [T, I] times weight [O, I] gives y [T, O]; both are read where they lie. What XLA's own library lacks is
+ * speed at 2 to 100 tokens, where most iterations are: it packs the weight before each product.
+ *
+ * FEW tokens or less: vectors go along the sum, and a strip of outputs passes over all tokens while its
+ * weights are in the first cache. More: x is transposed once (a second result is the room for that), in panels
+ * of tokens; vectors go across the tokens, and each weight meets all tokens of a panel at once. What a token
+ * gets depends on whether there are FEW or more, and on nothing else of its batch.
+ *
+ * I is a multiple of LANES, O at least LANES.
+ */
+
+#include <string.h>
+
+#include "vectors.h"
+#include "xla_call.h"
+
+#ifndef __AVX512F__
+#error "there is a form for AVX-512 only" /* compilers are slow with vectors that the registers do not hold */
+#endif
+
+/* Sums that fill the 32 registers beside what they are made of. */
+#define AT_ONCE 4      /* tokens that a few are cut into, for FEW_OUTPUTS */
+#define MOST_VECTORS 3 /* of tokens, in a panel, for ROWS outputs */
+#define ROWS 8
+
+#define FEW (2 * AT_ONCE)
+#define FEW_OUTPUTS 4 /* that leave together */
+#define STRIP LANES   /* likewise, of more tokens */
+#define DEPTH 256     /* terms that are summed before the sum joins the others: shorter sums err less */
+#define CHUNK 96      /* outputs of an item: whole strips */
+
+/* Bytes of x that stay in a core's second cache while weights pass. */
+#define KEPT (1 << 19)
+
+/* A thread's start against what a core does meanwhile: bytes of weights that it reads, products. */
+#define BYTES_WORTH_A_THREAD (1 << 18)
+#define PRODUCTS_WORTH_A_THREAD (1 << 20)
+
+typedef struct {
+  Work work;
+  const float *x, *weight;
+  float *columns, *y;
+  size_t n_tokens, n_in, n_out;
+  int n_panels, panels_at_once, n_chunks, n_pieces; /* of a panel's x */
+  int n_packs;                                      /* of all pieces; 0 for a few tokens */
+  atomic_int packed;
+} Linear;
+
+static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* ---- a few tokens ---- */
+
+/* FEW_OUTPUTS of `n` tokens from `token` on; `ahead`: the next strip's weights, or NULL. The compiler knows n. */
+INLINE void few_at_once(const Linear *l, size_t token, size_t out, const float *ahead, const int n) {
+  const size_t n_in = l->n_in;
+  const float *x = l->x + token * n_in, *w = l->weight + out * n_in;
+  vec sums[AT_ONCE][FEW_OUTPUTS];
+  UNROLL for (int t = 0; t < n; t++)
+    UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) sums[t][i] = all(0);
+  for (size_t k = 0; k < n_in; k += LANES) {
+    vec xs[AT_ONCE];
+    UNROLL for (int t = 0; t < n; t++) xs[t] = load(x + t * n_in + k);
+    UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) {
+      if (ahead) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
+      const vec weights = load(w + i * n_in + k);
+      UNROLL for (int t = 0; t < n; t++) sums[t][i] += weights * xs[t];
+    }
+  }
+  UNROLL for (int t = 0; t < n; t++)
+    store4(l->y + (token + t) * l->n_out + out, sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
+}
+
+static void few(const Linear *l, size_t out, const float *ahead) {
+  size_t token = 0;
+  for (; token + AT_ONCE <= l->n_tokens; token += AT_ONCE, ahead = NULL) few_at_once(l, token, out, ahead, AT_ONCE);
+  switch (l->n_tokens - token) {
+    case 1: few_at_once(l, token, out, ahead, 1); break;
+    case 2: few_at_once(l, token, out, ahead, 2); break;
+    case 3: few_at_once(l, token, out, ahead, 3); break;
+  }
+}
+
+/* ---- more tokens ---- */
+
+/* Where a panel's tokens begin, in vectors: all have MOST_VECTORS or one less. */
+static inline size_t panel_start(const Linear *l, size_t panel) {
+  return (l->n_tokens + LANES - 1) / LANES * panel / l->n_panels;
+}
+
+/* A piece of a panel's x: DEPTH terms, transposed; zeros behind the last token. */
+static void pack(Linear *l, size_t panel, size_t piece) {
+  const size_t first = panel_start(l, panel) * LANES, width = panel_start(l, panel + 1) * LANES - first;
+  const size_t end = least((piece + 1) * DEPTH, l->n_in);
+  float *columns = l->columns + first * l->n_in;
+  for (size_t at = 0; at < width; at += LANES)
+    for (size_t k = piece * DEPTH; k < end; k += LANES) {
+      vec tile[LANES];
+      UNROLL for (int i = 0; i < LANES; i++) {
+        const size_t token = first + at + i;
+        tile[i] = token < l->n_tokens ? load(l->x + token * l->n_in + k) : all(0);
+      }
+      transpose(tile);
+      UNROLL for (int i = 0; i < LANES; i++) store(columns + (k + i) * width + at, tile[i]);
+    }
+}
+
+/* `n_terms` of the sums of `rows` outputs and `vectors` of tokens, both of which the compiler knows. They are
+ * added to sums [rows][vectors] if there is `more` there. */
+INLINE void add_terms(const float *w, const float *ahead, size_t n_in, size_t n_terms, const float *columns,
+                      bool more, vec *sums, const int rows, const int vectors) {
+  vec terms[LANES][MOST_VECTORS];
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int g = 0; g < vectors; g++) terms[i][g] = all(0);
+  for (size_t k = 0; k < n_terms; k += LANES) {
+    UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
+    for (int lane = 0; lane < LANES; lane++) {
+      vec xs[MOST_VECTORS];
+      UNROLL for (int g = 0; g < vectors; g++) xs[g] = load(columns + ((k + lane) * vectors + g) * LANES);
+      UNROLL for (int i = 0; i < rows; i++) {
+        const vec weight = all(w[i * n_in + k + lane]);
+        UNROLL for (int g = 0; g < vectors; g++) terms[i][g] += weight * xs[g];
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int g = 0; g < vectors; g++) {
+      vec *to = sums + i * vectors + g;
+      *to = more ? *to + terms[i][g] : terms[i][g];
+    }
+}
+
+/* Not inlined: the compiler would keep `sums` in the registers that the terms need. */
+#define ADD_TERMS(VECTORS)                                                                                        \
+  static __attribute__((noinline)) void add_terms_##VECTORS(const float *w, const float *ahead, size_t n_in,     \
+                                                            size_t n_terms, const float *columns, bool more,     \
+                                                            vec *sums) {                                         \
+    add_terms(w, ahead, n_in, n_terms, columns, more, sums, ROWS, VECTORS);                                      \
+  }
+ADD_TERMS(1)
+ADD_TERMS(2)
+ADD_TERMS(3)
+
+static void (*const add_terms_of[])(const float *, const float *, size_t, size_t, const float *, bool, vec *) = {
+    NULL, add_terms_1, add_terms_2, add_terms_3};
+
+/* STRIP outputs of a panel's tokens; `fetch`: the next ones' weights on the way. */
+static void strip(const Linear *l, size_t out, size_t panel, bool fetch) {
+  const size_t n_in = l->n_in, n_out = l->n_out;
+  const size_t first = panel_start(l, panel) * LANES, vectors = panel_start(l, panel + 1) - first / LANES;
+  const float *columns = l->columns + first * n_in;
+  vec sums[STRIP * MOST_VECTORS];
+  for (size_t row = 0; row < STRIP; row += ROWS) {
+    const float *w = l->weight + (out + row) * n_in;
+    const float *ahead = fetch && out + row + 2 * ROWS <= n_out ? w + ROWS * n_in : w;
+    for (size_t k = 0; k < n_in; k += DEPTH)
+      add_terms_of[vectors](w + k, ahead + k, n_in, least(DEPTH, n_in - k), columns + k * vectors * LANES, k > 0,
+                            sums + row * vectors);
+  }
+  for (size_t g = 0; g < vectors; g++) {
+    vec tile[LANES];
+    UNROLL for (int i = 0; i < STRIP; i++) tile[i] = sums[i * vectors + g];
+    transpose(tile);
+    const size_t token = first + g * LANES, n = least(LANES, l->n_tokens - token);
+    for (size_t i = 0; i < n; i++) store(l->y + (token + i) * n_out + out, tile[i]);
+  }
+}
+
+/* ---- */
+
+/* A chunk of outputs of some panels, or of a few tokens. The last strip does anew what would be too little. */
+static void chunk(const Linear *l, size_t group, size_t number) {
+  const size_t start = number * CHUNK, end = number + 1 < (size_t)l->n_chunks ? start + CHUNK : l->n_out;
+  const size_t first = group * l->panels_at_once, last = least(first + l->panels_at_once, l->n_panels);
+  if (!l->n_packs) {
+    for (size_t out = start; out < end; out += FEW_OUTPUTS) {
+      const size_t here = least(out, end - FEW_OUTPUTS), next = here + FEW_OUTPUTS;
+      few(l, here, next + FEW_OUTPUTS <= l->n_out ? l->weight + next * l->n_in : NULL);
+    }
+    return;
+  }
+  for (size_t out = start; out < end; out += STRIP)
+    for (size_t panel = first; panel < last; panel++) strip(l, least(out, end - STRIP), panel, panel == first);
+}
+
+static void do_item(Work *work, int item) {
+  Linear *l = (Linear *)work;
+  if (item < l->n_packs) {
+    pack(l, item / l->n_pieces, item % l->n_pieces);
+    atomic_fetch_add(&l->packed, 1);
+    return;
+  }
+  while (atomic_load(&l->packed) < l->n_packs) sched_yield(); /* others are at the last pieces */
+  chunk(l, (item - l->n_packs) / l->n_chunks, (item - l->n_packs) % l->n_chunks);
+}
+
+XLA_FFI_Error *linear(XLA_FFI_CallFrame *frame) {
+  if (asked_what_it_is(frame)) return NULL;
+  const XLA_FFI_Buffer *x = argument(frame, 0), *weight = argument(frame, 1);
+  Linear *l = calloc(1, sizeof *l);
+  if (!l) return no_memory(frame, "a linear layer: no memory");
+  l->work.do_item = do_item;
+  l->x = x->data;
+  l->weight = weight->data;
+  l->y = result(frame, 0)->data;
+  l->columns = result(frame, 1)->data;
+  l->n_tokens = x->dims[0];
+  l->n_in = x->dims[1];
+  l->n_out = weight->dims[0];
+  const size_t vectors = (l->n_tokens + LANES - 1) / LANES, panel_bytes = MOST_VECTORS * LANES * sizeof(float) * l->n_in;
+  l->n_panels = (vectors + MOST_VECTORS - 1) / MOST_VECTORS;
+  l->panels_at_once = panel_bytes > KEPT ? 1 : KEPT / panel_bytes;
+  l->n_chunks = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
+  l->n_pieces = (l->n_in + DEPTH - 1) / DEPTH;
+  l->n_packs = l->n_tokens <= FEW ? 0 : l->n_panels * l->n_pieces;
+  const int n_groups = l->n_packs ? (l->n_panels + l->panels_at_once - 1) / l->panels_at_once : 1;
+  l->work.n_items = l->n_packs + n_groups * l->n_chunks;
+  const double n_weights = (double)l->n_in * l->n_out;
+  const double by_bytes = n_weights * sizeof(float) / BYTES_WORTH_A_THREAD;
+  const double by_products = n_weights * l->n_tokens / PRODUCTS_WORTH_A_THREAD;
+  do_all(&l->work, frame, by_bytes > by_products ? by_bytes : by_products);
+  return NULL;
+}

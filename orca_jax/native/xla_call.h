@@ -1,0 +1,86 @@
+/* What an XLA custom call on a CPU needs: to say what it is, and to share its work out to XLA's threads. */
+
+#ifndef ORCA_XLA_CALL_H
+#define ORCA_XLA_CALL_H
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+
+#include "xla/ffi/api/c_api.h"
+
+/* Work cut into items, which threads take in turn. It stands first in what an operation allocates with
+ * malloc; the last thread that lets go of it frees that. */
+typedef struct Work {
+  void (*do_item)(struct Work *, int item);
+  int n_items;
+  atomic_int next, done, holders; /* items taken, items finished, threads that may still look at this */
+} Work;
+
+/* XLA asks once what this is, without arguments: true, and answered. */
+static inline bool asked_what_it_is(XLA_FFI_CallFrame *frame) {
+  for (XLA_FFI_Extension_Base *asked = frame->extension_start; asked; asked = asked->next)
+    if (asked->type == XLA_FFI_Extension_Metadata) {
+      XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)asked)->metadata;
+      metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+      metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+      return true;
+    }
+  return false;
+}
+
+static inline XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, int i) { return frame->args.args[i]; }
+static inline XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *frame, int i) { return frame->rets.rets[i]; }
+
+static inline XLA_FFI_Error *no_memory(const XLA_FFI_CallFrame *frame, const char *what) {
+  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, what,
+                                    XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+static inline void take_items(Work *work) {
+  for (;;) {
+    const int item = atomic_fetch_add(&work->next, 1);
+    if (item >= work->n_items) return;
+    work->do_item(work, item);
+    atomic_fetch_add(&work->done, 1);
+  }
+}
+
+static inline void let_go(Work *work) {
+  if (atomic_fetch_sub(&work->holders, 1) == 1) free(work);
+}
+
+static void help(void *work) {
+  take_items(work);
+  let_go(work);
+}
+
+/* Do all items, with at most `worth` threads; those that come late find nothing to do. The work is let go. */
+static inline void do_all(Work *work, const XLA_FFI_CallFrame *frame, double worth) {
+  int64_t n_threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args count = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx,
+                                              &n_threads};
+  const int n_items = work->n_items;
+  atomic_init(&work->next, 0);
+  atomic_init(&work->done, 0);
+  atomic_init(&work->holders, 1);
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
+  for (int64_t i = 1; !error && i < n_threads && i < worth && i < n_items; i++) {
+    XLA_FFI_ThreadPool_Schedule_Args task = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help,
+                                             work};
+    atomic_fetch_add(&work->holders, 1);
+    error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
+    if (error) let_go(work);
+  }
+  if (error) { /* there are no threads: this one does it all */
+    XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+    frame->api->XLA_FFI_Error_Destroy(&args);
+  }
+  take_items(work);
+  while (atomic_load(&work->done) < n_items) sched_yield(); /* others are at the last items */
+  let_go(work);
+}
+
+#endif
