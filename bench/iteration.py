@@ -43,6 +43,7 @@ from orca_jax.request_pool import RequestPool
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.host_allocator import keep_large_buffers
 from orca_jax.sharding.matmul_choice import choose_matmul
 from orca_jax.sharding.measured_device import measure_device, seconds
 from orca_jax.sharding.partition import split_model
@@ -113,6 +114,8 @@ class Bench:
         self, model: ModelConfig, dtype: jnp.dtype, *, context: int, most_rows: int, longest: int
     ) -> None:
         self.model, self.dtype, self.context = model, dtype, context
+        if jax.devices()[0].platform == "cpu":
+            keep_large_buffers()  # as an engine does
         self.device: Device = measure_device(dtype)
         self.parameters = init_parameters(model, jax.random.key(0), dtype)
         self.serving = ServingConfig(

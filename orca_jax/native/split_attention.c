@@ -17,7 +17,8 @@
 #define CHUNK 64 /* keys */
 #define STRIP 8  /* keys whose scores are computed side by side; all of one block */
 #define PANEL 4  /* query tokens whose sums are */
-#define FETCH_AHEAD (2 * BLOCK_SIZE) /* keys */
+#define HEADS_AT_ONCE 4 /* of a query */
+#define ROWS_ENOUGH 8   /* of the increment phase, for all threads to be busy with so many heads at once */
 #define GROUPS (TILE / LANES)
 #define PARTS (HEAD_SIZE / LANES)
 
@@ -62,6 +63,7 @@ typedef struct {
   const int32_t *block_table, *row_start, *kv_length;
   float *out;
   int n_heads, max_blocks;
+  int n_many, heads_at_once; /* tiles of several queries, which come first; heads that an item of one has */
   Tile tiles[];
 } Attention;
 
@@ -75,54 +77,76 @@ static inline const float *slot(const Attention *a, const float *pool, const int
 
 /* Blocks lie anywhere, so the machine cannot guess the next one. Into the second cache, which waits for more
  * memory at a time than the first. */
-static inline void fetch_ahead(const Attention *a, const float *pool, const int32_t *table, int head, int position,
-                               int length) {
-  if (position + FETCH_AHEAD >= length) return;
-  const char *next = (const char *)slot(a, pool, table, head, position + FETCH_AHEAD);
-  for (int i = 0; i < (int)(HEAD_SIZE * sizeof(float)); i += 64) __builtin_prefetch(next + i, 0, 2);
+static inline void fetch(const float *slot) {
+  for (int i = 0; i < (int)(HEAD_SIZE * sizeof(float)); i += 64) __builtin_prefetch((const char *)slot + i, 0, 2);
 }
 
-/* A tile of one query. */
-static void attend_one(const Attention *a, Tile tile, int head) {
+/* A query's softmax as far as its chunks are seen. */
+typedef struct {
+  vec q[PARTS], out[PARTS];
+  float top, total;
+} Running;
+
+/* A chunk of a head's keys and values, `n` from `base` on. Its values are fetched while its keys are worked on;
+ * meanwhile those fetch the keys of what comes next: `n_next` from `next` on, of another head perhaps. */
+static inline void attend_chunk(const Attention *a, const int32_t *table, int head, int base, int n, Running *running,
+                                int next_head, int next, int n_next) {
+  float weights[CHUNK]; /* scores first */
+  for (int c = n; c < CHUNK; c++) weights[c] = NOTHING;
+  for (int c = 0; c < n; c++) {
+    const float *key = slot(a, a->keys, table, head, base + c);
+    fetch(slot(a, a->values, table, head, base + c));
+    vec products = running->q[0] * load(key);
+    for (int i = 1; i < PARTS; i++) products += running->q[i] * load(key + i * LANES);
+    weights[c] = sum(products);
+  }
+  const float top = running->top;
+  float new_top = top;
+  for (int c = 0; c < n; c++) new_top = weights[c] > new_top ? weights[c] : new_top;
+  vec sums = all(0);
+  for (int c = 0; c < CHUNK; c += LANES) {
+    vec weight = exponential(load(weights + c) - all(new_top));
+    store(weights + c, weight);
+    sums += weight;
+  }
+  const float shrink = exponential(all(top - new_top))[0];
+  running->top = new_top;
+  running->total = running->total * shrink + sum(sums);
+  vec out[PARTS];
+  for (int i = 0; i < PARTS; i++) out[i] = running->out[i] * all(shrink);
+  for (int c = 0; c < n; c++) {
+    const float *value = slot(a, a->values, table, head, base + c);
+    if (c < n_next) fetch(slot(a, a->keys, table, next_head, next + c));
+    for (int i = 0; i < PARTS; i++) out[i] += all(weights[c]) * load(value + i * LANES);
+  }
+  for (int i = 0; i < PARTS; i++) running->out[i] = out[i];
+}
+
+/* A tile of one query, and some heads, in turn at each chunk. */
+static void attend_one(const Attention *a, Tile tile, int first, int n_heads) {
   const int length = a->kv_length[tile.row];
   const int32_t *table = a->block_table + (size_t)tile.row * a->max_blocks;
-  const size_t at = ((size_t)tile.start * a->n_heads + head) * HEAD_SIZE;
-  vec q[PARTS], out[PARTS];
-  for (int i = 0; i < PARTS; i++) {
-    q[i] = load(a->q + at + i * LANES) * all(1.0f / __builtin_sqrtf(HEAD_SIZE));
-    out[i] = all(0);
+  const size_t at = ((size_t)tile.start * a->n_heads + first) * HEAD_SIZE;
+  Running heads[HEADS_AT_ONCE];
+  for (int h = 0; h < n_heads; h++) {
+    heads[h].top = NOTHING;
+    heads[h].total = 0;
+    for (int i = 0; i < PARTS; i++) {
+      heads[h].q[i] = load(a->q + at + h * HEAD_SIZE + i * LANES) * all(1.0f / __builtin_sqrtf(HEAD_SIZE));
+      heads[h].out[i] = all(0);
+    }
   }
-  float top = NOTHING, total = 0;
   for (int base = 0; base < length; base += CHUNK) {
-    const int n = length - base < CHUNK ? length - base : CHUNK;
-    float weights[CHUNK]; /* scores first */
-    for (int c = n; c < CHUNK; c++) weights[c] = NOTHING;
-    for (int c = 0; c < n; c++) {
-      const float *key = slot(a, a->keys, table, head, base + c);
-      fetch_ahead(a, a->keys, table, head, base + c, length);
-      vec products = q[0] * load(key);
-      for (int i = 1; i < PARTS; i++) products += q[i] * load(key + i * LANES);
-      weights[c] = sum(products);
-    }
-    float new_top = top;
-    for (int c = 0; c < n; c++) new_top = weights[c] > new_top ? weights[c] : new_top;
-    vec sums = all(0);
-    for (int c = 0; c < CHUNK; c += LANES) {
-      vec weight = exponential(load(weights + c) - all(new_top));
-      store(weights + c, weight);
-      sums += weight;
-    }
-    const float shrink = exponential(all(top - new_top))[0];
-    top = new_top;
-    total = total * shrink + sum(sums);
-    for (int i = 0; i < PARTS; i++) out[i] *= all(shrink);
-    for (int c = 0; c < n; c++) {
-      const float *value = slot(a, a->values, table, head, base + c);
-      fetch_ahead(a, a->values, table, head, base + c, length);
-      for (int i = 0; i < PARTS; i++) out[i] += all(weights[c]) * load(value + i * LANES);
+    const int n = length - base < CHUNK ? length - base : CHUNK, behind = length - base - n;
+    for (int h = 0; h < n_heads; h++) {
+      const int last = h + 1 == n_heads;
+      attend_chunk(a, table, first + h, base, n, &heads[h], last ? first : first + h + 1, last ? base + n : base,
+                   last ? behind : n);
     }
   }
-  for (int i = 0; i < PARTS; i++) store(a->out + at + i * LANES, out[i] * all(1 / total));
+  for (int h = 0; h < n_heads; h++)
+    for (int i = 0; i < PARTS; i++)
+      store(a->out + at + h * HEAD_SIZE + i * LANES, heads[h].out[i] * all(1 / heads[h].total));
 }
 
 /* A tile of several queries: its vectors go across the queries for the scores, along the head for the sums. */
@@ -212,15 +236,22 @@ static void attend_many(const Attention *a, Tile tile, int head) {
 
 static void do_item(Work *work, int item) {
   const Attention *a = (Attention *)work;
-  const Tile tile = a->tiles[item / a->n_heads];
-  (tile.n == 1 ? attend_one : attend_many)(a, tile, item % a->n_heads);
+  const int n_many = a->n_many * a->n_heads;
+  if (item < n_many) {
+    attend_many(a, a->tiles[item / a->n_heads], item % a->n_heads);
+    return;
+  }
+  const int n_groups = (a->n_heads + a->heads_at_once - 1) / a->heads_at_once;
+  const int first = (item - n_many) % n_groups * a->heads_at_once, left = a->n_heads - first;
+  attend_one(a, a->tiles[a->n_many + (item - n_many) / n_groups], first,
+             left < a->heads_at_once ? left : a->heads_at_once);
 }
 
 /* Initiations first, the increments fill up behind them; returns the bytes of keys and values that are read. */
 static double cut(Attention *a, int n_rows) {
   double n_bytes = 0;
   int n_tiles = 0;
-  for (int increments = 0; increments < 2; increments++)
+  for (int increments = 0; increments < 2; increments++) {
     for (int row = 0; row < n_rows; row++) {
       const int start = a->row_start[row], end = a->row_start[row + 1];
       if (end == start || (end - start == 1) != increments) continue;
@@ -229,7 +260,11 @@ static double cut(Attention *a, int n_rows) {
         n_bytes += 8.0 * a->kv_length[row] * a->n_heads * HEAD_SIZE;
       }
     }
-  a->work.n_items = n_tiles * a->n_heads;
+    if (!increments) a->n_many = n_tiles;
+  }
+  const int n_ones = n_tiles - a->n_many;
+  a->heads_at_once = n_ones < ROWS_ENOUGH ? 1 : HEADS_AT_ONCE;
+  a->work.n_items = a->n_many * a->n_heads + n_ones * ((a->n_heads + a->heads_at_once - 1) / a->heads_at_once);
   return n_bytes;
 }
 
