@@ -1,17 +1,15 @@
 /* The product of a linear layer on a CPU, in float32: an XLA custom call (ORCA 3.2: all tokens at once).
  *
- * x [T, I] times weight [O, I] gives y [T, O]; both are read where they lie. What XLA's own library lacks is
- * speed at 2 to 100 tokens, where most iterations are: it packs the weight before each product.
+ * x [T, I] times weight [O, I] gives y [T, O]; both are read where they lie. XLA's own library packs the weight
+ * before each product, which costs the more the fewer tokens there are.
  *
  * FEW tokens or less: vectors go along the sum, and a strip of outputs passes over all tokens while its
- * weights are in the first cache. More: x is transposed once (a second result is the room for that), in panels
- * of tokens; vectors go across the tokens, and each weight meets all tokens of a panel at once. What a token
- * gets depends on whether there are FEW or more, and on nothing else of its batch.
+ * weights are in the first cache. More: vectors go across the tokens of a panel, whose x each thread transposes
+ * for itself, and each weight meets all tokens of the panel at once. What a token gets depends on whether there
+ * are FEW or more, and on nothing else of its batch.
  *
  * I is a multiple of LANES, O at least LANES.
  */
-
-#include <string.h>
 
 #include "vectors.h"
 #include "xla_call.h"
@@ -29,10 +27,10 @@
 #define FEW_OUTPUTS 4 /* that leave together */
 #define STRIP LANES   /* likewise, of more tokens */
 #define DEPTH 256     /* terms that are summed before the sum joins the others: shorter sums err less */
-#define CHUNK 96      /* outputs of an item: whole strips */
+#define CHUNK 96      /* outputs of an item, at least: whole strips */
 
-/* Bytes of x that stay in a core's second cache while weights pass. */
-#define KEPT (1 << 19)
+/* Items for each thread, so that none waits long for another. */
+#define ITEMS 8
 
 /* A thread's start against what a core does meanwhile: bytes of weights that it reads, products. */
 #define BYTES_WORTH_A_THREAD (1 << 18)
@@ -41,12 +39,22 @@
 typedef struct {
   Work work;
   const float *x, *weight;
-  float *columns, *y;
+  float *y;
   size_t n_tokens, n_in, n_out;
-  int n_panels, panels_at_once, n_chunks, n_pieces; /* of a panel's x */
-  int n_packs;                                      /* of all pieces; 0 for a few tokens */
-  atomic_int packed;
+  size_t n_panels, n_chunks; /* of tokens, of outputs */
+  unsigned long number;      /* of this product */
 } Linear;
+
+/* The panel's x that a thread has transposed. It keeps the room for the next. */
+typedef struct {
+  float *columns;
+  size_t size;
+  unsigned long number;
+  size_t panel;
+} Packed;
+
+static _Thread_local Packed packed;
+static atomic_ulong n_products;
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
@@ -89,21 +97,30 @@ static inline size_t panel_start(const Linear *l, size_t panel) {
   return (l->n_tokens + LANES - 1) / LANES * panel / l->n_panels;
 }
 
-/* A piece of a panel's x: DEPTH terms, transposed; zeros behind the last token. */
-static void pack(Linear *l, size_t panel, size_t piece) {
+/* A panel's x, transposed by this thread: columns [I][tokens], with zeros behind the last token. NULL without
+ * memory. */
+static const float *columns_of(const Linear *l, size_t panel) {
+  if (packed.number == l->number && packed.panel == panel) return packed.columns;
   const size_t first = panel_start(l, panel) * LANES, width = panel_start(l, panel + 1) * LANES - first;
-  const size_t end = least((piece + 1) * DEPTH, l->n_in);
-  float *columns = l->columns + first * l->n_in;
+  if (packed.size < width * l->n_in) {
+    free(packed.columns);
+    packed.columns = aligned_alloc(64, width * l->n_in * sizeof(float));
+    packed.size = packed.columns ? width * l->n_in : 0;
+    if (!packed.columns) return NULL;
+  }
+  packed.number = l->number;
+  packed.panel = panel;
   for (size_t at = 0; at < width; at += LANES)
-    for (size_t k = piece * DEPTH; k < end; k += LANES) {
+    for (size_t k = 0; k < l->n_in; k += LANES) {
       vec tile[LANES];
       UNROLL for (int i = 0; i < LANES; i++) {
         const size_t token = first + at + i;
         tile[i] = token < l->n_tokens ? load(l->x + token * l->n_in + k) : all(0);
       }
       transpose(tile);
-      UNROLL for (int i = 0; i < LANES; i++) store(columns + (k + i) * width + at, tile[i]);
+      UNROLL for (int i = 0; i < LANES; i++) store(packed.columns + (k + i) * width + at, tile[i]);
     }
+  return packed.columns;
 }
 
 /* `n_terms` of the sums of `rows` outputs and `vectors` of tokens, both of which the compiler knows. They are
@@ -145,15 +162,17 @@ ADD_TERMS(3)
 static void (*const add_terms_of[])(const float *, const float *, size_t, size_t, const float *, bool, vec *) = {
     NULL, add_terms_1, add_terms_2, add_terms_3};
 
-/* STRIP outputs of a panel's tokens; `fetch`: the next ones' weights on the way. */
-static void strip(const Linear *l, size_t out, size_t panel, bool fetch) {
+/* STRIP outputs of a panel's tokens. */
+static void strip(const Linear *l, size_t out, size_t panel, const float *columns) {
   const size_t n_in = l->n_in, n_out = l->n_out;
   const size_t first = panel_start(l, panel) * LANES, vectors = panel_start(l, panel + 1) - first / LANES;
-  const float *columns = l->columns + first * n_in;
+  const size_t n = least(vectors * LANES, l->n_tokens - first);
+  float *y = l->y + first * n_out + out;
   vec sums[STRIP * MOST_VECTORS];
   for (size_t row = 0; row < STRIP; row += ROWS) {
     const float *w = l->weight + (out + row) * n_in;
-    const float *ahead = fetch && out + row + 2 * ROWS <= n_out ? w + ROWS * n_in : w;
+    const float *ahead = out + row + 2 * ROWS <= n_out ? w + ROWS * n_in : w;
+    for (size_t i = row ? n / 2 : 0; i < (row ? n : n / 2); i++) __builtin_prefetch(y + i * n_out, 1, 3);
     for (size_t k = 0; k < n_in; k += DEPTH)
       add_terms_of[vectors](w + k, ahead + k, n_in, least(DEPTH, n_in - k), columns + k * vectors * LANES, k > 0,
                             sums + row * vectors);
@@ -162,63 +181,55 @@ static void strip(const Linear *l, size_t out, size_t panel, bool fetch) {
     vec tile[LANES];
     UNROLL for (int i = 0; i < STRIP; i++) tile[i] = sums[i * vectors + g];
     transpose(tile);
-    const size_t token = first + g * LANES, n = least(LANES, l->n_tokens - token);
-    for (size_t i = 0; i < n; i++) store(l->y + (token + i) * n_out + out, tile[i]);
+    for (size_t i = g * LANES; i < least(n, (g + 1) * LANES); i++) store(y + i * n_out, tile[i % LANES]);
   }
 }
 
 /* ---- */
 
-/* A chunk of outputs of some panels, or of a few tokens. The last strip does anew what would be too little. */
-static void chunk(const Linear *l, size_t group, size_t number) {
-  const size_t start = number * CHUNK, end = number + 1 < (size_t)l->n_chunks ? start + CHUNK : l->n_out;
-  const size_t first = group * l->panels_at_once, last = least(first + l->panels_at_once, l->n_panels);
-  if (!l->n_packs) {
+/* A chunk of outputs, of all tokens if they are few, else of a panel. The last strip does anew what would be too
+ * little for one. */
+static void do_item(Work *work, int item) {
+  const Linear *l = (const Linear *)work;
+  const size_t panel = item / l->n_chunks, chunk = item % l->n_chunks, n_strips = l->n_out / STRIP;
+  const size_t start = n_strips * chunk / l->n_chunks * STRIP;
+  const size_t end = chunk + 1 < l->n_chunks ? n_strips * (chunk + 1) / l->n_chunks * STRIP : l->n_out;
+  if (l->n_tokens <= FEW) {
     for (size_t out = start; out < end; out += FEW_OUTPUTS) {
       const size_t here = least(out, end - FEW_OUTPUTS), next = here + FEW_OUTPUTS;
       few(l, here, next + FEW_OUTPUTS <= l->n_out ? l->weight + next * l->n_in : NULL);
     }
     return;
   }
-  for (size_t out = start; out < end; out += STRIP)
-    for (size_t panel = first; panel < last; panel++) strip(l, least(out, end - STRIP), panel, panel == first);
-}
-
-static void do_item(Work *work, int item) {
-  Linear *l = (Linear *)work;
-  if (item < l->n_packs) {
-    pack(l, item / l->n_pieces, item % l->n_pieces);
-    atomic_fetch_add(&l->packed, 1);
+  const float *columns = columns_of(l, panel);
+  if (!columns) {
+    work->failed = true;
     return;
   }
-  while (atomic_load(&l->packed) < l->n_packs) sched_yield(); /* others are at the last pieces */
-  chunk(l, (item - l->n_packs) / l->n_chunks, (item - l->n_packs) % l->n_chunks);
+  for (size_t out = start; out < end; out += STRIP) strip(l, least(out, end - STRIP), panel, columns);
 }
 
 XLA_FFI_Error *linear(XLA_FFI_CallFrame *frame) {
   if (asked_what_it_is(frame)) return NULL;
   const XLA_FFI_Buffer *x = argument(frame, 0), *weight = argument(frame, 1);
   Linear *l = calloc(1, sizeof *l);
-  if (!l) return no_memory(frame, "a linear layer: no memory");
+  if (!l) return no_memory(frame);
   l->work.do_item = do_item;
   l->x = x->data;
   l->weight = weight->data;
   l->y = result(frame, 0)->data;
-  l->columns = result(frame, 1)->data;
   l->n_tokens = x->dims[0];
   l->n_in = x->dims[1];
   l->n_out = weight->dims[0];
-  const size_t vectors = (l->n_tokens + LANES - 1) / LANES, panel_bytes = MOST_VECTORS * LANES * sizeof(float) * l->n_in;
-  l->n_panels = (vectors + MOST_VECTORS - 1) / MOST_VECTORS;
-  l->panels_at_once = panel_bytes > KEPT ? 1 : KEPT / panel_bytes;
-  l->n_chunks = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
-  l->n_pieces = (l->n_in + DEPTH - 1) / DEPTH;
-  l->n_packs = l->n_tokens <= FEW ? 0 : l->n_panels * l->n_pieces;
-  const int n_groups = l->n_packs ? (l->n_panels + l->panels_at_once - 1) / l->panels_at_once : 1;
-  l->work.n_items = l->n_packs + n_groups * l->n_chunks;
+  l->number = atomic_fetch_add(&n_products, 1) + 1;
+  l->n_panels = ((l->n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
+  const size_t n_threads = count_threads(frame), most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
+  if (l->n_tokens <= FEW) l->n_panels = 1;
+  l->n_chunks = least(most, (ITEMS * n_threads + l->n_panels - 1) / l->n_panels);
+  l->work.n_items = l->n_panels * l->n_chunks;
   const double n_weights = (double)l->n_in * l->n_out;
   const double by_bytes = n_weights * sizeof(float) / BYTES_WORTH_A_THREAD;
   const double by_products = n_weights * l->n_tokens / PRODUCTS_WORTH_A_THREAD;
-  do_all(&l->work, frame, by_bytes > by_products ? by_bytes : by_products);
-  return NULL;
+  const double worth = by_bytes > by_products ? by_bytes : by_products;
+  return do_all(&l->work, frame, worth < n_threads ? worth : n_threads);
 }

@@ -273,7 +273,7 @@ XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   const XLA_FFI_Buffer *q = argument(frame, 0), *block_table = argument(frame, 3), *kv_length = argument(frame, 5);
   const int n_tokens = q->dims[0], n_rows = kv_length->dims[0];
   Attention *a = malloc(sizeof *a + sizeof(Tile) * (n_tokens / TILE + n_rows));
-  if (!a) return no_memory(frame, "split attention: no memory");
+  if (!a) return no_memory(frame);
   a->work.do_item = do_item;
   a->q = q->data;
   a->keys = argument(frame, 1)->data;
@@ -287,6 +287,7 @@ XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   const size_t token = (size_t)a->n_heads * HEAD_SIZE, n_real = a->row_start[n_rows];
   memset(a->out + n_real * token, 0, sizeof(float) * (n_tokens - n_real) * token); /* padding */
   const double n_bytes = cut(a, n_rows);
-  do_all(&a->work, frame, n_bytes / WORTH_A_THREAD);
-  return NULL;
+  const double worth = n_bytes / WORTH_A_THREAD;
+  const int n_threads = count_threads(frame);
+  return do_all(&a->work, frame, worth < n_threads ? worth : n_threads);
 }

@@ -15,6 +15,7 @@
 typedef struct Work {
   void (*do_item)(struct Work *, int item);
   int n_items;
+  atomic_bool failed;
   atomic_int next, done, holders; /* items taken, items finished, threads that may still look at this */
 } Work;
 
@@ -33,10 +34,25 @@ static inline bool asked_what_it_is(XLA_FFI_CallFrame *frame) {
 static inline XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, int i) { return frame->args.args[i]; }
 static inline XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *frame, int i) { return frame->rets.rets[i]; }
 
-static inline XLA_FFI_Error *no_memory(const XLA_FFI_CallFrame *frame, const char *what) {
-  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, what,
+static inline XLA_FFI_Error *no_memory(const XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, "no memory is left on the host",
                                     XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
   return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+static inline void forget(const XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) {
+  XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&args);
+}
+
+/* Threads of XLA's, this one counted. */
+static inline int count_threads(const XLA_FFI_CallFrame *frame) {
+  int64_t n = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &n};
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
+  if (!error) return n;
+  forget(frame, error); /* there is no pool */
+  return 1;
 }
 
 static inline void take_items(Work *work) {
@@ -57,30 +73,28 @@ static void help(void *work) {
   let_go(work);
 }
 
-/* Do all items, with at most `worth` threads; those that come late find nothing to do. The work is let go. */
-static inline void do_all(Work *work, const XLA_FFI_CallFrame *frame, double worth) {
-  int64_t n_threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args count = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx,
-                                              &n_threads};
+/* Do all items, with at most `n_threads`; those that come late find nothing to do. The work is let go. */
+static inline XLA_FFI_Error *do_all(Work *work, const XLA_FFI_CallFrame *frame, double n_threads) {
   const int n_items = work->n_items;
+  atomic_init(&work->failed, false);
   atomic_init(&work->next, 0);
   atomic_init(&work->done, 0);
   atomic_init(&work->holders, 1);
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
-  for (int64_t i = 1; !error && i < n_threads && i < worth && i < n_items; i++) {
+  for (int i = 1; i < n_threads && i < n_items; i++) {
     XLA_FFI_ThreadPool_Schedule_Args task = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help,
                                              work};
     atomic_fetch_add(&work->holders, 1);
-    error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
-    if (error) let_go(work);
-  }
-  if (error) { /* there are no threads: this one does it all */
-    XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
-    frame->api->XLA_FFI_Error_Destroy(&args);
+    XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
+    if (!error) continue;
+    forget(frame, error);
+    let_go(work); /* those that are there do it all */
+    break;
   }
   take_items(work);
   while (atomic_load(&work->done) < n_items) sched_yield(); /* others are at the last items */
+  const bool failed = atomic_load(&work->failed);
   let_go(work);
+  return failed ? no_memory(frame) : NULL;
 }
 
 #endif

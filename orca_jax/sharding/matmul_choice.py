@@ -1,7 +1,6 @@
 """Which product a stage's linear layers and head run: chosen here and nowhere else.
 
-In C (native/) on a CPU with AVX-512 and a compiler, for float32 and up to as many tokens as it is ahead for;
-else XLA's.
+In C (native/) for float32 on a CPU with AVX-512 and a compiler; else XLA's.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import numpy as np
 
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.native.compiler import NotBuilt
-from orca_jax.native.linear import linear_target, native_linear, suits
+from orca_jax.native.linear import has_form, linear_target, native_linear
 
 Device = Any  # a jax.Device
 
@@ -40,8 +39,8 @@ def choose_matmul(device: Device, dtype: Any) -> MatmulChoice:
         linear_target()
     except NotBuilt as error:
         return MatmulChoice(matmul, f"XLA's products: {error}")
-    return MatmulChoice(_native_where_it_suits, "native products")
+    return MatmulChoice(_native, "native products")
 
 
-def _native_where_it_suits(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return native_linear(x, weight) if suits(x, weight) else matmul(x, weight)
+def _native(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return native_linear(x, weight) if has_form(x, weight) else matmul(x, weight)
