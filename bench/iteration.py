@@ -44,9 +44,9 @@ from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.attention_path import choose_attention
 from orca_jax.sharding.host_allocator import keep_large_buffers
-from orca_jax.sharding.matmul_choice import choose_matmul
 from orca_jax.sharding.measured_device import measure_device, seconds
 from orca_jax.sharding.partition import split_model
+from orca_jax.sharding.products import choose_products
 from orca_jax.timeline import Timeline
 
 # Over the floor: by rows of an increment phase, and of an initiation. A GPU's: 85 % of its bandwidth, 75 % of
@@ -132,9 +132,8 @@ class Bench:
         self.attention = choose_attention(
             jax.devices()[0], model, n_heads=model.n_heads, block_size=BLOCK_SIZE, dtype=dtype
         )
-        product = choose_matmul(jax.devices()[0], dtype)
-        self.matmul = product.matmul
-        assert product.beside(self.attention.said) == built.attention
+        self.products = choose_products(jax.devices()[0], dtype)
+        assert self.products.beside(self.attention.said) == built.attention
 
     def scheduler(self, max_bs: int, *, overlap: bool) -> tuple[Scheduler, RequestPool]:
         """A fresh scheduler and pool on the one engine."""
@@ -196,7 +195,7 @@ class Bench:
 
     def parts(self, n_tokens: int, n_rows: int, kv_length: int, repeat: int) -> dict[str, float]:
         """Seconds of each of the device's parts: `n_rows` requests, `n_tokens` query tokens together."""
-        model, p, matmul = self.model, self.parameters, self.matmul
+        model, p, matmul = self.model, self.parameters, self.products.bind(None)
         per_row = n_tokens // n_rows
         n_blocks = -(-kv_length // self.serving.block_size)
         shape = (n_rows * n_blocks, model.n_heads, self.serving.block_size, model.head_size)

@@ -35,8 +35,8 @@ from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_na
 from orca_jax.sharding.host_allocator import keep_large_buffers
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.load import find_model, load_parameters
-from orca_jax.sharding.matmul_choice import choose_matmul
 from orca_jax.sharding.partition import one_stage
+from orca_jax.sharding.products import choose_products
 from orca_jax.sharding.stage_device import JaxStageDevice, News, StageModel
 from orca_jax.sharding.transfer_link import TransferLink
 from orca_jax.stage_layers import stage_layers
@@ -128,7 +128,7 @@ class WorkerProcess:
                 modest=room.modest,
                 n_devices=room.n_devices,
                 device=device_name(devices[0]),
-                attention=choose_matmul(devices[0], dtype).beside(chosen.said),
+                attention=choose_products(devices[0], dtype).beside(chosen.said),
                 path=chosen.kind,
             )
         except BaseException:

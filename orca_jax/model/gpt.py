@@ -81,30 +81,38 @@ def init_parameter(name: str, shape: tuple[int, ...], key: jax.Array, dtype: jnp
 class Block(nnx.Module):
     """One Transformer layer, with its norms before attention and feed-forward, or after (OPT-350m)."""
 
-    def __init__(self, config: ModelConfig, p: Callable[[str], jax.Array | None], product: Matmul) -> None:
+    def __init__(self, config: ModelConfig, p: Callable[[str], jax.Array | None]) -> None:
         self.config = config
         self.attn_norm = _norm(config, p, "attn_norm")
-        self.qkv = _linear(p, "qkv", product)
-        self.out = _linear(p, "out", product)
+        self.qkv = _linear(p, "qkv")
+        self.out = _linear(p, "out")
         self.mlp_norm = _norm(config, p, "mlp_norm")
-        self.up = _linear(p, "up", product)
-        self.down = _linear(p, "down", product)
+        self.up = _linear(p, "up")
+        self.down = _linear(p, "down")
 
     def __call__(
-        self, x: jax.Array, cache: LayerCache, slot_of_token: jax.Array, attend: Attend, shard: Shard
+        self,
+        x: jax.Array,
+        cache: LayerCache,
+        slot_of_token: jax.Array,
+        attend: Attend,
+        shard: Shard,
+        product: Matmul,
     ) -> tuple[jax.Array, LayerCache]:
         """x [T, H] through the layer; this iteration's keys and values are written to the cache first."""
         pre = self.config.norm == "pre"
 
         def attention(value: jax.Array) -> tuple[jax.Array, LayerCache]:
             n_tokens, n_heads = value.shape[0], self.config.n_heads // shard.n
-            qkv = self.qkv(value).reshape(n_tokens, 3, n_heads, self.config.head_size)  # [T, 3, N, D]
+            qkv = self.qkv(value, product)
+            qkv = qkv.reshape(n_tokens, 3, n_heads, self.config.head_size)  # [T, 3, N, D]
             written = write(cache, qkv[:, 1], qkv[:, 2], slot_of_token)
             merged = attend(qkv[:, 0], written).reshape(n_tokens, -1)  # split, attended, merged
-            return self.out(merged, shard), written
+            return self.out(merged, product, shard), written
 
         def feed_forward(value: jax.Array) -> jax.Array:
-            return self.down(activate(self.up(value), self.config.activation), shard)
+            inner = activate(self.up(value, product), self.config.activation)
+            return self.down(inner, product, shard)
 
         if pre:
             attended, cache = attention(self.attn_norm(x))
@@ -119,20 +127,12 @@ class GPT(nnx.Module):
     """The layers `layers` of the model, by default all; built from named parameters and never changed.
 
     The first layer brings the embedding with it, the last one the final norm and the head: `stage_parameters`
-    names what is needed. With `shard` each call computes one part, from that part's weights. Linear layers
+    names what is needed. With `shard` each call computes one part, from that part's weights; linear layers
     and the head run `product`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parameters: Parameters,
-        layers: range | None = None,
-        *,
-        product: Matmul = matmul,
-    ) -> None:
+    def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
         self.config = config
-        self.product = product
         layers = range(config.n_layers) if layers is None else layers
         first, last = layers.start == 0, layers.stop == config.n_layers
         project = config.embedding_size != config.hidden_size
@@ -140,14 +140,20 @@ class GPT(nnx.Module):
             self.token_embedding = nnx.Param(parameters["token_embedding"])
         if first:
             self.position_embedding = nnx.Param(parameters["position_embedding"])
-            self.project_in = Linear(parameters["project_in"], None, product) if project else None
-        self.layers = nnx.List([Block(config, partial(_layer_parameter, parameters, i), product) for i in layers])
+            self.project_in = Linear(parameters["project_in"], None) if project else None
+        self.layers = nnx.List([Block(config, partial(_layer_parameter, parameters, i)) for i in layers])
         if last:
             self.final_norm = _norm(config, parameters.get, "final_norm") if config.final_norm else None
-            self.project_out = Linear(parameters["project_out"], None, product) if project else None
-            self.head = None if config.tie_embeddings else Linear(parameters["head.weight"], None, product)
+            self.project_out = Linear(parameters["project_out"], None) if project else None
+            self.head = None if config.tie_embeddings else Linear(parameters["head.weight"], None)
 
-    def embed(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
+    def embed(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        shard: Shard = ALONE,
+        product: Matmul = matmul,
+    ) -> jax.Array:
         """What goes into the first layer: token_ids, positions [T] int32 to [T, H]."""
         table = self.token_embedding[...]  # [V / n, E]
         if shard.n == 1:
@@ -157,7 +163,7 @@ class GPT(nnx.Module):
             mine = (here >= 0) & (here < table.shape[0])
             x = shard.total(jnp.where(mine[:, None], table.at[here].get(mode="clip"), 0))
         if self.project_in is not None:
-            x = self.project_in(x)
+            x = self.project_in(x, product)
         place = positions + self.config.position_offset
         return x + self.position_embedding[...].at[place].get(mode="clip")
 
@@ -168,6 +174,7 @@ class GPT(nnx.Module):
         caches: list[LayerCache],
         attend: Attend,
         shard: Shard = ALONE,
+        product: Matmul = matmul,
     ) -> tuple[jax.Array, list[LayerCache]]:
         """x [T, H] through these layers, with the caches written: slot_of_token [T] int32."""
         split = [nnx.split(layer) for layer in self.layers]
@@ -177,7 +184,7 @@ class GPT(nnx.Module):
         # Traced and lowered once for all layers; XLA inlines the calls, so that the program is the same.
         @jax.jit
         def layer(weights: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-            return nnx.merge(graph, weights)(x, cache, slot_of_token, attend, shard)
+            return nnx.merge(graph, weights)(x, cache, slot_of_token, attend, shard, product)
 
         written: list[LayerCache] = []
         for (_, weights), cache in zip(split, caches, strict=True):
@@ -185,7 +192,13 @@ class GPT(nnx.Module):
             written.append(cache)
         return x, written
 
-    def logits(self, x: jax.Array, last_token_index: jax.Array, shard: Shard = ALONE) -> jax.Array:
+    def logits(
+        self,
+        x: jax.Array,
+        last_token_index: jax.Array,
+        shard: Shard = ALONE,
+        product: Matmul = matmul,
+    ) -> jax.Array:
         """What the last layer leaves, x [T, H]: the logits [R, V] float32 that follow each row's last token.
 
         last_token_index is [R] int32.
@@ -194,9 +207,9 @@ class GPT(nnx.Module):
         if self.final_norm is not None:
             x = self.final_norm(x)
         if self.project_out is not None:
-            x = self.project_out(x)
+            x = self.project_out(x, product)
         head = self.token_embedding if self.head is None else self.head.weight
-        logits = shard.side_by_side(self.product(x, head[...]))[:, : self.config.vocab_size]
+        logits = shard.side_by_side(product(x, head[...]))[:, : self.config.vocab_size]
         return logits.astype(jnp.float32)
 
 
@@ -229,7 +242,7 @@ def _norm(config: ModelConfig, p: Callable[[str], jax.Array | None], name: str) 
     return LayerNorm(scale, bias, config.layer_norm_eps)
 
 
-def _linear(p: Callable[[str], jax.Array | None], name: str, product: Matmul) -> Linear:
+def _linear(p: Callable[[str], jax.Array | None], name: str) -> Linear:
     weight = p(f"{name}.weight")
     assert weight is not None, name
-    return Linear(weight, p(f"{name}.bias"), product)
+    return Linear(weight, p(f"{name}.bias"))

@@ -40,15 +40,14 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 class Linear(nnx.Module):
     """A weight [out, in] and perhaps a bias [out]; `out` may be several axes, which are taken as one."""
 
-    def __init__(self, weight: jax.Array, bias: jax.Array | None, product: Matmul = matmul) -> None:
+    def __init__(self, weight: jax.Array, bias: jax.Array | None) -> None:
         self.weight = nnx.Param(weight)
         self.bias = None if bias is None else nnx.Param(bias)
-        self.product = product
 
-    def __call__(self, x: jax.Array, shard: Shard | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, product: Matmul, shard: Shard | None = None) -> jax.Array:
         """[T, in] to [T, out]. Where `in` is split over shards, theirs are added up before the bias is."""
         weight = self.weight[...]
-        y = self.product(x, weight.reshape(-1, weight.shape[-1]))
+        y = product(x, weight.reshape(-1, weight.shape[-1]))
         if shard is not None:
             y = shard.total(y)
         return y if self.bias is None else y + self.bias[...].reshape(-1)

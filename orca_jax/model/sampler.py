@@ -58,8 +58,10 @@ def _greedy_at_once(logits: jax.Array) -> jax.Array:
 
 
 def _greedy_by_groups(logits: jax.Array) -> jax.Array:
-    """The first group whose largest is the largest, then the place in it: an array as large as the logits
-    would take a CPU longer than the rest."""
+    """The first group whose largest is the largest, then the place in it.
+
+    To write an array as large as the logits would take a CPU longer than all the rest.
+    """
     vocab = logits.shape[-1]
     last_group = ((0, 0), (0, -vocab % _GROUP))
     tops = lax.reduce_window(logits, -jnp.inf, lax.max, (1, _GROUP), (1, _GROUP), last_group)

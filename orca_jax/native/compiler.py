@@ -66,9 +66,12 @@ def _built(operation: str, sizes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _said(command: list[str]) -> str:
-    """The first line of what a compiler that failed said; empty if it did not."""
+    """The first error, or line, of what a compiler that failed said; empty if it did not."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return "" if ended.returncode == 0 else next(iter(ended.stderr.splitlines()), "it said nothing")
+    if ended.returncode == 0:
+        return ""
+    lines = ended.stderr.splitlines() or ["it said nothing"]
+    return next((line[line.index("error: ") :] for line in lines if "error: " in line), lines[0])

@@ -1,6 +1,7 @@
 /* The product of a linear layer on a CPU, in float32: an XLA custom call (ORCA 3.2: all tokens at once).
  *
- * x [T, I] times weight [O, I] gives y [T, O]; both are read where they lie. XLA's own library packs the weight
+ * x [T, I] times weight [O, I] gives y [T, O] of the first n_tokens [1] int32, and zeros behind them; both are
+ * read where they lie. XLA's own library packs the weight
  * before each product, which costs the more the fewer tokens there are.
  *
  * FEW tokens or less: vectors go along the sum, and a strip of outputs passes over all tokens while its
@@ -212,24 +213,29 @@ static void do_item(Work *work, int item) {
 XLA_FFI_Error *linear(XLA_FFI_CallFrame *frame) {
   if (asked_what_it_is(frame)) return NULL;
   const XLA_FFI_Buffer *x = argument(frame, 0), *weight = argument(frame, 1);
+  const size_t most_tokens = x->dims[0], n_out = weight->dims[0], n_real = *(const int32_t *)argument(frame, 2)->data;
+  const size_t n_tokens = least(n_real, most_tokens);
+  float *y = result(frame, 0)->data;
+  memset(y + n_tokens * n_out, 0, (most_tokens - n_tokens) * n_out * sizeof(float));
+  if (!n_tokens) return NULL;
   Linear *l = calloc(1, sizeof *l);
   if (!l) return no_memory(frame);
   l->work.do_item = do_item;
   l->x = x->data;
   l->weight = weight->data;
-  l->y = result(frame, 0)->data;
-  l->n_tokens = x->dims[0];
+  l->y = y;
+  l->n_tokens = n_tokens;
   l->n_in = x->dims[1];
-  l->n_out = weight->dims[0];
+  l->n_out = n_out;
   l->number = atomic_fetch_add(&n_products, 1) + 1;
-  l->n_panels = ((l->n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
-  const size_t n_threads = count_threads(frame), most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
-  if (l->n_tokens <= FEW) l->n_panels = 1;
+  l->n_panels = ((n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
+  const size_t n_threads = count_threads(frame), most = n_out < CHUNK ? 1 : n_out / CHUNK;
+  if (n_tokens <= FEW) l->n_panels = 1;
   l->n_chunks = least(most, (ITEMS * n_threads + l->n_panels - 1) / l->n_panels);
   l->work.n_items = l->n_panels * l->n_chunks;
-  const double n_weights = (double)l->n_in * l->n_out;
+  const double n_weights = (double)l->n_in * n_out;
   const double by_bytes = n_weights * sizeof(float) / BYTES_WORTH_A_THREAD;
-  const double by_products = n_weights * l->n_tokens / PRODUCTS_WORTH_A_THREAD;
+  const double by_products = n_weights * n_tokens / PRODUCTS_WORTH_A_THREAD;
   const double worth = by_bytes > by_products ? by_bytes : by_products;
   return do_all(&l->work, frame, worth < n_threads ? worth : n_threads);
 }

@@ -14,8 +14,8 @@ from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.sharding.attention_path import choose_attention
-from orca_jax.sharding.matmul_choice import choose_matmul
 from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.products import choose_products
 from orca_jax.sharding.specs import CACHE_SPEC
 from orca_jax.sharding.stage import SCORED, Stage
 
@@ -76,9 +76,9 @@ def compile_stage(
         dtype=dtype,
         deterministic=deterministic,
     )
-    product = choose_matmul(group.devices[0], dtype).matmul
+    products = choose_products(group.devices[0], dtype)
     parameters = placed_parameters(model, part, dtype)
-    stage = Stage(model, parameters, part, attention=chosen.path, product=product)
+    stage = Stage(model, parameters, part, attention=chosen.path, products=products)
     layout = FlatLayout(bucket, min(bucket, max_bs), -(-model.n_positions // block_size))
     shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
     cache = described_array(shape, group.place(CACHE_SPEC), dtype)

@@ -17,9 +17,9 @@ from orca_jax.config import ModelConfig
 from orca_jax.flat_batch import FlatLayout
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import Matmul
 from orca_jax.sharding.attention_path import AttentionPath
 from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.products import Products
 from orca_jax.sharding.programs import Program
 from orca_jax.sharding.specs import CACHE_SPEC
 from orca_jax.sharding.token_chooser import packed_logprobs
@@ -61,10 +61,10 @@ class Stage:
         part: StagePart,
         *,
         attention: AttentionPath,
-        product: Matmul,
+        products: Products,
     ) -> None:
         self.part = part
-        graph, state = nnx.split(GPT(config, parameters, part.layers, product=product))
+        graph, state = nnx.split(GPT(config, parameters, part.layers))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
         group = part.group
@@ -80,23 +80,26 @@ class Stage:
             """What one device of the stage computes."""
             model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), group.shard()
             batch = layout.split(buffer)
+            product = products.bind(batch.row_start[-1:])
             if part.first:
                 last = arrived.at[batch.last_row].get(mode="clip")
                 token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
-                x = model.embed(token_ids, batch.positions, shard)
+                x = model.embed(token_ids, batch.positions, shard, product)
             else:
                 x = arrived
             attend = attention.bind(layout, batch, buffer[layout.size :])
-            x, caches = model.through(x, batch.slot_of_token, caches, attend, shard)
+            x, caches = model.through(x, batch.slot_of_token, caches, attend, shard, product)
             if part.last:
-                return (model.logits(x, jnp.maximum(batch.row_start[1:] - 1, 0), shard), x), caches
+                last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)
+                # As many rows as tokens is enough: each row has one at least.
+                return (model.logits(x, last_token_index, shard, product), x), caches
             return x, caches
 
         def score_part(
             weights: list[jax.Array], hidden: jax.Array, at: jax.Array, targets: jax.Array
         ) -> jax.Array:
             model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-            return packed_logprobs(model.logits(hidden, at, group.shard()), targets)
+            return packed_logprobs(model.logits(hidden, at, group.shard(), products.bind(None)), targets)
 
         def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
             if len(group) == 1:

@@ -16,8 +16,8 @@ from orca_jax.flat_batch import FlatBatch, FlatLayout
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.sharding.attention_path import choose_attention
-from orca_jax.sharding.matmul_choice import choose_matmul
 from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.products import choose_products
 from orca_jax.sharding.programs import Program, ToCompile
 from orca_jax.sharding.specs import CACHE_SPEC
 from orca_jax.sharding.stage import SCORED, Last, Stage
@@ -56,11 +56,9 @@ class Worker:
             forced=attention,
             deterministic=serving.deterministic,
         )
-        product = choose_matmul(group.devices[0], self._dtype)
-        self.said = product.beside(self.attention.said)
-        self.stage = Stage(
-            config, parameters, part, attention=self.attention.path, product=product.matmul
-        )
+        products = choose_products(group.devices[0], self._dtype)
+        self.said = products.beside(self.attention.said)
+        self.stage = Stage(config, parameters, part, attention=self.attention.path, products=products)
         self._place = group.place()
         self._hidden_size = config.hidden_size
         # Made on their devices and committed to them, as the programs give them back: else each program
