@@ -23,7 +23,7 @@ _FLAGS = (
     "-shared",
     "-fPIC",
 )
-_THIS_MACHINE = ("-march=native", "-mprefer-vector-width=512")  # where the compiler knows them
+_PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
 
 _building = threading.Lock()  # a name can be registered once
 
@@ -49,12 +49,9 @@ def _built(operation: str, sizes: tuple[tuple[str, int], ...]) -> str:
     with tempfile.TemporaryDirectory(prefix="orca-native-") as folder:
         library = Path(folder) / f"{operation}.so"
         given = [f"-I{jax.ffi.include_dir()}", *(f"-D{name}={value}" for name, value in sizes)]
-        source, said = _SOURCES / f"{operation}.c", ""
-        for machine in (_THIS_MACHINE, ()):
-            said = _said([compiler, *_FLAGS, *machine, *given, str(source), "-o", str(library)])
-            if library.exists():
-                break
-        else:
+        source = _SOURCES / f"{operation}.c"
+        said = _said([compiler, *_FLAGS, *_PROCESSOR, *given, str(source), "-o", str(library)])
+        if not library.exists():
             raise NotBuilt(f"{compiler} could not build it: {said}")
         try:
             built = ctypes.CDLL(str(library))

@@ -1,8 +1,7 @@
 /* The product of a linear layer on a CPU, in float32: an XLA custom call (ORCA 3.2: all tokens at once).
  *
- * x [T, I] times weight [O, I] gives y [T, O] of the first n_tokens [1] int32, and zeros behind them; both are
- * read where they lie. XLA's own library packs the weight
- * before each product, which costs the more the fewer tokens there are.
+ * x [T, I] times weight [O, I] gives y [T, O] of the first n_tokens [1] int32, and zeros behind them. Both are
+ * read where they lie; XLA's own library packs the weight before each product, which counts where tokens are few.
  *
  * FEW tokens or less: vectors go along the sum, and a strip of outputs passes over all tokens while its
  * weights are in the first cache. More: vectors go across the tokens of a panel, whose x each thread transposes
@@ -14,10 +13,6 @@
 
 #include "vectors.h"
 #include "xla_call.h"
-
-#ifndef __AVX512F__
-#error "there is a form for AVX-512 only" /* compilers are slow with vectors that the registers do not hold */
-#endif
 
 /* Sums that fill the 32 registers beside what they are made of. */
 #define AT_ONCE 4      /* tokens that a few are cut into, for FEW_OUTPUTS */

@@ -1,7 +1,11 @@
-/* Vectors of LANES floats, as GCC and clang write them for any processor. */
+/* Vectors of LANES floats, as GCC and clang write them. */
 
 #ifndef ORCA_VECTORS_H
 #define ORCA_VECTORS_H
+
+#ifndef __AVX512F__
+#error "there is a form for AVX-512 only" /* what compilers make of vectors wider than registers is slower than XLA */
+#endif
 
 #include <stdint.h>
 #include <string.h>

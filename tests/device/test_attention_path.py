@@ -13,6 +13,7 @@ from orca_jax.config import Attention, ModelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.sharding.attention_path import Kernel, Native, PureJax, choose_attention
 from tests.device.interpreted_engine import LENGTHS
+from tests.device.native_form import needs_native
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0", core_count=108)
@@ -33,7 +34,7 @@ def model(head_size: int) -> ModelConfig:
 @pytest.mark.parametrize(
     ("device", "head_size", "dtype", "path", "said"),
     [
-        (CPU, 64, "float32", Native(), "native"),
+        pytest.param(CPU, 64, "float32", Native(), "native", marks=needs_native),
         (CPU, 72, "float32", FOLLOW, "real lengths: the native attention is for heads of 16 to 256"),
         (CPU, 64, "bfloat16", FOLLOW, "real lengths: the native attention is for float32"),
         (H200, 128, "bfloat16", KERNEL, "kernel"),

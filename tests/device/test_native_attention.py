@@ -14,6 +14,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.model.presets import PRESETS
 from orca_jax.native.split_attention import native_split_attention, unsupported
 from orca_jax.sharding.attention_path import AttentionChoice, choose_attention
+from tests.device.native_form import needs_native
 from tests.device.ragged import Ragged, dense, ragged
 
 GPT2 = PRESETS["gpt2"]
@@ -57,6 +58,7 @@ def row_lists(draw: st.DrawFn) -> list[tuple[int, int]]:
     return rows
 
 
+@needs_native
 @settings(max_examples=60)
 @given(rows=row_lists(), sizes=st.sampled_from(SIZES), seed=st.integers(0, 2**31))
 def test_equals_a_dense_softmax_for_each_request(
@@ -66,12 +68,14 @@ def test_equals_a_dense_softmax_for_each_request(
     np.testing.assert_allclose(attend(batch), dense(batch), atol=2e-5, rtol=2e-5)
 
 
+@needs_native
 def test_weights_that_vanish() -> None:
     batch = some([(40, 40), (1, 201)], (2, 64, 16), seed=3)
     batch.q[:41] *= 30  # softmax is all but one key's: the other weights are 0 in float32, or nearly
     np.testing.assert_allclose(attend(batch), dense(batch), atol=2e-4, rtol=2e-4)
 
 
+@needs_native
 @pytest.mark.parametrize("row", [(1, 37), (70, 70), (33, 53)])
 def test_a_row_has_the_same_bits_whatever_its_neighbours_and_its_blocks(row: tuple[int, int]) -> None:
     alone = some([row], (2, 64, 16), seed=1)
@@ -93,6 +97,7 @@ def choice(
     )
 
 
+@needs_native
 def test_a_cpu_with_a_compiler_runs_it() -> None:
     assert choice().kind == choice(forced="native").kind == "native"
 
