@@ -21,7 +21,8 @@ typedef struct Work {
 
 /* XLA asks once what this is, without arguments: true, and answered. */
 static inline bool asked_what_it_is(XLA_FFI_CallFrame *frame) {
-  for (XLA_FFI_Extension_Base *asked = frame->extension_start; asked; asked = asked->next)
+  /* The type of an extension has other names in other versions of jaxlib. */
+  for (__typeof__(frame->extension_start) asked = frame->extension_start; asked; asked = asked->next)
     if (asked->type == XLA_FFI_Extension_Metadata) {
       XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)asked)->metadata;
       metadata->api_version.major_version = XLA_FFI_API_MAJOR;

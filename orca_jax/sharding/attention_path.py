@@ -3,7 +3,7 @@
 | device | by default | tested |
 |---|---|---|
 | CPU with AVX-512 | in C, by the machine's own compiler (native/) | each test run |
-| CPU without it or a compiler, or a model without a form | pure JAX, following the real lengths | each test run |
+| another CPU, no compiler, or a model without a form | pure JAX, following the real lengths | each test run |
 | Hopper GPU (compute capability 9.0) | the Mosaic GPU kernel | interpreted on the CPU; compiled |
 | any other accelerator, or a model the kernel has no form for | pure JAX, static shapes | on the CPU |
 
