@@ -76,7 +76,7 @@ def compile_stage(
         dtype=dtype,
         deterministic=deterministic,
     )
-    products = choose_products(group.devices[0], dtype)
+    products = choose_products(group.devices[0], dtype, deterministic=deterministic)
     parameters = placed_parameters(model, part, dtype)
     stage = Stage(model, parameters, part, attention=chosen.path, products=products)
     layout = FlatLayout(bucket, min(bucket, max_bs), -(-model.n_positions // block_size))

@@ -18,10 +18,15 @@ Device = Any  # a jax.Device
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The native ones or XLA's, and what to say of them at start-up: nothing where there are no others."""
+    """The native ones or XLA's, and what to say of them at start-up: nothing where there are no others.
+
+    `whole`: padding is computed as well, since by how many tokens there are sums are made in one order or
+    another.
+    """
 
     native: bool
     said: str = ""
+    whole: bool = False
 
     def beside(self, attention: str) -> str:
         """What is said of attention and of these."""
@@ -31,15 +36,16 @@ class Products:
         """The product of an iteration whose first `n_tokens` [1] int32 alone are real; None: all are."""
         if not self.native:
             return matmul
+        n_computed = None if self.whole else n_tokens
 
         def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return native_linear(x, weight, n_tokens) if has_form(x, weight) else matmul(x, weight)
+            return native_linear(x, weight, n_computed) if has_form(x, weight) else matmul(x, weight)
 
         return product
 
 
-def choose_products(device: Device, dtype: Any) -> Products:
-    """The products for weights of `dtype` on a device."""
+def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:
+    """The products for weights of `dtype` on a device; `deterministic`: what a bucket has is all computed."""
     if device.platform != "cpu":
         return Products(native=False)
     name = np.dtype(dtype).name
@@ -49,4 +55,4 @@ def choose_products(device: Device, dtype: Any) -> Products:
         linear_target()
     except NotBuilt as error:
         return Products(False, f"XLA's products: {error}")
-    return Products(True, "native products")
+    return Products(True, "native products", whole=deterministic)

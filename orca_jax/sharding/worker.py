@@ -56,7 +56,7 @@ class Worker:
             forced=attention,
             deterministic=serving.deterministic,
         )
-        products = choose_products(group.devices[0], self._dtype)
+        products = choose_products(group.devices[0], self._dtype, deterministic=serving.deterministic)
         self.said = products.beside(self.attention.said)
         self.stage = Stage(config, parameters, part, attention=self.attention.path, products=products)
         self._place = group.place()
