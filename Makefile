@@ -28,7 +28,7 @@ serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gR
 	$(BIN)/orca serve
 
 test: $(VENV)/.dev ## run every test: host, endpoint, device, whole
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile tests/whole tests/endpoint tests/device tests/host
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the host floor's tests where no JAX is installed
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'

@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.config import Attention, ModelConfig, ServingConfig
-from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request import FinishReason, Request
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.sharding.worker import Worker
+from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import finish_reasons, greedy_request, harness, single_worker
 from tests.device.native_form import has_native
 
-MARGIN = 1e-4
 MODEL = ModelConfig(
     vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=40, vocab_multiple=8
 )
@@ -49,23 +48,8 @@ def worker(configuration: int) -> tuple[Worker, ServingConfig]:
 
 
 @cache
-def reference_jitted():
-    return jax.jit(lambda tokens: reference.forward(MODEL, parameters(), tokens))
-
-
-def assert_greedy(request: Request) -> None:
-    """Each output token is the reference's best, up to the first choice that is not sure.
-
-    The model is causal, so one pass over the whole text, padded, gives every choice at once.
-    """
-    tokens = list(request.prompt_ids) + request.output_ids
-    logits = np.asarray(reference_jitted()(jnp.array(tokens + [0] * (MODEL.n_positions - len(tokens)))))
-    for i, token in enumerate(request.output_ids):
-        row = logits[len(request.prompt_ids) + i - 1]
-        best, second = np.sort(row)[:-3:-1]
-        if best - second < MARGIN:
-            return
-        assert token == row.argmax(), (request.request_id, i)
+def greedy_reference() -> GreedyReference:
+    return GreedyReference(MODEL, parameters())
 
 
 @st.composite
@@ -91,7 +75,7 @@ def test_tokens_are_the_references_under_random_schedules(
     engine.run(requests, arrivals)
     for request in requests:
         assert len(request.output_ids) == request.max_tokens - len(request.prompt_ids)
-        assert_greedy(request)
+        greedy_reference().sure(request)
 
 
 @settings(max_examples=15)
@@ -114,7 +98,7 @@ def test_cancelling_some_changes_nothing_for_the_others(
     for request in requests:
         if reasons[request.request_id] is FinishReason.LENGTH:
             assert len(request.output_ids) == request.max_tokens - len(request.prompt_ids)
-        assert_greedy(request)
+        greedy_reference().sure(request)
 
 
 def test_a_request_that_runs_again_goes_on_where_it_stopped() -> None:
@@ -131,8 +115,8 @@ def test_a_request_that_runs_again_goes_on_where_it_stopped() -> None:
     again.state = type(again.state).INITIATION
     engine.run([])
     assert len(again.output_ids) == len(other.output_ids) == 20
-    assert_greedy(again)
-    assert_greedy(other)
+    greedy_reference().sure(again)
+    greedy_reference().sure(other)
 
 
 def test_sampled_tokens_do_not_depend_on_neighbours_order_or_bucket() -> None:
@@ -192,4 +176,4 @@ def test_figure_5_of_the_paper() -> None:
     assert record.n_tokens == 7
     engine.run([])
     for request in (x1, x2, x3, x4):
-        assert_greedy(request)
+        greedy_reference().sure(request)

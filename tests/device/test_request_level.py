@@ -13,16 +13,15 @@ from bench.request_level import RequestLevelScheduler, RowWork
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.engine_master import EngineMaster
 from orca_jax.local_engine import build_engine
-from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request import Request
 from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.scheduler import Scheduler
 from orca_jax.sharding.partition import split_model
 from orca_jax.timeline import Timeline
+from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, place
 
-MARGIN = 1e-4
 MODEL = ModelConfig(vocab_size=211, n_positions=64, hidden_size=24, n_layers=4, n_heads=3, ffn_size=40)
 SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 64, max_batch_tokens=256, block_size=8)
 
@@ -35,8 +34,8 @@ def parameters() -> dict[str, jax.Array]:
 
 
 @cache
-def reference_jitted():
-    return jax.jit(lambda tokens: reference.forward(MODEL, parameters(), tokens))
+def greedy_reference() -> GreedyReference:
+    return GreedyReference(MODEL, parameters())
 
 
 def requests() -> list[Request]:
@@ -47,20 +46,6 @@ def requests() -> list[Request]:
         greedy_request(str(i), rng.integers(0, MODEL.vocab_size, n_input).tolist(), n_output)
         for i, (n_input, n_output) in enumerate(drawn)
     ]
-
-
-def sure(request: Request) -> int:
-    """How many output tokens before the first that rounding may choose; they are the reference's best."""
-    tokens = list(request.prompt_ids) + request.output_ids
-    padded = jnp.array(tokens + [0] * (MODEL.n_positions - len(tokens)))
-    logits = np.asarray(reference_jitted()(padded))
-    for i, token in enumerate(request.output_ids):
-        row = logits[len(request.prompt_ids) + i - 1]
-        best, second = np.sort(row)[:-3:-1]
-        if best - second < MARGIN:
-            return i
-        assert token == row.argmax(), (request.request_id, i)
-    return len(request.output_ids)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +97,8 @@ def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: i
             assert work == set(RowWork), "rows of every kind are in the test"
     n_sure = 0
     for ours, orca, again in zip(*played, strict=True):
-        n = sure(ours)
-        assert n == sure(orca) == sure(again)
+        n, *others = map(greedy_reference().sure, (ours, orca, again))
+        assert others == [n, n]
         assert ours.output_ids[:n] == orca.output_ids[:n] == again.output_ids[:n]
         n_sure += n
     assert n_sure > 100, "most choices are sure"

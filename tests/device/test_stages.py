@@ -13,15 +13,14 @@ import pytest
 
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters, parameter_shapes
 from orca_jax.request import Request
 from orca_jax.sharding.load import random_parameters
 from orca_jax.sharding.partition import one_stage, split_model
 from orca_jax.stage_layers import said_of_split, stage_layers
+from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
 
-MARGIN = 1e-4
 TIED = ModelConfig(
     vocab_size=205, n_positions=64, hidden_size=32, n_layers=5, n_heads=4, ffn_size=64, vocab_multiple=4
 )
@@ -50,8 +49,8 @@ def parameters(name: str) -> dict[str, jax.Array]:
 
 
 @cache
-def reference_jitted(name: str):
-    return jax.jit(lambda tokens: reference.forward(MODELS[name], parameters(name), tokens))
+def greedy_reference(name: str) -> GreedyReference:
+    return GreedyReference(MODELS[name], parameters(name))
 
 
 def requests() -> tuple[list[Request], list[int]]:
@@ -65,20 +64,6 @@ def requests() -> tuple[list[Request], list[int]]:
     ], arrivals
 
 
-def assert_greedy(name: str, request: Request) -> int:
-    """Each output token is the reference's best, up to the first choice that is not sure; how many were."""
-    tokens = list(request.prompt_ids) + request.output_ids
-    n_positions = MODELS[name].n_positions
-    logits = np.asarray(reference_jitted(name)(jnp.array(tokens + [0] * (n_positions - len(tokens)))))
-    for i, token in enumerate(request.output_ids):
-        row = logits[len(request.prompt_ids) + i - 1]
-        best, second = np.sort(row)[:-3:-1]
-        if best - second < MARGIN:
-            return i
-        assert token == row.argmax(), (request.request_id, i)
-    return len(request.output_ids)
-
-
 SPLITS = [("tied", *split) for split in product((1, 2, 4), repeat=2)]
 SPLITS += [("post-norm, projected, no bias, own head", *split) for split in ((2, 2), (4, 1), (1, 4))]
 
@@ -90,7 +75,7 @@ def test_the_tokens_are_the_reference_s(name: str, n_stages: int, tensor: int) -
     engine = harness(model, parameters(name), SERVING, buckets=(8, 64), parts=parts)
     asked, arrivals = requests()
     engine.run(asked, arrivals)
-    n_sure = sum(assert_greedy(name, request) for request in asked)
+    n_sure = sum(greedy_reference(name).sure(request) for request in asked)
     assert n_sure > 0.9 * sum(len(request.output_ids) for request in asked)
 
 

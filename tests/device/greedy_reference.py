@@ -1,0 +1,35 @@
+"""Greedy tokens of an engine, held against the whole text run through model/reference.py."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.config import ModelConfig
+from orca_jax.model import reference
+from orca_jax.request import Request
+from tests.device.golden import MARGIN
+
+
+class GreedyReference:
+    """One model with its parameters."""
+
+    def __init__(self, model: ModelConfig, parameters: Mapping[str, jax.Array]) -> None:
+        self._n_positions = model.n_positions
+        self._logits = jax.jit(lambda tokens: reference.forward(model, parameters, tokens))
+
+    def sure(self, request: Request) -> int:
+        """How many output tokens come before the first choice that is not sure: each is the reference's best.
+
+        The model is causal, so one pass over the whole text, padded, gives every choice at once.
+        """
+        tokens = [*request.prompt_ids, *request.output_ids]
+        logits = np.asarray(self._logits(jnp.array(tokens + [0] * (self._n_positions - len(tokens)))))
+        for i, token in enumerate(request.output_ids):
+            row = logits[len(request.prompt_ids) + i - 1]
+            best, second = np.sort(row)[:-3:-1]
+            if best - second < MARGIN:
+                return i
+            assert token == row.argmax(), (request.request_id, i)
+        return len(request.output_ids)
