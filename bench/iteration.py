@@ -176,7 +176,7 @@ class Bench:
         left = list(pool.in_arrival_order())
         assert len(left) == n_rows, "a request ended before the last measured iteration"
         for request in left:
-            pool.end(request.request_id, FinishReason.CANCELLED)
+            pool.end(request, FinishReason.CANCELLED)
         while scheduler.step():
             pass
         return times

@@ -118,8 +118,9 @@ class ServingConfig:
 
     `max_batch_size` is the paper's `max_bs` (requests in a batch); `n_slots` counts tokens whose keys and
     values fit (rounded down to whole blocks of `block_size` tokens); `max_batch_tokens` bounds the
-    tokens of one iteration; `max_queue` bounds the requests that wait. `deterministic` holds one shape for
-    each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
+    tokens of one iteration; `max_queue` bounds the requests that wait, and `max_queue_bytes` the memory that
+    they keep; one API key or address may hold `max_queue_share` of either. `deterministic` holds one shape
+    for each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
     (docs/generation.md). `overlap` issues an iteration while the one before it is still running; without it
     the scheduler is Algorithm 1 to the letter.
     """
@@ -129,6 +130,8 @@ class ServingConfig:
     max_batch_tokens: int = 2048
     block_size: int = 16
     max_queue: int = 1 << 20
+    max_queue_bytes: int = 1 << 30
+    max_queue_share: float = 1.0
     deterministic: bool = False
     overlap: bool = True
 
@@ -138,6 +141,10 @@ class ServingConfig:
         _whole("n_slots", self.n_slots, self.block_size, 1 << 31)
         _whole("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
         _whole("max_queue", self.max_queue, 1, 1 << 30)
+        _whole("max_queue_bytes", self.max_queue_bytes, 1 << 20, 1 << 50)
+        share = self.max_queue_share
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"max_queue_share is {share!r}; it must be a number above 0, and at most 1")
         for name in ("deterministic", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -146,6 +153,11 @@ class ServingConfig:
                 f"max_batch_size {self.max_batch_size} is above max_batch_tokens {self.max_batch_tokens}; "
                 "a batch of increments needs one token a request, so raise max_batch_tokens"
             )
+
+    @property
+    def max_queue_each(self) -> int:
+        """Requests that may wait for one API key or address."""
+        return max(1, int(self.max_queue_share * self.max_queue))
 
     @property
     def n_blocks(self) -> int:

@@ -165,7 +165,11 @@ class EngineMaster:
         for request, into in zip(requests, words, strict=True):
             if request.state is not _FINISHED:
                 assert request.constraint is not None
-                request.constraint.allowed(request.prompt_ids, request.output_ids, into)
+                try:
+                    request.constraint.allowed(request.prompt_ids, request.output_ids, into)
+                except Exception as error:  # it ends with its next token; the others have no part in it
+                    request.failure = f"{type(error).__name__}: {error}"
+                    into[:] = -1
         return words
 
     def _failed(self, error: Exception) -> EngineError:

@@ -330,7 +330,7 @@ class FaultSimulation:
             its.die(self.trace.timing.restart, noticed=True)
 
     def _end(self, end: PlannedEnd) -> None:
-        if self.pool.end(str(end.number), end.reason):
+        if self.pool.end(self.requests[end.number], end.reason):
             self.asked_to_end.add(str(end.number))
 
     def _happen(self, fault: Fault) -> None:

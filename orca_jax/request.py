@@ -69,7 +69,8 @@ class Request:
     `max_tokens` counts input plus output tokens: what is reserved (Algorithm 1, line 24). `arrival` is
     given by the pool. `row` is the request's place in the block table and in what the device keeps by row,
     from admission to end; -1 outside. One of `end_token_ids` ends the output. `failure` is why this request
-    ended with the reason `error`, where it did so alone.
+    ended with the reason `error`, where it did so alone. `owner` names whoever sent the request, and the
+    queue is shared out among owners ("": outside of that); `weight` is what it keeps in memory, in bytes.
     """
 
     request_id: str
@@ -80,6 +81,8 @@ class Request:
     end_token_ids: frozenset[int] = frozenset()
     constraint: OutputConstraint | None = None
     sink: OutputSink | None = None
+    owner: str = ""
+    weight: int = 0
     arrival: int = -1
     state: RequestState = RequestState.INITIATION
     row: int = -1
@@ -103,14 +106,22 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids) + self.n_in_flight
 
     def accept(self, token_id: int) -> FinishReason | None:
-        """Take the token of a returned iteration; the reason to finish if it was the last one."""
+        """Take the token of a returned iteration; the reason to finish if it was the last one.
+
+        Whatever its sink or its constraint raises ends this request, with the reason `error`, and no other.
+        """
         self.output_ids.append(token_id)
-        stopped = self.sink.push(token_id) if self.sink is not None else False
-        if self.constraint is not None:
-            stopped = self.constraint.accept(token_id) or stopped
-            self.failure = self.constraint.failure
-            if self.failure is not None:
-                return FinishReason.ERROR
+        stopped = False
+        try:
+            if self.sink is not None:
+                stopped = self.sink.push(token_id)
+            if self.constraint is not None:
+                stopped = self.constraint.accept(token_id) or stopped
+                self.failure = self.failure or self.constraint.failure
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+        if self.failure is not None:
+            return FinishReason.ERROR
         if stopped or token_id in self.end_token_ids:
             return FinishReason.STOP
         if self.n_tokens >= self.max_tokens:

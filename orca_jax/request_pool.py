@@ -9,6 +9,7 @@ the front.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -48,6 +49,34 @@ class InArrivalOrder:
             n_read += len(chunk)
 
 
+@dataclass(slots=True)
+class _Held:
+    """Waiting requests and the sum of their weights, in bytes."""
+
+    n: int = 0
+    n_bytes: int = 0
+
+    def add(self, request: Request, sign: int) -> None:
+        self.n += sign
+        self.n_bytes += sign * request.weight
+
+
+class _Room(NamedTuple):
+    """How many requests may wait, and how many bytes they may keep."""
+
+    n: int
+    n_bytes: int
+
+    def lacks(self, held: _Held, request: Request) -> str:
+        """What there is too much of already, where `request` does not fit beside what is held; else ""."""
+        if held.n >= self.n:
+            return f"{held.n} requests wait"
+        # One that is larger than all the room may wait alone, or it could never run.
+        if held.n and held.n_bytes + request.weight > self.n_bytes:
+            return f"{held.n} requests of {held.n_bytes} bytes wait"
+        return ""
+
+
 def _no_op(_: Request) -> None:
     pass
 
@@ -55,21 +84,27 @@ def _no_op(_: Request) -> None:
 class RequestPool:
     """Every live request, in arrival order; add, end and deliver.
 
-    `max_waiting` bounds the requests that wait. `check` raises an InvalidRequest for one that must not
-    enter; `on_arrival` hears of each that did, before the scheduler can see it; `on_deliveries` takes all
-    deliveries of an iteration in one call. The last is called on the scheduler's thread, the others on
-    the adder's.
+    `max_waiting` bounds the requests that wait, `max_bytes` the sum of their weights. One owner may have
+    `max_each` of them waiting (None: all), and as large a part of the bytes, so that nobody locks everybody
+    else out. `check` raises an InvalidRequest for one
+    that must not enter; `on_arrival` hears of each that did, before the scheduler can see it; `on_deliveries`
+    takes all deliveries of an iteration in one call. The last is called on the scheduler's thread, the others
+    on the adder's.
     """
 
     def __init__(
         self,
         *,
         max_waiting: int,
+        max_bytes: int = 1 << 62,
+        max_each: int | None = None,
         on_deliveries: Callable[[Sequence[Delivery]], None],
         on_arrival: Callable[[Request], None] = _no_op,
         check: Callable[[Request], None] = _no_op,
     ) -> None:
-        self._max_waiting = max_waiting
+        self._all = _Room(max_waiting, max_bytes)
+        each = max_waiting if max_each is None else max_each
+        self._each = _Room(each, max_bytes * each // max_waiting)
         self._on_deliveries = on_deliveries
         self._on_arrival = on_arrival
         self._check = check
@@ -78,7 +113,9 @@ class RequestPool:
         # may so read it without. Ordered dictionaries: leaving from anywhere costs O(1), leaving no gap.
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._admitted: OrderedDict[str, Request] = OrderedDict()
-        self._ending: dict[str, tuple[Request, FinishReason]] = {}
+        self._ending: dict[Request, FinishReason] = {}
+        self._held = _Held()  # by all that wait
+        self._held_by: dict[str, _Held] = {}  # the same by owner; those who hold nothing are left out
         self._n_arrivals = 0
         self._activity = 0
         self._closed = False
@@ -118,29 +155,28 @@ class RequestPool:
             if self._find(request.request_id) is not None:
                 message = f"request_id {request.request_id!r} is that of a live request; give each its own"
                 raise InvalidRequest(message, param="request_id")
-            if len(self._waiting) >= self._max_waiting:
-                raise QueueFull(f"{len(self._waiting)} requests wait, as many as may; try again later")
+            self._make_room(request)
             request.arrival = self._n_arrivals
             self._on_arrival(request)
             self._n_arrivals += 1
             self._waiting[request.request_id] = request
             self._tell()
 
-    def end(self, request_id: str, reason: FinishReason) -> bool:
-        """Ask a request to end (cancelled, timeout); False when none of that id is live.
+    def end(self, request: Request, reason: FinishReason) -> bool:
+        """Ask a request to end (cancelled, timeout); False when it is not live.
 
         The scheduler acts on it within one iteration, and tells the reason in a delivery. The first reason
-        counts; a request that finishes on its own meanwhile keeps its own reason.
+        counts; a request that finishes on its own meanwhile keeps its own reason. Another live request that
+        has the same id by now is not touched.
         """
         with self._lock:
+            return self._find(request.request_id) is request and self._ask_to_end(request, reason)
+
+    def end_named(self, request_id: str, reason: FinishReason) -> bool:
+        """The same for whichever live request has that id now; False when none has."""
+        with self._lock:
             request = self._find(request_id)
-            if request is None:
-                return False
-            if request.ending is None:
-                request.ending = reason
-                self._ending[request_id] = (request, reason)
-                self._tell()
-            return True
+            return request is not None and self._ask_to_end(request, reason)
 
     def close(self) -> None:
         """Let nobody in any more; what is live goes on."""
@@ -171,20 +207,23 @@ class RequestPool:
                 oldest_id, oldest = self._waiting.popitem(last=False)
                 assert oldest is request, f"{request.request_id} admitted before {oldest_id}"
                 self._admitted[oldest_id] = oldest
+                self._waits_no_longer(oldest)
 
     def take_ending(self) -> list[tuple[Request, FinishReason]]:
         """The live requests that were asked to end since the last call, each with the reason."""
         with self._lock:
-            ending = list(self._ending.values())
+            ending = list(self._ending.items())
             self._ending.clear()
             return ending
 
     def remove(self, request: Request) -> None:
         """Take a request out that has ended; its id is free again."""
         with self._lock:
-            home = self._waiting if request.request_id in self._waiting else self._admitted
-            del home[request.request_id]
-            self._ending.pop(request.request_id, None)
+            if self._waiting.pop(request.request_id, None) is not None:
+                self._waits_no_longer(request)
+            else:
+                del self._admitted[request.request_id]
+            self._ending.pop(request, None)
 
     def deliver(self, deliveries: Sequence[Delivery]) -> None:
         """Hand an iteration's deliveries out, all in one call; nothing is handed out if there is none."""
@@ -195,6 +234,34 @@ class RequestPool:
 
     def _find(self, request_id: str) -> Request | None:
         return self._waiting.get(request_id) or self._admitted.get(request_id)
+
+    def _ask_to_end(self, request: Request, reason: FinishReason) -> bool:
+        if request.ending is None:
+            request.ending = reason
+            self._ending[request] = reason
+            self._tell()
+        return True
+
+    def _make_room(self, request: Request) -> None:
+        """Count a request among those that wait. Raises QueueFull."""
+        full = self._all.lacks(self._held, request)
+        if full:
+            raise QueueFull(f"{full}, as many as may; try again later")
+        if request.owner:
+            full = self._each.lacks(self._held_by.get(request.owner, _Held()), request)
+            if full:
+                message = f"{full} for this API key or address, which is its share of the queue; "
+                raise QueueFull(message + "wait until some of them have begun")
+            self._held_by.setdefault(request.owner, _Held()).add(request, 1)
+        self._held.add(request, 1)
+
+    def _waits_no_longer(self, request: Request) -> None:
+        self._held.add(request, -1)
+        if request.owner:
+            held = self._held_by[request.owner]
+            held.add(request, -1)
+            if not held.n:
+                del self._held_by[request.owner]
 
     def _tell(self) -> None:
         self._activity += 1

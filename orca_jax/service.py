@@ -57,11 +57,13 @@ class Orca:
         clock: Callable[[], float] = time.monotonic,
         restarts: RestartBound | None = None,
     ) -> None:
-        self.failure: EngineError | None = None
+        self._failure: EngineError | None = None
         self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
         self.timeline = Timeline(clock, bucket_sizes=bucket_sizes)
         self.pool = RequestPool(
             max_waiting=config.max_queue,
+            max_bytes=config.max_queue_bytes,
+            max_each=config.max_queue_each,
             on_deliveries=self._put_all,
             on_arrival=self.timeline.arrived,
             check=partial(admissible, config=config, model=model),
@@ -73,11 +75,22 @@ class Orca:
         self._rules = RuleMaker(model, tokenizer)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
+        self._ended = False  # the thread, in good order: set there alone
         self._lock = threading.Lock()  # for the three below
         self._started = False
         self._numbers = itertools.count()
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
-        self._dropped: deque[str] = deque()  # needs no lock
+        self._dropped: deque[Request] = deque()  # needs no lock
+
+    @property
+    def failure(self) -> EngineError | None:
+        """What the engine failed with for good; None while it works, and after an orderly end.
+
+        A thread that ended in any other way is a failure too: nobody else would ever tell.
+        """
+        if self._failure is None and self._started and not self._thread.is_alive() and not self._ended:
+            return EngineError("the scheduler's thread is gone")
+        return self._failure
 
     @property
     def trouble(self) -> str | None:
@@ -88,8 +101,8 @@ class Orca:
         """Start the scheduler's thread; nothing the second time."""
         with self._lock:
             if not self._started:
-                self._started = True
                 self._thread.start()
+                self._started = True
 
     def close(self, timeout: float = 30.0) -> None:
         """Cancel what is live and stop the thread; nothing the second time.
@@ -103,8 +116,8 @@ class Orca:
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self.failure = EngineError(f"the scheduler did not stop within {timeout:g} seconds")
-            raise self.failure
+            self._failure = EngineError(f"the scheduler did not stop within {timeout:g} seconds")
+            raise self._failure
 
     def __enter__(self) -> Self:
         self.start()
@@ -135,8 +148,11 @@ class Orca:
         sampling: SamplingParams | OutputRules,
         *,
         request_id: str | None = None,
+        owner: str = "",
     ) -> Generation:
         """Take a request for one output in; `OutputRules.choices` are those of several.
+
+        `owner` is whoever sent it, as far as the queue is shared out among owners.
 
         Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, or EngineError if the engine has failed.
         """
@@ -151,6 +167,7 @@ class Orca:
             seed = rules.sampling.seed
             seed = self._random.getrandbits(_SEED_BITS) if seed is None else seed
         request = _request(name, prompt_ids, rules, seed)
+        request.owner = owner
         request.constraint = rules.constraint()
         mailbox = request.sink = Mailbox(rules.text_stream(), self._gone)
         try:
@@ -162,15 +179,15 @@ class Orca:
         return Generation(
             request,
             mailbox,
-            end=partial(self.pool.end, name),
-            drop=partial(self._dropped.append, name),
+            end=partial(self.pool.end, request),
+            drop=partial(self._dropped.append, request),
         )
 
     def _gone(self) -> EngineError | None:
         """Why a request that has not ended never will; None while the service works."""
-        if self._thread.is_alive() and self.failure is None:
+        if self._thread.is_alive() and self._failure is None:
             return None
-        return self.failure or EngineError("the scheduler's thread is gone")
+        return self.failure or EngineError("the service was closed")
 
     # On the scheduler's thread.
 
@@ -178,13 +195,16 @@ class Orca:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # whatever it is, nobody may be left waiting
-            self.failure = _as_engine_error(error)
+            self._ended = True
+        except (
+            BaseException
+        ) as error:  # whatever it is (a panic of Rust's is no Exception), nobody may wait on
+            failure = self._failure = _as_engine_error(error)
             self.pool.close()
             try:
                 self.scheduler.fail_all()
-            except Exception as second:  # who still waits finds `failure` by himself
-                self.failure.add_note(f"then, while its requests were ended: {second!r}")
+            except BaseException as second:  # those who still wait find `failure` by themselves
+                failure.add_note(f"then, while its requests were ended: {second!r}")
 
     def _turn(self) -> bool:
         """One turn of Algorithm 1's loop, or a wait for work; False when the service is closed and empty."""
@@ -192,7 +212,7 @@ class Orca:
             self.pool.end(self._dropped.popleft(), FinishReason.CANCELLED)
         if self._stopping:
             for request in list(self.pool.in_arrival_order()):
-                self.pool.end(request.request_id, FinishReason.CANCELLED)
+                self.pool.end(request, FinishReason.CANCELLED)
         return (
             self.recovery.step(self._is_called) or self.pool.wait_for_work(LOOK_SECONDS) or not self._stopping
         )
@@ -214,7 +234,7 @@ class Orca:
             self.on_delivered(deliveries)
 
 
-def _as_engine_error(error: Exception) -> EngineError:
+def _as_engine_error(error: BaseException) -> EngineError:
     if isinstance(error, EngineError):
         return error
     failure = EngineError(f"{type(error).__name__}: {error}")

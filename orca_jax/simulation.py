@@ -112,7 +112,7 @@ class Simulation:
 
     def end_at(self, time: float, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Let the user of `request_id` ask for its end at `time`, whether it is live or not."""
-        self.clock.call_at(time, lambda: self.pool.end(request_id, reason))
+        self.clock.call_at(time, lambda: self.pool.end_named(request_id, reason))
 
     def steps(self) -> Iterator[None]:
         """Play to the end; yields after each turn of the scheduler's loop that had something to do."""

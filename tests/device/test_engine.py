@@ -90,7 +90,7 @@ def test_cancelling_some_changes_nothing_for_the_others(
     def cancel(step: int) -> None:
         for at, which in cancels:
             if at == step:
-                engine.pool.end(str(which), FinishReason.CANCELLED)
+                engine.pool.end_named(str(which), FinishReason.CANCELLED)
 
     engine.run(requests, arrivals, before_step=cancel)
     reasons = finish_reasons(engine.deliveries)

@@ -87,7 +87,7 @@ def play(asked: Sequence[Asked], n_stages: int, *, overlap: bool, leaves: bool =
     def before_step(step: int) -> None:
         for request, one in zip(requests, asked, strict=True):
             if leaves and one.cancelled == step:
-                ran.pool.end(request.request_id, FinishReason.CANCELLED)
+                ran.pool.end(request, FinishReason.CANCELLED)
 
     ran.run(requests, [one.arrival for one in asked], before_step)
     assert ran.kv.n_free_rows == ran.kv.n_rows and not ran.scheduler.leaving

@@ -508,9 +508,9 @@ def test_the_phases_of_a_life_and_the_version(gated: GatedEngine) -> None:
         with service:
             with gateway.submit([5], SamplingParams(max_tokens=2), request_id="A"):
                 assert scrape(metrics)["orca_live_streams", frozenset()] == 1
-                service.failure = EngineError("gone")
+                service._failure = EngineError("gone")
                 seen.append(phases(metrics))
-                service.failure = None
+                service._failure = None
                 service.recovery._lost = LOST
                 seen.append(phases(metrics))
                 service.recovery._lost = None

@@ -193,9 +193,9 @@ def test_which_phase_wins() -> None:
         assert client.get("/ready").json()["status"] == "loading"
         server.call(lambda: server.gateway.open(server.model))
         assert client.get("/ready").json()["status"] == "recovering"
-        server.service.failure = EngineError("gone")
+        server.service._failure = EngineError("gone")
         assert client.get("/ready").json() == {"status": "failed", "reason": "the engine failed: gone"}
-        server.service.failure = None
+        server.service._failure = None
         server.gateway._draining = True
         response = client.get("/ready")
         assert response.json() == {"status": "draining", "reason": "the server is shutting down"}

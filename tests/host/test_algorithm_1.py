@@ -250,11 +250,11 @@ def test_a_deterministic_engine_runs_the_phases_in_turn():
     house.add("D")  # three requests are a batch: it waits
     assert house.steps(3)[::2] == ["issue C", "issue ABC", "issue ABC"]
     for name in "AB":
-        house.pool.end(name, FinishReason.CANCELLED)
+        house.pool.end_named(name, FinishReason.CANCELLED)
     assert house.steps(2)[::2] == ["issue D", "issue CD"]
     house.add("E")
     house.steps(1)
-    house.pool.end("C", FinishReason.CANCELLED)
+    house.pool.end_named("C", FinishReason.CANCELLED)
     house.add("F")
     assert house.steps(2)[::2] == ["issue DE", "issue F"], "increments had to wait, and go before the next"
     assert house.scheduler.n_rsrv == 27
@@ -286,8 +286,8 @@ def test_line_4_hands_every_parameter_to_select():
         house.add(name, n_input=3, n_output=4)  # a block each
     assert house.steps(1) == ["issue BCD", "return BCD"]  # max_bs
     assert house.scheduler.n_rsrv == 24
-    house.pool.end("B", FinishReason.CANCELLED)
-    house.pool.end("C", FinishReason.CANCELLED)
+    house.pool.end_named("B", FinishReason.CANCELLED)
+    house.pool.end_named("C", FinishReason.CANCELLED)
     house.add("F", n_input=9, n_output=9)  # 3 blocks, where 2 are left
     assert house.steps(1) == ["issue DE", "return DE"]
     house.engine.tokens["D"] = STOP_TOKEN
@@ -361,7 +361,7 @@ def test_line_10_nothing_interrupts_the_wait_when_every_worker_has_a_batch():
 
     def on_wait(interrupted: Callable[[], bool]) -> bool:
         house.add("B")
-        house.pool.end("A", FinishReason.CANCELLED)
+        house.pool.end_named("A", FinishReason.CANCELLED)
         return interrupted()
 
     house.engine.on_wait = on_wait
@@ -467,7 +467,7 @@ def test_a_free_worker_hears_that_a_waiting_request_is_asked_to_end():
     house.steps(1)
 
     def on_wait(interrupted: Callable[[], bool]) -> bool:
-        house.pool.end("B", FinishReason.TIMEOUT)
+        house.pool.end_named("B", FinishReason.TIMEOUT)
         return interrupted()
 
     house.engine.on_wait = on_wait
@@ -503,7 +503,7 @@ def test_an_end_asked_for_after_the_look_at_them_is_not_missed():
 
     def take_and_ask() -> list[tuple[Request, FinishReason]]:
         taken = take_ending()
-        house.pool.end("B", FinishReason.CANCELLED)
+        house.pool.end_named("B", FinishReason.CANCELLED)
         return taken
 
     house.pool.take_ending = take_and_ask
@@ -514,7 +514,7 @@ def test_an_end_asked_for_after_the_look_at_them_is_not_missed():
 def test_a_waiting_request_that_is_asked_to_end_never_runs():
     house = House()
     a = house.add("A")
-    house.pool.end("A", FinishReason.CANCELLED)
+    house.pool.end_named("A", FinishReason.CANCELLED)
     assert house.scheduler.step() is True  # it ended something
     assert house.engine.log == []
     assert (a.state, a.finish_reason) == (FINISHED, FinishReason.CANCELLED)
@@ -528,7 +528,7 @@ def test_a_request_asked_to_end_between_iterations_gives_its_slots_back_before_s
     a = house.add("A")
     house.add("B")
     house.steps(1)
-    house.pool.end("A", FinishReason.TIMEOUT)
+    house.pool.end_named("A", FinishReason.TIMEOUT)
     assert house.steps(1) == ["issue B", "return B"]
     assert (a.state, a.finish_reason, a.row) == (FINISHED, FinishReason.TIMEOUT, -1)
     assert house.scheduler.n_rsrv == 9
@@ -540,7 +540,7 @@ def test_a_running_request_that_is_asked_to_end_ends_when_it_returns_and_its_tok
     b = house.add("B")
     house.steps(1)
     house.add("C")
-    house.pool.end("A", FinishReason.CANCELLED)
+    house.pool.end_named("A", FinishReason.CANCELLED)
     assert house.steps(1) == ["issue C", "return AB"]
     assert (a.state, a.finish_reason, a.output_ids) == (FINISHED, FinishReason.CANCELLED, [])
     assert (b.state, b.output_ids) == (INCREMENT, [9])
@@ -552,7 +552,7 @@ def test_a_running_request_is_not_touched_before_it_returns():
     house = House(n_workers=3)
     a = house.add("A")
     house.steps(1)
-    house.pool.end("A", FinishReason.CANCELLED)
+    house.pool.end_named("A", FinishReason.CANCELLED)
     house.add("B")
     assert house.steps(1) == ["issue B"]
     assert a.state is RUNNING
@@ -658,17 +658,16 @@ class BrokenSink:
         raise ValueError("broken")
 
 
-def test_a_sink_that_raises_loses_no_end_of_the_requests_before_it():
+def test_a_sink_that_raises_ends_its_own_request_alone():
     house = House(max_bs=3)
     house.add("A", n_output=1)
-    b = house.add("B", n_output=1)
+    b = house.add("B", n_output=2)
     b.sink = BrokenSink()
     house.add("C", n_output=1)
-    with pytest.raises(ValueError, match="broken"):
-        house.scheduler.step()
-    assert house.told() == [[("A", 9, FinishReason.LENGTH)]]
-    house.scheduler.fail_all()
-    assert house.told()[1] == [("B", None, FinishReason.ERROR), ("C", None, FinishReason.ERROR)]
+    house.scheduler.step()
+    told = [("A", 9, FinishReason.LENGTH), ("B", 9, FinishReason.ERROR), ("C", 9, FinishReason.LENGTH)]
+    assert house.told() == [told]
+    assert b.failure == "ValueError: broken"
     assert (house.scheduler.n_rsrv, len(house.pool)) == (0, 0)
 
 
@@ -763,14 +762,14 @@ def test_what_was_asked_to_end_ends_when_it_is_lost():
     wait = house.engine.on_wait
 
     def asks(interrupted: Callable[[], bool]) -> bool:
-        house.pool.end("A", FinishReason.CANCELLED)
+        house.pool.end_named("A", FinishReason.CANCELLED)
         return wait(interrupted)
 
     house.engine.on_wait = asks
     house.steps(1)
     house.pool.add(c := make_request("C"))
     house.steps(1)
-    house.pool.end("B", FinishReason.TIMEOUT)
+    house.pool.end_named("B", FinishReason.TIMEOUT)
     n_told = len(house.told())
     lose(house)
     assert a.finish_reason is FinishReason.CANCELLED
@@ -785,7 +784,7 @@ def test_a_request_that_was_running_when_asked_to_end_ends_when_it_is_lost():
     a = house.add("A")
 
     def failure(_: object) -> Never:
-        house.pool.end("A", FinishReason.CANCELLED)
+        house.pool.end_named("A", FinishReason.CANCELLED)
         raise WorkerLost(0, "gone")
 
     house.engine.on_wait = failure
@@ -811,7 +810,7 @@ def test_an_end_that_is_asked_for_while_nothing_can_run_is_told_at_once():
     house.add("A")
     house.add("B")
     assert house.scheduler.end_asked() is False
-    house.pool.end("B", FinishReason.TIMEOUT)
+    house.pool.end_named("B", FinishReason.TIMEOUT)
     assert house.scheduler.end_asked() is True
     assert house.told() == [[("B", None, FinishReason.TIMEOUT)]]
 

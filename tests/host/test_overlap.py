@@ -65,7 +65,7 @@ def test_one_that_is_cancelled_leaves_in_the_same_way():
     house = House(overlap=True)
     a, b = house.add("A"), house.add("B")
     house.steps(2)
-    house.pool.end("A", FinishReason.CANCELLED)
+    house.pool.end_named("A", FinishReason.CANCELLED)
     assert house.steps(1) == ["issue B", "return AB"], "it runs ahead no more"
     assert house.told()[-1] == [("A", None, FinishReason.CANCELLED), ("B", 9, None)]
     assert (a.state, a.row, b.n_in_flight) == (FINISHED, -1, 1)
@@ -74,7 +74,7 @@ def test_one_that_is_cancelled_leaves_in_the_same_way():
 def test_one_that_is_cancelled_after_it_was_issued_once_more():
     house = House(overlap=True)
     a = house.add("A")
-    house.engine.on_wait = lambda _: (house.pool.end("A", FinishReason.CANCELLED), False)[1]
+    house.engine.on_wait = lambda _: (house.pool.end_named("A", FinishReason.CANCELLED), False)[1]
     assert house.steps(2) == ["issue A", "issue A", "return A"]
     assert house.told() == [[("A", None, FinishReason.CANCELLED)]]
     assert house.scheduler.leaving == [a] and a.row >= 0

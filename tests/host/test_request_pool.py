@@ -84,7 +84,7 @@ def test_a_request_may_be_removed_from_anywhere(name: str, n_admitted: int):
     pool.remove(requests["ABCDE".index(name)])
     assert names(pool) == "ABCDE".replace(name, "")
     assert len(pool) == 4
-    assert pool.end(name, CANCELLED) is False
+    assert pool.end_named(name, CANCELLED) is False
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 23, 24, 25, 1000])
@@ -164,7 +164,7 @@ def test_a_closed_pool_refuses_and_keeps_what_is_live():
     with pytest.raises(ServiceClosed):
         pool.add(make_request("B"))
     assert names(pool) == "A"
-    assert pool.end("A", CANCELLED) is True
+    assert pool.end_named("A", CANCELLED) is True
 
 
 # Ends.
@@ -174,28 +174,28 @@ def test_a_closed_pool_refuses_and_keeps_what_is_live():
 def test_the_first_reason_to_end_counts_and_is_taken_once(n_admitted: int):
     pool, (a, _) = filled("AB", n_admitted=n_admitted)
     assert pool.take_ending() == []
-    assert pool.end("A", TIMEOUT) is True
-    assert pool.end("A", CANCELLED) is True
+    assert pool.end_named("A", TIMEOUT) is True
+    assert pool.end_named("A", CANCELLED) is True
     assert a.ending is TIMEOUT
     assert pool.take_ending() == [(a, TIMEOUT)]
     assert pool.take_ending() == []
-    assert pool.end("A", CANCELLED) is True  # still live: a RUNNING request ends when it returns
+    assert pool.end_named("A", CANCELLED) is True  # still live: a RUNNING request ends when it returns
     assert (a.ending, pool.take_ending()) == (TIMEOUT, [])
 
 
 def test_nothing_of_that_id_is_live():
     pool, (a,) = filled("A")
-    assert pool.end("B", CANCELLED) is False
+    assert pool.end_named("B", CANCELLED) is False
     pool.remove(a)
-    assert pool.end("A", CANCELLED) is False
+    assert pool.end_named("A", CANCELLED) is False
     assert a.ending is None
     assert pool.take_ending() == []
 
 
 def test_a_request_that_ended_on_its_own_is_not_taken_any_more():
     pool, (a, b) = filled("AB")
-    pool.end("A", CANCELLED)
-    pool.end("B", CANCELLED)
+    pool.end_named("A", CANCELLED)
+    pool.end_named("B", CANCELLED)
     pool.remove(a)
     assert pool.take_ending() == [(b, CANCELLED)]
 
@@ -208,11 +208,11 @@ def test_activity_grows_with_arrivals_and_asked_ends():
     counts = [pool.activity()]
     pool.add(make_request("B"))
     counts.append(pool.activity())
-    pool.end("A", CANCELLED)
+    pool.end_named("A", CANCELLED)
     counts.append(pool.activity())
     assert counts == sorted(set(counts))
-    pool.end("A", CANCELLED)  # no news
-    pool.end("X", CANCELLED)
+    pool.end_named("A", CANCELLED)  # no news
+    pool.end_named("X", CANCELLED)
     pool.admit([a])
     pool.remove(a)
     assert pool.activity() == counts[-1]
@@ -339,3 +339,72 @@ def test_what_just_fits_is_taken_and_can_be_selected(request_: Request, serving:
         block_size=serving.block_size,
     )
     assert batch == [request_]
+
+
+def test_asking_for_the_end_of_a_request_does_not_touch_its_successor():
+    pool, (first,) = filled("A")
+    pool.remove(first)
+    second = make_request("A")
+    pool.add(second)
+    assert pool.end(first, CANCELLED) is False
+    assert second.ending is None
+    assert pool.take_ending() == []
+    assert pool.end(second, TIMEOUT) is True
+    assert pool.take_ending() == [(second, TIMEOUT)]
+
+
+# One owner's share, and the queue's bound in bytes.
+
+
+def owned(name: str, owner: str, weight: int = 0) -> Request:
+    request = make_request(name)
+    request.owner, request.weight = owner, weight
+    return request
+
+
+def shared_pool(*, max_bytes: int = 1 << 30) -> RequestPool:
+    return RequestPool(max_waiting=8, max_each=3, max_bytes=max_bytes, on_deliveries=lambda _: None)
+
+
+def test_one_owner_has_a_share_of_the_queue_and_the_others_the_rest():
+    pool = shared_pool()
+    greedy = [owned(f"g{i}", "greedy") for i in range(3)]
+    for request in greedy:
+        pool.add(request)
+    message = "3 requests wait for this API key or address, which is its share of the queue; "
+    with pytest.raises(QueueFull, match=message):
+        pool.add(owned("g3", "greedy"))
+    for i in range(3):
+        pool.add(owned(f"m{i}", "modest"))
+    pool.add(make_request("nobody's"))
+    pool.admit(greedy[:1])  # what runs does not count
+    pool.add(owned("g3", "greedy"))
+    with pytest.raises(QueueFull, match="3 requests wait for this"):
+        pool.add(owned("g4", "greedy"))
+    pool.remove(greedy[2])  # nor what ended while it waited
+    pool.add(owned("g4", "greedy"))
+    with pytest.raises(QueueFull, match="8 requests wait, as many as may"):
+        [pool.add(owned(f"o{i}", "other")) for i in range(9)]
+
+
+def test_the_queue_is_bounded_in_bytes_as_well():
+    pool = shared_pool(max_bytes=8_000)  # 3,000 for each owner
+    pool.add(owned("A", "greedy", 2_000))
+    with pytest.raises(QueueFull, match="1 requests of 2000 bytes wait for this API key or address"):
+        pool.add(owned("B", "greedy", 1_001))
+    pool.add(owned("C", "modest", 5_000))  # larger than its share: alone it may wait, or it could never run
+    with pytest.raises(QueueFull, match="2 requests of 7000 bytes wait, as many as may"):
+        pool.add(owned("D", "third", 1_001))
+    pool.add(owned("D", "third", 1_000))
+
+
+def test_those_who_hold_nothing_leave_no_trace():
+    pool = shared_pool()
+    for i in range(1_000):
+        request = owned(str(i), f"owner {i}", 10)
+        pool.add(request)
+        if i % 2:
+            pool.admit([request])
+        pool.remove(request)
+    assert not pool._held_by
+    assert (pool._held.n, pool._held.n_bytes) == (0, 0)

@@ -247,7 +247,7 @@ class Player:
         return STOP_TOKEN if stops else token_of(request, index)
 
     def end(self, i: int) -> None:
-        if self.pool.end(str(i), FinishReason.CANCELLED):
+        if self.pool.end_named(str(i), FinishReason.CANCELLED):
             self.asked_to_end.add(str(i))
 
     def moment(self) -> None:
@@ -563,7 +563,7 @@ def test_threads_may_add_and_end_while_the_scheduler_runs():
                 )
                 if rng.random() < 0.5:
                     victim = f"{rng.randrange(n_threads)}.{rng.randint(max(0, i - 5), i)}"
-                    n_asked[which] += pool.end(victim, FinishReason.CANCELLED)
+                    n_asked[which] += pool.end_named(victim, FinishReason.CANCELLED)
         except BaseException as error:
             errors.append(error)
 

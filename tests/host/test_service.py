@@ -1,7 +1,7 @@
 """The service on engines without a device: delivery, ends of every kind, and failures that wake everybody."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,6 +20,7 @@ from orca_jax.errors import (
 )
 from orca_jax.generation import Generation, Piece
 from orca_jax.request import FinishReason
+from orca_jax.request_pool import Delivery
 from orca_jax.sampling_params import SamplingParams
 from tests.host.engines import (
     EOS,
@@ -354,3 +355,76 @@ def test_even_a_failure_that_cannot_be_dealt_with_wakes_everybody(
         assert generation.finish_reason == FinishReason.ERROR
         assert service.failure is not None
         assert "and again" in service.failure.__notes__[0]
+
+
+class Panic(BaseException):
+    """As pyo3 raises one: no Exception."""
+
+
+def test_a_panic_on_the_scheduler_s_thread_ends_every_request(engine: GatedEngine) -> None:
+    with orca(engine) as service:
+        generations = [service.submit([i], SamplingParams(max_tokens=50)) for i in range(9)]
+        engine.error = Panic("overflow")  # pyright: ignore[reportAttributeAccessIssue]
+        engine.let(1)
+        for generation in generations:
+            with pytest.raises(EngineError, match="Panic: overflow"):
+                generation.result(SOON)
+            assert generation.finish_reason == FinishReason.ERROR
+        assert str(service.failure) == "Panic: overflow"
+        with pytest.raises(EngineError, match="no more requests are taken: Panic: overflow"):
+            service.submit([1], SamplingParams())
+        assert at_rest(service)
+
+
+def test_a_thread_that_ended_without_a_word_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = orca(simulated())
+    monkeypatch.setattr(service._thread, "run", lambda: None)
+    service.start()
+    service._thread.join(SOON)
+    assert str(service.failure) == "the scheduler's thread is gone"
+    with pytest.raises(EngineError, match="the scheduler's thread is gone"):
+        service.submit([1], SamplingParams()).result(SOON)
+
+
+def test_an_orderly_end_is_no_failure() -> None:
+    service = orca(simulated())
+    assert service.failure is None
+    with service:
+        service.submit([1], SamplingParams()).result(SOON)
+    assert service.failure is None
+
+
+def test_an_id_is_used_again_as_soon_as_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool lets go of an id before the end of its request is delivered."""
+    with orca(simulated()) as service:
+        generations: list[Generation] = []
+        delivered = service.timeline.delivered
+
+        def submit() -> None:
+            n = len(generations)
+            generations.append(service.submit([n], SamplingParams(max_tokens=1 + n % 3), request_id="A"))
+
+        def submit_first(deliveries: Sequence[Delivery]) -> None:
+            if len(generations) < 100 and any(delivery.finish_reason for delivery in deliveries):
+                submit()
+            delivered(deliveries)
+
+        monkeypatch.setattr(service.timeline, "delivered", submit_first)
+        submit()
+        for n in range(100):
+            assert generations[n].result(SOON).token_ids == list(range(n, n + 1 + n % 3))
+        assert service.failure is None
+
+
+def test_an_old_generation_does_not_cancel_its_successor(engine: GatedEngine) -> None:
+    with orca(engine) as service:
+        old = service.submit([1], SamplingParams(max_tokens=1), request_id="A")
+        engine.let(1)
+        assert old.result(SOON).token_ids == [1]
+        new = service.submit([5], SamplingParams(max_tokens=2), request_id="A")
+        old._mailbox.finish_reason = None  # as when its end is still on its way to its user
+        old.cancel()
+        del old
+        gc.collect()
+        engine.let(2)
+        assert new.result(SOON).token_ids == [5, 6]

@@ -1,7 +1,7 @@
 """The timeline: what happened when."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -216,40 +216,53 @@ def test_an_observer_hears_of_all_once_and_in_order(clock: Clock):
     ]
 
 
-def end_at(timeline: Timeline, clock: Clock, name: str, time: float) -> None:
+def arrive(timeline: Timeline, names: Iterable[str]) -> dict[str, Request]:
+    requests = {name: make_request(name) for name in names}
+    for request in requests.values():
+        timeline.arrived(request)
+    return requests
+
+
+def end_at(timeline: Timeline, clock: Clock, request: Request, time: float) -> None:
     clock.now = time
-    timeline.delivered([Delivery(make_request(name), 7, FinishReason.STOP)])
+    timeline.delivered([Delivery(request, 7, FinishReason.STOP)])
 
 
 def test_how_fast_requests_finish(clock: Clock):
     timeline = Timeline(clock)
-    for name in "ABCD":
-        timeline.arrived(make_request(name))
+    live = arrive(timeline, "ABCD")
     assert timeline.recent_finish_interval() is None
-    end_at(timeline, clock, "A", 10.0)
+    end_at(timeline, clock, live["A"], 10.0)
     assert timeline.recent_finish_interval() is None
-    end_at(timeline, clock, "B", 11.0)
+    end_at(timeline, clock, live["B"], 11.0)
     assert timeline.recent_finish_interval() == 1.0
-    end_at(timeline, clock, "C", 16.0)
+    end_at(timeline, clock, live["C"], 16.0)
     assert timeline.recent_finish_interval() == 3.0  # (16 - 10) / 2
 
 
 def test_idle_time_says_nothing_about_how_fast_requests_finish(clock: Clock):
     timeline = Timeline(clock)
     for start in (0.0, 1000.0):
-        timeline.arrived(make_request("A"))
-        timeline.arrived(make_request("B"))
-        end_at(timeline, clock, "A", start + 1.0)
-        end_at(timeline, clock, "B", start + 3.0)
+        live = arrive(timeline, "AB")
+        end_at(timeline, clock, live["A"], start + 1.0)
+        end_at(timeline, clock, live["B"], start + 3.0)
         assert timeline.recent_finish_interval() == 2.0
 
 
 def test_only_recent_ends_tell_how_fast_requests_finish(clock: Clock):
     timeline = Timeline(clock)
-    timeline.arrived(make_request("stays"))
-    for i in range(65):
-        timeline.arrived(make_request(str(i)))
-    end_at(timeline, clock, "0", 0.0)
+    live = arrive(timeline, ["stays", *map(str, range(65))])
+    end_at(timeline, clock, live["0"], 0.0)
     for i in range(1, 65):
-        end_at(timeline, clock, str(i), 1000.0 + 2.0 * i)
+        end_at(timeline, clock, live[str(i)], 1000.0 + 2.0 * i)
     assert timeline.recent_finish_interval() == 2.0  # the last 64 alone, two seconds apart
+
+
+def test_an_id_may_be_used_again_before_the_end_is_delivered(clock: Clock):
+    timeline = Timeline(clock)
+    first, second = make_request("A"), make_request("A")
+    timeline.arrived(first)
+    timeline.arrived(second)  # the pool has let go of the first, and its end is on its way
+    end_at(timeline, clock, first, 1.0)
+    end_at(timeline, clock, second, 2.0)
+    assert [(record.request_id, record.finished) for record in timeline.requests] == [("A", 1.0), ("A", 2.0)]
