@@ -196,9 +196,7 @@ class Orca:
             while self._turn():
                 pass
             self._ended = True
-        except (
-            BaseException
-        ) as error:  # whatever it is (a panic of Rust's is no Exception), nobody may wait on
+        except BaseException as error:  # a panic of Rust's is no Exception; nobody may be left waiting
             failure = self._failure = _as_engine_error(error)
             self.pool.close()
             try:

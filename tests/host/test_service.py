@@ -402,7 +402,9 @@ def test_an_id_is_used_again_as_soon_as_it_is_free(monkeypatch: pytest.MonkeyPat
 
         def submit() -> None:
             n = len(generations)
-            generations.append(service.submit([n], SamplingParams(max_tokens=1 + n % 3), request_id="A"))
+            generations.append(
+                service.submit([n], SamplingParams(max_tokens=1 + n % 3, ignore_eos=True), request_id="A")
+            )
 
         def submit_first(deliveries: Sequence[Delivery]) -> None:
             if len(generations) < 100 and any(delivery.finish_reason for delivery in deliveries):
