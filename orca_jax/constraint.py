@@ -1,9 +1,10 @@
 """Which tokens may come next in one request's output, as words of bits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from orca_jax.bad_words import BadWords, History
 from orca_jax.grammar import Grammar, GrammarState
 from orca_jax.token_words import Words, words_of
 
@@ -12,14 +13,13 @@ from orca_jax.token_words import Words, words_of
 class ConstraintRules:
     """What constrains an output, before it begins.
 
-    `end_token_ids` may not come before there are `min_tokens`. `bad_words` are sequences of token ids: the
-    last of one may not follow the others, be they of the prompt or of the output, as Hugging Face has it.
+    `end_token_ids` may not come before there are `min_tokens`. All outputs of a request share it.
     """
 
     vocab_size: int
     end_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords = field(default_factory=BadWords)
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
 
@@ -42,6 +42,7 @@ class Constraint:
     def __init__(self, rules: ConstraintRules) -> None:
         self._rules = rules
         self._grammar: GrammarState | None = None if rules.grammar is None else rules.grammar.start()
+        self._history: History | None = None  # where there are bad words
         self._always = bool(rules.bad_words or rules.grammar) or rules.allowed_token_ids is not None
 
     @property
@@ -77,20 +78,10 @@ class Constraint:
         banned = set[int]()
         if len(output_ids) < self._rules.min_tokens:
             banned |= self._rules.end_token_ids
-        for word in self._rules.bad_words:
-            if _ends_with(prompt_ids, output_ids, word[:-1]):
-                banned.add(word[-1])
+        words = self._rules.bad_words
+        if words:
+            if self._history is None:
+                self._history = History(prompt_ids, words.longest)
+            self._history.follow(output_ids)
+            banned |= words.completed_by(self._history)
         return banned
-
-
-def _ends_with(prompt_ids: Sequence[int], output_ids: Sequence[int], tail: tuple[int, ...]) -> bool:
-    """Whether the prompt, and the output behind it, end with `tail`."""
-    n, n_output = len(tail), len(output_ids)
-    if n <= n_output:
-        return tuple(output_ids[n_output - n :]) == tail
-    n_before = n - n_output
-    return (
-        n_before <= len(prompt_ids)
-        and tuple(prompt_ids[len(prompt_ids) - n_before :]) == tail[:n_before]
-        and tuple(output_ids) == tail[n_before:]
-    )

@@ -1,24 +1,30 @@
 """What becomes of sampling parameters once model and tokenizer are known: compiled once, begun per output."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from orca_jax.bad_words import BadWords
 from orca_jax.config import ModelConfig
 from orca_jax.constraint import Constraint, ConstraintRules
 from orca_jax.errors import NotSupported
 from orca_jax.grammar import GrammarCompiler
 from orca_jax.sampling_params import SamplingParams
+from orca_jax.stop_strings import StopStrings
 from orca_jax.tokenizer import TextStream, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRules:
-    """Checked and compiled; as many outputs as one likes may begin with them, from any thread."""
+    """Checked and compiled; as many outputs as one likes may begin with them, from any thread.
+
+    What is large in them is made once and shared by all `choices`.
+    """
 
     sampling: SamplingParams
     end_token_ids: frozenset[int]  # a token that ends the output
     _constraints: ConstraintRules
+    _stops: StopStrings | None
     _tokenizer: Tokenizer | None
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
@@ -29,7 +35,7 @@ class OutputRules:
         """What makes text of an output's tokens; None where the model has no tokenizer."""
         if self._tokenizer is None:
             return None
-        return TextStream(self._tokenizer, self.sampling.stop, min_tokens=self.sampling.min_tokens)
+        return TextStream(self._tokenizer, self._stops or (), min_tokens=self.sampling.min_tokens)
 
     def constraint(self) -> Constraint | None:
         """Which tokens may come, of an output that begins."""
@@ -61,11 +67,14 @@ class RuleMaker:
             # An end of sequence is none of the text even where it does not end the output.
             end_token_ids=end_token_ids | frozenset(self._model.eos_token_ids),
             min_tokens=sampling.min_tokens,
-            bad_words=self._sequences(sampling.bad_words),
+            bad_words=BadWords(self._sequences(sampling.bad_words)),
             allowed_token_ids=sampling.allowed_token_ids,
             grammar=None if sampling.grammar is None else self._grammars.compile(sampling),
         )
-        return OutputRules(sampling, end_token_ids, constraints, self._tokenizer)
+        if sampling.allowed_token_ids is not None:
+            _ = constraints.base  # made here: it takes time with each of them, and is wanted by the scheduler
+        stops = StopStrings(sampling.stop) if sampling.stop else None
+        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -76,10 +85,11 @@ class RuleMaker:
             self._tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
 
-    def _sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def _sequences(self, words: Sequence[str]) -> Iterator[list[int]]:
         """The tokens of each word, at a text's beginning and behind a blank."""
         if self._tokenizer is None:
-            return ()
-        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-        sequences = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-        return tuple(dict.fromkeys(one for one in sequences if one))
+            return
+        for text in (text for word in words for text in (word, f" {word.lstrip()}")):
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            if token_ids:
+                yield token_ids

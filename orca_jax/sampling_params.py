@@ -11,6 +11,7 @@ order these act.
 import copy
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,18 @@ from typing import Any
 from orca_jax.errors import InvalidSamplingParameter
 
 MAX_TOP_LOGPROBS = 20
+MAX_BAD_WORDS = 8192  # characters of all of them together: an output is compared with each at every token
+
+# A device computes in float32. What is divided by, or compared with a probability, is held far enough from
+# zero to be a number there too: logits below 1e28 stay finite.
+TEMPERATURE_RANGE = (1e-10, 100.0)  # and 0, which divides by nothing
+TOP_P_RANGE = (1e-10, 1.0)
+REPETITION_RANGE = (0.01, 100.0)
+
 _SHORT = 80  # characters of what came, in a message
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = _SHORT
+_MAX_GRAMMAR = 1 << 16  # characters
 _GRAMMARS = ("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -26,14 +38,15 @@ _GRAMMARS = ("guided_json", "guided_json_object", "guided_regex", "guided_choice
 class SamplingParams:
     """Checked when made; raises InvalidSamplingParameter, which names the field.
 
-    How tokens are chosen: `temperature` 0 is greedy; `top_k` 0 (or -1), `top_p` 1 and `min_p` 0 leave every
-    token in. `repetition_penalty` 1, `frequency_penalty` 0, `presence_penalty` 0 and an empty `logit_bias`
-    (token id to what is added) change nothing. `seed` None: the service draws one and reports it.
+    How tokens are chosen: `temperature` 0 is greedy, else it is 1e-10 to 100; `top_k` 0 (or -1), `top_p` 1 and
+    `min_p` 0 leave every token in. `repetition_penalty` (0.01 to 100) 1, `frequency_penalty` 0,
+    `presence_penalty` 0 and an empty `logit_bias` (token id to what is added) change nothing. `seed` None: the
+    service draws one and reports it.
 
-    Which tokens may come: `allowed_token_ids` (None: all), `bad_words` (texts that do not come), and one
-    grammar: `guided_json` (a JSON schema), `guided_json_object` (any JSON object), `guided_regex`,
-    `guided_choice` (one of these texts), `guided_grammar` (in Lark's form). A grammar's end ends the request,
-    and it goes before `min_tokens` and `bad_words` where they leave no token.
+    Which tokens may come: `allowed_token_ids` (None: all), `bad_words` (texts that do not come, of 8,192
+    characters together at most), and one grammar: `guided_json` (a JSON schema), `guided_json_object` (any
+    JSON object), `guided_regex`, `guided_choice` (one of these texts), `guided_grammar` (in Lark's form). A
+    grammar's end ends the request, and it goes before `min_tokens` and `bad_words` where they leave no token.
 
     When to stop: after `max_tokens` output tokens (as in OpenAI's API, without the prompt's), at an
     end-of-sequence token unless `ignore_eos`, at one of `stop_token_ids`, before one of the texts `stop`;
@@ -74,19 +87,23 @@ class SamplingParams:
         self._integer("n", 1, 1 << 16)
         self._integer("max_tokens", 1, 1 << 30)
         self._integer("min_tokens", 0, 1 << 30)
-        self._real("temperature", 0.0, 100.0)
-        self._real("top_p", 0.0, 1.0, above_low=True)
+        self._real("temperature", *TEMPERATURE_RANGE, or_zero=True)
+        self._real("top_p", *TOP_P_RANGE)
         self._integer("top_k", -1, 1 << 30)
         if self.top_k == -1:
             self._set("top_k", 0)
         self._real("min_p", 0.0, 1.0)
-        self._real("repetition_penalty", 0.0, 100.0, above_low=True)
+        self._real("repetition_penalty", *REPETITION_RANGE)
         self._real("frequency_penalty", -2.0, 2.0)
         self._real("presence_penalty", -2.0, 2.0)
         if self.logit_bias != {}:
             self._set("logit_bias", self._checked_bias())
         self._set("stop", self._texts("stop", 16, one_text=True))
         self._set("bad_words", self._texts("bad_words", 256))
+        n_characters = sum(map(len, self.bad_words))
+        if n_characters > MAX_BAD_WORDS:
+            message = f"bad_words has {n_characters} characters; its texts may have {MAX_BAD_WORDS} together"
+            raise InvalidSamplingParameter(message, param="bad_words")
         self._set("stop_token_ids", self._token_ids("stop_token_ids", 0, 256))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", self._token_ids("allowed_token_ids", 1, 1 << 22))
@@ -127,10 +144,10 @@ class SamplingParams:
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise InvalidSamplingParameter, naming the field, for a token id that the model does not have."""
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                if token_id >= vocab_size:
-                    message = f"{name} has {token_id}; the model's token ids go from 0 to {vocab_size - 1}"
-                    raise InvalidSamplingParameter(message, param=name)
+            largest = max(getattr(self, name) or (), default=-1)
+            if largest >= vocab_size:
+                message = f"{name} has {largest}; the model's token ids go from 0 to {vocab_size - 1}"
+                raise InvalidSamplingParameter(message, param=name)
 
     # How the fields are checked.
 
@@ -138,18 +155,18 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _refuse(self, name: str, rule: str) -> None:
-        came = f"{getattr(self, name)!r:.{_SHORT}}"
+        came = _short(getattr(self, name))
         raise InvalidSamplingParameter(f"{name} is {came}; it {rule}", param=name)
 
     def _integer(self, name: str, low: int, high: int) -> None:
         if not _is_whole(getattr(self, name), low, high):
             self._refuse(name, f"must be a whole number from {low} to {high}")
 
-    def _real(self, name: str, low: float, high: float, *, above_low: bool = False) -> None:
+    def _real(self, name: str, low: float, high: float, *, or_zero: bool = False) -> None:
         value = getattr(self, name)
-        if not _is_number(value) or not low <= value <= high or (above_low and value == low):
-            start = f"above {low:g}" if above_low else f"from {low:g}"
-            self._refuse(name, f"must be a number {start} to {high:g}")
+        if not _is_number(value) or not (low <= value <= high or (or_zero and value == 0)):
+            start = "0, or a number" if or_zero else "a number"
+            self._refuse(name, f"must be {start} from {low:g} to {high:g}")
 
     def _checked_bias(self) -> dict[int, float]:
         """Keys as numbers: in JSON they are texts."""
@@ -161,7 +178,7 @@ class SamplingParams:
             if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
                 token_id = int(key)
             if not _is_whole(token_id, 0, 1 << 30) or not _is_number(value) or not -100 <= value <= 100:
-                message = f"logit_bias has {key!r:.{_SHORT}}: {value!r:.{_SHORT}}; it must map token ids to "
+                message = f"logit_bias has {_short(key)}: {_short(value)}; it must map token ids to "
                 raise InvalidSamplingParameter(message + "numbers from -100 to 100", param="logit_bias")
             assert isinstance(token_id, int)
             if token_id in bias:
@@ -175,13 +192,13 @@ class SamplingParams:
         if one_text and isinstance(value, str):
             value = (value,)
         if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
-            count = f"{len(value)} texts" if isinstance(value, tuple | list) else f"{value!r:.{_SHORT}}"
+            count = f"{len(value)} texts" if isinstance(value, tuple | list) else _short(value)
             one = "a text or " if one_text else ""
             message = f"{name} is {count}; it must be {one}a list of up to {most} texts"
             raise InvalidSamplingParameter(message, param=name)
         for text in value:
             if not isinstance(text, str) or not 1 <= len(text) <= 1024:
-                message = f"{name} has {text!r:.{_SHORT}}; each of its texts must have 1 to 1024 characters"
+                message = f"{name} has {_short(text)}; each of its texts must have 1 to 1024 characters"
                 raise InvalidSamplingParameter(message, param=name)
         return tuple(value)
 
@@ -189,12 +206,12 @@ class SamplingParams:
         value = getattr(self, name)
         is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
         if not is_list or not least <= len(value) <= most:
-            count = f"a list of {len(value)}" if is_list else f"{value!r:.{_SHORT}}"
+            count = f"a list of {len(value)}" if is_list else _short(value)
             message = f"{name} is {count}; it must be a list of {least} to {most} token ids"
             raise InvalidSamplingParameter(message, param=name)
         for token_id in value:
             if not _is_whole(token_id, 0, 1 << 30):
-                message = f"{name} has {token_id!r:.{_SHORT}}; token ids are whole numbers from 0"
+                message = f"{name} has {_short(token_id)}; token ids are whole numbers from 0"
                 raise InvalidSamplingParameter(message, param=name)
         return tuple(dict.fromkeys(value))
 
@@ -208,8 +225,8 @@ class SamplingParams:
             raise InvalidSamplingParameter(message, param="allowed_token_ids")
         for name in ("guided_regex", "guided_grammar"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= 1 << 16):
-                self._refuse(name, "must be a text of 1 to 65536 characters")
+            if value is not None and (not isinstance(value, str) or not 1 <= len(value) <= _MAX_GRAMMAR):
+                self._refuse(name, f"must be a text of 1 to {_MAX_GRAMMAR} characters")
         if self.guided_choice is not None:
             if not isinstance(self.guided_choice, tuple | list) or not self.guided_choice:
                 self._refuse("guided_choice", "must be a list of 1 to 1024 texts")
@@ -222,13 +239,19 @@ class SamplingParams:
         schema = self.guided_json
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
-            parsed = json.loads(text)
+            parsed = json.loads(text) if len(text) <= _MAX_GRAMMAR else None
         except (TypeError, ValueError, RecursionError) as error:
             message = f"guided_json is no JSON schema: {error!s:.{_SHORT}}"
             raise InvalidSamplingParameter(message, param="guided_json") from error
-        if not isinstance(parsed, dict | bool) or parsed is False or len(text) > 1 << 16:
-            self._refuse("guided_json", "must be a JSON schema: an object, of up to 65536 characters of JSON")
+        if not isinstance(parsed, dict | bool) or parsed is False:
+            rule = f"must be a JSON schema: an object, of up to {_MAX_GRAMMAR} characters of JSON"
+            self._refuse("guided_json", rule)
         return text
+
+
+def _short(value: object) -> str:
+    """What came, for a message; no more of it is read than is shown."""
+    return _shown.repr(value)[:_SHORT]
 
 
 def _is_whole(value: object, low: int, high: int) -> bool:
@@ -236,4 +259,6 @@ def _is_whole(value: object, low: int, high: int) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)  # an int may be too large to ask

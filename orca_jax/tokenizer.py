@@ -13,6 +13,8 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel
+from orca_jax.rust_panic import is_failure
+from orca_jax.stop_strings import StopSearch, StopStrings
 
 _MAX_FILE_BYTES = 100_000_000
 
@@ -55,7 +57,7 @@ class Tokenizer:
         try:
             tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except BaseException as error:  # the library raises nothing narrower than Exception, and may panic
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not is_failure(error):
                 raise
             raise CorruptFile(f"{path} is not a tokenizer's file: {error}") from error
         try:
@@ -77,7 +79,9 @@ class Tokenizer:
             raise InvalidPrompt(message, param="prompt") from error
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise InvalidPrompt(f"the tokenizer cannot encode the prompt: {error}", param="prompt") from error
 
     @cached_property
@@ -101,7 +105,12 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id)
 
     def _look_up(self, token_id: int) -> bytes:
-        token = self.token_name(token_id)
+        try:
+            token = self.token_name(token_id)
+        except BaseException as error:  # on the scheduler's thread, which every other request needs
+            if not is_failure(error):
+                raise
+            return "\ufffd".encode()
         if token is None or token in self._special:
             return b""
         try:
@@ -110,69 +119,22 @@ class Tokenizer:
             return token.encode("utf-8")
 
 
-class StopStrings:
-    """Finds the stop string that is complete first, in a text that comes in pieces.
-
-    What is found depends on the text alone, not on its pieces: the match that ends first, and of those that
-    end at one place the longest. Knuth, Morris and Pratt's automaton for each string, so that the cost of a
-    character does not depend on the text before it.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._first = {stop[0] for stop in stops}
-        self._fallback = [_fallback(stop) for stop in stops]
-        self._n_matched = [0] * len(stops)  # the longest beginning of each that the text ends with
-
-    @property
-    def n_open(self) -> int:
-        """Characters at the text's end that may yet turn out to be the beginning of a stop string."""
-        return max(self._n_matched, default=0)
-
-    def feed(self, text: str) -> tuple[int, int] | None:
-        """Where in `text` the first complete stop string ends, and its length; feed nothing after that."""
-        if self._first.isdisjoint(text) and not self.n_open:
-            return None
-        for end, character in enumerate(text, 1):
-            longest = 0
-            for i, stop in enumerate(self._stops):
-                n = self._n_matched[i]
-                while n and character != stop[n]:
-                    n = self._fallback[i][n - 1]
-                n += character == stop[n]
-                self._n_matched[i] = n
-                if n == len(stop):
-                    longest = max(longest, n)
-            if longest:
-                return end, longest
-        return None
-
-
-def _fallback(stop: str) -> list[int]:
-    """For each beginning of `stop` the length of its longest proper beginning that is also its end."""
-    lengths = [0] * len(stop)
-    n = 0
-    for i in range(1, len(stop)):
-        while n and stop[i] != stop[n]:
-            n = lengths[n - 1]
-        n += stop[i] == stop[n]
-        lengths[i] = n
-    return lengths
-
-
 class TextStream:
     """A request's tokens become text as they come; an `orca_jax.request.OutputSink`.
 
     No part of a stop string ever comes out, and nothing behind it: what may be the beginning of one is held
     back until it is known. So is the beginning of a character until its last byte is there. Stop strings are
-    looked for in the text behind the first `min_tokens` tokens.
+    looked for in the text behind the first `min_tokens` tokens. A request's outputs share their StopStrings.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] | StopStrings = (), *, min_tokens: int = 0
+    ) -> None:
         self.stopped = False
         self._n_early = min_tokens
         self._tokenizer = tokenizer
-        self._stops = StopStrings(stop) if stop else None
+        stops = stop if isinstance(stop, StopStrings) else StopStrings(stop) if stop else None
+        self._stops = None if stops is None else StopSearch(stops)
         self._open: bytes = b""  # of a character whose last byte has not come
         self._held = ""
         self._safe: list[str] = []

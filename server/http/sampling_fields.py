@@ -9,15 +9,20 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from orca_jax.errors import InvalidRequest
-from orca_jax.sampling_params import SamplingParams
+from orca_jax.sampling_params import (
+    MAX_BAD_WORDS,
+    REPETITION_RANGE,
+    TEMPERATURE_RANGE,
+    TOP_P_RANGE,
+    SamplingParams,
+)
 from server.http.response_format import ResponseFormat
 from server.http.strict import FirstFault, Strict
 
 
-def ranged(description: str, low: float, high: float, *, above_low: bool = False) -> Any:
+def ranged(description: str, low: float, high: float) -> Any:
     """A number's field: its range is told in the schema, and not enforced here."""
-    bounds: dict[str, Any] = {"exclusiveMinimum" if above_low else "minimum": low, "maximum": high}
-    return Field(description=description, json_schema_extra=bounds)
+    return Field(description=description, json_schema_extra={"minimum": low, "maximum": high})
 
 
 def _told(**schema: Any) -> Any:
@@ -33,6 +38,7 @@ Texts = Annotated[list[Text], FirstFault()]
 TokenIds = Annotated[list[Annotated[int, _told(minimum=0, maximum=1 << 30)]], FirstFault()]
 Bias = dict[str, Annotated[float, _told(minimum=-100, maximum=100)]]
 
+_LEAST, _MOST = TEMPERATURE_RANGE
 _BIAS: dict[str, Any] = {"maxProperties": 4096, "propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 _GRAMMAR: dict[str, Any] = {"minLength": 1, "maxLength": 1 << 16}
 
@@ -46,12 +52,15 @@ class SamplingFields(Strict):
     min_tokens: Annotated[
         int | None, ranged("an extension: output tokens at least; default 0", 0, 1 << 30)
     ] = None
-    temperature: Annotated[float | None, ranged("default 1; 0 is greedy", 0, 100)] = None
-    top_p: Annotated[float | None, ranged("default 1: every token", 0, 1, above_low=True)] = None
+    temperature: Annotated[
+        float | None,
+        ranged(f"default 1; 0 is greedy; the least above it is {_LEAST:g}", 0, _MOST),
+    ] = None
+    top_p: Annotated[float | None, ranged("default 1: every token", *TOP_P_RANGE)] = None
     top_k: Annotated[int | None, ranged("an extension; default 0, or -1: every token", -1, 1 << 30)] = None
     min_p: Annotated[float | None, ranged("an extension; default 0: every token", 0, 1)] = None
     repetition_penalty: Annotated[
-        float | None, ranged("an extension; default 1: none", 0, 100, above_low=True)
+        float | None, ranged("an extension; default 1: none", *REPETITION_RANGE)
     ] = None
     frequency_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
     presence_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
@@ -73,7 +82,10 @@ class SamplingFields(Strict):
     allowed_token_ids: Annotated[TokenIds | None, _list("an extension: no other token comes", 1, 1 << 22)] = (
         None
     )
-    bad_words: Annotated[Texts | None, _list("an extension: texts that do not come", 0, 256)] = None
+    bad_words: Annotated[
+        Texts | None,
+        _list(f"an extension: texts that do not come, of {MAX_BAD_WORDS} characters together", 0, 256),
+    ] = None
     response_format: Annotated[
         ResponseFormat | None, Field(description="what the output must be; default: any text")
     ] = None

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orca_jax.bad_words import BadWords
 from orca_jax.constraint import ConstraintRules
 from orca_jax.token_words import n_words, words_of
 from tests.device.golden_processors import VOCABULARIES, load_golden_rows
@@ -31,7 +32,7 @@ def test_what_may_come_is_what_hugging_face_leaves(vocab: int) -> None:
             vocab_size=vocab,
             end_token_ids=frozenset({*row.eos_ids, *row.stop_ids}),
             min_tokens=row.min_tokens,
-            bad_words=row.bad_words,
+            bad_words=BadWords(row.bad_words),
             allowed_token_ids=row.allowed_token_ids or None,
         )
         assert allowed_by(rules, row.prompt, row.output) == row.allowed.tolist()
@@ -62,7 +63,7 @@ def test_what_may_come_is_what_a_look_at_each_token_says(
         vocab_size=VOCAB,
         end_token_ids=ends,
         min_tokens=min_tokens,
-        bad_words=tuple(bad_words),
+        bad_words=BadWords(bad_words),
         allowed_token_ids=None if allowed is None else tuple(allowed),
     )
 

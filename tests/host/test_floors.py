@@ -18,10 +18,10 @@ SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 
 # The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
 LAYERS = (
-    ("errors", "token_words"),
+    ("errors", "token_words", "rust_panic", "stop_strings", "bad_words"),
     ("config", "sampling_params", "words_box"),
     ("stage_layers", "stage_memory"),
-    ("sampled",),
+    ("sampled", "request_weight"),
     (
         "request",
         "buckets",

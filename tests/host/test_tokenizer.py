@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel
-from orca_jax.tokenizer import StopStrings, TextStream, Tokenizer
+from orca_jax.stop_strings import StopSearch, StopStrings
+from orca_jax.tokenizer import TextStream, Tokenizer
 
 CORPUS = [
     "In the beginning God created the heaven and the earth.",
@@ -245,8 +246,9 @@ def test_stop_strings_taken_from_random_tokens(ids: list[int], data: Any) -> Non
 def test_where_a_stop_string_is_found_does_not_depend_on_the_pieces(
     text: str, stops: list[str], rng: random.Random
 ) -> None:
-    whole = StopStrings(stops).feed(text)
-    pieces, seen = StopStrings(stops), 0
+    shared = StopStrings(stops)
+    whole = StopSearch(shared).feed(text)
+    pieces, seen = StopSearch(shared), 0
     while seen < len(text):
         piece = text[seen : seen + rng.randint(0, 4)]
         found = pieces.feed(piece)
@@ -254,6 +256,9 @@ def test_where_a_stop_string_is_found_does_not_depend_on_the_pieces(
             assert whole == (seen + found[0], found[1])
             return
         seen += len(piece)
+        assert pieces.n_open == max(
+            n for stop in stops for n in range(len(stop)) if text[:seen].endswith(stop[:n])
+        )
     assert whole is None
 
 

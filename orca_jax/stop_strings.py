@@ -1,0 +1,117 @@
+"""Stop strings, looked for in a text that comes in pieces.
+
+The automaton of Aho and Corasick: a character costs the same however many strings there are and whatever came
+before it. That matters because the scheduler's thread takes the characters of every request.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+_NONE = "\udfff"  # half of a surrogate pair: no decoded text has it
+
+
+class StopStrings:
+    """What is looked for: made once for a request, shared by all its outputs, never changed.
+
+    A state of the automaton stands for the beginning of a string, state 0 for the empty one. State s goes to
+    s + 1 with the character `_next[s]`; the few other ways stand in a table. So 16 strings of 1,024
+    characters take a quarter of a megabyte.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        following, ends = [""], array("I", [0])
+        self._branches: dict[tuple[int, str], int] = {}
+        self._depths = array("I", [0])  # characters that a state stands for
+        self._ends = ends  # length of the longest string that a state ends with; 0 where there is none
+        for stop in stops:
+            state = 0
+            for depth, character in enumerate(stop, 1):
+                if following[state] == character:
+                    state += 1
+                    continue
+                to = self._branches.get((state, character))
+                if to is None:
+                    to = len(following)
+                    if to == state + 1:
+                        following[state] = character
+                    else:
+                        self._branches[state, character] = to
+                    following.append("")
+                    self._depths.append(depth)
+                    ends.append(0)
+                state = to
+            ends[state] = len(stop)
+        self._next = "".join(character or _NONE for character in following)
+        self._first = frozenset(stop[0] for stop in stops)
+        # The state of the longest proper end of what a state stands for that is a beginning as well.
+        self._fallbacks = array("I", bytes(ends.itemsize * len(ends)))
+        for state, character, to in self._shortest_first(following):
+            if state:
+                self._fallbacks[to] = self.step(self._fallbacks[state], character)
+            ends[to] = ends[to] or ends[self._fallbacks[to]]
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while True:
+            if self._next[state] == character:
+                return state + 1
+            to = self._branches.get((state, character)) if self._branches else None
+            if to is not None:
+                return to
+            if not state:
+                return 0
+            state = self._fallbacks[state]
+
+    def depth(self, state: int) -> int:
+        """Characters at the text's end that are the beginning of a string."""
+        return self._depths[state]
+
+    def feed(self, state: int, text: str) -> tuple[int, int, int]:
+        """Take `text` in `state`: the new state, and where in `text` the first complete string ends and its
+        length, 0 and 0 where none does; feed nothing after that.
+        """
+        if not state and self._first.isdisjoint(text):
+            return 0, 0, 0
+        for end, character in enumerate(text, 1):
+            state = self.step(state, character)
+            if self._ends[state]:
+                return state, end, self._ends[state]
+        return state, 0, 0
+
+    def _shortest_first(self, following: Sequence[str]) -> Iterator[tuple[int, str, int]]:
+        """Every way from a state to a longer one; those from shorter states come before."""
+        branches: dict[int, list[tuple[str, int]]] = {}
+        for (state, character), to in self._branches.items():
+            branches.setdefault(state, []).append((character, to))
+        todo = deque([0])
+        while todo:
+            state = todo.popleft()
+            ways = branches.get(state, [])
+            if following[state]:
+                ways = [(following[state], state + 1), *ways]
+            for character, to in ways:
+                yield state, character, to
+                todo.append(to)
+
+
+class StopSearch:
+    """The search in one text.
+
+    What is found depends on the text alone, not on its pieces: the match that ends first, and of those that
+    end at one place the longest.
+    """
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._state = 0
+
+    @property
+    def n_open(self) -> int:
+        """Characters at the text's end that may yet turn out to be the beginning of a stop string."""
+        return self._stops.depth(self._state)
+
+    def feed(self, text: str) -> tuple[int, int] | None:
+        """Where in `text` the first complete stop string ends, and its length; feed nothing after that."""
+        self._state, end, length = self._stops.feed(self._state, text)
+        return (end, length) if length else None
