@@ -16,21 +16,20 @@ import numpy.typing as npt
 
 from orca_jax.control import ADJUSTED, BIAS, CONSTRAINED, SAMPLING, ControlMessage
 from orca_jax.errors import BadFrame
-from orca_jax.sampling_params import MAX_TOP_LOGPROBS
+from orca_jax.sampling_params import MAX_TOP_LOGPROBS, REPETITION_RANGE
 
 _HEADER = struct.Struct("<IIIIQ")  # rows, input tokens, biases, 0, iteration
 _INITIATION, _ON_DEVICE = 1, 2  # of a row's place
 _INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt")  # columns of 4 bytes a row
 ROW_BYTES = SAMPLING.itemsize + 4 * len(_INTEGERS) + 1  # with initiation and token_on_device in one
-_MOST_REAL = float(np.finfo(np.float32).max)
-# What the fields of SAMPLING may hold; a seed may be any.
+# What the fields of SAMPLING may hold, as in SamplingParams; a seed may be any.
 _RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, _MOST_REAL),
+    "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0, _MOST_REAL),
-    "frequency_penalty": (-_MOST_REAL, _MOST_REAL),
-    "presence_penalty": (-_MOST_REAL, _MOST_REAL),
+    "repetition_penalty": REPETITION_RANGE,
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
     "top_k": (0, 1 << 30),
     "logprobs": (-1, MAX_TOP_LOGPROBS),
     "prompt_logprobs": (-1, MAX_TOP_LOGPROBS),

@@ -4,6 +4,10 @@ What acts on logits, in this order: `adjust` (biases, penalties), `allow` (the t
 choice: `greedy`, or `sample` with or without its cuts. A row's draw depends on its own logits, seed and token
 index alone, so a request's tokens do not depend on its neighbours. `logprobs` are of the model's own logits.
 
+Whatever a row's logits are, NaN and infinities among them, as where weights overflow, its token is one of the
+vocabulary, and no other row notices. What acts on logits leaves finite ones; but to look at every logit in the
+choice as well would cost more than the choice.
+
 R rows, V tokens of the vocabulary. No sort of V terms is made: the cuts search for their threshold.
 """
 
@@ -14,6 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 IN_PROMPT = 1 << 30  # in `seen`, where the prompt has the token
+# The largest logit that goes into an adjustment. Penalties make it a hundred times as large at most, and two
+# of those are still apart by a float32.
+_MOST = 1e36
 _GROUP = 256  # logits taken together in the first step of a draw, or of the search for the largest
 
 
@@ -30,10 +37,11 @@ def adjust(
     `seen` counts a token in the output, plus IN_PROMPT where the prompt has it. First the bias is added. What
     was seen, in either, is then made less likely by the factor `repetition` (Keskar et al. 2019, as Hugging
     Face has it: a positive logit is divided, a negative one multiplied). Last, as OpenAI has them, of what
-    the output has `frequency` is taken off for each time, and `presence` once.
+    the output has `frequency` is taken off for each time, and `presence` once. The result is finite where the
+    parameters are within the bounds of SamplingParams.
     """
     count = seen & (IN_PROMPT - 1)
-    biased = logits + bias
+    biased = _finite(logits) + bias
     factor = jnp.where(seen > 0, repetition[:, None], 1.0)
     repeated = jnp.where(biased > 0, biased / factor, biased * factor)
     return repeated - frequency[:, None] * count - presence[:, None] * (count > 0)
@@ -42,7 +50,7 @@ def adjust(
 def allow(logits: jax.Array, words: jax.Array) -> jax.Array:
     """-inf for each token t whose bit t % 32 of word t // 32 is 0: logits [R, V], words [R, V / 32] int32."""
     bits = (words[:, :, None] >> jnp.arange(32)) & 1
-    return jnp.where(bits.reshape(len(words), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
+    return jnp.where(bits.reshape(len(words), -1)[:, : logits.shape[1]] == 1, _finite(logits), -jnp.inf)
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -86,7 +94,7 @@ def sample(
     """Draw a token of each row: logits [R, V] float32, the rest [R]; returns [R] int32.
 
     Temperature first, then the cuts as `keep` has them. Rows of temperature 0 are greedy. `cut` False leaves
-    top_k and top_p out of the program. Some logit of each row must be finite.
+    top_k and top_p out of the program.
     """
     hot = jnp.where(temperature > 0, temperature, 1.0)
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / hot[:, None]
@@ -107,14 +115,24 @@ def keep(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Arra
 def logprobs(logits: jax.Array, tokens: jax.Array, n_top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logarithms of probabilities: of each row's token [R]; of the likeliest the ids and those [R, n_top].
 
-    logits [R, V] float32, tokens [R] int32. Where V is below `n_top` the rest is id 0 at -inf.
+    logits [R, V] float32, tokens [R] int32. Where V is below `n_top` the rest is id 0 at -inf. None is NaN.
     """
     # Off the largest first: beside large logits a small logarithm would lose its digits.
     largest = logits.max(axis=-1, keepdims=True)
     total = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     top, ids = _largest(logits, n_top)
-    return (chosen - largest - total)[:, 0], ids, top - largest - total
+    # Beside an infinite logit, or none that is a number, no token has a probability.
+    return _nan_last((chosen - largest - total)[:, 0]), ids, _nan_last(top - largest - total)
+
+
+def _finite(logits: jax.Array) -> jax.Array:
+    """All within +-_MOST, what is not a number at the lower end."""
+    return jnp.clip(jnp.where(jnp.isnan(logits), -_MOST, logits), -_MOST, _MOST)
+
+
+def _nan_last(values: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(values), -jnp.inf, values)
 
 
 def _largest(logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +170,7 @@ def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     group, rest = _pass(before_group, sums, uniform * before_group[:, -1])
     inside = jnp.take_along_axis(grouped, group[:, None, None], axis=1)[:, 0]
     member, _ = _pass(jnp.cumsum(inside, axis=-1), inside, rest)
-    return (group * _GROUP + member).astype(jnp.int32)
+    return jnp.minimum(group * _GROUP + member, weights.shape[-1] - 1).astype(jnp.int32)
 
 
 def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:

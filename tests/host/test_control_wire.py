@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from orca_jax.control import BIAS, SAMPLING, ControlMessage, neutral_sampling
 from orca_jax.control_wire import ROW_BYTES, ControlWire
 from orca_jax.errors import BadFrame
+from orca_jax.sampling_params import REPETITION_RANGE, TEMPERATURE_RANGE, TOP_P_RANGE
 
 WIRE = ControlWire(
     block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
@@ -69,7 +70,7 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
         "temperature": draw(st.floats(0, 100, width=32)),
         "top_p": draw(st.floats(0, 1, width=32)),
         "min_p": draw(st.floats(0, 1, width=32)),
-        "repetition_penalty": draw(st.floats(0, 100, width=32)),
+        "repetition_penalty": draw(st.floats(0.015625, 100, width=32)),
         "frequency_penalty": draw(st.floats(-2, 2, width=32)),
         "presence_penalty": draw(st.floats(-2, 2, width=32)),
         "top_k": draw(st.integers(0, 1 << 30)),
@@ -194,7 +195,8 @@ def altered_bias(offset: int, form: str, value: float) -> bytes:
         (altered(field_of("top_p"), "<f", float("nan")), "top_p is out of range"),
         (altered(field_of("top_p"), "<f", 1.5), "top_p is out of range"),
         (altered(field_of("min_p"), "<f", -0.5), "min_p is out of range"),
-        (altered(field_of("repetition_penalty"), "<f", -1), "repetition_penalty is out of range"),
+        (altered(field_of("repetition_penalty"), "<f", 0), "repetition_penalty is out of range"),
+        (altered(field_of("repetition_penalty"), "<f", 100.1), "repetition_penalty is out of range"),
         (altered(field_of("frequency_penalty"), "<f", float("nan")), "frequency_penalty is out of range"),
         (altered(field_of("presence_penalty"), "<f", float("inf")), "presence_penalty is out of range"),
         (altered(field_of("logprobs"), "<b", 21), "logprobs is out of range"),
@@ -258,3 +260,13 @@ def test_a_header_that_lies_allocates_nothing(n: int):
     finally:
         tracemalloc.stop()
     assert peak < 100_000
+
+
+def test_the_bounds_of_a_row_are_those_of_the_request():
+    """As float32 rounds them."""
+    sampling = neutral_sampling(4)
+    sampling["temperature"] = (0, *TEMPERATURE_RANGE, 1)
+    sampling["top_p"][:2] = TOP_P_RANGE
+    sampling["repetition_penalty"][:2] = REPETITION_RANGE
+    message = replace(message_of([ONE] * 4), sampling=sampling)
+    np.testing.assert_array_equal(WIRE.decode(WIRE.encode(message)).sampling, sampling)
