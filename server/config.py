@@ -218,6 +218,31 @@ class EndpointOptions:
     max_choices: Annotated[
         int, "completions that one request may ask for (its prompts times n)", "limits"
     ] = 128
+    max_connections: Annotated[
+        int, "open connections at most, of each endpoint; HTTP answers one more with 503", "limits"
+    ] = 4096
+    max_connections_per_address: Annotated[
+        int,
+        "open HTTP connections from one address at most (IPv6: from one /64); one more gets 429",
+        "limits",
+    ] = 1024
+    max_header_bytes: Annotated[
+        int, "bytes of one request's line and headers, or of a gRPC call's metadata, at most", "limits"
+    ] = 32768
+    header_timeout: Annotated[
+        float,
+        "seconds from a connection's start, or a request's first byte, to the end of its headers",
+        "limits",
+    ] = 10.0
+    body_timeout: Annotated[
+        float, "seconds from the end of a request's headers to the end of its body", "limits"
+    ] = 30.0
+    keep_alive_timeout: Annotated[
+        float, "seconds that an HTTP connection may be idle between two requests", "limits"
+    ] = 65.0
+    max_watch_streams: Annotated[
+        int, "gRPC streams of the health and reflection services open at once; these need no key", "limits"
+    ] = 64
     access_log: Annotated[AccessLog, "a line for each request on stderr, as text or JSON", "logging"] = "text"
 
     def __post_init__(self) -> None:
@@ -240,13 +265,22 @@ class EndpointOptions:
         for name, seconds in (
             ("request_timeout", self.request_timeout),
             ("drain_timeout", self.drain_timeout),
+            ("header_timeout", self.header_timeout),
+            ("body_timeout", self.body_timeout),
+            ("keep_alive_timeout", self.keep_alive_timeout),
         ):
             if not 0 < seconds <= 1e7:
                 raise ConfigError(f"{name} is {seconds:g}; it must be above 0 and at most 1e7 seconds")
-        if not 1024 <= self.max_body_bytes <= 1 << 30:
-            raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be from 1024 to {1 << 30}")
-        if not 1 <= self.max_choices <= 1 << 16:
-            raise ConfigError(f"max_choices is {self.max_choices}; it must be from 1 to {1 << 16}")
+        for name, number, least, most in (
+            ("max_body_bytes", self.max_body_bytes, 1024, 1 << 30),
+            ("max_choices", self.max_choices, 1, 1 << 16),
+            ("max_connections", self.max_connections, 1, 1 << 20),
+            ("max_connections_per_address", self.max_connections_per_address, 1, 1 << 20),
+            ("max_header_bytes", self.max_header_bytes, 1024, 1 << 20),
+            ("max_watch_streams", self.max_watch_streams, 0, 1 << 16),
+        ):
+            if not least <= number <= most:
+                raise ConfigError(f"{name} is {number}; it must be from {least} to {most}")
         if self.access_log not in get_args(AccessLog):
             allowed = ", ".join(get_args(AccessLog))
             raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")

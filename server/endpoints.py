@@ -1,35 +1,23 @@
 """Both endpoints on one event loop: the addresses first, then the servers on them, then an orderly end."""
 
 import asyncio
-import contextlib
 import socket
 import ssl
-from collections.abc import Generator
-
-import uvicorn
 
 from orca_jax.errors import ConfigError, EngineError
 from server.addresses import bound_socket, in_url
 from server.api_keys import ApiKeys
 from server.config import EndpointOptions
+from server.descriptors import with_room
 from server.gateway import Gateway
 from server.http.app import create_app
+from server.http.server import HttpServer
 from server.metrics import Metrics
 from server.rpc.server import create_server
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5  # for answers that are complete to reach their readers
 _UNREAD_SECONDS = 60  # a client that takes nothing for so long is gone
-_IDLE_SECONDS = 65  # between two requests on a connection: longer than clients and proxies keep theirs
-
-
-class _HttpServer(uvicorn.Server):
-    """Uvicorn without its signal handlers: what a signal means is decided once, for both endpoints."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none."""
-        yield
 
 
 class Endpoints:
@@ -42,27 +30,13 @@ class Endpoints:
     def __init__(
         self, gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics
     ) -> None:
+        options = with_room(options)
         self.http_port = options.port
         self.grpc_port = options.grpc_port
         self._gateway = gateway
         self._options = options
         app = create_app(gateway, options, api_keys=api_keys, metrics=metrics)
-        self._http = _HttpServer(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=_IDLE_SECONDS,
-                timeout_graceful_shutdown=_STOP_SECONDS,
-                ssl_certfile=options.ssl_certfile,
-                ssl_keyfile=options.ssl_keyfile,
-            )
-        )
+        self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
         self._rpc = None
         if options.grpc_port is not None:
             self._rpc = create_server(gateway, options, api_keys=api_keys, metrics=metrics)

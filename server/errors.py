@@ -33,6 +33,14 @@ class RequestIdTaken(OrcaError):
     """A live request has that id already."""
 
 
+class TooManyConnections(OrcaError):
+    """The server has as many open connections as it takes."""
+
+
+class TooManyFromAddress(OrcaError):
+    """One address has as many open connections as it may have."""
+
+
 class Meaning(NamedTuple):
     """HTTP status, `type` and `code` of OpenAI's error shape, and the status of gRPC."""
 
@@ -49,6 +57,12 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
     RequestIdTaken: Meaning(409, "invalid_request_error", "request_id", grpc.StatusCode.ALREADY_EXISTS),
     QueueFull: Meaning(429, "rate_limit_error", "queue_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
+    TooManyFromAddress: Meaning(
+        429, "rate_limit_error", "too_many_connections", grpc.StatusCode.RESOURCE_EXHAUSTED
+    ),
+    TooManyConnections: Meaning(
+        503, "service_unavailable_error", "too_many_connections", grpc.StatusCode.UNAVAILABLE
+    ),
     RequestCancelled: Meaning(503, "service_unavailable_error", "cancelled", grpc.StatusCode.CANCELLED),
     NotReady: Meaning(503, "service_unavailable_error", "not_ready", grpc.StatusCode.UNAVAILABLE),
     ServiceClosed: Meaning(503, "service_unavailable_error", "not_ready", grpc.StatusCode.UNAVAILABLE),

@@ -37,6 +37,6 @@ def create_app(gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys,
         app.include_router(routes.router)
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
-    limited = BodyLimit(app, max_bytes=options.max_body_bytes)
+    limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)
     authenticated = Authentication(limited, api_keys=api_keys)
     return Observation(authenticated, access_log=options.access_log, metrics=metrics)

@@ -1,7 +1,7 @@
 """Bodies that are too large or come too slowly: no request may hold memory, or a place, for nothing.
 
-A connection stays open behind a 413, and the server drops what still comes: if it closed, the client's own
-writing would fail before it could read why.
+The connection stays open after a 413, and the server drops what still comes: if it closed, the client's own
+writing would fail before it could read why. A client that never ends is cut by connection.py.
 """
 
 import asyncio
@@ -11,15 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.errors import status_response
 
-BODY_SECONDS = 30.0  # from when a route asks for the body to its last byte
-
 
 class BodyLimit:
-    """ASGI middleware: a body of more than `max_bytes` is answered with 413, a slow one with 408."""
+    """ASGI middleware: a body of more than `max_bytes` is answered with 413, a slow one with 408.
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    It may take `seconds` from when a route asks for it to its last byte, whatever its pace in between.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer at once what says that it is too large, and watch the others."""
@@ -31,15 +33,16 @@ class BodyLimit:
             response = status_response(413, _too_large(f"{length} bytes", self._max_bytes))
             await response(scope, receive, send)
             return
-        await self._app(scope, _Body(receive, self._max_bytes), send)
+        await self._app(scope, _Body(receive, self._max_bytes, self._seconds), send)
 
 
 class _Body:
     """A request's `receive`, counted and timed until the body is complete."""
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
+        self._seconds = seconds
         self._deadline: float | None = None
         self._n_bytes = 0
         self._complete = False
@@ -48,12 +51,13 @@ class _Body:
         if self._complete:
             return await self._receive()
         if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + BODY_SECONDS
+            self._deadline = asyncio.get_running_loop().time() + self._seconds
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
-            text = f"the body was not complete after {BODY_SECONDS:g} seconds; send it faster"
+            late = f"the body was not complete after {self._seconds:g} seconds"
+            text = f"{late}; send it faster (orca serve --body-timeout)"
             raise HTTPException(408, text, {"Connection": "close"}) from error
         self._complete = not message.get("more_body", False)
         self._n_bytes += len(message.get("body", b""))

@@ -26,6 +26,7 @@ _CODES = {
     408: "timeout",
     413: "request_too_large",
     415: "unsupported_media_type",
+    431: "headers_too_large",
 }
 
 

@@ -66,4 +66,4 @@ async def version() -> Version:
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
     figures = request.app.state.metrics
-    return Response(figures.render(), headers={"Content-Type": figures.content_type})
+    return Response(await figures.scrape(), headers={"Content-Type": figures.content_type})

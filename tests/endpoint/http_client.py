@@ -60,6 +60,17 @@ def status_line(connection: socket.socket) -> bytes:
         return lines.readline().rstrip()
 
 
+def received(connection: socket.socket) -> bytes:
+    """Everything until the end, whichever way that comes: a server that closes may not have read all."""
+    parts: list[bytes] = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
 def post_head(path: str, *headers: str) -> bytes:
     lines = [f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json", *headers, "", ""]
     return "\r\n".join(lines).encode()

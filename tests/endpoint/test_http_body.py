@@ -1,5 +1,7 @@
 """Bodies of HTTP requests: their size, their pace, their form, and what is said of a wrong one."""
 
+import select
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,9 +9,8 @@ import httpx2
 import pytest
 
 from server.config import EndpointOptions
-from server.http import body_limit
 from tests.endpoint.harness import Server, serving
-from tests.endpoint.http_client import JSON, connected, error_of, post_head, raw, status_line
+from tests.endpoint.http_client import JSON, connected, error_of, post_head, raw, received, status_line
 from tests.host.engines import SOON
 
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -55,12 +56,22 @@ def test_a_client_that_sends_megabytes_gets_to_see_the_413(server: Server) -> No
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
 
 
-def test_a_body_that_comes_too_slowly(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_limit, "BODY_SECONDS", 0.1)
-    head = post_head("/tokenize", "Content-Length: 100")
-    with raw(server, head, b"{") as connection, connection.makefile("rb") as lines:
-        received = lines.read()  # it ends: nobody waits for the rest
-    assert received.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+@pytest.mark.parametrize("framing", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("dripping", [False, True])
+def test_a_body_that_comes_too_slowly(framing: str, dripping: bool) -> None:
+    """Its time runs from the start, and a part that comes does not start it again."""
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", body_timeout=0.4)
+    part = b"1\r\n \r\n" if "chunked" in framing else b" "
+    with serving(options=options) as server, raw(server, post_head("/tokenize", framing), part) as connection:
+        start = time.monotonic()
+        while not select.select([connection], [], [], 0.05)[0]:
+            assert time.monotonic() - start < 4, "the server waits for ever"
+            if dripping:
+                connection.sendall(part)
+        assert 0.3 < time.monotonic() - start < 2
+        answer = received(connection)  # it ends: nobody waits for the rest
+    assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b"0.4 seconds; send it faster (orca serve --body-timeout)" in answer
 
 
 NOT_JSON = {

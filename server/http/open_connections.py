@@ -1,0 +1,70 @@
+"""How many HTTP connections are open, in all and from each address, and whether one more may be."""
+
+import ipaddress
+from collections import Counter
+
+from server.errors import TooManyConnections, TooManyFromAddress
+
+
+class OpenConnections:
+    """The count of one server's connections, for one thread."""
+
+    def __init__(self, *, most: int, most_per_address: int) -> None:
+        self._most = most
+        self._most_per_address = most_per_address
+        self._n = 0
+        self._of_network = Counter[str]()
+
+    def take(self, host: str) -> "Place":
+        """Count one more from this address.
+
+        Raises TooManyFromAddress or TooManyConnections, and counts nothing then.
+        """
+        network = _network(host)
+        if self._of_network[network] >= self._most_per_address:
+            raise TooManyFromAddress(
+                f"your address has {self._most_per_address} connections open, as many as it may have; reuse "
+                "connections or close some (orca serve --max-connections-per-address)"
+            )
+        if self._n >= self._most:
+            raise TooManyConnections(
+                f"the server has {self._most} connections open, as many as it takes; try again later "
+                "(orca serve --max-connections)"
+            )
+        self._n += 1
+        self._of_network[network] += 1
+        return Place(self, network)
+
+    def release(self, network: str) -> None:
+        """One from this network is closed."""
+        self._n -= 1
+        self._of_network[network] -= 1
+        if not self._of_network[network]:
+            del self._of_network[network]  # or the table would grow with every address ever seen
+
+
+class Place:
+    """One connection's part of the count, until `release`, which may be called again."""
+
+    __slots__ = ("_held", "_network", "_of")
+
+    def __init__(self, of: OpenConnections, network: str) -> None:
+        self._of = of
+        self._network = network
+        self._held = True
+
+    def release(self) -> None:
+        """The connection is closed."""
+        if self._held:
+            self._held = False
+            self._of.release(self._network)
+
+
+def _network(host: str) -> str:
+    """Whom an address belongs to: an IPv6 host has a whole /64 to choose its addresses from."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return format(int(address) >> 64, "x") + "::/64"
