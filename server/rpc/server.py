@@ -13,6 +13,7 @@ from server.api_keys import ApiKeys
 from server.config import EndpointOptions
 from server.gateway import Gateway
 from server.metrics import Metrics
+from server.rpc.call_limits import CallLimits
 from server.rpc.calls import Calls, KeyCheck
 from server.rpc.generation import SERVICE, Generation
 from server.rpc.health import Health
@@ -30,6 +31,8 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_send_message_length", -1),
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
+    ("grpc.max_concurrent_streams", 1024),  # of one connection; the client lets more calls wait
 )
 
 
@@ -78,13 +81,17 @@ def create_server(
 ) -> RpcServer:
     """A server in front of `gateway`; made on the loop that runs it.
 
-    How many calls may be open is not bounded here: the pool's queue bounds those that are accepted, and one
-    that is not ends at once.
+    As many calls may be open as connections: the pool's queue bounds those that are accepted far below that,
+    and one that is not ends at once.
     """
     calls = Calls(gateway, access_log=options.access_log, metrics=metrics)
     server = grpc.aio.server(
-        interceptors=[KeyCheck(SERVICE, api_keys, calls)],
-        options=[*_OPTIONS, ("grpc.max_receive_message_length", options.max_body_bytes)],
+        interceptors=[
+            KeyCheck(SERVICE, api_keys, calls),
+            CallLimits(SERVICE, message_seconds=options.body_timeout, max_streams=options.max_watch_streams),
+        ],
+        options=[*_OPTIONS, *_limits(options)],
+        maximum_concurrent_rpcs=options.max_connections,
     )
     generation = Generation(
         gateway, calls, request_timeout=options.request_timeout, max_choices=options.max_choices
@@ -94,6 +101,17 @@ def create_server(
     add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE, _HEALTH, reflection.SERVICE_NAME), server)
     return RpcServer(server, health, options)
+
+
+def _limits(options: EndpointOptions) -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.max_receive_message_length", options.max_body_bytes),
+        ("grpc.max_allowed_incoming_connections", options.max_connections),
+        ("grpc.server_handshake_timeout_ms", max(round(1000 * options.header_timeout), 1)),
+        # Soft and hard: between the two gRPC would refuse by chance.
+        ("grpc.max_metadata_size", options.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", options.max_header_bytes),
+    )
 
 
 def _read(path: Path) -> bytes:
