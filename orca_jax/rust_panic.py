@@ -1,4 +1,4 @@
-"""Failures of libraries written in Rust: a panic of theirs is no `Exception`, and must end nobody's thread."""
+"""Failures of libraries written in Rust: a panic of theirs is no `Exception`, and must not end a thread."""
 
 
 def is_failure(error: BaseException) -> bool:

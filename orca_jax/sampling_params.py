@@ -38,10 +38,10 @@ _GRAMMARS = ("guided_json", "guided_json_object", "guided_regex", "guided_choice
 class SamplingParams:
     """Checked when made; raises InvalidSamplingParameter, which names the field.
 
-    How tokens are chosen: `temperature` 0 is greedy, else it is 1e-10 to 100; `top_k` 0 (or -1), `top_p` 1 and
-    `min_p` 0 leave every token in. `repetition_penalty` (0.01 to 100) 1, `frequency_penalty` 0,
-    `presence_penalty` 0 and an empty `logit_bias` (token id to what is added) change nothing. `seed` None: the
-    service draws one and reports it.
+    How tokens are chosen: `temperature` 0 is greedy, else it is 1e-10 to 100; `top_k` 0 (or -1), `top_p` 1
+    and `min_p` 0 leave every token in. `repetition_penalty` (0.01 to 100) 1, `frequency_penalty` 0,
+    `presence_penalty` 0 and an empty `logit_bias` (token id to what is added) change nothing. `seed` None:
+    the service draws one and reports it.
 
     Which tokens may come: `allowed_token_ids` (None: all), `bad_words` (texts that do not come, of 8,192
     characters together at most), and one grammar: `guided_json` (a JSON schema), `guided_json_object` (any
@@ -209,11 +209,14 @@ class SamplingParams:
             count = f"a list of {len(value)}" if is_list else _short(value)
             message = f"{name} is {count}; it must be a list of {least} to {most} token ids"
             raise InvalidSamplingParameter(message, param=name)
+        token_ids: dict[int, None] = {}
         for token_id in value:
             if not _is_whole(token_id, 0, 1 << 30):
                 message = f"{name} has {_short(token_id)}; token ids are whole numbers from 0"
                 raise InvalidSamplingParameter(message, param=name)
-        return tuple(dict.fromkeys(value))
+            assert isinstance(token_id, int)
+            token_ids[token_id] = None
+        return tuple(token_ids)
 
     def _check_grammar(self) -> None:
         asked = [name for name in _GRAMMARS if getattr(self, name) not in (None, False)]

@@ -6,8 +6,9 @@ from functools import partial
 
 from orca_jax.errors import QueueFull
 from orca_jax.output_rules import OutputRules
+from orca_jax.request_weight import weight_in_bytes
 from orca_jax.sampling_params import SamplingParams
-from server.beside import beside
+from server.beside import reading
 from server.served_model import ServedModel
 
 _MOST_WAITING = 16  # requests with grammars, those that are being compiled among them
@@ -25,7 +26,7 @@ class RuleCompiler:
         """The rules for requests with these parameters. Raises a leaf of InvalidRequest, or QueueFull."""
         make = partial(model.service.rules, sampling)
         if sampling.grammar is None:
-            return await beside(sum(map(len, sampling.bad_words)), make)  # these are encoded
+            return await reading(weight_in_bytes((), sampling), make)
         if self._n_waiting >= _MOST_WAITING:
             raise QueueFull(f"{_MOST_WAITING} grammars wait to be compiled, as many as may; try again later")
         self._n_waiting += 1

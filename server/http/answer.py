@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import Response
-from pydantic import BaseModel
 from starlette.types import Receive
 
 import orca_jax
@@ -16,22 +15,18 @@ from server.http.choices import Choices, Whole
 from server.http.chunks import ChunkShape, ChunkWriter
 from server.http.errors import error_responses
 from server.http.event_stream import EventStream
-from server.http.not_built import refuse_what_is_not_built
+from server.http.json_answer import as_json
 from server.http.protocol import GenerationRequest, StreamOptions
 from server.http.token_places import n_characters
 from server.served_model import ServedModel
 
 GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
-Finished = Callable[[dict[str, Any], Choices, list[Whole]], BaseModel]
+Finished = Callable[[Choices, list[Whole]], list[dict[str, Any]]]
 
 
 def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> ServedModel:
-    """The model for a request, once nothing in it asks for what is not built.
-
-    Raises InvalidRequest, UnknownModel, NotReady or EngineError.
-    """
-    refuse_what_is_not_built(body)
+    """The model for a request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
     body.check_stream_options()
     if body.user is not None:
         facts["user"] = body.user
@@ -50,11 +45,11 @@ async def answer(
     receive: Receive,
     *,
     shape: ChunkShape,
+    object_name: str,
     finished: Finished,
 ) -> Response:
-    """Generate the choices: a stream, or what `finished(head, choices, wholes)` makes when all are complete.
-
-    `head` are the fields that every object of the response begins with.
+    """Generate the choices: a stream, or when all are complete an `object_name` with what `finished` makes of
+    them.
     """
     head = {
         "id": choices.response_id,
@@ -67,6 +62,11 @@ async def answer(
         chunks = ChunkWriter(shape, head, len(choices), include_usage=bool(options.include_usage))
         return EventStream(choices, chunks, options, has_text=model.tokenizer is not None)
     wholes = await choices.wholes(receive)
-    n = sum(n_characters(whole.tokens) for whole in wholes)
-    content = await beside(n, lambda: finished(head, choices, wholes).model_dump_json())
-    return Response(content, media_type="application/json")
+    n = sum(n_characters(whole.tokens) + len(whole.text) for whole in wholes)
+
+    def write() -> bytes:
+        usage = choices.tally.usage().model_dump()
+        whole = {**head, "object": object_name, "choices": finished(choices, wholes), "usage": usage}
+        return as_json(whole, n, ascii=False).encode()
+
+    return Response(await beside(n, write), media_type="application/json")

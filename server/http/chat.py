@@ -5,14 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from server.beside import beside
+from orca_jax.sampling_params import SamplingParams
+from server.beside import reading
 from server.http.answer import GENERATION_ERRORS, accept, answer, new_response_id
-from server.http.chat_protocol import (
-    AnswerMessage,
-    ChatChoice,
-    ChatCompletion,
-    ChatCompletionRequest,
-)
+from server.http.chat_protocol import ChatCompletion, ChatCompletionRequest
 from server.http.choice_output import Telling
 from server.http.choices import Choices, Whole
 from server.http.chunks import CHAT_CHUNK
@@ -38,32 +34,45 @@ async def create_chat_completion(
     """Answer a conversation, at once or, with `stream`, piece by piece."""
     model = accept(body, gateway, facts)
     service = model.service
-    with named(**body.client_names):
+    n_bytes = len(await request.body())
+
+    def read() -> tuple[SamplingParams, tuple[int, ...]]:
         body.sampling(longest=service.most_output(1))  # what is wrong there comes before the work
         check_number(1, body.n_choices, options, model)
-        text = await text_of(model, body.messages)
+        text = text_of(model, body.messages)
         # The template writes the special tokens that belong into a conversation, so no others are added.
-        encode = partial(model.encode, text, param="messages", add_special_tokens=False)
-        prompt = await beside(len(text), encode)
+        prompt = tuple(model.encode(text, param="messages", add_special_tokens=False))
         longest = service.most_output(len(prompt))
         if longest < 1:  # `check` says so
             longest = max(body.min_tokens or 0, 1)
-        rules = await gateway.compiler.rules(model, body.sampling(longest=longest))
-        check(model, [prompt], rules)
+        return body.sampling(longest=longest), prompt
+
+    with named(**body.client_names):
+        sampling, prompt = await reading(n_bytes, read)
+        rules = await gateway.compiler.rules(model, sampling)
+        await reading(n_bytes, partial(check, model, [prompt], rules))
     telling = Telling(names=TokenNames(model.tokenizer), logprobs=chat_logprobs) if body.logprobs else None
     response_id = new_response_id("chatcmpl")
     choices = Choices(gateway, [prompt], rules, telling=telling, response_id=response_id, facts=facts)
-    return await answer(body, model, choices, request.receive, shape=CHAT_CHUNK, finished=_completion)
+    return await answer(
+        body,
+        model,
+        choices,
+        request.receive,
+        shape=CHAT_CHUNK,
+        object_name="chat.completion",
+        finished=_choices,
+    )
 
 
-def _completion(head: dict[str, Any], choices: Choices, wholes: list[Whole]) -> ChatCompletion:
-    listed = [
-        ChatChoice(
-            index=i,
-            message=AnswerMessage(content=text),
-            logprobs=choices.logprobs(tokens),
-            finish_reason=choices.tally.complete(i),
-        )
+def _choices(choices: Choices, wholes: list[Whole]) -> list[dict[str, Any]]:
+    """As ChatChoice."""
+    return [
+        {
+            "index": i,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": choices.logprobs(tokens),
+            "finish_reason": choices.tally.complete(i),
+        }
         for i, (text, tokens) in enumerate(wholes)
     ]
-    return ChatCompletion(**head, choices=listed, usage=choices.tally.usage())

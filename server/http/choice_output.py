@@ -37,17 +37,23 @@ class Shown(NamedTuple):
 
 class ChoiceOutput:
     """One choice, from its first piece to its last. All that is shown of it is the same, however its output
-    was cut into pieces. `prompt` is the text of its prompt, None where that is not wanted.
+    was cut into pieces. `prompt` is the text of its prompt, None where that is not wanted; `scored` is the
+    request that was asked for the prompt's log-probabilities, of this choice or another of the same prompt.
     """
 
-    def __init__(self, telling: Telling, request: LiveRequest, prompt: str | None) -> None:
+    def __init__(self, telling: Telling, scored: LiveRequest, prompt: str | None) -> None:
         self._telling = telling
-        self._request = request
+        self._scored = scored
         self._prompt = prompt  # that has yet to come out
         self._places = TokenPlaces(telling.names.tokenizer, len(prompt or ""))
 
+    @property
+    def n_to_tell(self) -> int:
+        """Tokens of a prompt that are told of with the next piece."""
+        return 0 if self._prompt is None else len(self._scored.prompt_ids)
+
     def take(self, piece: Piece) -> Shown:
-        """What to show of the next piece."""
+        """What to show of the next piece; of the first, once the request that was `scored` has its first."""
         tokens = list[PlacedToken]()
         if self._telling.only_prompts:
             piece = Piece((), "", None if piece.finish_reason is None else FinishReason.LENGTH)
@@ -60,7 +66,7 @@ class ChoiceOutput:
         return Shown(piece, tokens)
 
     def _prompt_tokens(self, prompt: str) -> list[PlacedToken]:
-        known = self._request.prompt_logprobs
+        known = self._scored.prompt_logprobs
         if known is None:
             return []
-        return prompt_places(self._request.prompt_ids, prompt.encode(), known, self._telling.names.tokenizer)
+        return prompt_places(self._scored.prompt_ids, prompt.encode(), known, self._telling.names.tokenizer)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from starlette.types import Receive
@@ -11,10 +12,14 @@ from starlette.types import Receive
 from orca_jax.generation import Piece
 from orca_jax.output_rules import OutputRules
 from orca_jax.request import FinishReason
+from server.beside import LONG, beside
 from server.gateway import Gateway, LiveRequest
-from server.http.choice_output import ChoiceOutput, Telling
+from server.http.choice_output import ChoiceOutput, Shown, Telling
 from server.http.protocol import Usage
 from server.http.token_places import PlacedToken
+
+
+_SUBMISSION = 1_000  # tokens whose check takes as long as all else about one
 
 
 class Tally:
@@ -80,7 +85,10 @@ class Choices:
     ) -> None:
         self.response_id = response_id
         self.telling = telling
-        each = rules.choices()
+        each = rules.choices(prompt_once=True)
+        self._n_each = len(each)
+        self._outputs: list[ChoiceOutput] = []
+        self._scored = [asyncio.Event() for _ in prompts]  # the first choice of a prompt has its first piece
         self.tally = Tally(sum(map(len, prompts)), len(each) * len(prompts))
         self._gateway = gateway
         self._facts = facts
@@ -96,12 +104,16 @@ class Choices:
         All of them are taken by the service or none: raises QueueFull, NotReady or EngineError otherwise.
         """
         with ExitStack() as ending:
-            requests = [
-                ending.enter_context(
-                    self._gateway.submit(prompt, choice, request_id=f"{self.response_id}-{i}")
-                )
-                for i, (prompt, choice) in enumerate(self._submissions)
-            ]
+            requests = list[LiveRequest]()
+            n_bytes = 0
+            for i, (prompt, choice) in enumerate(self._submissions):
+                live = self._gateway.submit(prompt, choice, request_id=f"{self.response_id}-{i}")
+                requests.append(ending.enter_context(live))
+                n_bytes += _SUBMISSION + len(prompt)
+                if n_bytes > LONG:  # each token of a prompt is looked at
+                    await asyncio.sleep(0)
+                    n_bytes = 0
+            self._outputs = self._new_outputs(requests)
             watch = asyncio.create_task(self._end_if_client_leaves(receive, requests))
             try:
                 yield requests
@@ -110,16 +122,34 @@ class Choices:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
-    def outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput] | None:
-        """What is shown of each of the live requests; None where that is its text as it comes."""
+    async def take(self, index: int, piece: Piece) -> Shown:
+        """What is shown of the next piece of choice `index`.
+
+        The log-probabilities of a prompt are those of its first choice, which is submitted first; the other
+        choices wait for it. Where it fails before it has any the response fails with it.
+        """
+        if self.telling is None:
+            return Shown(piece, [])
+        scored, is_first = self._scored[index // self._n_each], index % self._n_each == 0
+        output = self._outputs[index]
+        if output.n_to_tell and not is_first:
+            await scored.wait()
+        shown = await beside(4 * output.n_to_tell, partial(output.take, piece))
+        if is_first:
+            scored.set()
+        return shown
+
+    def _new_outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput]:
+        """What is shown of each of the live requests; none where that is its text as it comes."""
         telling = self.telling
         if telling is None:
-            return None
-        n_each = len(requests) // len(telling.prompts) if telling.prompts is not None else 1
-        prompts = [
-            None if telling.prompts is None else telling.prompts[i // n_each] for i in range(len(requests))
-        ]
-        return [ChoiceOutput(telling, each, text) for each, text in zip(requests, prompts, strict=True)]
+            return []
+        outputs = list[ChoiceOutput]()
+        for i in range(len(requests)):
+            number = i // self._n_each
+            prompt = None if telling.prompts is None else telling.prompts[number]
+            outputs.append(ChoiceOutput(telling, requests[number * self._n_each], prompt))
+        return outputs
 
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Any:
         """Those of a choice's tokens, in the form of its route; None where they were not asked for."""
@@ -131,17 +161,14 @@ class Choices:
         Raises what ended one of them before it was complete, besides QueueFull, NotReady and EngineError.
         """
         async with self.running(receive) as requests:
-            outputs = self.outputs(requests) or [None] * len(requests)
-            return [await self._whole(i, requests[i], output) for i, output in enumerate(outputs)]
+            return [await self._whole(i, request) for i, request in enumerate(requests)]
 
-    async def _whole(self, index: int, request: LiveRequest, output: ChoiceOutput | None) -> Whole:
+    async def _whole(self, index: int, request: LiveRequest) -> Whole:
         """The others go on meanwhile: what they have is kept until it is asked for."""
         text, tokens = list[str](), list[PlacedToken]()
         async for piece in request:
-            shown = piece
-            if output is not None:
-                shown, told = output.take(piece)
-                tokens += told
+            shown, told = await self.take(index, piece)
+            tokens += told
             self.tally.take(index, shown)
             text.append(shown.text)
         return Whole("".join(text), tokens)

@@ -2,7 +2,6 @@
 log-probabilities where they are asked for.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,12 +9,12 @@ from orca_jax.errors import OrcaError
 from orca_jax.generation import Piece
 from orca_jax.request import FinishReason
 from server.http.errors import error_body
+from server.http.json_answer import as_json
 from server.http.protocol import Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# ASCII, so that no reader takes a character of the text for the end of a line.
-as_json = json.JSONEncoder(separators=(",", ":")).encode
+# All is ASCII, so that no reader takes a character of the text for the end of a line.
 
 
 @dataclass(frozen=True, slots=True)

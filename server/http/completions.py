@@ -4,12 +4,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from orca_jax.sampling_params import SamplingParams
+from server.beside import reading
 from server.http.answer import GENERATION_ERRORS, accept, answer, new_response_id
 from server.http.choice_output import Telling
 from server.http.choices import Choices, Whole
 from server.http.chunks import TEXT_CHUNK
 from server.http.client_names import named
-from server.http.completion_protocol import Completion, CompletionChoice, CompletionRequest
+from server.http.completion_protocol import Completion, CompletionRequest
 from server.http.json_body import JsonRoute
 from server.http.logprobs import completion_logprobs
 from server.http.prompts import check, check_number, encode, texts
@@ -29,33 +31,50 @@ async def create_completion(
 ) -> Response:
     """Continue one prompt or many, at once or, with `stream`, piece by piece."""
     model = accept(body, gateway, facts)
-    with named(**body.client_names):
+    n_bytes = len(await request.body())
+
+    def read() -> tuple[SamplingParams, list[tuple[int, ...]]]:
         sampling = body.sampling()
         check_number(len(body.prompts), body.n_choices, options, model)
-        prompts = await encode(model, body.prompts)
-        rules = await gateway.compiler.rules(model, sampling)
+        return sampling, encode(model, body.prompts)
+
+    def look_through() -> list[str] | None:
         check(model, prompts, rules)
+        return texts(model, body.prompts) if body.echo else None
+
+    with named(**body.client_names):
+        sampling, prompts = await reading(n_bytes, read)
+        rules = await gateway.compiler.rules(model, sampling)
+        prompt_texts = await reading(n_bytes, look_through)
     telling = None
     if body.echo or body.logprobs is not None:
         telling = Telling(
             names=TokenNames(model.tokenizer),
             logprobs=None if body.logprobs is None else completion_logprobs,
-            prompts=await texts(model, body.prompts) if body.echo else None,
+            prompts=prompt_texts,
             only_prompts=body.only_prompt,
         )
     response_id = new_response_id("cmpl")
     choices = Choices(gateway, prompts, rules, telling=telling, response_id=response_id, facts=facts)
-    return await answer(body, model, choices, request.receive, shape=TEXT_CHUNK, finished=_completion)
+    return await answer(
+        body,
+        model,
+        choices,
+        request.receive,
+        shape=TEXT_CHUNK,
+        object_name="text_completion",
+        finished=_choices,
+    )
 
 
-def _completion(head: dict[str, Any], choices: Choices, wholes: list[Whole]) -> Completion:
-    listed = [
-        CompletionChoice(
-            index=i,
-            text=text,
-            logprobs=choices.logprobs(tokens),
-            finish_reason=choices.tally.complete(i),
-        )
+def _choices(choices: Choices, wholes: list[Whole]) -> list[dict[str, Any]]:
+    """As CompletionChoice."""
+    return [
+        {
+            "index": i,
+            "text": text,
+            "logprobs": choices.logprobs(tokens),
+            "finish_reason": choices.tally.complete(i),
+        }
         for i, (text, tokens) in enumerate(wholes)
     ]
-    return Completion(**head, choices=listed, usage=choices.tally.usage())

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 
 from orca_jax.errors import NotSupported
-from server.beside import beside
 from server.http.chat_protocol import ChatMessage
 from server.served_model import ServedModel
 
 
-async def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
-    """The text of `messages`, special tokens included. Raises NotSupported, and BadConversation."""
+def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
+    """The text of `messages`, special tokens included; runs as `reading`, as it takes time with each of them.
+
+    Raises NotSupported, and BadConversation.
+    """
     if model.tokenizer is None:
         message = f"{model.name} has no tokenizer, so it reads no messages; give token ids to /v1/completions"
         raise NotSupported(message, param="messages")
@@ -18,8 +20,7 @@ async def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
         message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
         raise NotSupported(f"{message}--chat-template FILE", param="messages")
     conversation = [_plain(message) for message in messages]
-    n_characters = sum(len(each["content"]) for each in conversation)
-    return await beside(n_characters, lambda: template.render(conversation))
+    return template.render(conversation)
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:

@@ -10,9 +10,9 @@ from orca_jax.errors import OrcaError
 from orca_jax.generation import Piece
 from server.beside import beside
 from server.gateway import LiveRequest
-from server.http.choice_output import ChoiceOutput
 from server.http.choices import Choices
-from server.http.chunks import DONE, ChunkWriter, as_json, error_event
+from server.http.chunks import DONE, ChunkWriter, error_event
+from server.http.json_answer import as_json
 from server.http.protocol import StreamOptions
 from server.http.token_places import n_characters
 
@@ -38,7 +38,7 @@ class EventStream(Response):
         self.background = None
         self.init_headers(_HEADERS)
         self._choices = choices
-        self._outputs: Sequence[ChoiceOutput] | None = None
+        self._is_plain = choices.telling is None  # nothing but the text as it comes
         self._chunks = chunks
         self._final_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
@@ -51,7 +51,6 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": events, "more_body": True})
 
         async with self._choices.running(receive) as requests:
-            self._outputs = self._choices.outputs(requests)
             await send({"type": "http.response.start", "status": 200, "headers": list(self.raw_headers)})
             try:
                 if len(requests) == 1:
@@ -65,7 +64,7 @@ class EventStream(Response):
 
     async def _one(self, request: LiveRequest, write: _Write) -> None:
         async for piece in request:
-            chunk = self._chunk(0, piece) if self._outputs is None else await self._told(0, piece)
+            chunk = self._chunk(0, piece) if self._is_plain else await self._told(0, piece)
             if chunk:
                 await write(chunk)
 
@@ -76,7 +75,7 @@ class EventStream(Response):
         async def bring(index: int, request: LiveRequest) -> None:
             try:
                 async for piece in request:
-                    plain = self._outputs is None
+                    plain = self._is_plain
                     chunk = self._chunk(index, piece) if plain else await self._told(index, piece)
                     if chunk:
                         await ready.put(chunk)
@@ -113,11 +112,11 @@ class EventStream(Response):
 
     async def _told(self, index: int, piece: Piece) -> bytes:
         """The same with what is to be told beside the text."""
-        assert self._outputs is not None
-        piece, tokens = self._outputs[index].take(piece)
+        piece, tokens = await self._choices.take(index, piece)
         if not tokens:
             return self._chunk(index, piece)
-        told = await beside(n_characters(tokens), lambda: as_json(self._choices.logprobs(tokens)))
+        n = n_characters(tokens)
+        told = await beside(n, lambda: as_json(self._choices.logprobs(tokens), n))
         return self._chunk(index, piece, told)
 
     def _end(self) -> bytes:

@@ -1,30 +1,29 @@
-"""Prompts become token ids, and are checked before anything runs."""
+"""Prompts become token ids, and are checked before anything runs. All this takes time with a prompt's length,
+so it runs as `reading`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.output_rules import OutputRules
-from server.beside import beside
 from server.config import EndpointOptions
 from server.served_model import ServedModel
 
 T = TypeVar("T")
 
 
-async def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[tuple[int, ...]]:
     """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name one of several."""
-    n_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    return await beside(n_characters, lambda: _each(prompts, lambda prompt: _encode(model, prompt)))
+    return _each(prompts, lambda prompt: _encode(model, prompt))
 
 
-async def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
+def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
     """The text of each prompt; that of token ids is empty where the model has no tokenizer."""
-    n_tokens = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
-    return await beside(n_tokens, lambda: [_text(model, prompt) for prompt in prompts])
+    return [_text(model, prompt) for prompt in prompts]
 
 
-def check(model: ServedModel, prompts: Sequence[list[int]], rules: OutputRules) -> None:
+def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRules) -> None:
     """Raise what the service would say to any of these, before the first is submitted."""
     _each(prompts, lambda prompt: model.service.check(prompt, rules))
 
@@ -43,8 +42,9 @@ def check_number(n_prompts: int, n: int, options: EndpointOptions, model: Served
         raise InvalidRequest(message, param="n" if n > 1 else "prompt")
 
 
-def _encode(model: ServedModel, prompt: str | list[int]) -> list[int]:
-    return model.encode(prompt) if isinstance(prompt, str) else prompt
+def _encode(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
+    """As a tuple, which all choices of a prompt share."""
+    return tuple(model.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def _text(model: ServedModel, prompt: str | list[int]) -> str:

@@ -2,16 +2,16 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, TokenOutOfRange
-from server.beside import beside
+from server.beside import reading
 from server.http.chat_protocol import ChatMessage
 from server.http.conversation import text_of
 from server.http.errors import error_responses
+from server.http.json_answer import as_json
 from server.http.json_body import JsonRoute
-from server.http.not_built import refuse_what_is_not_built
 from server.http.state import GatewayOf
 from server.http.strict import FirstFault, Strict
 
@@ -53,8 +53,8 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
-@router.post("/tokenize")
-async def tokenize(gateway: GatewayOf, body: TokenizeRequest) -> TokenizeResponse:
+@router.post("/tokenize", response_model=TokenizeResponse)
+async def tokenize(gateway: GatewayOf, body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text, or of a conversation as the model would see it."""
     model = gateway.model(body.model)
     given = body.model_fields_set & {"prompt", "messages"}
@@ -62,18 +62,23 @@ async def tokenize(gateway: GatewayOf, body: TokenizeRequest) -> TokenizeRespons
         what = "neither prompt nor messages came" if not given else "both prompt and messages came"
         raise InvalidRequest(f"{what}; give one of them", param="messages" if given else "prompt")
     special = body.add_special_tokens
-    if "prompt" in given:
-        text, special = body.prompt, special is not False
-    else:
-        refuse_what_is_not_built(body)
-        text, special = await text_of(model, body.messages), special is True
     param = given.pop()
-    tokens = await beside(len(text), lambda: model.encode(text, param=param, add_special_tokens=special))
-    return TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=model.service.most_output(0))
+
+    def read() -> bytes:
+        if param == "prompt":
+            tokens = model.encode(body.prompt, param=param, add_special_tokens=special is not False)
+        else:
+            text = text_of(model, body.messages)
+            tokens = model.encode(text, param=param, add_special_tokens=special is True)
+        longest = model.service.most_output(0)
+        whole = {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
+        return as_json(whole, 4 * len(tokens)).encode()
+
+    return _json(await reading(len(await request.body()), read))
 
 
-@router.post("/detokenize")
-async def detokenize(gateway: GatewayOf, body: DetokenizeRequest) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse)
+async def detokenize(gateway: GatewayOf, body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
     model = gateway.model(body.model)
     tokenizer = model.tokenizer
@@ -81,11 +86,15 @@ async def detokenize(gateway: GatewayOf, body: DetokenizeRequest) -> DetokenizeR
         raise InvalidRequest(f"{model.name} has no tokenizer, so tokens have no text", param="tokens")
     n_vocabulary = model.config.vocab_size
 
-    def decode() -> str:
+    def read() -> bytes:
         for i, token in enumerate(body.tokens):
             if not 0 <= token < n_vocabulary:
                 message = f"tokens.{i} is {token}; it must be from 0 to {n_vocabulary - 1}"
                 raise TokenOutOfRange(message, param=f"tokens.{i}")
-        return tokenizer.decode(body.tokens)
+        return as_json({"prompt": tokenizer.decode(body.tokens)}, ascii=False).encode()
 
-    return DetokenizeResponse(prompt=await beside(len(body.tokens), decode))
+    return _json(await reading(len(await request.body()), read))
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

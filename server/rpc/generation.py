@@ -1,13 +1,15 @@
 """The service orca.v1.Generation: generation.proto says what its methods promise."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import grpc
 
-from orca_jax.errors import InvalidRequest, QueueFull, RequestTimedOut
+from orca_jax.errors import InvalidRequest, RequestTimedOut
 from orca_jax.request import FinishReason
-from server.beside import LONG_TEXT, beside
+from orca_jax.sampling_params import SamplingParams
+from server.beside import reading
 from server.gateway import Gateway
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
@@ -18,7 +20,6 @@ from server.served_model import ServedModel
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
-_MOST_ENCODING = 64  # long texts at once: each call holds its whole message until then
 _UNREAD_SECONDS = 60.0  # for a slow client to take what is left, after the longest time a request may run
 
 
@@ -35,7 +36,6 @@ class Generation:
         self._calls = calls
         self._longest = request_timeout + _UNREAD_SECONDS
         self._max_choices = max_choices
-        self._n_encoding = 0
         self._live: dict[str, list[Choice]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -52,13 +52,11 @@ class Generation:
         """Continue a prompt."""
         async with self._calls.answered("Generate", context) as facts:
             deadline = Deadline(context)
-            request = messages.parsed(pb.GenerateRequest, data)
+            request = await reading(len(data), partial(messages.parsed, pb.GenerateRequest, data))
             request_id = messages.request_id(request)
             facts["request_id"] = request_id
             model = self._gateway.model(request.model or None)
-            sampling = messages.sampling_params(request.sampling)
-            self._check_number(sampling.n, model)
-            prompt_ids = await self._prompt_ids(request, model)
+            sampling, prompt_ids = await reading(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
             with choices_of(
                 self._gateway, prompt_ids, rules, request_id=request_id, timeout=deadline.seconds
@@ -78,7 +76,7 @@ class Generation:
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
         """End a live request."""
         async with self._calls.answered("Cancel", context) as facts:
-            request = messages.parsed(pb.CancelRequest, data)
+            request = await reading(len(data), partial(messages.parsed, pb.CancelRequest, data))
             facts["request_id"] = request.request_id
             choices = self._live.get(request.request_id)
             if choices is not None:
@@ -88,7 +86,7 @@ class Generation:
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
         """What is served."""
         async with self._calls.answered("Models", context):
-            messages.parsed(pb.ModelsRequest, data)
+            await reading(len(data), partial(messages.parsed, pb.ModelsRequest, data))
             return pb.ModelsResponse(models=[messages.model_card(self._gateway.model())])
 
     def _check_number(self, n: int, model: ServedModel) -> None:
@@ -97,19 +95,15 @@ class Generation:
         if n > most:
             raise InvalidRequest(f"n is {n}; one request may ask for {most} choices", param="n")
 
-    async def _prompt_ids(self, request: pb.GenerateRequest, model: ServedModel) -> list[int]:
+    def _read(
+        self, request: pb.GenerateRequest, model: ServedModel
+    ) -> tuple[SamplingParams, tuple[int, ...]]:
+        """Takes time with the message's size. The prompt is a tuple, which all choices share."""
+        sampling = messages.sampling_params(request.sampling)
+        self._check_number(sampling.n, model)
         if messages.prompt_kind(request) == "token_ids":
-            return list(request.token_ids.ids)
-        n_characters = len(request.text)
-        if n_characters > LONG_TEXT and self._n_encoding >= _MOST_ENCODING:
-            raise QueueFull(
-                f"{_MOST_ENCODING} long texts wait to be encoded, as many as may; try again later"
-            )
-        self._n_encoding += 1
-        try:
-            return await beside(n_characters, lambda: model.encode(request.text))
-        finally:
-            self._n_encoding -= 1
+            return sampling, tuple(messages.numbers("prompt", request.token_ids.ids))
+        return sampling, tuple(model.encode(request.text))
 
     async def _write_all(self, choices: list[Choice], context: Context, request_id: str) -> None:
         """The request's id at once, then all pieces."""

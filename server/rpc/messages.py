@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -15,9 +15,13 @@ from orca_jax.sampled import TokenLogprobs
 from orca_jax.sampling_params import SamplingParams
 from server.gateway import LiveRequest
 from server.rpc import generation_pb2 as pb
+from server.rpc.field_count import MAX_FIELDS, has_too_many_fields
 from server.served_model import ServedModel
 
 M = TypeVar("M", bound=Message)
+
+MAX_NUMBERS = 1_000_000
+_AT_ONCE = 65_536
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _FINISH_REASONS = {
@@ -27,7 +31,11 @@ _FINISH_REASONS = {
 
 
 def parsed(kind: type[M], data: bytes) -> M:
-    """The message that came. Raises InvalidRequest if it is none, or has a field that is not known here."""
+    """The message that came. Raises InvalidRequest if it is none, or has a field that is not known here, or
+    more fields than anybody needs.
+    """
+    if len(data) > MAX_FIELDS and has_too_many_fields(kind.DESCRIPTOR, data):
+        raise InvalidRequest(f"the message has more than {MAX_FIELDS} fields; send less", param="message")
     try:
         message = kind.FromString(data)
     except DecodeError as error:
@@ -66,12 +74,26 @@ def sampling_params(message: pb.SamplingParams) -> SamplingParams:
 def _plain(value: Any) -> Any:
     """A field's value as SamplingParams has it; those of one name stand for the same in both."""
     if isinstance(value, pb.TokenIds):
-        return tuple(value.ids)
+        return tuple(numbers("allowed_token_ids", value.ids))
     if isinstance(value, pb.Texts):
         return tuple(value.texts)
     if isinstance(value, Mapping):
         return dict(value)
     return value if isinstance(value, str | bool | int | float) else tuple(value)
+
+
+def numbers(name: str, value: Sequence[int]) -> list[int]:
+    """A field of numbers as a list, made in steps between which other threads may run.
+
+    Raises InvalidRequest for more than a request over HTTP may have.
+    """
+    if len(value) > MAX_NUMBERS:
+        message = f"{name} has {len(value)} token ids; {MAX_NUMBERS} are allowed"
+        raise InvalidRequest(message, param=name)
+    taken = list[int]()
+    for start in range(0, len(value), _AT_ONCE):
+        taken += value[start : start + _AT_ONCE]
+    return taken
 
 
 def prompt_kind(request: pb.GenerateRequest) -> Literal["text", "token_ids"]:

@@ -1,0 +1,95 @@
+"""Fields of a gRPC message, counted before it is parsed: against what was put in, and over the wire."""
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.rpc import field_count, messages
+from server.rpc import generation_pb2 as pb
+from server.rpc.field_count import has_too_many_fields
+from tests.endpoint.harness import serving
+
+KIND = pb.GenerateRequest.DESCRIPTOR
+GENERATE = "/orca.v1.Generation/Generate"
+
+texts = st.lists(st.text(max_size=3), max_size=6)
+requests = st.builds(
+    pb.GenerateRequest,
+    request_id=st.text(max_size=3),
+    text=st.text(max_size=3),
+    sampling=st.builds(
+        pb.SamplingParams,
+        stop=texts,
+        bad_words=texts,
+        stop_token_ids=st.lists(st.integers(1, 300), max_size=9),
+        logit_bias=st.dictionaries(st.integers(0, 300), st.floats(-100, 100), max_size=5),
+        allowed_token_ids=st.none() | st.builds(pb.TokenIds, ids=st.lists(st.integers(0, 300), max_size=9)),
+        guided_choice=st.none() | st.builds(pb.Texts, texts=texts),
+        temperature=st.none() | st.floats(0, 1),
+        seed=st.none() | st.integers(-5, 5),
+    ),
+)
+
+
+def n_fields(message: Message) -> int:
+    """As a writer puts them: a list of numbers is one field, one of anything else has a field for each."""
+    n = 0
+    for field, value in message.ListFields():
+        if isinstance(value, pb.SamplingParams | pb.Texts):
+            n += 1 + n_fields(value)
+        elif field.name in ("stop", "bad_words", "texts", "logit_bias"):
+            n += len(value)
+        else:
+            n += 1
+    return n
+
+
+@given(requests)
+def test_all_are_counted_and_no_more(request: pb.GenerateRequest) -> None:
+    data, n = request.SerializeToString(), n_fields(request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(field_count, "MAX_FIELDS", n)
+        assert not has_too_many_fields(KIND, data)
+        patch.setattr(field_count, "MAX_FIELDS", n - 1)
+        assert has_too_many_fields(KIND, data) == (n > 0)
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_message_is_for_the_parser_to_refuse(data: bytes) -> None:
+    assert not has_too_many_fields(KIND, data)
+
+
+STOP = pb.SamplingParams(stop=[""]).SerializeToString()
+TOO_MANY = {
+    "stops": pb.GenerateRequest(text="a").SerializeToString()
+    + pb.GenerateRequest(sampling=pb.SamplingParams(stop=["x"] * 20_000)).SerializeToString(),
+    "sampling": pb.GenerateRequest(sampling=pb.SamplingParams(stop=["x"])).SerializeToString() * 10_000,
+    "not known": b"\xf8\x01\x01" * 20_000,
+    "groups": b"\xfb\x01\xfc\x01" * 10_000,
+    "choices": pb.GenerateRequest(
+        sampling=pb.SamplingParams(guided_choice=pb.Texts(texts=["x"] * 20_000))
+    ).SerializeToString(),
+}
+
+
+@pytest.mark.parametrize("data", TOO_MANY.values(), ids=TOO_MANY)
+def test_too_many_are_refused_unparsed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as server, grpc.insecure_channel(server.grpc_address) as channel:
+        monkeypatch.setattr(messages, "_refuse_unknown_fields", None)  # nothing comes so far
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(GENERATE)(data, timeout=30))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "the message has more than 16384 fields; send less"
+
+
+def test_many_numbers_are_one_field() -> None:
+    with serving() as server, grpc.insecure_channel(server.grpc_address) as channel:
+        call = channel.unary_stream(GENERATE)
+        for ids, said in (([5] * 200_000, "200000 tokens"), ([5] * 1_000_001, "1000001 token ids; 1000000")):
+            data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)).SerializeToString()
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(data, timeout=30))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert said in (caught.value.details() or "")
