@@ -25,7 +25,7 @@ from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Scheduler
 from orca_jax.simulated_engine import VirtualClock
 from orca_jax.simulated_tokens import SimulatedConstraint, undisturbed_tokens
-from orca_jax.simulated_workers import Damage, SimulatedLines, SimulatedStage, Timing
+from orca_jax.simulated_workers import Damage, Poison, SimulatedLines, SimulatedStage, Timing
 from orca_jax.timeline import Timeline
 from orca_jax.worker_controller import Controller
 
@@ -44,12 +44,15 @@ _LINE_FAULTS: tuple[FaultKind, ...] = ("drop", "double", "delay", "rubbish")
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: when it comes, its tokens of input and output, and whether a constraint acts on them."""
+    """One request: when it comes, its tokens of input and output, whether a constraint acts on them, and
+    whether workers die of it.
+    """
 
     time: float
     n_input: int
     n_output: int
     constrained: bool = False
+    poison: Poison | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,41 @@ def _random_fault(rng: random.Random, time: float, n_stages: int) -> Fault:
     else:
         seconds = rng.choice((0.001, rng.uniform(0, 0.5), rng.uniform(0, 3), rng.uniform(2, 4)))
     return Fault(time, kind, rng.randrange(n_stages), seconds, rng.randrange(1 << 10))
+
+
+def random_poison_trace(seed: int) -> FaultTrace:
+    """A trace from a seed: no faults but those that one or two of its requests cause, and at least one
+    healthy request beside them.
+
+    As many losses are allowed as there are such requests, where each fails at a certain token: they all count
+    as one.
+    """
+    rng = random.Random(seed)
+    trace = random_fault_trace(rng.getrandbits(32))
+    requests = list(trace.requests)
+    if len(requests) == 1:
+        requests.append(PlannedRequest(requests[0].time, rng.randint(1, 6), rng.randint(1, 10)))
+    n_poisons = rng.randint(1, min(2, len(requests) - 1))
+    sure = rng.random() < 0.7
+    for i in rng.sample(range(len(requests)), n_poisons):
+        requests[i] = replace(requests[i], poison=_random_poison(rng, requests[i], trace.n_stages, sure=sure))
+    longest = max(r.n_input + r.n_output for r in requests)
+    return replace(
+        trace,
+        requests=tuple(requests),
+        faults=(),
+        n_slots=max(trace.n_slots, round_up(longest, trace.block_size)),
+        max_batch_tokens=max(trace.max_batch_tokens, longest - 1),
+        restarts=n_poisons if sure else 100,
+        supervised=True,
+    )
+
+
+def _random_poison(rng: random.Random, request: PlannedRequest, n_stages: int, *, sure: bool) -> Poison:
+    stage, noticed = rng.randrange(n_stages), rng.random() < 0.7
+    if sure:
+        return Poison(stage, token_index=rng.randrange(request.n_output), noticed=noticed)
+    return Poison(stage, probability=rng.choice((0.1, 0.5, 0.9)), noticed=noticed)
 
 
 class FaultSimulation:
@@ -308,6 +346,10 @@ class FaultSimulation:
             end_token_ids=frozenset({STOP_TOKEN}),
             constraint=SimulatedConstraint(VOCAB_SIZE) if planned.constrained else None,
         )
+
+        if planned.poison is not None:
+            for stage in self.stages:
+                stage.poisons[request.seed] = planned.poison
 
         def add() -> None:
             try:

@@ -3,10 +3,11 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError, WorkerLost
+from orca_jax.request import Request
 from orca_jax.scheduler import Scheduler
 
 
@@ -26,17 +27,26 @@ class RecoverableEngine(Protocol):
         ...
 
 
+class _Loss(NamedTuple):
+    """When a worker was lost, and the requests that were in flight."""
+
+    time: float
+    present: frozenset[Request]
+
+
 class Recovery:
     """The scheduler's loop over an engine that may lose its workers, and what became of the losses.
 
     `on_trouble`, if it is set, hears of each loss that the engine is to be brought up after, when its
     requests stand ready to run again, and with None when it is up; on the scheduler's thread. An engine that
-    cannot be brought up again, or was too often, has its EngineError raised, as without this.
+    cannot be brought up again, or was too often, has its EngineError raised, as without this. A request that
+    is found to be the cause of losses is ended (quarantine.py), and all losses that it cost count as one.
 
     The figures may be read on any thread. `losses` counts all losses: those while the engine was down
-    already, and the last one of an engine that failed. `recoveries` counts how often it came up again. The
-    engine is down from a loss until it is up again, however many losses lie between:
-    `last_recovery_seconds` is how long that was the last time, None before the first.
+    already, and the last one of an engine that failed. `n_blamed` counts the requests that were ended as
+    their cause, `recoveries` how often the engine came up again. It is down from a loss until it is up again,
+    however many losses lie between: `last_recovery_seconds` is how long that was the last time, None before
+    the first.
     """
 
     def __init__(
@@ -48,6 +58,7 @@ class Recovery:
     ) -> None:
         self.on_trouble: Callable[[WorkerLost | None], None] | None = None
         self.losses = 0
+        self.n_blamed = 0
         self.recoveries = 0
         self.last_recovery_seconds: float | None = None
         self._scheduler = scheduler
@@ -55,7 +66,7 @@ class Recovery:
         self._engine = engine if isinstance(engine, RecoverableEngine) else None
         self._bound = bound
         self._clock = clock
-        self._recent: deque[float] = deque()
+        self._recent: deque[_Loss] = deque()  # within the bound's seconds
         self._lost: WorkerLost | None = None
         # Seconds of all times it was down and came up, and since when it is down now. One tuple, so that
         # another thread never sees one without the other.
@@ -129,10 +140,13 @@ class Recovery:
         self.losses += 1
         seconds, since = self._down
         self._down = (seconds, now if since is None else since)
-        self._scheduler.run_again()
-        while self._recent and self._recent[0] <= now - self._bound.seconds:
+        present, guilty = self._scheduler.run_again(str(lost))
+        while self._recent and self._recent[0].time <= now - self._bound.seconds:
             self._recent.popleft()
-        self._recent.append(now)
+        if guilty is not None:
+            self.n_blamed += 1
+            self._recent = deque(loss for loss in self._recent if guilty not in loss.present)
+        self._recent.append(_Loss(now, present))
         self._lost = lost
         if len(self._recent) > self._bound.restarts:
             message = (

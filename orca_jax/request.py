@@ -71,6 +71,8 @@ class Request:
     from admission to end; -1 outside. One of `end_token_ids` ends the output. `failure` is why this request
     ended with the reason `error`, where it did so alone. `owner` names whoever sent the request, and the
     queue is shared out among owners ("": outside of that); `weight` is what it keeps in memory, in bytes.
+    `n_losses` counts the losses of a worker while it was in flight; it runs alone until it has `alone_until`
+    tokens (quarantine.py).
     """
 
     request_id: str
@@ -91,6 +93,8 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids but the first, if asked for
     n_iterations: int = 0  # issued
     n_in_flight: int = 0  # of these, not returned yet; 2 at most, and 1 without overlap
+    n_losses: int = 0
+    alone_until: int = 0
     finish_reason: FinishReason | None = None
     failure: str | None = None
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from orca_jax.config import ServingConfig
 from orca_jax.kv_manager import KVManager, round_up
+from orca_jax.quarantine import Quarantine, Suspicion
 from orca_jax.request import FinishReason, Request, RequestState
 from orca_jax.request_pool import Delivery, InArrivalOrder, RequestPool
 from orca_jax.sampled import TokenLogprobs
@@ -154,6 +155,7 @@ class Scheduler:
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, and still in a batch in flight
+        self._quarantine = Quarantine()
         self._began = False  # the last batch of a deterministic engine was one of initiations
 
     @property
@@ -185,22 +187,29 @@ class Scheduler:
         live = list(self.pool.in_arrival_order())
         self._deliver([self._end(req, FinishReason.ERROR) for req in live])
 
-    def run_again(self) -> None:
+    def run_again(self, why: str = "a worker was lost") -> Suspicion:
         """After WorkerLost: keys, values and what is in flight are lost, but no request is.
 
         The paper leaves faults out. Every admitted request goes back to INITIATION and keeps its row, blocks
         and reservation: its prompt and the output so far are the input of an iteration again, and the next
         token is the one that it would have been. A token that was computed but did not come back is computed
-        again. What was asked to end ends.
+        again. What was asked to end ends, and so does a request that is to blame; `why` is the cause that it
+        is told. Returns which requests were in flight.
         """
+        suspicion = self._quarantine.take_loss({req for batch in self._in_flight for req in batch})
         self._lose_flights()
         ended: list[Delivery] = []
         for req in self.pool.admitted():
             if req.ending is not None:
                 ended.append(self._end(req, req.ending))
+            elif req is suspicion.guilty:
+                req.failure = f"a worker was lost {req.n_losses} times while this request ran, the last time "
+                req.failure += f"with no other request beside it, so it is not run again ({why})"
+                ended.append(self._end(req, FinishReason.ERROR))
             else:
                 req.state = INITIATION
         self._deliver(ended)
+        return suspicion
 
     def end_asked(self) -> bool:
         """End what was asked to end (cancelled, timeout); what is RUNNING ends when it returns.
@@ -215,6 +224,9 @@ class Scheduler:
     def _next_batch(self) -> tuple[list[Request], int]:
         """Line 4. Of a deterministic engine the part of the batch that is in one phase, each in its turn."""
         batch, n_rsrv = list[Request](), self.n_rsrv
+        suspect = self._quarantine.next()
+        if suspect is not None:
+            return self._alone(suspect), n_rsrv
         if self.n_scheduled < self.engine.n_workers:
             batch, n_rsrv = self._select(())
         # Behind all that can begin at once: these begin when their tokens are there.
@@ -230,6 +242,13 @@ class Scheduler:
             return first, n_rsrv
         self._began = False
         return later, self.n_rsrv
+
+    def _alone(self, req: Request) -> list[Request]:
+        """A batch of this request, once no other is in flight and it is ready itself."""
+        if any(other is not req for batch in self._in_flight for other in batch):
+            return []
+        ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
+        return [req] if ready else []
 
     def _select(self, ahead: Collection[Request]) -> tuple[list[Request], int]:
         return select(

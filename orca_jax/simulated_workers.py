@@ -5,6 +5,7 @@ or belong to another request, give wrong tokens.
 """
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,24 @@ class Timing:
     restart: float = 1.0  # from a process's end to the next one's start
     turn: float = 0.0  # the engine master's own, each time that it goes on
     pulls_hang: bool = False  # a device that waits for a lost neighbour never comes back from it
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """A request that makes the process of a stage die: whenever it computes the output token of this index,
+    or with this probability at each iteration.
+    """
+
+    stage: int
+    token_index: int | None = None
+    probability: float = 0.0
+    noticed: bool = True  # at once, or by a deadline
+
+    def strikes(self, stage: int, token_index: int, rng: random.Random) -> bool:
+        """Whether the process of this stage dies of computing this token."""
+        if stage != self.stage:
+            return False
+        return token_index == self.token_index or rng.random() < self.probability
 
 
 class SimulatedStageDevice:
@@ -124,6 +143,8 @@ class SimulatedStageDevice:
             return
         _, message = self._queue.popleft()
         self._busy = False
+        if self._stage.is_poisoned(message):
+            return
         hidden = self._arrived.pop((epoch, iteration), [0] * len(message.row))
         out = self._compute(message, hidden)
         sampled, link_bytes = None, 0
@@ -192,6 +213,8 @@ class SimulatedStage:
     ) -> None:
         self.index = index
         self.timing = timing
+        self.poisons: dict[int, Poison] = {}  # by the seed of the request
+        self.rng = random.Random(index)
         self.next: SimulatedStage | None = None
         self.alive = False
         self._n_stages = n_stages
@@ -235,6 +258,19 @@ class SimulatedStage:
             self._lines.broken(self.index)
         if back_after < math.inf:
             self.clock.call_at(self.clock.now() + back_after, self.begin)
+
+    def is_poisoned(self, message: ControlMessage) -> bool:
+        """Whether the process has died of this iteration."""
+        if not self.poisons:
+            return False
+        for seed, token_index in zip(
+            message.sampling["seed"].tolist(), message.token_index.tolist(), strict=True
+        ):
+            poison = self.poisons.get(seed)
+            if poison is not None and poison.strikes(self.index, token_index, self.rng):
+                self.die(self.timing.restart, noticed=poison.noticed)
+                return True
+        return False
 
     def stop(self, seconds: float) -> None:
         """As by SIGSTOP; what is for it waits until it goes on."""

@@ -35,9 +35,9 @@ class Supervisor:
     """The processes of all stages of a pipeline on this machine.
 
     A process that ends is started again: after `delay_seconds`, and twice as long each time that it ends
-    before it has joined. `failure` says why no process is started any more: there were more restarts than
-    `bound` allows, or one ended with status 2, a user's mistake, before it joined; the others go on until
-    `close`. `on_event` hears of every start and end and of each line that a process writes to stdout or
+    before it has joined. `failure` says why no process is started any more: more ended before they had joined
+    than `bound` allows (those that end later are the engine master's to count), or one ended with status 2, a
+    user's mistake, before it joined; the others go on until `close`. `on_event` hears of every start and end and of each line that a process writes to stdout or
     stderr, on several threads; it should not wait, and what it raises is dropped. All methods are for any
     thread, but not for `on_event` to call `close`.
     """
@@ -205,19 +205,20 @@ class Supervisor:
             said = [line.removeprefix(_MISTAKE) for line in words if line.startswith(_MISTAKE)]
             self._fail(f"{name}: {said[-1]}" if said else f"{name}: {end}{_last(words)}", words)
         else:
-            self._start_later(stage, f"{name}: {end}", words)
+            self._start_later(stage, f"{name}: {end}", words, counts=not process.joined)
 
-    def _start_later(self, stage: _Stage, end: str, words: Sequence[str]) -> None:
+    def _start_later(self, stage: _Stage, end: str, words: Sequence[str], *, counts: bool = True) -> None:
         now = self._clock()
         while self._restarts and self._restarts[0] <= now - self._bound.seconds:
             self._restarts.popleft()
-        if len(self._restarts) >= self._bound.restarts:
-            self._tell(end)
-            message = f"{end}; workers were started again {len(self._restarts)} times within "
-            message += f"{self._bound.seconds:g} seconds, and {self._bound.restarts} are allowed"
-            self._fail(message + _last(words), words)
-            return
-        self._restarts.append(now)
+        if counts:
+            if len(self._restarts) >= self._bound.restarts:
+                self._tell(end)
+                message = f"{end}; workers were started again {len(self._restarts)} times within "
+                message += f"{self._bound.seconds:g} seconds, and {self._bound.restarts} are allowed"
+                self._fail(message + _last(words), words)
+                return
+            self._restarts.append(now)
         stage.start_at = now + stage.delay
         stage.delay = min(2 * stage.delay, max(_LONGEST_DELAY, self._delay))
         self._tell(f"{end}; starting it again")

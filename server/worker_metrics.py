@@ -86,6 +86,9 @@ class WorkerMetrics:
         yield self._counter("worker_losses", "Workers lost.", recovery.losses)
         yield self._counter("worker_recoveries", "Times the workers came up again.", recovery.recoveries)
         yield self._counter(
+            "worker_blamed_requests", "Requests ended because workers died of them.", recovery.n_blamed
+        )
+        yield self._counter(
             "worker_down_seconds", "Time from a loss until the workers were up again.", recovery.down_seconds
         )
         last = GaugeMetricFamily(

@@ -45,7 +45,9 @@ NASTY = [
     -math.inf,
     math.nan,
 ]
-FEW = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 def within(low: float, high: float, *more: float) -> st.SearchStrategy[float]:
@@ -296,7 +298,9 @@ def outputs(results: list[GenerationResult]) -> list[Any]:
     return [(result.token_ids, result.logprobs, result.prompt_logprobs) for result in results]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(
     st.lists(st.one_of(token_ids, st.sampled_from(sorted(POISONED))), min_size=1, max_size=20),
     sampling_params(),

@@ -58,6 +58,7 @@ ENGINE = {
 RECOVERABLE = {
     "orca_worker_losses": "counter",
     "orca_worker_recoveries": "counter",
+    "orca_worker_blamed_requests": "counter",
     "orca_worker_down_seconds": "counter",
     "orca_worker_last_recovery_seconds": "gauge",
 }

@@ -260,6 +260,7 @@ def test_the_figures_follow() -> None:
         assert figures() == {
             "orca_worker_losses_total": 1,
             "orca_worker_recoveries_total": 0,
+            "orca_worker_blamed_requests_total": 0,
             "orca_worker_down_seconds_total": 1.5,
         }
         assert 'orca_server_phase{phase="recovering"} 1.0' in client.get("/metrics").text
@@ -269,6 +270,7 @@ def test_the_figures_follow() -> None:
         assert figures() == {
             "orca_worker_losses_total": 1,
             "orca_worker_recoveries_total": 1,
+            "orca_worker_blamed_requests_total": 0,
             "orca_worker_down_seconds_total": 2,
             "orca_worker_last_recovery_seconds": 2,
         }

@@ -1,6 +1,7 @@
 """Algorithm 1 line by line, with literal examples from the paper. Altering a line makes a test here fail."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Never
 
 import numpy as np
@@ -739,10 +740,76 @@ def test_requests_that_run_again_keep_their_order_and_come_before_those_that_wai
     for name in "ABCDEF":
         house.add(name)
     house.steps(4)
-    lose(house)
+    lose(house)  # with AB and CD in flight: each has to come past that iteration alone
+    alone = [event for name in "ABCD" for event in (f"issue {name}", f"return {name}")]
+    assert house.steps(8) == alone
     assert house.steps(3) == ["issue AB", "issue CD", "return AB", "issue AB", "return CD"]
     counts = [req.n_iterations for req in house.pool.in_arrival_order()]
     assert counts == sorted(counts, reverse=True)
+
+
+def test_a_loss_while_nothing_is_in_flight_makes_nobody_suspect():
+    house = House()
+    a, b = house.add("A"), house.add("B")
+    house.steps(2)
+    assert house.scheduler.run_again() == (frozenset(), None)
+    assert house.steps(1) == ["issue AB", "return AB"]
+    assert (a.n_losses, b.n_losses) == (0, 0)
+
+
+def test_a_request_that_costs_another_loss_alone_is_ended_and_the_others_go_on():
+    house = House(max_bs=3)
+    a, b, c = (house.add(name, n_output=4) for name in "ABC")
+    house.steps(2)
+    lose(house)
+    assert house.steps(1) == ["issue A", "return A"]
+    lose(house)  # B was alone
+    assert b.finish_reason is FinishReason.ERROR
+    assert b.failure is not None and b.failure.startswith(
+        "a worker was lost 2 times while this request ran, "
+    )
+    assert house.told()[-1] == [("B", None, FinishReason.ERROR)]
+    assert house.steps(2) == ["issue C", "return C", "issue AC", "return AC"]
+    assert (len(a.output_ids), len(c.output_ids), house.scheduler.n_rsrv) == (4, 4, 0)
+
+
+def test_a_suspect_that_is_asked_to_end_frees_those_behind_it():
+    house = House(max_bs=3)
+    for name in "ABC":
+        house.add(name)
+    house.steps(1)
+    lose(house)
+    house.pool.end_named("A", FinishReason.CANCELLED)
+    house.pool.end_named("C", FinishReason.CANCELLED)
+    assert house.steps(2) == ["issue B", "return B", "issue B", "return B"]
+
+
+def test_with_each_loss_more_a_suspect_runs_alone_for_longer():
+    house = House(max_bs=3, n_slots=300)
+    a, b = (house.add(name, n_output=60) for name in "AB")
+    lose(house)
+    assert house.steps(2) == ["issue A", "return A", "issue B", "return B"]
+    house.steps(1)
+    for n_alone in (1 + 4, 1 + 16):  # the iteration that was lost, and more
+        lose(house)
+        for name in "AB":
+            assert house.steps(n_alone) == [f"issue {name}", f"return {name}"] * n_alone
+        assert house.steps(1) == ["issue AB", "return AB"]
+    assert (a.n_losses, b.n_losses) == (3, 3)
+
+
+def test_alone_means_that_no_other_is_in_flight():
+    """With overlap one that has come past its place has another iteration in flight still."""
+    house = House(max_bs=2, overlap=True)
+    house.add("A", n_output=9)
+    house.add("B", n_output=9)
+    house.steps(2)
+    lose(house)
+    events = house.steps(12)
+    for before, event in pairwise(events):
+        if event == "issue B":
+            assert before in ("return A", "issue B", "return B")
+    assert "issue AB" in events
 
 
 def test_no_more_run_again_at_once_than_max_batch_tokens_allows():
@@ -750,7 +817,7 @@ def test_no_more_run_again_at_once_than_max_batch_tokens_allows():
     a, b, c = (house.add(name, n_input=20, n_output=20) for name in "ABC")
     house.steps(5)
     assert [len(req.output_ids) for req in (a, b, c)] == [5, 5, 5]
-    lose(house)
+    house.scheduler.run_again()  # with nothing in flight
     assert house.steps(1) == ["issue AB", "return AB"], "75 tokens are more than 64"
     assert house.steps(1) == ["issue ABC", "return ABC"]
     assert [len(req.output_ids) for req in (a, b, c)] == [7, 7, 6]

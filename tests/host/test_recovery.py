@@ -2,12 +2,14 @@
 
 import gc
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from orca_jax.config import RestartBound, ServingConfig
-from orca_jax.errors import EngineError, QueueFull, RequestTooLarge, WorkerLost
+from orca_jax.errors import EngineError, OutputFailed, QueueFull, RequestTooLarge, WorkerLost
 from orca_jax.generation import Generation, Mailbox
 from orca_jax.kv_manager import KVManager
 from orca_jax.recovery import Recovery
@@ -24,6 +26,13 @@ def service_of(engine: FragileEngine, bound: RestartBound | None = None, max_que
     )
     kv = KVManager(n_blocks=32, block_size=8, n_rows=8, max_blocks_per_row=8)
     return Orca(engine, kv, config=config, model=MODEL, restarts=bound)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def rest(generation: Generation) -> list[int]:
@@ -47,7 +56,29 @@ def test_a_stream_goes_on_where_it_stopped():
         assert (service.recovery.losses, engine.n_recovers) == (1, 1)
         assert at_rest(service)
     again = [batch for batch in engine.issued if batch[0] in ("initiation 2", "initiation 3")]
-    assert len(again) == 1 and len(again[0]) == 2, "both ran again, with all their tokens"
+    assert [len(batch) for batch in again] == [1, 1], "both ran again, with all their tokens, each alone"
+
+
+def test_what_one_request_costs_counts_as_one_loss():
+    """Each of three requests in turn dies alone: one loss in company and one more for each."""
+    engine = FragileEngine(*[True] * 9)
+    with service_of(engine, RestartBound(restarts=3, seconds=60)) as service:
+        generations = [service.submit([0], SamplingParams(max_tokens=6))]
+        assert engine.waited_for.wait(SOON)
+        generations += [service.submit([10 * i], SamplingParams(max_tokens=6)) for i in range(1, 4)]
+        engine.let(1)
+        assert generations[0].next_piece(SOON) is not None
+        for n_losses in range(1, 5):
+            engine.error = LOST
+            engine.let(1)
+            until(lambda n=n_losses: service.recovery.recoveries == n)
+        engine.let(50)
+        for generation in generations[:3]:
+            with pytest.raises(OutputFailed, match="with no other request beside it, so it is not run again"):
+                generation.result(SOON)
+        assert rest(generations[3]) == list(range(30, 36))
+        assert (service.recovery.losses, service.recovery.n_blamed) == (4, 3)
+        assert service.failure is None and at_rest(service)
 
 
 def test_while_it_is_down_the_trouble_is_told_and_requests_are_taken_up_to_the_bound():

@@ -435,6 +435,19 @@ def test_the_bound_counts_all_stages_and_how_a_process_was_killed(start: Start) 
     assert message.startswith("stage 2: its process (pid ") and ") was ended by SIGKILL; workers" in message
 
 
+def test_processes_that_had_joined_do_not_count(start: Start) -> None:
+    """The engine master counts them: what one request costs is one loss to it."""
+    workers = start(WORKER, bound=RestartBound(restarts=0))
+    for n_losses in (1, 2, 3):
+        workers.supervisor.joined(0)
+        os.kill(workers.pid(), signal.SIGKILL)
+        workers.wait_for("starting it again", times=n_losses)
+        workers.wait_for("was started", times=n_losses + 1)
+    assert workers.supervisor.failure() is None
+    os.kill(workers.pid(), signal.SIGKILL)
+    assert "started again 0 times" in str(workers.wait_for_failure())
+
+
 def test_losses_of_long_ago_do_not_count(start: Start) -> None:
     workers = start(WORKER, bound=RestartBound(restarts=1, seconds=1000.0))
     for n_losses in (1, 2, 3):
