@@ -217,9 +217,11 @@ class Connection(HttpToolsProtocol):
     def _answer(self, status: int, message: str) -> None:
         self._refused(status)
         self.transport.write(whole_answer(status_response(status, message)))
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        if not self.transport.can_write_eof():  # TLS has an end of its own
+            self.transport.close()
+            return
         # Closed at once, what the client still sends would meet a reset, and the answer may be lost with it.
+        self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
 

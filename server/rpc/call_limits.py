@@ -46,8 +46,8 @@ class CallLimits(grpc.aio.ServerInterceptor):
         async def counted(_: object, context: Context) -> Any:
             is_stream = of.response_streaming
             if self._n_open[is_stream] >= self._most[is_stream]:
-                kind = "streams (orca serve --max-watch-streams)" if is_stream else "calls"
-                text = f"{self._most[is_stream]} {kind} that need no key are open, as many as may be"
+                kind, flag = ("streams", " (orca serve --max-watch-streams)") if is_stream else ("calls", "")
+                text = f"{self._most[is_stream]} {kind} without a key are open, as many as may be{flag}"
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             self._n_open[is_stream] += 1
             try:

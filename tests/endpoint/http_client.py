@@ -71,6 +71,16 @@ def received(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+def received_until(connection: socket.socket, end: bytes) -> bytes:
+    """Everything until `end` has come."""
+    answer = b""
+    while end not in answer:
+        part = connection.recv(65536)
+        assert part, f"the connection was closed before {end!r}"
+        answer += part
+    return answer
+
+
 def post_head(path: str, *headers: str) -> bytes:
     lines = [f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json", *headers, "", ""]
     return "\r\n".join(lines).encode()

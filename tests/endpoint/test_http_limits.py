@@ -19,7 +19,7 @@ import uvloop
 from server.config import EndpointOptions
 from server.http import connection as connection_module
 from tests.endpoint.harness import Server, serving, until
-from tests.endpoint.http_client import JSON, error_of, post_head, raw, received
+from tests.endpoint.http_client import JSON, error_of, post_head, raw, received, received_until
 from tests.host.engines import SOON, counting
 
 GET = b"GET /version HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -41,15 +41,6 @@ def limited(seconds: float = 0.0, **limits: Any) -> Iterator[Server]:
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", **limits)
     with serving(counting, seconds=seconds, options=options) as server:
         yield server
-
-
-def received_until(connection: socket.socket, end: bytes) -> bytes:
-    answer = b""
-    while end not in answer:
-        part = connection.recv(65536)
-        assert part, f"the connection was closed before {end!r}"
-        answer += part
-    return answer
 
 
 def flood(connection: socket.socket, part: bytes) -> int:

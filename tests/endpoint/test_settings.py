@@ -434,6 +434,16 @@ def test_what_kubernetes_puts_there_is_passed_over_where_it_does_not(service: st
         (["--port", "8001"], "port and grpc_port are both 8001"),
         (["--ssl-keyfile", "k"], "ssl_certfile and ssl_keyfile belong together"),
         (["--drain-timeout", "nan"], "drain_timeout is nan; it must be above 0"),
+        (["--header-timeout", "0"], "header_timeout is 0; it must be above 0 and at most 1e7 seconds"),
+        (["--body-timeout", "-1"], "body_timeout is -1; it must be above 0"),
+        (["--keep-alive-timeout", "inf"], "keep_alive_timeout is inf; it must be above 0 and at most 1e7"),
+        (["--max-connections", "0"], "max_connections is 0; it must be from 1 to 1048576"),
+        (
+            ["--max-connections-per-address", "0"],
+            "max_connections_per_address is 0; it must be from 1 to 1048576",
+        ),
+        (["--max-header-bytes", "1023"], "max_header_bytes is 1023; it must be from 1024 to 1048576"),
+        (["--max-watch-streams", "-1"], "max_watch_streams is -1; it must be from 0 to 65536"),
         (
             ["--load-format", "pickle"],
             "argument --load-format: invalid choice: 'pickle'; it must be one of auto, dummy",

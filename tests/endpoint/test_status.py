@@ -1,6 +1,7 @@
 """Probes, the models, and the OpenAPI document, in every phase of a server's life."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -86,6 +87,17 @@ def test_metrics_are_what_prometheus_reads(client: httpx2.Client) -> None:
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = {family.name for family in text_string_to_metric_families(response.text)}
     assert {"orca_http_requests", "orca_num_requests_running", "orca_num_requests_waiting"} <= families
+
+
+def test_many_scrapes_at_once(server: Server) -> None:
+    def scrape(_: int) -> set[str]:
+        with connected(server) as client:
+            text = client.get("/metrics").text
+        return {family.name for family in text_string_to_metric_families(text)}
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(scrape, range(32)))
+    assert "orca_asyncio_tasks" in found[0] and found == [found[0]] * 32
 
 
 def test_the_models(server: Server, client: httpx2.Client) -> None:
