@@ -40,7 +40,7 @@ class ControlChannel:
         for address in addresses:
             control_address(address)
         limits = limits or LineLimits()
-        self._inbox = FrameQueue[Arrival](limits.frames)
+        self._inbox = FrameQueue[Arrival](limits.frames, weigh=lambda arrival: len(arrival.data or b""))
         self._lines = [
             ControlLine(
                 address, role=MASTER, terms=of, secret=secret, deliver=self._deliver(stage), limits=limits

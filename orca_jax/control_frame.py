@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from orca_jax.errors import BadFrame
 
-PROTOCOL_VERSION = 3
-MAX_PAYLOAD = 64 << 20  # bytes; a control message is far below
+PROTOCOL_VERSION = 4
+MAX_PAYLOAD = 512 << 20  # bytes; an engine whose iterations could need more is refused (remote_pipeline.py)
+MAX_EPOCH = 1 << 63  # far above the nanoseconds since 1970 that an engine master begins at
 _MAGIC = 0x0CA1
 _HEADER = struct.Struct("<HBBHHQQII")  # magic, version, kind, stage, 0, epoch, iteration, length, checksum
 _CHECKSUM_AT = _HEADER.size - 4
@@ -33,9 +34,10 @@ class FrameKind(IntEnum):
     TOKENS = 6  # from the last stage alone: the iteration is computed, and what it sampled is this [Sampled]
     TROUBLE = 7  # this worker has given the epoch up [why, UTF-8]
     WORDS = 8  # master to the last worker: what may be sampled in an iteration that it waits for [bits]
+    PASSED = 9  # worker to master: it has known a later epoch than that of a START, and this is it [nothing]
 
 
-START, MESSAGE, READY, RECEIVED, DONE, TOKENS, TROUBLE, WORDS = FrameKind
+START, MESSAGE, READY, RECEIVED, DONE, TOKENS, TROUBLE, WORDS, PASSED = FrameKind
 
 
 class Frame(NamedTuple):
@@ -85,7 +87,7 @@ def decode_frame(data: bytes) -> Frame:
     payload = data[HEADER_BYTES:]
     if checksum != zlib.crc32(payload, zlib.crc32(data[:_CHECKSUM_AT])):
         raise BadFrame("the frame was damaged: its checksum is wrong")
-    if not START <= kind <= WORDS or zero:
+    if not START <= kind <= PASSED or zero:
         raise BadFrame(f"the frame is of kind {kind}, which is not known")
     return Frame(FrameKind(kind), epoch, iteration, stage, payload)
 

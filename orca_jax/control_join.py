@@ -13,14 +13,14 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple, cast, get_args
 
 from orca_jax.config import Attention, ModelConfig
-from orca_jax.control_frame import PROTOCOL_VERSION
+from orca_jax.control_frame import HEADER_BYTES, MAX_PAYLOAD, PROTOCOL_VERSION
 from orca_jax.errors import ConfigError
 from orca_jax.worker_pb2 import Frame
 
 METHOD = "/orca.v1.Worker/Frames"
 MASTER, PREVIOUS = "master", "previous"  # who calls: the engine master, or the worker of the stage before
 JOINED = b""  # the worker's first message: it has taken the caller
-MAX_MESSAGE = 16 << 20  # bytes of a frame
+MAX_MESSAGE = MAX_PAYLOAD + HEADER_BYTES  # bytes of a frame
 _AROUND = 16  # bytes of protobuf around it, at most
 MAX_SECRET = 1024  # bytes
 _MAX_VALUE = 200  # characters of one that is shown

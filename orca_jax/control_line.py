@@ -137,7 +137,7 @@ class ControlLine:
         if len(data) > MAX_MESSAGE:
             self._break(call, f"a frame of {len(data)} bytes was to be sent; up to {MAX_MESSAGE} are allowed")
         elif not outbox.put(data):
-            self._break(call, f"{outbox.limit} frames wait to be sent, and the worker takes none")
+            self._break(call, f"{len(outbox)} frames wait to be sent, and the worker takes none")
 
     def close(self) -> None:
         """End the line and its thread; what was not sent is dropped."""
@@ -188,7 +188,7 @@ class ControlLine:
     def _attempt(self) -> tuple[bool, grpc.StatusCode, str]:
         """Call, and read until the call ends: was it joined, and why did it end."""
         limits = self._limits
-        outbox = FrameQueue[bytes](limits.frames)
+        outbox = FrameQueue[bytes](limits.frames, weigh=len)
         joined = False
         with grpc.insecure_channel(self._address, OPTIONS) as channel:
             stub = cast(Any, channel.stream_stream(METHOD, to_message, from_message))

@@ -44,7 +44,7 @@ class _Peer:
 
     def __init__(self, frames: int, data_address: str) -> None:
         self.data_address = data_address
-        self.outbox = FrameQueue[bytes](frames)
+        self.outbox = FrameQueue[bytes](frames, weigh=len)
         self.why = ""
 
     def end(self, why: str = "") -> None:
@@ -130,7 +130,7 @@ class ControlPort:
         if len(data) > MAX_MESSAGE:
             peer.end(f"a frame of {len(data)} bytes was to be sent; up to {MAX_MESSAGE} are allowed")
         elif not peer.outbox.put(data):
-            peer.end(f"{peer.outbox.limit} frames wait to be sent, and the engine master takes none")
+            peer.end(f"{len(peer.outbox)} frames wait to be sent, and the engine master takes none")
 
     def close(self) -> None:
         """End all streams and threads, within some seconds; what was not sent is dropped."""

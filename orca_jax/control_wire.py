@@ -16,7 +16,9 @@ import numpy.typing as npt
 
 from orca_jax.control import ADJUSTED, BIAS, CONSTRAINED, SAMPLING, ControlMessage
 from orca_jax.errors import BadFrame
-from orca_jax.sampling_params import MAX_TOP_LOGPROBS, REPETITION_RANGE
+from orca_jax.sampled import LOGPROBS
+from orca_jax.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS, REPETITION_RANGE
+from orca_jax.token_words import n_words
 
 _HEADER = struct.Struct("<IIIIQ")  # rows, input tokens, biases, 0, iteration
 _INITIATION, _ON_DEVICE = 1, 2  # of a row's place
@@ -55,6 +57,15 @@ class ControlWire:
     n_blocks: int
     vocab_size: int
     deterministic: bool = False
+
+    @property
+    def most_bytes(self) -> int:
+        """More than any iteration's message, words of allowed tokens, or tokens with what is told of them."""
+        message = _HEADER.size + self.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
+        message += 4 * (self.max_tokens + self.n_blocks)
+        words = 4 * self.max_rows * n_words(self.vocab_size)
+        tokens = 4 * self.max_rows + LOGPROBS.itemsize * (self.max_rows + self.max_tokens)
+        return max(message, words, tokens)
 
     @property
     def _block_dtype(self) -> str:

@@ -8,6 +8,7 @@ from orca_jax.batch_sizes import batch_sizes
 from orca_jax.built_engine import BuiltEngine
 from orca_jax.config import Deadlines, Dtype, ModelConfig
 from orca_jax.control_channel import ControlChannel
+from orca_jax.control_frame import MAX_PAYLOAD
 from orca_jax.control_join import JoinTerms, model_digest
 from orca_jax.control_start import StartOrder
 from orca_jax.errors import ConfigError, EngineError, OrcaError
@@ -119,6 +120,12 @@ def _pipeline(
     serving = serving_config(model, said, rooms)
     kv = kv_manager(model, serving, n_workers=n_stages)
     wire = control_wire(model, serving, kv)
+    if wire.most_bytes > MAX_PAYLOAD:
+        message = (
+            f"max_batch_size is {serving.max_batch_size} and max_batch_tokens {serving.max_batch_tokens}; "
+        )
+        message += f"with this model an iteration may need {wire.most_bytes} bytes on the control plane, and "
+        raise ConfigError(message + f"{MAX_PAYLOAD} are allowed, so lower one of them")
     orders = [
         StartOrder(
             wire=wire,

@@ -14,7 +14,9 @@ from orca_jax.config import Deadlines
 from orca_jax.control import ControlMessage, MakeWords
 from orca_jax.control_frame import (
     DONE,
+    MAX_EPOCH,
     MESSAGE,
+    PASSED,
     READY,
     RECEIVED,
     START,
@@ -100,9 +102,10 @@ class RemoteTokens:
 class RemoteWorkers:
     """All stages of a pipeline, as the engine master sees them. For one thread.
 
-    `orders[i]` is what stage i is told at the start of an epoch. `first_epoch` must be above every epoch that
-    these workers have known from a master before this one: the time will do. Until `recover` has brought that
-    epoch up, `issue` raises WorkerLost.
+    `orders[i]` is what stage i is told at the start of an epoch. `first_epoch` should be above every epoch
+    that these workers have known from a master before this one: the time will do. Where a clock was set back
+    a worker says which epoch it has known, and a later one is begun. Until `recover` has brought an epoch up,
+    `issue` raises WorkerLost.
 
     `on_suspect` is told of each stage whose worker may not come back by itself: it missed a deadline,
     answered rubbish, its line broke, or it has no new caches within `worker_seconds`, which a process that is
@@ -318,9 +321,11 @@ class RemoteWorkers:
     def _take_current(self, frame: Frame) -> None:
         """Raises BadFrame for what no worker of this epoch may say, WorkerLost for what it should not."""
         kind, stage = frame.kind, frame.stage
-        if frame.epoch > self.epoch:
+        if kind is PASSED:
+            self._take_passed(frame.epoch)
+        elif frame.epoch > self.epoch:
             raise BadFrame(f"it speaks of epoch {frame.epoch}, and this is {self.epoch}")
-        if kind is TROUBLE:
+        elif kind is TROUBLE:
             # It says so itself, and waits for the next epoch: it is no suspect.
             self._lose(stage, frame.payload.decode("utf-8", "replace")[:1000])
         elif kind is READY:
@@ -339,6 +344,19 @@ class RemoteWorkers:
                 self._take_time(frame)
         else:
             raise BadFrame(f"it sent {kind.name}, which only an engine master sends")
+
+    def _take_passed(self, epoch: int) -> None:
+        """A worker has known this epoch: one that is asked for has to be above it."""
+        if epoch >= MAX_EPOCH:
+            raise BadFrame(f"it speaks of epoch {epoch}")
+        if epoch == self.epoch:  # an old START came to it late
+            self.counters.duplicates += 1
+            return
+        if self._attempt is None:
+            raise BadFrame(f"it speaks of epoch {epoch}, and this is {self.epoch}")
+        self.epoch = epoch + 1
+        self._attempt.ready.clear()
+        self._attempt.ask_at = self._clock()
 
     def _take_time(self, frame: Frame) -> None:
         stage, iteration = frame.stage, frame.iteration

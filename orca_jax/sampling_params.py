@@ -19,6 +19,7 @@ from typing import Any
 from orca_jax.errors import InvalidSamplingParameter
 
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 4096
 MAX_BAD_WORDS = 8192  # characters of all of them together: an output is compared with each at every token
 
 # A device computes in float32. What is divided by, or compared with a probability, is held far enough from
@@ -170,8 +171,9 @@ class SamplingParams:
 
     def _checked_bias(self) -> dict[int, float]:
         """Keys as numbers: in JSON they are texts."""
-        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > 4096:
-            self._refuse("logit_bias", "must map up to 4096 token ids to numbers from -100 to 100")
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_BIASES:
+            rule = f"must map up to {MAX_BIASES} token ids to numbers from -100 to 100"
+            self._refuse("logit_bias", rule)
         bias = dict[int, float]()
         for key, value in self.logit_bias.items():
             token_id: object = key

@@ -17,6 +17,7 @@ from orca_jax.control import ControlMessage
 from orca_jax.control_frame import (
     DONE,
     MESSAGE,
+    PASSED,
     READY,
     RECEIVED,
     START,
@@ -147,6 +148,8 @@ class Controller:
             return
         if frame.epoch < self.epoch:
             self.counters.stale += 1
+            if frame.kind is START:  # perhaps of a new master, whose clock is behind that of the one before
+                self._report(PASSED)
         elif frame.kind is START:
             self._take_start(frame)
         elif frame.kind is MESSAGE:

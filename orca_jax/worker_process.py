@@ -75,7 +75,9 @@ class WorkerProcess:
         )
         self._options = options
         self._stopping = threading.Event()
-        self._inbox = FrameQueue[bytes | News](_INBOX)
+        self._inbox = FrameQueue[bytes | News](
+            _INBOX, weigh=lambda item: len(item) if isinstance(item, bytes) else 0
+        )
         self._line: ControlLine | None = None  # to the next stage
         self._next_address = ""
         layers = stage_layers(found.config.n_layers, n_stages)

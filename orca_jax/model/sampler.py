@@ -4,9 +4,9 @@ What acts on logits, in this order: `adjust` (biases, penalties), `allow` (the t
 choice: `greedy`, or `sample` with or without its cuts. A row's draw depends on its own logits, seed and token
 index alone, so a request's tokens do not depend on its neighbours. `logprobs` are of the model's own logits.
 
-Whatever a row's logits are, NaN and infinities among them, as where weights overflow, its token is one of the
-vocabulary, and no other row notices. What acts on logits leaves finite ones; but to look at every logit in the
-choice as well would cost more than the choice.
+Whatever a row's logits are, NaN and infinities among them, as where weights overflow, its token is one of
+the vocabulary, and no other row notices. What acts on logits leaves finite ones; but to look at every logit
+in the choice as well would cost more than the choice.
 
 R rows, V tokens of the vocabulary. No sort of V terms is made: the cuts search for their threshold.
 """

@@ -33,6 +33,7 @@ from orca_jax.control_port import ControlPort
 from orca_jax.errors import ConfigError, EngineError, WorkerRefused, WorkerUnreachable
 from orca_jax.frame_queue import FrameQueue
 from orca_jax.remote_workers import Arrival, Channel
+from orca_jax.sampled import LOGPROBS
 
 SOON = 20.0  # seconds; what is waited for comes in milliseconds
 SECRET = "a secret, ünequal to others"
@@ -159,10 +160,17 @@ def test_a_worker_calls_the_next_one(ends: ExitStack) -> None:
     assert told == []
 
 
-def test_large_frames_pass_and_larger_ones_break_the_line(ends: ExitStack) -> None:
+def test_large_frames_pass_and_larger_ones_break_the_line(
+    ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log-probabilities of a prompt of 200,000 tokens take 34 MB."""
+    assert 200_000 * LOGPROBS.itemsize < MAX_MESSAGE
+    most = 34 << 20
+    for module in (control_line, control_port):
+        monkeypatch.setattr(module, "MAX_MESSAGE", most)
     worker = listen(ends)
     channel = join(ends, worker)
-    large = bytes(range(256)) * (MAX_MESSAGE // 256)
+    large = bytes(range(256)) * (most // 256)
     channel.send(0, large)
     assert worker.receive(SOON) == large
     worker.report(large)
@@ -170,7 +178,7 @@ def test_large_frames_pass_and_larger_ones_break_the_line(ends: ExitStack) -> No
     channel.send(0, large + b"x")
     arrival = channel.receive(SOON)
     assert arrival is not None and arrival.data is None
-    assert f"{MAX_MESSAGE + 1} bytes" in arrival.why
+    assert f"{most + 1} bytes" in arrival.why
     eventually(lambda: rejoined(channel, worker))
     worker.report(large + b"x")
     eventually(lambda: (found := channel.receive(SOON)) is not None and "allowed" in found.why)
@@ -256,7 +264,7 @@ def test_another_protocol_version_is_named_first(ends: ExitStack, monkeypatch: p
     found = dict(control_join.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
     monkeypatch.undo()
     why = control_join.disagreement(found, FIRST)
-    assert why is not None and why.startswith("protocol_version: this worker has 3, and the caller 7")
+    assert why is not None and why.startswith("protocol_version: this worker has 4, and the caller 7")
 
 
 @pytest.mark.parametrize("terms", [b"", b"[]", b"{", b"\xff", b"[" * 5000, b"{}"])
@@ -715,7 +723,7 @@ def test_a_master_that_takes_no_frames_breaks_the_line(ends: ExitStack) -> None:
 def test_a_send_beyond_the_queue_breaks_the_line_and_does_not_wait(ends: ExitStack) -> None:
     worker = listen(ends)
     channel = join(ends, worker, limits=replace(LIMITS, frames=1))
-    large = bytes(MAX_MESSAGE)
+    large = bytes(16 << 20)
     for _ in range(50):  # far more than one queue and gRPC's windows hold
         channel.send(0, large)
     arrival = channel.receive(SOON)
@@ -769,3 +777,14 @@ def test_each_stage_needs_an_address_of_its_own() -> None:
         ControlChannel(["a:1", "a:1"], [FIRST, SECOND], secret=SECRET)
     with pytest.raises(ConfigError, match="1 addresses of workers came, a:1, for 2 stages"):
         ControlChannel(["a:1"], [FIRST, SECOND], secret=SECRET)
+
+
+def test_a_queue_is_bounded_in_bytes_as_well() -> None:
+    queue = FrameQueue[bytes](10, limit_bytes=100, weigh=len)
+    assert queue.put(bytes(500)), "one that is larger passes alone"
+    assert not queue.put(b"x")
+    assert queue.put(b"x", beyond_limit=True)
+    assert (queue.get(SOON), queue.get(SOON)) == (bytes(500), b"x")
+    assert queue.put(bytes(60)) and queue.put(bytes(40)) and not queue.put(b"x")
+    assert queue.get(SOON) == bytes(60)
+    assert queue.put(b"x")

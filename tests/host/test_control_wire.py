@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from orca_jax.control import BIAS, SAMPLING, ControlMessage, neutral_sampling
 from orca_jax.control_wire import ROW_BYTES, ControlWire
 from orca_jax.errors import BadFrame
-from orca_jax.sampling_params import REPETITION_RANGE, TEMPERATURE_RANGE, TOP_P_RANGE
+from orca_jax.sampled import LOGPROBS, Sampled
+from orca_jax.sampled_wire import asked, encode_sampled
+from orca_jax.sampling_params import MAX_BIASES, REPETITION_RANGE, TEMPERATURE_RANGE, TOP_P_RANGE
+from orca_jax.token_words import n_words
 
 WIRE = ControlWire(
     block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
@@ -270,3 +273,20 @@ def test_the_bounds_of_a_row_are_those_of_the_request():
     sampling["repetition_penalty"][:2] = REPETITION_RANGE
     message = replace(message_of([ONE] * 4), sampling=sampling)
     np.testing.assert_array_equal(WIRE.decode(WIRE.encode(message)).sampling, sampling)
+
+
+def test_no_iteration_takes_more_bytes_than_the_wire_says():
+    """Of every row the most biases, the most blocks, all words, and log-probabilities of every token."""
+    wire = replace(WIRE, n_blocks=48, max_tokens=60)
+    biases = [(token_id % 300, 1.0) for token_id in range(MAX_BIASES)]
+    row = ONE | {"initiation": True, "kv_length": 10, "token_ids": [1] * 10, "blocks": list(range(8))}
+    message = message_of(
+        [row | {"row": i, "n_prompt": 10, "bias": biases, "prompt_logprobs": 20} for i in range(6)]
+    )
+    assert len(wire.encode(message)) <= wire.most_bytes
+    records = np.zeros(6, LOGPROBS), {i: np.zeros(9, LOGPROBS) for i in range(6)}
+    tokens = encode_sampled(Sampled(np.zeros(6, np.int32), *records), asked(message))
+    assert len(tokens) <= wire.most_bytes
+    assert len(tokens) <= replace(wire, max_rows=6, vocab_size=32, n_blocks=1).most_bytes
+    wide = replace(wire, vocab_size=1 << 22)
+    assert 6 * 4 * n_words(wide.vocab_size) <= wide.most_bytes

@@ -373,6 +373,18 @@ def test_a_worker_that_never_comes_back_is_named_and_everything_ends():
     assert player.clock.now() <= 0.55 + DEADLINES.iteration_seconds + 3 * DEADLINES.ready_seconds + 1
 
 
+@pytest.mark.parametrize("known", [(0, 50, 0), (7, 7, 7), (1 << 62, 1, 99)])
+def test_workers_that_have_known_a_later_epoch_serve_a_master_whose_clock_is_behind(known: tuple[int, ...]):
+    player = Player(replace(CALM, faults=(Fault(0.55, "crash", 1, 0.5, 0),)))
+    for stage, epoch in zip(player.stages, known, strict=True):
+        stage.controller.epoch = epoch
+    for _ in player.steps():
+        player.check_turn()
+    assert (player.recovery.losses, player.failure) == (1, None)
+    assert player.workers.epoch == max(known) + 2
+    assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
 def test_requests_may_end_while_the_engine_is_down():
     fault = Fault(0.55, "crash", 1, 6.0, 0)
     ends = (PlannedEnd(1.5, 0, FinishReason.CANCELLED), PlannedEnd(2.5, 1, FinishReason.TIMEOUT))

@@ -13,6 +13,7 @@ from orca_jax.config import Deadlines, RestartBound
 from orca_jax.control_frame import (
     DONE,
     MESSAGE,
+    PASSED,
     READY,
     RECEIVED,
     START,
@@ -395,6 +396,38 @@ def test_a_new_epoch_asks_every_stage_until_it_is_ready():
     assert asked_at == {0: [0], 1: [0, 1], 2: [0, 1, 2]}
     assert bench.workers.epoch == 1000
     assert (bench.ready, bench.suspects) == ([0, 1, 2], [])
+
+
+def test_a_worker_that_knows_a_later_epoch_lifts_the_next_one_above_it():
+    """Of a master before this one, whose clock was ahead."""
+    bench = Bench(first_epoch=1000)
+    known = [0, 5000, 7000]
+
+    def answer(stage: int, frame: Frame) -> None:
+        if frame.epoch > known[stage]:
+            known[stage] = frame.epoch
+            bench.say(stage, READY, epoch=frame.epoch)
+        else:
+            bench.say(stage, PASSED, epoch=known[stage])
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert bench.workers.epoch == 7001
+    assert known == [7001] * 3
+    assert bench.now < 100 + DEADLINES.retry_seconds, "at once, not when they are asked again"
+
+
+def test_a_passed_epoch_changes_nothing_where_it_is_this_one_and_is_rubbish_where_it_cannot_be():
+    bench = Bench().up()
+    bench.say(1, PASSED)
+    bench.workers.look()
+    assert (bench.workers.counters.duplicates, bench.workers.epoch) == (1, 1)
+    bench.say(1, PASSED, epoch=2)
+    with pytest.raises(WorkerLost, match="stage 2: answered rubbish: it speaks of epoch 2, and this is 1"):
+        bench.workers.look()
+    bench.on_send = lambda stage, frame: bench.say(0, PASSED, epoch=1 << 63)
+    with pytest.raises(WorkerLost, match=f"stage 1: answered rubbish: it speaks of epoch {1 << 63}"):
+        bench.workers.recover(lambda: False)
 
 
 def test_a_stage_that_is_not_ready_in_time_is_named():
