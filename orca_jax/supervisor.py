@@ -38,8 +38,8 @@ class Supervisor:
     before it has joined. `failure` says why no process is started any more: more ended before they had joined
     than `bound` allows (those that end later are the engine master's to count), or one ended with status 2, a
     user's mistake, before it joined; the others go on until `close`. `on_event` hears of every start and end
-    and of each line that a process writes to stdout or stderr, on several threads; it should not wait, and what
-    it raises is dropped. All methods are for any thread, but not for `on_event` to call `close`.
+    and of each line that a process writes to stdout or stderr, on several threads; it should not wait, and
+    what it raises is dropped. All methods are for any thread, but not for `on_event` to call `close`.
     """
 
     def __init__(
