@@ -1,0 +1,81 @@
+"""Hostile clients against a real server, with sixteen well-behaved streams beside them: what do those see?
+
+    python -m bench.hostile [--seconds 4] [--rounds 10] [--only NAME,NAME] [--no-judge]
+
+Starts `orca serve` with the demo model. Two more processes hold sixteen streams with a probe of /health,
+which note their longest waits, and the attacker. First nobody attacks, then each attack has its turn, and
+then all of them have short turns, `--rounds` times. Shows the longest gap between two chunks of a stream, the
+longest wait for a first chunk and for /health, how much the server's memory, descriptors and threads grew
+(after the attack, and in brackets at the most), and what the attacker was told; after each round the server's
+memory.
+
+Exits with 1, naming why, when a gap or /health took 0.25 s longer than without an attacker, when a
+well-behaved client was refused or cut off, when an answer was a 5xx other than 503, when memory, descriptors
+or threads are not level over the rounds (from four on), or when the server left a traceback or did not end
+well. Everything runs on loopback and
+shares the machine's cores, so that the clients' own processor time counts against the server.
+"""
+
+import argparse
+import json
+import sys
+
+from rich.console import Console
+from rich.progress import Progress
+
+from bench.hostile.attacker import ATTACKS
+from bench.hostile.report import Report, attack_table, round_table, summary
+from bench.hostile.trial import Trial
+
+
+def run(names: list[str], seconds: float, n_rounds: int, round_seconds: float, progress: Progress) -> Report:
+    """All of it."""
+    report = Report(seconds)
+    with Trial() as trial:
+        n_steps = 1 + len(names) * (1 + n_rounds)
+        task = progress.add_task("nobody attacks", total=n_steps)
+        report.baseline = trial.quiet(seconds + 1.0)
+        progress.advance(task)
+        for name in names:
+            progress.update(task, description=name)
+            report.costs.append(trial.attack(name, seconds))
+            progress.advance(task)
+        for number in range(1, n_rounds + 1):
+            for name in names:
+                progress.update(task, description=f"round {number}: {name}")
+                report.round_costs.append(trial.attack(name, round_seconds, number))
+                progress.advance(task)
+            report.rounds.append(trial.footprint())
+        report.exit_status = trial.finish()
+        report.n_servers, report.traceback = trial.n_servers, trial.traceback
+    return report
+
+
+def main() -> int:
+    """Attack; tables, what failed, and last one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.hostile", description="Hostile clients")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each attack (default: 4)")
+    parser.add_argument("--rounds", type=int, default=10, help="of all attacks again (default: 10)")
+    parser.add_argument("--round-seconds", type=float, default=1.5, help="of each in a round (default: 1.5)")
+    parser.add_argument("--only", metavar="NAME,NAME", help=f"some of: {', '.join(ATTACKS)}")
+    parser.add_argument("--no-judge", action="store_true", help="exit with 0 whatever was seen")
+    flags = parser.parse_args()
+    names = list(ATTACKS) if flags.only is None else flags.only.split(",")
+    unknown = [name for name in names if name not in ATTACKS]
+    if unknown:
+        parser.error(f"--only has {unknown[0]!r}; the attacks are {', '.join(ATTACKS)}")
+    with Progress(console=Console(stderr=True)) as progress:
+        report = run(names, flags.seconds, flags.rounds, flags.round_seconds, progress)
+    console = Console(width=200)
+    console.print(attack_table(report))
+    if report.rounds:
+        console.print(round_table(report))
+    found = summary(report)
+    for failure in found["failures"]:
+        print(f"FAILED: {failure}")
+    print(json.dumps(found))
+    return 1 if found["failures"] and not flags.no_judge else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

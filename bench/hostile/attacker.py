@@ -1,0 +1,54 @@
+"""All attacks by name, and the process that they are run in."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import uvloop
+
+from bench.hostile import bodies, connections, generations, rpc
+from bench.hostile.target import Target, Told
+
+Attack = Callable[[Target], Awaitable[None]]
+
+GRACE_SECONDS = 10.0  # beyond its time, for an attack to notice that it is over
+
+ATTACKS: dict[str, Attack] = {
+    attack.__name__.replace("_", "-"): attack
+    for room in (bodies, generations, connections, rpc)
+    for attack in room.ATTACKS
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Attack the server at `http` and `rpc` for `seconds`, in round `number`."""
+
+    name: str
+    http: tuple[str, int]
+    rpc: str
+    seconds: float
+    number: int = 0
+
+
+def attacker(connection: Connection) -> None:
+    """For an OtherProcess: Told for each Order."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        while True:
+            try:
+                order: Order = connection.recv()
+            except EOFError:
+                return
+            connection.send(runner.run(attack(order)))
+
+
+async def attack(order: Order) -> Told:
+    """Run one attack; it never takes longer than its time and GRACE_SECONDS."""
+    target = Target(order.http, order.rpc, seconds=order.seconds, number=order.number)
+    try:
+        async with asyncio.timeout(order.seconds + GRACE_SECONDS):
+            await ATTACKS[order.name](target)
+    except TimeoutError:
+        target.told.note("had to be stopped")
+    return target.told

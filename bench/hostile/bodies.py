@@ -1,0 +1,125 @@
+"""Attacks by a request's body: JSON that costs more than its bytes."""
+
+from bench.hostile.target import CHAT, COMPLETIONS, Target
+
+_MOST = (4 << 20) - 64  # a little less than the bytes that a server takes by default
+
+
+def _names_and_one_twice(n_bytes: int) -> bytes:
+    """An object of short names of which the last stands twice."""
+    n = n_bytes // 13 - 1
+    names = ",".join(f'"a{i:07}":0' for i in range(n))
+    return f'{{{names},"a{n - 1:07}":0}}'.encode()
+
+
+def _filled(before: bytes, piece: bytes, after: bytes, *, most: int = _MOST) -> bytes:
+    """As many pieces, with commas between, as fit."""
+    n = (most - len(before) - len(after)) // (len(piece) + 1)
+    return before + b",".join([piece] * n) + after
+
+
+async def duplicate_keys(target: Target) -> None:
+    """Objects of 104 KB with a name twice at the end."""
+    await target.flood(2, [target.post(COMPLETIONS, _names_and_one_twice(104_000))])
+
+
+async def duplicate_keys_4_mb(target: Target) -> None:
+    """The same in 4 MB: on the event loop it was half an hour."""
+    await target.flood(1, [target.post(COMPLETIONS, _names_and_one_twice(_MOST))])
+
+
+async def deep_nests(target: Target) -> None:
+    """Arrays and objects in one another, as deep as 4 MB go."""
+    inner = b'{"prompt":' + b"[" * 900 + b"1" + b"]" * 900 + b"}"
+    bodies = (
+        b"[" * _MOST,
+        b'{"a":' * (_MOST // 5),
+        b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        inner,
+        _filled(b'{"prompt":[', b"[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]", b"]}"),
+        _filled(b'{"messages":[', b'{"role":"user","content":[[[[{"a":{"b":[[]]}}]]]]}', b"]}"),
+    )
+    await target.flood(2, [target.post(path, body) for body in bodies for path in (COMPLETIONS, CHAT)])
+
+
+async def two_million_integers(target: Target) -> None:
+    """A prompt of 2 million tokens, as a prompt, as prompts of one token, and to be made text."""
+    requests = [
+        target.post(COMPLETIONS, _filled(b'{"prompt":[', b"1", b"]}")),
+        target.post(COMPLETIONS, _filled(b'{"prompt":[', b"[1]", b"]}")),
+        target.post(COMPLETIONS, _filled(b'{"prompt":[', b'"a"', b"]}")),
+        target.post(CHAT, _filled(b'{"messages":[', b"1", b"]}")),
+        target.post("/detokenize", _filled(b'{"tokens":[', b"5", b"]}")),
+    ]
+    await target.flood(2, requests)
+
+
+async def empty_messages(target: Target) -> None:
+    """130,000 messages without a character."""
+    body = _filled(b'{"max_tokens":1,"messages":[', b'{"role":"user","content":""}', b"]}")
+    parts = _filled(
+        b'{"max_tokens":1,"messages":[{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"
+    )
+    tokenize = body.replace(b'"max_tokens":1,', b"")
+    requests = [target.post(CHAT, body), target.post(CHAT, parts), target.post("/tokenize", tokenize)]
+    await target.flood(2, requests)
+
+
+async def long_texts(target: Target) -> None:
+    """4 MB of text to encode: of one letter, of many, of half surrogate pairs and of escapes."""
+    texts = (
+        b"a" * (_MOST - 100),
+        b"the quick brown fox " * (_MOST // 20 - 10),
+        "日本語\N{GRINNING FACE} ".encode() * (_MOST // 14 - 10),
+        b"\\ud83d\\ude00" * (_MOST // 12 - 10),
+        b"\\ud83d" * (_MOST // 6 - 20),
+        b"\\n\\t" * (_MOST // 4 - 20),
+    )
+    bodies = [b'{"prompt":"' + text + b'"}' for text in texts]
+    chats = [b'{"messages":[{"role":"user","content":"' + text + b'"}]}' for text in texts]
+    requests = [target.post(COMPLETIONS, body) for body in bodies]
+    requests += [target.post("/tokenize", body) for body in bodies[:3]]
+    requests += [target.post(CHAT, body) for body in chats]
+    await target.flood(4, requests)
+
+
+async def long_numbers(target: Target) -> None:
+    """Numbers of a million digits, and fields of 4 MB that nobody knows."""
+    digits = b"1" * (_MOST - 100)
+    bodies = (
+        b'{"prompt":"a","max_tokens":' + digits + b"}",
+        b'{"prompt":"a","temperature":0.' + digits + b"}",
+        b'{"prompt":"a","temperature":1e' + digits + b"}",
+        b'{"prompt":"a","seed":' + b"1" * 4300 + b"}",
+        b'{"prompt":"a","' + digits + b'":1}',
+        b'{"prompt":"a","model":"' + digits + b'"}',
+        _filled(b'{"prompt":"a","temperature":[', b"1.000001e-5", b"]}"),
+    )
+    await target.flood(2, [target.post(COMPLETIONS, body) for body in bodies])
+
+
+async def huge_biases(target: Target) -> None:
+    """`logit_bias` and `allowed_token_ids` at their limits and far beyond, for one choice and for 128."""
+    bias = ",".join(f'"{i}":1' for i in range(2048)).encode()
+    too_many = ",".join(f'"{i}":1' for i in range(300_000)).encode()
+    allowed = ",".join(map(str, range(2048))).encode()
+    bodies = (
+        b'{"prompt":"a","max_tokens":4,"n":128,"logit_bias":{' + bias + b"}}",
+        b'{"prompt":"a","max_tokens":4,"logit_bias":{' + too_many + b"}}",
+        b'{"prompt":"a","max_tokens":4,"n":128,"allowed_token_ids":[' + allowed + b"]}",
+        _filled(b'{"prompt":"a","max_tokens":4,"n":128,"allowed_token_ids":[', b"7", b"]}"),
+        _filled(b'{"prompt":"a","max_tokens":4,"stop_token_ids":[', b"7", b"]}"),
+    )
+    await target.flood(4, [target.post(COMPLETIONS, body) for body in bodies])
+
+
+ATTACKS = (
+    duplicate_keys,
+    duplicate_keys_4_mb,
+    deep_nests,
+    two_million_integers,
+    empty_messages,
+    long_texts,
+    long_numbers,
+    huge_biases,
+)

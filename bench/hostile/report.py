@@ -1,0 +1,177 @@
+"""What an attack cost, as rows, as a verdict, and as one line of JSON."""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from bench.hostile.footprint import Footprint
+from bench.hostile.trial import Cost
+
+ALLOWED_SECONDS = 0.25  # that a neighbour may wait longer than without an attacker
+
+# What no attacker may be told, whatever it does, besides HTTP's 5xx without 503.
+FAULTS = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "had to be stopped")
+
+# What the last quarter's median may be above the second quarter's, when nothing leaks, as in bench/soak.py.
+RSS_GROWTH, RSS_SLACK = 1.08, 16e6
+FILES_SLACK, THREADS_SLACK = 24, 8
+LEAST_ROUNDS = 4  # to tell whether anything grows
+
+
+@dataclass(slots=True)
+class Report:
+    """The wait without an attacker, that beside each attack, and the server after each round."""
+
+    seconds: float
+    baseline: Cost | None = None
+    costs: list[Cost] = field(default_factory=list[Cost])
+    rounds: list[Footprint] = field(default_factory=list[Footprint])
+    round_costs: list[Cost] = field(default_factory=list[Cost])
+    n_servers: int = 1
+    exit_status: int = 0
+    traceback: str = ""
+
+    def complaints(self, cost: Cost) -> list[str]:
+        """What one attack did that it must not."""
+        assert self.baseline is not None
+        found: list[str] = []
+        if cost.held:
+            found.append(f"the server was held for over {cost.seconds:.0f} s and had to be ended")
+        for what, wait, usual in (
+            ("a stream's gap", cost.waits.between, self.baseline.waits.between),
+            ("/health", cost.waits.health, self.baseline.waits.health),
+        ):
+            if wait > usual + ALLOWED_SECONDS:
+                found.append(f"{what} was {wait:.3f} s, without an attacker {usual:.3f} s")
+        if cost.told is not None:
+            faults = [what for what in cost.told.n if what in FAULTS or (what[0] == "5" and what != "503")]
+            found += [f"{what} was told: {cost.told.messages.get(what, '')}" for what in faults]
+        if cost.waits.n_wrong:
+            found.append(f"{cost.waits.n_wrong} failures of neighbours, first: {cost.waits.wrong[0]}")
+        return [f"{cost.name}: {one}" for one in found]
+
+    def failures(self) -> list[str]:
+        """All that must not be."""
+        found = [one for cost in (*self.costs, *self.round_costs) for one in self.complaints(cost)]
+        found += self._growth()
+        if self.exit_status != 0:
+            found.append(f"after SIGTERM the server ended with {self.exit_status}")
+        if self.traceback:
+            found.append(f"a traceback in the server's stderr: {self.traceback}")
+        return found
+
+    def _growth(self) -> list[str]:
+        n = len(self.rounds)
+        if n < LEAST_ROUNDS:
+            return []
+        second, last = self.rounds[n // 4 : n // 2], self.rounds[3 * n // 4 :]
+        found: list[str] = []
+        rss, rss_end = (median(one.rss for one in some) for some in (second, last))
+        if rss_end > RSS_GROWTH * rss + RSS_SLACK:
+            found.append(f"memory grew from {rss / 1e6:.0f} to {rss_end / 1e6:.0f} MB over the rounds")
+        files, files_end = (median(one.files for one in some) for some in (second, last))
+        if files_end > files + FILES_SLACK:
+            found.append(f"open descriptors grew from {files:.0f} to {files_end:.0f} over the rounds")
+        threads, threads_end = (median(one.threads for one in some) for some in (second, last))
+        if threads_end > threads + THREADS_SLACK:
+            found.append(f"threads grew from {threads:.0f} to {threads_end:.0f} over the rounds")
+        return found
+
+
+def answers(cost: Cost) -> str:
+    """What the attacker was told: statuses with their counts, and one message."""
+    if cost.told is None:
+        return ""
+    counts = ", ".join(f"{what} x {n}" for what, n in cost.told.n.most_common(5))
+    message = next(
+        (cost.told.messages[what] for what, _ in cost.told.n.most_common() if what in cost.told.messages), ""
+    )
+    return f"{counts}: {message}" if message else counts
+
+
+def attack_table(report: Report) -> Table:
+    """A row for each attack, the wait without one first."""
+    table = Table(
+        title=f"waits of well-behaved clients, in milliseconds, each attack for {report.seconds:g} s"
+    )
+    columns = (
+        *("attack", "longest gap", "first chunk", "/health", "streams"),
+        *("memory, MB", "descriptors", "threads", "the attacker was told"),
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in (columns[0], columns[-1]) else "right")
+    for cost in (report.baseline, *report.costs):
+        if cost is not None:
+            table.add_row(*_cells(report, cost))
+    return table
+
+
+def _cells(report: Report, cost: Cost) -> Sequence[str]:
+    bad = bool(report.complaints(cost))
+    grown = (
+        f"{(cost.after.rss - cost.before.rss) / 1e6:+.0f} ({(cost.most.rss - cost.before.rss) / 1e6:+.0f})"
+    )
+    return (
+        f"{cost.name} *" if bad else cost.name,
+        *(f"{1e3 * wait:.0f}" for wait in (cost.waits.between, cost.waits.first, cost.waits.health)),
+        f"{cost.waits.n_streams}" + (f", {cost.waits.n_wrong} failed" if cost.waits.n_wrong else ""),
+        grown,
+        f"{cost.after.files - cost.before.files:+d} ({cost.most.files - cost.before.files:+d})",
+        f"{cost.after.threads - cost.before.threads:+d} ({cost.most.threads - cost.before.threads:+d})",
+        answers(cost),
+    )
+
+
+def round_table(report: Report) -> Table:
+    """The server after each round of all attacks."""
+    table = Table(title="the server after each round of all attacks")
+    for column in ("round", "memory, MB", "descriptors", "threads"):
+        table.add_column(column, justify="right")
+    for number, one in enumerate(report.rounds, 1):
+        table.add_row(str(number), f"{one.rss / 1e6:.0f}", str(one.files), str(one.threads))
+    return table
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """The figures, for the last line."""
+    failures = report.failures()
+    return {
+        "benchmark": "hostile",
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "seconds": report.seconds,
+        "passed": not failures,
+        "failures": failures,
+        "baseline": None if report.baseline is None else _figures(report.baseline),
+        "attacks": {cost.name: _figures(cost) for cost in report.costs},
+        "rounds": [
+            {"rss_mb": round(one.rss / 1e6, 1), "files": one.files, "threads": one.threads}
+            for one in report.rounds
+        ],
+        "longest_in_rounds": {
+            "between": round(max((cost.waits.between for cost in report.round_costs), default=0.0), 3),
+            "health": round(max((cost.waits.health for cost in report.round_costs), default=0.0), 3),
+        },
+        "servers": report.n_servers,
+    }
+
+
+def _figures(cost: Cost) -> dict[str, Any]:
+    return {
+        "between": round(cost.waits.between, 3),
+        "first": round(cost.waits.first, 3),
+        "health": round(cost.waits.health, 3),
+        "streams": cost.waits.n_streams,
+        "failed": cost.waits.n_wrong,
+        "rss_mb": round((cost.after.rss - cost.before.rss) / 1e6, 1),
+        "most_rss_mb": round((cost.most.rss - cost.before.rss) / 1e6, 1),
+        "files": cost.after.files - cost.before.files,
+        "threads": cost.after.threads - cost.before.threads,
+        "told": {} if cost.told is None else dict(cost.told.n),
+        "held": cost.held,
+    }

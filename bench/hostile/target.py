@@ -1,0 +1,131 @@
+"""The server as an attacker sees it: where it is, for how long it is attacked, and what it answers."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+
+from bench.http_client import post
+
+ADDRESS = "127.0.0.1"  # attackers come from here, and gRPC's cannot come from elsewhere
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_SHORT = 120  # characters of a message
+_REST_SECONDS = 0.02  # after a connection that failed at once
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(slots=True)
+class Told:
+    """What the attacker was told: how often, and the first message of each kind. It sent `n_bytes`."""
+
+    n: Counter[str] = field(default_factory=Counter[str])
+    messages: dict[str, str] = field(default_factory=dict[str, str])
+    n_bytes: int = 0
+
+    def note(self, what: str, message: str = "") -> None:
+        """One answer more."""
+        self.n[what] += 1
+        if message:
+            self.messages.setdefault(what, message[:_SHORT])
+
+
+class Target:
+    """For one attack; `number` is of the round, so that an attack can ask each time for something new."""
+
+    def __init__(self, http: tuple[str, int], rpc: str, *, seconds: float, number: int) -> None:
+        self.host, self.port = http
+        self.rpc = rpc
+        self.number = number
+        self.told = Told()
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds; 0 when the attack is over."""
+        return max(0.0, self._end - time.monotonic())
+
+    async def repeat(self, n: int, what: Callable[[], Awaitable[object]]) -> None:
+        """Do `what` again and again until the time is over, `n` at once; what is not done then is dropped."""
+
+        async def one() -> None:
+            while self.left:
+                before = time.monotonic()
+                await what()
+                if time.monotonic() - before < 1e-3:  # refused at once: leave the cores to the server
+                    await asyncio.sleep(_REST_SECONDS)
+
+        tasks = [asyncio.create_task(one()) for _ in range(n)]
+        _, pending = await asyncio.wait(tasks, timeout=self.left)
+        for task in pending:
+            task.cancel()
+        if pending:
+            self.told.n["not answered yet"] += len(pending)
+            await asyncio.wait(pending)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+
+    def post(self, path: str, body: object) -> bytes:
+        """A request of one connection."""
+        return post(self.host, self.port, path, body)
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Streams]:
+        """A connection, closed without a word in the end. Raises OSError."""
+        async with asyncio.timeout(self.left + 1.0):
+            reader, writer = await asyncio.open_connection(self.host, self.port, local_addr=(ADDRESS, 0))
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    async def ask(self, request: bytes) -> None:
+        """Send a request and note the answer."""
+        try:
+            async with self.connection() as (reader, writer):
+                writer.write(request)
+                self.told.n_bytes += len(request)
+                await self.note_answer(reader)
+        except OSError as error:
+            self.note_error(error)
+
+    async def note_answer(self, reader: asyncio.StreamReader) -> None:
+        """The status of an answer and the start of its body, read to the end of the connection."""
+        answer = await reader.read(4096)
+        if not answer:
+            self.told.note("closed without an answer")
+            return
+        while await reader.read(1 << 16):
+            pass
+        status = answer.split(b" ", 2)[1].decode(errors="replace") if b" " in answer else "no HTTP"
+        self.told.note(status, "" if status == "200" else message_of(answer))
+
+    def note_error(self, error: Exception) -> None:
+        """A connection, or a call, that failed."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            self.told.note(error.code().name, error.details() or "")
+        elif isinstance(error, TimeoutError):
+            self.told.note("no answer")
+        else:
+            self.told.note("connection refused or reset", str(error))
+
+    async def flood(self, n: int, requests: Sequence[bytes]) -> None:
+        """Send these in turn, again and again, `n` at once."""
+        numbers = iter(range(1 << 62))
+        await self.repeat(n, lambda: self.ask(requests[next(numbers) % len(requests)]))
+
+
+def message_of(answer: bytes) -> str:
+    """The error's message in the start of an answer, or how its body begins."""
+    body = answer.partition(b"\r\n\r\n")[2]
+    begin, end = body.find(b"{"), body.rfind(b"}")
+    try:
+        return json.loads(body[begin : end + 1])["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace").strip()

@@ -1,0 +1,150 @@
+"""A server with its neighbours, and one attack after the other on it: what each cost them, and the server."""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+from bench.hostile.attacker import GRACE_SECONDS, Order, attacker
+from bench.hostile.footprint import Footprint, Watched
+from bench.hostile.neighbours import Waits, neighbours
+from bench.hostile.target import Told
+from bench.other_process import OtherProcess
+from bench.server_process import ServerProcess
+
+FLAGS = (
+    "--max-batch-tokens=512",
+)  # as few programs as the demo model's positions allow; all else by default
+SETTLED_SECONDS = 0.2  # a second without a longer wait than this, and what an attack left behind is over
+SETTLE_SECONDS = 20.0  # longer, and the server counts as held for good
+_LOOK_SECONDS = 1.0
+_WARM_SECONDS = 3.0
+_ASK_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one attack, or of a time without one (`told` None).
+
+    `seconds` is from its beginning until the neighbours were served as before. Where that took longer than
+    SETTLE_SECONDS `held` says so, and what follows was measured on a new server.
+    """
+
+    name: str
+    waits: Waits
+    seconds: float
+    before: Footprint
+    most: Footprint
+    after: Footprint
+    told: Told | None
+    held: bool
+
+
+class Trial:
+    """A context manager that starts and ends all processes; `server` is new after it was held for good."""
+
+    def __init__(self) -> None:
+        self.n_servers = 0
+        self.traceback = ""  # the first in what a server said
+        self._stack = ExitStack()
+        self._attacker = OtherProcess(attacker)
+
+    def __enter__(self) -> Self:
+        self._attacker.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self._attacker.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop(kill=True)
+        self._attacker.__exit__()
+
+    def _start(self) -> None:
+        self.n_servers += 1
+        with ExitStack() as stack:
+            self.server = ServerProcess(FLAGS, compile_ahead=True)
+            stack.callback(self.server.kill)
+            self.server.wait_until_ready()
+            self._neighbours = stack.enter_context(OtherProcess(neighbours))
+            self._neighbours.ask(self.server.http_address)
+            self._stack = stack.pop_all()
+        time.sleep(_WARM_SECONDS)
+        self._waits()
+
+    def _stop(self, *, kill: bool = False) -> int:
+        """End neighbours and server; the server's exit status, -1 where it was killed."""
+        status = -1
+        try:
+            if not kill:
+                self._neighbours.__exit__()  # before the server, or they would complain of its end
+                status = self.server.stop()
+        finally:
+            said = self.server.stderr()
+            if "Traceback" in said and not self.traceback:
+                begin = said.index("Traceback")
+                self.traceback = said[begin : begin + 20_000][-2000:]
+            self._stack.close()
+        return status
+
+    def finish(self) -> int:
+        """End the server as an operator would; its exit status."""
+        return self._stop()
+
+    def footprint(self) -> Footprint:
+        """The server's, now."""
+        return Footprint.of(self.server.pid)
+
+    def quiet(self, seconds: float) -> Cost:
+        """What the neighbours see without an attacker."""
+        with Watched(self.server.pid) as watched:
+            self._waits()
+            time.sleep(seconds)
+            waits = self._waits()
+        return Cost(
+            "(nobody)", waits, seconds, watched.before, watched.most, self.footprint(), None, held=False
+        )
+
+    def attack(self, name: str, seconds: float, number: int = 0) -> Cost:
+        """One attack, and the time until the neighbours are served again as if there had been none."""
+        order = Order(name, self.server.http_address, self.server.grpc_address, seconds, number)
+        with Watched(self.server.pid) as watched:
+            self._waits()
+            start = time.monotonic()
+            told: Told = self._attacker.ask(order, seconds=seconds + GRACE_SECONDS + _ASK_SECONDS)
+            waits, settled = self._settled()
+            took = time.monotonic() - start
+        cost = Cost(name, waits, took, watched.before, watched.most, self.footprint(), told, held=not settled)
+        if not settled:
+            self._stop(kill=True)
+            self._start()
+        return cost
+
+    def _settled(self) -> tuple[Waits, bool]:
+        """All waits until a second has passed in which nobody waited long."""
+        waits = self._waits()
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            last = self._waits()
+            waits = _longer(waits, last)
+            if max(last.between, last.health) < SETTLED_SECONDS and last.n_streams and not last.n_wrong:
+                return waits, True
+        return waits, False
+
+    def _waits(self) -> Waits:
+        return self._neighbours.ask(None, seconds=_ASK_SECONDS)
+
+
+def _longer(one: Waits, other: Waits) -> Waits:
+    return Waits(
+        max(one.between, other.between),
+        max(one.first, other.first),
+        max(one.health, other.health),
+        one.n_streams + other.n_streams,
+        one.n_probes + other.n_probes,
+        one.n_wrong + other.n_wrong,
+        (*one.wrong, *other.wrong)[:5],
+    )
