@@ -24,7 +24,7 @@ _MAX_WRONG = 5
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Longest waits in seconds since the question before, those that are not over yet among them.
+    """Longest waits in seconds, of those that ended since the question before or are not over yet.
 
     `between` is that between two chunks of a stream, `first` from a stream's connection to its first chunk,
     `health` that for an answer of /health. `wrong` are the first few failures of `n_wrong`.
@@ -53,7 +53,6 @@ class _Neighbours:
         self._forget()
 
     def _forget(self) -> None:
-        self.since = time.monotonic()
         self.between = self.first = self.health = 0.0
         self.n_streams = self.n_probes = self.n_wrong = 0
         self.wrong: list[str] = []
@@ -91,7 +90,7 @@ class _Neighbours:
         for stream in self._live:
             self.note(stream, now)
         if self._probe_started is not None:
-            self.health = max(self.health, now - max(self._probe_started, self.since))
+            self.health = max(self.health, now - self._probe_started)
         waits = Waits(
             self.between,
             self.first,
@@ -106,7 +105,7 @@ class _Neighbours:
 
     def note(self, stream: "_Stream", now: float) -> None:
         """A wait of `stream` that is over now, or is not yet."""
-        wait = now - max(stream.last, self.since)
+        wait = now - stream.last
         if stream.has_begun:
             self.between = max(self.between, wait)
         else:
@@ -114,7 +113,7 @@ class _Neighbours:
 
     async def _streams(self, number: int) -> None:
         body = {
-            "prompt": [1 + (31 * number + 7 * i) % 2000 for i in range(12)],
+            "prompt": [1 + (31 * number + 7 * i) % 250 for i in range(12)],
             "max_tokens": N_OUTPUT,
             "temperature": 0,
             "ignore_eos": True,
@@ -164,7 +163,7 @@ class _Neighbours:
                 self.n_probes += 1
             except (OSError, RuntimeError) as error:
                 self.fail(f"/health: {type(error).__name__}: {error}")
-            self.health = max(self.health, time.monotonic() - max(self._probe_started, self.since))
+            self.health = max(self.health, time.monotonic() - self._probe_started)
             self._probe_started = None
             await asyncio.sleep(PROBE_SECONDS)
 

@@ -129,7 +129,7 @@ class Trial:
         while time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
             last = self._waits()
-            waits = _longer(waits, last)
+            waits = longer(waits, last)
             if max(last.between, last.health) < SETTLED_SECONDS and last.n_streams and not last.n_wrong:
                 return waits, True
         return waits, False
@@ -138,7 +138,8 @@ class Trial:
         return self._neighbours.ask(None, seconds=_ASK_SECONDS)
 
 
-def _longer(one: Waits, other: Waits) -> Waits:
+def longer(one: Waits, other: Waits) -> Waits:
+    """Both times together."""
     return Waits(
         max(one.between, other.between),
         max(one.first, other.first),

@@ -1,0 +1,159 @@
+"""The hostile benchmark's own parts: attacks that end, neighbours who notice, and what is judged."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import pytest
+
+from bench.hostile.attacker import ATTACKS, Order, attack
+from bench.hostile.footprint import Footprint, Watched
+from bench.hostile.neighbours import N_STREAMS, Waits, neighbours
+from bench.hostile.report import Report, attack_table, round_table, summary
+from bench.hostile.target import Told, message_of
+from bench.hostile.trial import Cost, longer
+from bench.other_process import OtherProcess
+from tests.endpoint.harness import Server, serving, until
+from tests.host.engines import SOON
+
+HELD_SECONDS = 0.6
+QUICK = ("half-sent-headers", "pipelining", "infinities", "reused-ids", "stop-strings")
+
+
+def address(server: Server) -> tuple[str, int]:
+    parts = urlsplit(server.url)
+    return parts.hostname or "", parts.port or 0
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_attack_ends_in_its_time_and_notes_what_it_was_told(server: Server, name: str) -> None:
+    start = time.monotonic()
+    told = asyncio.run(attack(Order(name, address(server), server.grpc_address, seconds=0.5)))
+    assert time.monotonic() - start < 8
+    assert told.n.total() > 0
+    assert "had to be stopped" not in told.n
+    until(server.at_rest, "rest")
+
+
+def test_each_attack_says_what_it_does() -> None:
+    assert len(ATTACKS) >= 25
+    assert all(one.__doc__ for one in ATTACKS.values())
+
+
+def waits_until(clients: OtherProcess, enough: Callable[[Waits], bool]) -> Waits:
+    """All that the neighbours saw until it is `enough`."""
+    seen: Waits = clients.ask(None)
+
+    def look() -> bool:
+        nonlocal seen
+        seen = longer(seen, clients.ask(None))
+        return enough(seen)
+
+    until(look, "what the neighbours were to see")
+    return seen
+
+
+def settled(clients: OtherProcess, server: Server) -> None:
+    """Let them connect, and forget what that took."""
+    clients.ask(address(server))
+    waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS)
+
+
+def test_neighbours_notice_a_held_loop_and_nothing_else() -> None:
+    with serving(seconds=0.002) as server, OtherProcess(neighbours) as clients:
+        settled(clients, server)
+        quiet = waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS and waits.n_probes >= 10)
+        server.call(lambda: time.sleep(HELD_SECONDS))
+        held = waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS)
+    assert quiet.n_wrong == held.n_wrong == 0, (quiet.wrong, held.wrong)
+    assert max(quiet.between, quiet.health) < 0.8 * HELD_SECONDS
+    for wait in (held.between, held.health):
+        assert 0.8 * HELD_SECONDS <= wait < HELD_SECONDS + 1.0
+
+
+def test_neighbours_notice_a_wait_that_is_not_over() -> None:
+    over = threading.Event()
+    with serving(seconds=0.002) as server, OtherProcess(neighbours) as clients:
+        settled(clients, server)
+        server.loop.call_soon_threadsafe(over.wait, SOON)
+        try:
+            waits_until(clients, lambda waits: min(waits.between, waits.health) > HELD_SECONDS)
+        finally:
+            over.set()
+
+
+def test_a_footprint_sees_memory_and_files() -> None:
+    with Watched(os.getpid()) as watched, open(os.devnull, "rb"):
+        held = bytearray(os.urandom(64 << 20))
+        until(lambda: watched.most.rss > watched.before.rss + (32 << 20), "the memory")
+        until(lambda: watched.most.files > watched.before.files, "the file")
+    assert len(held) == 64 << 20
+
+
+def test_the_message_of_an_answer() -> None:
+    head = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n\r\n"
+    assert message_of(head + b'{"error":{"message":"no","type":"x"}}') == "no"
+    assert message_of(head + b"no JSON") == "no JSON"
+    assert message_of(b"HTTP/1.1 400") == ""
+
+
+# What is judged.
+
+WAITS = Waits(0.02, 0.1, 0.01, 50, 100, 0, ())
+SIZE = Footprint(500 << 20, 20, 30)
+QUIET = Cost("(nobody)", WAITS, 4.0, SIZE, SIZE, SIZE, None, held=False)
+
+
+def one(told: Told | None = None, *, held: bool = False, **waits: object) -> Cost:
+    return replace(QUIET, name="bad", told=told or Told(), held=held, waits=replace(WAITS, **waits))  # pyright: ignore[reportArgumentType]
+
+
+def reported(*costs: Cost, rounds: list[Footprint] | None = None) -> Report:
+    return Report(4.0, baseline=QUIET, costs=list(costs), rounds=rounds or [])
+
+
+def told(what: str) -> Told:
+    made = Told()
+    made.note(what, "a message")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("cost", "said"),
+    [
+        (one(between=0.3), "a stream's gap was 0.300 s"),
+        (one(health=0.27), "/health was 0.270 s"),
+        (one(n_wrong=2, wrong=("refused",)), "2 failures of neighbours, first: refused"),
+        (one(held=True), "held"),
+        (one(told("500")), "500 was told: a message"),
+        (one(told("INTERNAL")), "INTERNAL was told"),
+    ],
+)
+def test_what_must_not_be_is_said(cost: Cost, said: str) -> None:
+    (failure,) = reported(cost).failures()
+    assert failure.startswith("bad: ") and said in failure
+    assert summary(reported(cost))["passed"] is False
+
+
+def test_what_may_be_is_not() -> None:
+    costs = [one(between=0.26, first=9.0, health=0.25), one(told("503")), one(told("400"))]
+    report = reported(*costs, rounds=[SIZE] * 10)
+    assert report.failures() == []
+    assert summary(report)["passed"] is True
+    assert attack_table(report).row_count == 4 and round_table(report).row_count == 10
+
+
+def test_growth_over_the_rounds_is_said_and_a_level_is_not() -> None:
+    growing = [replace(SIZE, rss=SIZE.rss + (i * 30 << 20)) for i in range(10)]
+    (failure,) = reported(rounds=growing).failures()
+    assert "memory grew" in failure
+    level = [replace(SIZE, rss=SIZE.rss + (min(i, 2) * 30 << 20)) for i in range(10)]
+    assert reported(rounds=level).failures() == []
+    (failure,) = reported(rounds=[replace(SIZE, files=20 + 10 * i) for i in range(10)]).failures()
+    assert "descriptors grew" in failure
+    (failure,) = reported(rounds=[replace(SIZE, threads=20 + 10 * i) for i in range(10)]).failures()
+    assert "threads grew" in failure
