@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from orca_jax.errors import QueueFull
+from orca_jax.errors import OutputFailed, QueueFull
+from orca_jax.grammar_memory import MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
 from orca_jax.grammar_text import GrammarText, grammar_text, refuse, shortened
+from orca_jax.rust_panic import is_failure
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.token_words import Words, words_of
 from orca_jax.tokenizer import Tokenizer
@@ -24,7 +26,7 @@ from orca_jax.tokenizer import Tokenizer
 COMPILE_SECONDS = 2.0  # all that a compilation may take, and before it the wait for a place
 COMPILE_PLACES = 2  # compilations at a time; one that is given up keeps its place until it ends by itself
 COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
-N_KEPT = 64  # grammars, compiled or refused
+N_KEPT = 64  # grammars, compiled or refused; of the compiled ones as many as fit into MAX_BYTES
 N_TRIED = 8  # tokens of a trial output when a grammar is compiled: what fails at once is refused, not begun
 
 # Where the grammar leaves one text, llguidance would allow the one token that a tokenizer would take, out of
@@ -46,12 +48,14 @@ class GrammarCompiler:
         self._places = threading.BoundedSemaphore(COMPILE_PLACES)
         self._lock = threading.Lock()
         self._kept: OrderedDict[GrammarText, Grammar | str] = OrderedDict()  # or why it was refused
+        self._live = LiveGrammars()
 
     def compile(self, sampling: SamplingParams) -> "Grammar | None":
         """The grammar that `sampling` asks for; None where it asks for none.
 
         Raises InvalidSamplingParameter, which names the field, for what is no grammar, allows no output or
-        is too large; QueueFull where too many are being compiled. Returns within 2 `COMPILE_SECONDS`; the
+        is too large; QueueFull where too many are being compiled, or those that requests follow leave no
+        memory for one more. Returns within 2 `COMPILE_SECONDS`; the
         interpreter runs on meanwhile, but for some milliseconds.
         """
         source = grammar_text(sampling)
@@ -62,10 +66,26 @@ class GrammarCompiler:
             if known is not None:
                 self._kept.move_to_end(source)
         if known is None or (isinstance(known, Grammar) and known.worn):
+            self._make_room()
             known = self._compile_apart(source)
         if isinstance(known, str):
             refuse(source.field, known)
         return known
+
+    def _make_room(self) -> None:
+        """Let go of the oldest that are kept, until the others leave room."""
+        while self._live.n_bytes() >= MAX_BYTES:
+            with self._lock:
+                oldest = next(
+                    (each for each, known in self._kept.items() if isinstance(known, Grammar)), None
+                )
+                if oldest is not None:
+                    del self._kept[oldest]
+            if oldest is None:
+                n = MAX_BYTES >> 20
+                raise QueueFull(
+                    f"the grammars of running requests take {n} MiB, as much as may; try again later"
+                )
 
     def _compile_apart(self, source: GrammarText) -> "Grammar | str":
         """In a thread with a stack that no text of the size allowed can fill, and given up after a time."""
@@ -111,24 +131,44 @@ class GrammarCompiler:
     def _compile(self, source: GrammarText) -> "Grammar | str":
         # Named as Lark: a text that begins with a brace would be read as llguidance's own JSON.
         grammars = json.dumps({"grammars": [{"lark_grammar": source.lark + _EVERY_TOKEN}]})
+        growth = HeapGrowth()
         matcher = LLMatcher(self._vocabulary.tokenizer, grammars, log_level=0, limits=source.limits)
         if matcher.is_error():
             return shortened(matcher.get_error())
         grammar = Grammar(matcher, self._vocabulary)
-        return grammar.why_not() or grammar
+        why_not = grammar.why_not()
+        if why_not is not None:
+            return why_not
+        grammar.n_bytes_compiled = growth.n_bytes()
+        self._live.add(grammar)
+        return grammar
 
 
 class Grammar:
-    """Compiled, never changed, shared by many requests."""
+    """Compiled, shared by many requests."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
         self.worn = False  # a limit was hit, on what its requests share: it is to be compiled anew
+        self.n_bytes_compiled = 0
+        self.n_masks = 0  # all of its requests'
         self._matcher = matcher
         self._vocabulary = vocabulary
 
+    @property
+    def n_bytes(self) -> int:
+        """What it holds, about."""
+        return self.n_bytes_compiled + grown_by(self.n_masks)
+
     def start(self) -> "GrammarState":
-        """For a request that begins, or begins again; takes some microseconds."""
-        return GrammarState(self, self._matcher.deep_copy(), self._vocabulary)
+        """For a request that begins, or begins again; takes some microseconds. Raises OutputFailed."""
+        try:
+            matcher = self._matcher.deep_copy()
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            self.worn = True
+            raise OutputFailed(f"its grammar cannot be followed: {shortened(str(error))}") from error
+        return GrammarState(self, matcher, self._vocabulary)
 
     def why_not(self) -> str | None:
         """Why no output can begin so, found by beginning one."""
@@ -148,7 +188,8 @@ class Grammar:
 class GrammarState:
     """How far one request's output has come. Used on one thread at a time.
 
-    `failure` says why it cannot go on, as where llguidance hit a limit; None while it can.
+    `failure` says why it cannot go on, as where llguidance hit a limit, or panicked; None while it can. No
+    call raises: it would end the thread, and with it every other request.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
@@ -169,7 +210,10 @@ class GrammarState:
         The interpreter runs on meanwhile.
         """
         if self.failure is None and not self._is_known:
-            self._look_ahead()
+            try:
+                self._look_ahead()
+            except BaseException as error:
+                self._broke(error)
             if not self._is_more and not self._vocabulary.eos_token_ids and self.failure is None:
                 self._fail("only the end can come next, and the model has no end-of-sequence token")
         into[:] = self._allowed if self.failure is None else self._vocabulary.text
@@ -178,6 +222,13 @@ class GrammarState:
         """Take the next token; True when the output is complete, or cannot go on (then `failure` is set)."""
         if self.failure is not None or token_id in self._vocabulary.eos_token_ids:
             return True
+        try:
+            return self._accept(token_id)
+        except BaseException as error:
+            self._broke(error)
+            return True
+
+    def _accept(self, token_id: int) -> bool:
         self._is_known = False
         if not self._vocabulary.is_text(token_id):
             self._fail(f"token {token_id} is no text")
@@ -192,6 +243,7 @@ class GrammarState:
 
     def _look_ahead(self) -> None:
         vocabulary = self._vocabulary
+        self._grammar.n_masks += 1
         self._matcher.unsafe_compute_mask_ptr(self._address, self._words.nbytes)
         may_end = int(self._words[vocabulary.end // 32]) >> (vocabulary.end % 32) & 1
         np.bitwise_and(self._allowed, vocabulary.text, out=self._allowed)
@@ -205,6 +257,13 @@ class GrammarState:
     def _fail(self, reason: str) -> None:
         said = shortened(self._matcher.get_error())
         self.failure = f"{reason}: {said}" if said else reason
+        self._grammar.worn = True
+
+    def _broke(self, error: BaseException) -> None:
+        """A panic, after which the matcher is asked nothing more."""
+        if not is_failure(error):
+            raise error
+        self.failure = f"llguidance failed: {shortened(str(error))}"
         self._grammar.worn = True
 
 

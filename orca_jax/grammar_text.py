@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from llguidance import LLParserLimits, regex_to_lark
 
 from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.rust_panic import is_failure
 from orca_jax.sampling_params import SamplingParams
 
 # What a text may hold. llguidance's own limits count nodes, and the cost of a node grows with the text: these
@@ -61,6 +62,11 @@ _NOT_IN_LARK = {
 }
 
 
+# Comments, strings and regular expressions. One that does not end goes to the end of its line, and llguidance
+# refuses it: so no character is looked at twice.
+_TEXTS_OF_LARK = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?')
+
+
 @dataclass(frozen=True)
 class GrammarText:
     """A grammar in llguidance's Lark, whatever it came as."""
@@ -81,8 +87,13 @@ def grammar_text(sampling: SamplingParams) -> GrammarText | None:
 
 def _regex(sampling: SamplingParams) -> GrammarText:
     regex = _text("guided_regex", sampling.guided_regex or "", MAX_REGEX)
-    # `\d` is 0 to 9, not the digits of every script.
-    return GrammarText("guided_regex", f"start: /{regex_to_lark(regex, 'd')}/")
+    try:
+        lark = regex_to_lark(regex, "d")  # `\d` is 0 to 9, not the digits of every script
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        refuse("guided_regex", shortened(str(error)))
+    return GrammarText("guided_regex", f"start: /{lark}/")
 
 
 def _choice(sampling: SamplingParams) -> GrammarText:
@@ -101,7 +112,7 @@ def _lark(sampling: SamplingParams) -> GrammarText:
     for what, pattern in _NOT_IN_LARK.items():
         if re.search(pattern, lark, re.MULTILINE):
             refuse(field, f"it has {what}, which is not supported")
-    if "<[" in re.sub(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", lark):  # outside of texts
+    if "<[" in _TEXTS_OF_LARK.sub("", lark):
         refuse(field, "it has a token by its id, which is not supported")
     return GrammarText(field, lark)
 

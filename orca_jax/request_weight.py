@@ -14,6 +14,7 @@ _STOP = 300
 _STOP_CHARACTER = 24  # of a stop string: itself, and a state of the automaton
 _BAD_CHARACTER = 36  # of a bad word: itself, and its tokens as they stand alone and behind a blank
 _BAD_WORD = 400
+_GRAMMAR_STATE = 128 << 10  # how far the output has come, with the bits of its next mask
 
 
 def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
@@ -30,4 +31,6 @@ def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
     n += sum(_BAD_WORD + _BAD_CHARACTER * len(text) for text in sampling.bad_words)
     for text in (sampling.guided_json, sampling.guided_regex, sampling.guided_grammar):
         n += _TEXT + _CHARACTER * len(text) if isinstance(text, str) else 0
+    if sampling.grammar is not None:
+        n += _GRAMMAR_STATE
     return n + sum(_TEXT + _CHARACTER * len(text) for text in sampling.guided_choice or ())

@@ -18,7 +18,6 @@ from server.http.choice_output import ChoiceOutput, Shown, Telling
 from server.http.protocol import Usage
 from server.http.token_places import PlacedToken
 
-
 _SUBMISSION = 1_000  # tokens whose check takes as long as all else about one
 
 
@@ -69,8 +68,8 @@ class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
     Each choice of a prompt has a seed of its own: `seed + i`, or one that is drawn. The prompts have been
-    checked. `telling` is what to tell beside the output's text, None for nothing. `facts` are the access
-    log's.
+    checked. `telling` is what to tell beside the output's text, None for nothing. `owner` is whose share of
+    the queue they take. `facts` are the access log's.
     """
 
     def __init__(
@@ -81,9 +80,11 @@ class Choices:
         *,
         telling: Telling | None,
         response_id: str,
+        owner: str,
         facts: dict[str, Any],
     ) -> None:
         self.response_id = response_id
+        self._owner = owner
         self.telling = telling
         each = rules.choices(prompt_once=True)
         self._n_each = len(each)
@@ -107,7 +108,8 @@ class Choices:
             requests = list[LiveRequest]()
             n_bytes = 0
             for i, (prompt, choice) in enumerate(self._submissions):
-                live = self._gateway.submit(prompt, choice, request_id=f"{self.response_id}-{i}")
+                name = f"{self.response_id}-{i}"
+                live = self._gateway.submit(prompt, choice, request_id=name, owner=self._owner)
                 requests.append(ending.enter_context(live))
                 n_bytes += _SUBMISSION + len(prompt)
                 if n_bytes > LONG:  # each token of a prompt is looked at

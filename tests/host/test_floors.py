@@ -18,7 +18,7 @@ SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 
 # The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
 LAYERS = (
-    ("errors", "token_words", "rust_panic", "stop_strings", "bad_words"),
+    ("errors", "token_words", "rust_panic", "stop_strings", "bad_words", "grammar_memory"),
     ("config", "sampling_params", "words_box"),
     ("stage_layers", "stage_memory"),
     ("sampled", "request_weight"),

@@ -637,3 +637,11 @@ def test_threads_begun_later_have_the_stack_they_had() -> None:
         assert threading.stack_size() == 1 << 20
     finally:
         threading.stack_size(before)
+
+
+@pytest.mark.parametrize(
+    "lark", ['start: "a <[5]>', "start: /a <[5]>", 'start: "a" /b <[5]>\n', "start: /a\\/ <[5]>"]
+)
+def test_a_text_that_does_not_end_hides_nothing(lark: str) -> None:
+    """We take the rest of its line for its own; llguidance refuses it."""
+    assert "lexer error" in refused(COMPILER, guided_grammar=lark)
