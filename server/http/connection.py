@@ -188,10 +188,8 @@ class Connection(HttpToolsProtocol):
     def _body_is_late(self) -> None:
         """The application has answered by now, or had no use for the body."""
         self._timer = None
-        if (
-            self.pipeline or self.flow.read_paused
-        ):  # not its turn, or we do not read: the client need not hurry
-            self._wait_for_body()
+        if self.pipeline or self.flow.read_paused:
+            self._wait_for_body()  # it is not this request's turn, or nothing is read: not the client's fault
         else:
             self._stage = _Stage.OVER
             self.transport.close()
