@@ -130,7 +130,7 @@ class ServingConfig:
     max_batch_tokens: int = 2048
     block_size: int = 16
     max_queue: int = 1 << 20
-    max_queue_bytes: int = 1 << 30
+    max_queue_bytes: int = 1 << 50
     max_queue_share: float = 1.0
     deterministic: bool = False
     overlap: bool = True

@@ -51,7 +51,7 @@ class LLM:
     tokenizer, so that prompts are token ids and texts come out empty. `dtype` is float32 on a CPU and
     bfloat16 elsewhere unless said. `seed` also starts the seeds of requests that have none.
 
-    `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and `max_queue` are those of ServingConfig.
+    `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and the `max_queue`s are ServingConfig's.
     By default `n_slots` is the largest that fits into `memory_fraction` of each device's memory beside
     weights, tables and temporaries, up to what all admitted requests could reserve (docs/plan.md): of a GPU
     into all that JAX holds of it, and on a CPU a full batch of the longest requests, in 2 GiB of keys and
@@ -99,6 +99,8 @@ class LLM:
         overlap: bool = True,
         block_size: int = 16,
         max_queue: int = 1 << 20,
+        max_queue_bytes: int = 1 << 50,
+        max_queue_share: float = 1.0,
         deterministic: bool = False,
         memory_fraction: float | None = None,
         attention: Attention | None = None,
@@ -127,6 +129,8 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             block_size=block_size,
             max_queue=max_queue,
+            max_queue_bytes=max_queue_bytes,
+            max_queue_share=max_queue_share,
             deterministic=deterministic,
             overlap=overlap,
             memory_fraction=memory_fraction,

@@ -22,6 +22,7 @@ from orca_jax.output_rules import OutputRules, RuleMaker
 from orca_jax.recovery import Recovery
 from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import Delivery, RequestPool
+from orca_jax.request_weight import weight_in_bytes
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Scheduler
 from orca_jax.timeline import Timeline
@@ -168,6 +169,7 @@ class Orca:
             seed = self._random.getrandbits(_SEED_BITS) if seed is None else seed
         request = _request(name, prompt_ids, rules, seed)
         request.owner = owner
+        request.weight = weight_in_bytes(request.prompt_ids, rules.sampling)
         request.constraint = rules.constraint()
         mailbox = request.sink = Mailbox(rules.text_stream(), self._gone)
         try:

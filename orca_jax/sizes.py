@@ -22,6 +22,8 @@ class Sizes:
     max_batch_tokens: int | None = None
     block_size: int = 16
     max_queue: int = 1 << 20
+    max_queue_bytes: int = 1 << 50
+    max_queue_share: float = 1.0
     deterministic: bool = False
     overlap: bool = True
     memory_fraction: float | None = None
@@ -38,6 +40,8 @@ class Sizes:
             max_batch_tokens=max_batch_tokens if self.max_batch_tokens is None else self.max_batch_tokens,
             block_size=self.block_size,
             max_queue=self.max_queue,
+            max_queue_bytes=self.max_queue_bytes,
+            max_queue_share=self.max_queue_share,
             deterministic=self.deterministic,
             overlap=self.overlap,
         )

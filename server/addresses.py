@@ -1,5 +1,6 @@
-"""Addresses to listen on, taken by the system's own word: a mistake is told as the system tells it."""
+"""Addresses: those to listen on, where a mistake is told as the system tells it, and those of clients."""
 
+import ipaddress
 import socket
 
 from orca_jax.errors import ConfigError
@@ -29,3 +30,21 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
 def in_url(host: str) -> str:
     """The host as it stands in a URL: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def network_of(host: str) -> str:
+    """Whom a client's address belongs to: an IPv6 host has a whole /64 to choose its addresses from."""
+    if ":" not in host:
+        return host
+    try:
+        address = ipaddress.IPv6Address(host)
+    except ValueError:  # no address of a network, such as a socket's path
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return format(int(address) >> 64, "x") + "::/64"
+
+
+def owner_at(host: str) -> str:
+    """The owner of requests that come from this address without an API key."""
+    return f"address {network_of(host)}"

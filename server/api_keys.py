@@ -66,19 +66,22 @@ class ApiKeys:
     def __repr__(self) -> str:
         return f"ApiKeys({len(self._digests)})"
 
-    def check(self, authorization: str | None) -> None:
-        """Pass a request with this `Authorization` header, or none; raises Unauthorized."""
+    def check(self, authorization: str | None) -> str | None:
+        """Pass a request with this `Authorization` header; raises Unauthorized.
+
+        The name of its key, which does not tell the key; None where none is needed.
+        """
         if not self.required:
-            return
+            return None
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("an API key is needed here; send the header 'Authorization: Bearer KEY'")
         given = _digest(key.strip())
-        known = False
-        for digest in self._digests:  # all of them: the time must not tell which one is near
-            known |= hmac.compare_digest(given, digest)
+        # All of them are looked at: the time must not tell which one is near.
+        known = [i for i, digest in enumerate(self._digests) if hmac.compare_digest(given, digest)]
         if not known:
             raise Unauthorized("this API key is not known here; check the header 'Authorization: Bearer KEY'")
+        return f"key {known[0] + 1}"
 
 
 def _digest(key: str) -> bytes:

@@ -54,6 +54,12 @@ class EngineOptions:
         int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
     ] = None
     max_queue: Annotated[int, "requests that may wait; one more is refused", "limits"] = 1024
+    max_queue_bytes: Annotated[int, "bytes of memory that waiting requests may keep, about", "limits"] = (
+        1 << 30
+    )
+    max_queue_share: Annotated[
+        float, "part of the queue that one API key may fill; without keys, one address", "limits"
+    ] = 0.5
     deterministic: Annotated[bool, "not a bit of an output depends on what else runs; slower"] = False
     overlap: Annotated[bool, "issue an iteration while the one before it still runs"] = True
     memory_fraction: SaidMemoryFraction = None

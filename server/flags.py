@@ -67,7 +67,7 @@ MODEL = Option(
     optional=True,
 )
 # `orca generate` has a `--seed` for sampling, and waits itself rather than have a request refused.
-_NOT_OF_GENERATE = ("seed", "max_queue")
+_NOT_OF_GENERATE = ("seed", "max_queue", "max_queue_bytes", "max_queue_share")
 ENGINE_FLAGS = tuple(one for one in options_of(EngineOptions) if one.name not in _NOT_OF_GENERATE)
 SERVE_OPTIONS = (
     MODEL,

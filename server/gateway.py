@@ -242,9 +242,12 @@ class Gateway:
         sampling: SamplingParams | OutputRules,
         *,
         request_id: str,
+        owner: str = "",
         timeout: float | None = None,
     ) -> LiveRequest:
         """Hand a request to the service. `timeout` in seconds, where it is shorter than the server's own.
+
+        `owner` is the API key or the address that it takes a place in the queue for.
 
         Raises a leaf of InvalidRequest, RequestIdTaken, QueueFull, EngineError or NotReady.
         """
@@ -252,7 +255,7 @@ class Gateway:
         if request_id in self._live:  # the pool may have let it go while its client still reads
             raise RequestIdTaken(f"request_id {request_id!r} is that of a live request; give each its own")
         try:
-            generation = model.service.submit(prompt_ids, sampling, request_id=request_id)
+            generation = model.service.submit(prompt_ids, sampling, request_id=request_id, owner=owner)
         except InvalidRequest as error:
             if error.param == "request_id":  # its client has left, and the pool has yet to let it go
                 raise RequestIdTaken(str(error)) from error

@@ -2,6 +2,7 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.addresses import owner_at
 from server.api_keys import ApiKeys
 from server.errors import Unauthorized
 from server.http.errors import error_response
@@ -20,13 +21,15 @@ class Authentication:
         self._api_keys = api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through or answer it."""
-        if scope["type"] == "http" and self._api_keys.required and scope["path"] not in OPEN_PATHS:
+        """Let the request through or answer it. Routes find in its state who the owner is (state.py)."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                self._api_keys.check(_authorization(scope))
+                key = self._api_keys.check(_authorization(scope))
             except Unauthorized as error:
                 await error_response(error)(scope, receive, send)
                 return
+            client = scope.get("client")
+            scope["state"]["owner"] = key or owner_at(client[0] if client else "")
         await self._app(scope, receive, send)
 
 

@@ -17,7 +17,7 @@ from server.http.conversation import text_of
 from server.http.json_body import JsonRoute
 from server.http.logprobs import chat_logprobs
 from server.http.prompts import check, check_number
-from server.http.state import FactsOf, GatewayOf, OptionsOf
+from server.http.state import FactsOf, GatewayOf, OptionsOf, OwnerOf
 from server.http.token_names import TokenNames
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
@@ -29,7 +29,12 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
     responses={200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
 )
 async def create_chat_completion(
-    body: ChatCompletionRequest, request: Request, gateway: GatewayOf, options: OptionsOf, facts: FactsOf
+    body: ChatCompletionRequest,
+    request: Request,
+    gateway: GatewayOf,
+    options: OptionsOf,
+    owner: OwnerOf,
+    facts: FactsOf,
 ) -> Response:
     """Answer a conversation, at once or, with `stream`, piece by piece."""
     model = accept(body, gateway, facts)
@@ -53,7 +58,9 @@ async def create_chat_completion(
         await reading(n_bytes, partial(check, model, [prompt], rules))
     telling = Telling(names=TokenNames(model.tokenizer), logprobs=chat_logprobs) if body.logprobs else None
     response_id = new_response_id("chatcmpl")
-    choices = Choices(gateway, [prompt], rules, telling=telling, response_id=response_id, facts=facts)
+    choices = Choices(
+        gateway, [prompt], rules, telling=telling, response_id=response_id, owner=owner, facts=facts
+    )
     return await answer(
         body,
         model,

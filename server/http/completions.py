@@ -15,7 +15,7 @@ from server.http.completion_protocol import Completion, CompletionRequest
 from server.http.json_body import JsonRoute
 from server.http.logprobs import completion_logprobs
 from server.http.prompts import check, check_number, encode, texts
-from server.http.state import FactsOf, GatewayOf, OptionsOf
+from server.http.state import FactsOf, GatewayOf, OptionsOf, OwnerOf
 from server.http.token_names import TokenNames
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
@@ -27,7 +27,12 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
     responses={200: {"model": Completion, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
 )
 async def create_completion(
-    body: CompletionRequest, request: Request, gateway: GatewayOf, options: OptionsOf, facts: FactsOf
+    body: CompletionRequest,
+    request: Request,
+    gateway: GatewayOf,
+    options: OptionsOf,
+    owner: OwnerOf,
+    facts: FactsOf,
 ) -> Response:
     """Continue one prompt or many, at once or, with `stream`, piece by piece."""
     model = accept(body, gateway, facts)
@@ -55,7 +60,9 @@ async def create_completion(
             only_prompts=body.only_prompt,
         )
     response_id = new_response_id("cmpl")
-    choices = Choices(gateway, prompts, rules, telling=telling, response_id=response_id, facts=facts)
+    choices = Choices(
+        gateway, prompts, rules, telling=telling, response_id=response_id, owner=owner, facts=facts
+    )
     return await answer(
         body,
         model,

@@ -1,8 +1,8 @@
 """How many HTTP connections are open, in all and from each address, and whether one more may be."""
 
-import ipaddress
 from collections import Counter
 
+from server.addresses import network_of
 from server.errors import TooManyConnections, TooManyFromAddress
 
 
@@ -20,7 +20,7 @@ class OpenConnections:
 
         Raises TooManyFromAddress or TooManyConnections, and counts nothing then.
         """
-        network = _network(host)
+        network = network_of(host)
         if self._of_network[network] >= self._most_per_address:
             raise TooManyFromAddress(
                 f"your address has {self._most_per_address} connections open, as many as it may have; reuse "
@@ -58,13 +58,3 @@ class Place:
         if self._held:
             self._held = False
             self._of.release(self._network)
-
-
-def _network(host: str) -> str:
-    """Whom an address belongs to: an IPv6 host has a whole /64 to choose its addresses from."""
-    if ":" not in host:
-        return host
-    address = ipaddress.IPv6Address(host)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return format(int(address) >> 64, "x") + "::/64"

@@ -31,11 +31,11 @@ def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRul
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
     """Raise InvalidRequest for no prompt, or for more choices than one request may ask for.
 
-    They come in together, so they must fit into an empty queue.
+    They come in together, so they must fit into one owner's share of an empty queue.
     """
     if not n_prompts:
         raise InvalidPrompt("prompt is an empty list; give at least one", param="prompt")
-    most = min(options.max_choices, model.serving.max_queue)
+    most = min(options.max_choices, model.serving.max_queue_each)
     if n_prompts * n > most:
         asked = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
         message = f"too many choices ({asked}); one request may ask for {most} in all"

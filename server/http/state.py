@@ -24,6 +24,11 @@ def _facts(request: Request) -> dict[str, Any]:
     return request.scope["state"]["facts"]
 
 
+def _owner(request: Request) -> str:
+    return request.scope["state"]["owner"]
+
+
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 OptionsOf = Annotated[EndpointOptions, Depends(_options)]
+OwnerOf = Annotated[str, Depends(_owner)]  # the API key or the address that a share of the queue belongs to
 FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # goes into the access log; never prompts or texts

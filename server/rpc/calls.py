@@ -14,6 +14,7 @@ import grpc
 
 from orca_jax.errors import EngineError, InvalidRequest, OrcaError, OutputFailed, QueueFull
 from server.access_log import log_access
+from server.addresses import owner_at
 from server.api_keys import ApiKeys
 from server.config import AccessLog
 from server.errors import Unauthorized, meaning
@@ -32,10 +33,18 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # quoted: when it
 class Calls:
     """The calls of one server. `answered` stands around each; `facts` go into the access log, never texts."""
 
-    def __init__(self, gateway: Gateway, *, access_log: AccessLog, metrics: Metrics) -> None:
+    def __init__(
+        self, gateway: Gateway, *, api_keys: ApiKeys, access_log: AccessLog, metrics: Metrics
+    ) -> None:
         self._gateway = gateway
+        self._api_keys = api_keys
         self._access_log: AccessLog = access_log
         self._metrics = metrics
+
+    def owner(self, context: Context) -> str:
+        """The API key or the address whose share of the queue a call takes."""
+        key = self._api_keys.check(_authorization(context.invocation_metadata()))
+        return key or owner_at(_address(context.peer()))
 
     @asynccontextmanager
     async def answered(self, method: str, context: Context) -> AsyncIterator[dict[str, Any]]:
@@ -105,7 +114,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         if handler is None or not path.startswith(self._prefix):
             return handler
         try:
-            self._api_keys.check(_authorization(handler_call_details))
+            self._api_keys.check(_authorization(handler_call_details.invocation_metadata))
         except Unauthorized as error:
             return self._refusal(path.removeprefix(self._prefix), error)
         return handler
@@ -132,8 +141,8 @@ async def _abort(
     raise AssertionError("abort returned")
 
 
-def _authorization(details: grpc.HandlerCallDetails) -> str | None:
-    for name, value in details.invocation_metadata or ():
+def _authorization(metadata: Any) -> str | None:
+    for name, value in metadata or ():
         if name == "authorization" and isinstance(value, str):
             return value
     return None

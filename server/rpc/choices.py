@@ -43,6 +43,7 @@ def choices_of(
     rules: OutputRules,
     *,
     request_id: str,
+    owner: str,
     timeout: float | None,
 ) -> Iterator[list[Choice]]:
     """The `n` choices that the rules ask for, all or none accepted; they end when this is left.
@@ -54,7 +55,7 @@ def choices_of(
         choices = list[Choice]()
         for i, one in enumerate(rules.choices(prompt_once=True)):
             name = request_id if i == 0 else f"{request_id} {i}"
-            live = gateway.submit(prompt_ids, one, request_id=name, timeout=timeout)
+            live = gateway.submit(prompt_ids, one, request_id=name, owner=owner, timeout=timeout)
             choices.append(Choice(ending.enter_context(live), request_id, i))
         yield choices
 

@@ -59,7 +59,12 @@ class Generation:
             sampling, prompt_ids = await reading(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
             with choices_of(
-                self._gateway, prompt_ids, rules, request_id=request_id, timeout=deadline.seconds
+                self._gateway,
+                prompt_ids,
+                rules,
+                request_id=request_id,
+                owner=self._calls.owner(context),
+                timeout=deadline.seconds,
             ) as choices:
                 facts["prompt_tokens"] = len(prompt_ids)
                 self._live[request_id] = choices
@@ -91,7 +96,7 @@ class Generation:
 
     def _check_number(self, n: int, model: ServedModel) -> None:
         """They come in together, so they must fit into an empty queue."""
-        most = min(self._max_choices, model.serving.max_queue)
+        most = min(self._max_choices, model.serving.max_queue_each)
         if n > most:
             raise InvalidRequest(f"n is {n}; one request may ask for {most} choices", param="n")
 

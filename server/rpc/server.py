@@ -84,7 +84,7 @@ def create_server(
     As many calls may be open as connections: the pool's queue bounds those that are accepted far below that,
     and one that is not ends at once.
     """
-    calls = Calls(gateway, access_log=options.access_log, metrics=metrics)
+    calls = Calls(gateway, api_keys=api_keys, access_log=options.access_log, metrics=metrics)
     server = grpc.aio.server(
         interceptors=[
             KeyCheck(SERVICE, api_keys, calls),

@@ -298,7 +298,7 @@ def test_a_status_that_nobody_can_hear_ends_the_call_quietly(error: Exception) -
 
     async def call() -> None:
         gateway = Gateway()
-        calls = Calls(gateway, access_log="off", metrics=Metrics(gateway))
+        calls = Calls(gateway, api_keys=ApiKeys(), access_log="off", metrics=Metrics(gateway))
         async with calls.answered("Generate", cast(Any, context)):
             raise error
 

@@ -27,6 +27,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "n_slots": (16, 17, 18, 19),
     "max_batch_tokens": (512, 513, 514, 515),
     "max_queue": (1, 2, 3, 4),
+    "max_queue_bytes": (1 << 20, 1 << 21, 1 << 22, 1 << 23),
+    "max_queue_share": (0.1, 0.2, 0.3, 0.4),
     "deterministic": (True, False, True, False),
     "overlap": (False, True, False, True),
     "memory_fraction": (0.5, 1.0, 0.25, None),
