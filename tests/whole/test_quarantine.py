@@ -1,4 +1,4 @@
-"""A request that a worker process dies of each time that it runs: it ends alone, the others get their tokens."""
+"""A request that a worker process dies of each time it runs ends alone, and the others get their tokens."""
 
 import os
 import re
