@@ -47,7 +47,7 @@ class History:
     def __init__(self, prompt_ids: Sequence[int], n_kept: int) -> None:
         self.tokens = bytearray(_as_bytes(prompt_ids[max(0, len(prompt_ids) - n_kept) :]))
         self.newest = prompt_ids[-1] if prompt_ids else -1
-        self._n_kept = n_kept
+        self._n_kept = max(n_kept, 1)
         self._n_output = 0
 
     def follow(self, output_ids: Sequence[int]) -> None:

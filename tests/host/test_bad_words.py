@@ -1,5 +1,8 @@
 """Sequences that must not come, against the plain definition, and what they cost."""
 
+import random
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +36,18 @@ def test_a_token_is_forbidden_exactly_where_it_completes_a_sequence(
             history.follow(output[:n])
             assert bad.completed_by(history) == plainly([*prompt, *output[:n]], sequences)
     assert len(history.tokens) <= 8 * (bad.longest + 64) + 4 * (1 + more)
+
+
+@pytest.mark.parametrize("sequences", [[[5]], [[1, 2, 3]], [[*range(100), 7], [99, 8]]])
+def test_a_long_outputs_history_stays_short(sequences: list[list[int]]) -> None:
+    bad = BadWords(sequences)
+    history, output = History([0, 1], bad.longest), list[int]()
+    rng = random.Random(0)
+    while len(output) < 5000:
+        output += rng.choice([[*range(100)], [1, 2], [99], [3] * 10])
+        history.follow(output)
+        assert bad.completed_by(history) == plainly([0, 1, *output], sequences)
+        assert len(history.tokens) <= 8 * (bad.longest + 64) + 400
 
 
 def test_large_ids_are_compared_as_whole_tokens() -> None:

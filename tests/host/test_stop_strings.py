@@ -1,9 +1,10 @@
 """The automaton of stop strings: what it finds, against a look at every place, and what it costs."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from orca_jax.config import ModelConfig
@@ -27,6 +28,13 @@ def plainly(text: str, stops: list[str]) -> tuple[int, int] | None:
 
 @given(st.text("abé\ud800", max_size=60), st.lists(few | st.text(max_size=3).filter(len), max_size=16))
 def test_the_first_match_and_of_those_the_longest(text: str, stops: list[str]) -> None:
+    assert StopSearch(StopStrings(stops)).feed(text) == plainly(text, stops)
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=2, max_size=5), max_size=3))
+@example("aab", ["aabb", "ab"])
+@example("abab", ["ababb", "ba", "bab"])
+def test_one_inside_the_beginning_of_another_is_found(text: str, stops: list[str]) -> None:
     assert StopSearch(StopStrings(stops)).feed(text) == plainly(text, stops)
 
 
@@ -77,15 +85,15 @@ def test_sixteen_long_strings_cost_a_character_no_more_than_one(stops: list[str]
 
 def test_all_outputs_of_a_request_share_what_is_looked_for() -> None:
     made = 0
+    make = StopStrings.__init__
 
-    class Once(StopStrings):
-        def __init__(self, stops: object) -> None:
-            nonlocal made
-            made += 1
-            super().__init__(stops)  # type: ignore[arg-type]
+    def counted(self: StopStrings, stops: Sequence[str]) -> None:
+        nonlocal made
+        made += 1
+        make(self, stops)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("orca_jax.output_rules.StopStrings", Once)
+        patch.setattr(StopStrings, "__init__", counted)
         rules = RuleMaker(MODEL, LETTERS).rules(SamplingParams(n=128, stop=("xy", "z")))
         streams = [one.text_stream() for one in rules.choices()]
     assert made == 1
