@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orca_jax.bad_words import BadWords
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.constraint import ConstraintRules
 from orca_jax.engine_master import EngineMaster
@@ -78,7 +79,7 @@ def play(asked: Sequence[Asked], n_stages: int, *, overlap: bool, leaves: bool =
             end_token_ids=frozenset({END}),
             sink=StopString(one.stop_at),
             constraint=ConstraintRules(
-                vocab_size=MODEL.vocab_size, bad_words=tuple((token_id,) for token_id in one.banned)
+                vocab_size=MODEL.vocab_size, bad_words=BadWords((token_id,) for token_id in one.banned)
             ).begin(),
         )
         for i, one in enumerate(asked)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from orca_jax.bad_words import BadWords
 from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.constraint import ConstraintRules
 from orca_jax.model import reference
@@ -89,7 +90,7 @@ def request(name: str) -> Request:
         vocab_size=MODEL.vocab_size,
         end_token_ids=ends,
         min_tokens=sampling.min_tokens,
-        bad_words=bad_words() if name == "bad_words" else (),
+        bad_words=BadWords(bad_words() if name == "bad_words" else ()),
         allowed_token_ids=sampling.allowed_token_ids,
     )
     return Request(
