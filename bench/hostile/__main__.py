@@ -1,6 +1,6 @@
 """Hostile clients against a real server, with sixteen well-behaved streams beside them: what do those see?
 
-    python -m bench.hostile [--seconds 4] [--rounds 10] [--only NAME,NAME] [--no-judge]
+    python -m bench.hostile [--seconds 4] [--rounds 10] [--only NAME,NAME] [--tries 1] [--no-judge]
 
 Starts `orca serve` with the demo model. Two more processes hold sixteen streams with a probe of /health,
 which note their longest waits, and the attacker. First nobody attacks, then each attack has its turn, and
@@ -13,7 +13,9 @@ Exits with 1, naming why, when a gap or /health took 0.25 s longer than without 
 well-behaved client was refused or cut off, when an answer was a 5xx other than 503, when memory, descriptors
 or threads are not level over the rounds (from four on), or when the server left a traceback or did not end
 well. Everything runs on loopback and
-shares the machine's cores, so that the clients' own processor time counts against the server.
+shares the machine's cores, so that the clients' own processor time counts against the server. Where others use
+the machine too, `--tries 3` gives an attack that cost too much two more, and the best of them counts: what an
+attack itself costs is there each time.
 """
 
 import argparse
@@ -25,11 +27,20 @@ from rich.progress import Progress
 
 from bench.hostile.attacker import ATTACKS
 from bench.hostile.report import Report, attack_table, round_table, summary
-from bench.hostile.trial import Trial
+from bench.hostile.trial import Cost, Trial
 
 
-def run(names: list[str], seconds: float, n_rounds: int, round_seconds: float, progress: Progress) -> Report:
+def attacked(trial: Trial, report: Report, name: str, seconds: float, number: int, tries: int) -> Cost:
+    """One attack, tried again while it complains and there are tries left; the best of them."""
+    costs = [trial.attack(name, seconds, number)]
+    while report.complaints(costs[-1]) and len(costs) < tries:
+        costs.append(trial.attack(name, seconds, number))
+    return min(costs, key=lambda cost: (len(report.complaints(cost)), cost.waits.between + cost.waits.health))
+
+
+def run(names: list[str], flags: argparse.Namespace, progress: Progress) -> Report:
     """All of it."""
+    seconds, n_rounds, round_seconds = flags.seconds, flags.rounds, flags.round_seconds
     report = Report(seconds)
     with Trial() as trial:
         n_steps = 1 + len(names) * (1 + n_rounds)
@@ -38,12 +49,13 @@ def run(names: list[str], seconds: float, n_rounds: int, round_seconds: float, p
         progress.advance(task)
         for name in names:
             progress.update(task, description=name)
-            report.costs.append(trial.attack(name, seconds))
+            report.costs.append(attacked(trial, report, name, seconds, 0, flags.tries))
             progress.advance(task)
         for number in range(1, n_rounds + 1):
             for name in names:
                 progress.update(task, description=f"round {number}: {name}")
-                report.round_costs.append(trial.attack(name, round_seconds, number))
+                cost = attacked(trial, report, name, round_seconds, number, flags.tries)
+                report.round_costs.append(cost)
                 progress.advance(task)
             report.rounds.append(trial.footprint())
         report.exit_status = trial.finish()
@@ -58,6 +70,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="of all attacks again (default: 10)")
     parser.add_argument("--round-seconds", type=float, default=1.5, help="of each in a round (default: 1.5)")
     parser.add_argument("--only", metavar="NAME,NAME", help=f"some of: {', '.join(ATTACKS)}")
+    parser.add_argument("--tries", type=int, default=1, help="of an attack that costs too much (default: 1)")
     parser.add_argument("--no-judge", action="store_true", help="exit with 0 whatever was seen")
     flags = parser.parse_args()
     names = list(ATTACKS) if flags.only is None else flags.only.split(",")
@@ -65,7 +78,7 @@ def main() -> int:
     if unknown:
         parser.error(f"--only has {unknown[0]!r}; the attacks are {', '.join(ATTACKS)}")
     with Progress(console=Console(stderr=True)) as progress:
-        report = run(names, flags.seconds, flags.rounds, flags.round_seconds, progress)
+        report = run(names, flags, progress)
     console = Console(width=200)
     console.print(attack_table(report))
     if report.rounds:

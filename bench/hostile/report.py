@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.hostile.footprint import Footprint
+from bench.hostile.target import OUTPUT_FAILED
 from bench.hostile.trial import Cost
 
 ALLOWED_SECONDS = 0.25  # that a neighbour may wait longer than without an attacker
@@ -49,7 +50,8 @@ class Report:
             if wait > usual + ALLOWED_SECONDS:
                 found.append(f"{what} was {wait:.3f} s, without an attacker {usual:.3f} s")
         if cost.told is not None:
-            faults = [what for what in cost.told.n if what in FAULTS or (what[0] == "5" and what != "503")]
+            faults = [what for what in cost.told.n if what in FAULTS or what[0] == "5"]
+            faults = [what for what in faults if what not in ("503", OUTPUT_FAILED)]
             found += [f"{what} was told: {cost.told.messages.get(what, '')}" for what in faults]
         if cost.waits.n_wrong:
             found.append(f"{cost.waits.n_wrong} failures of neighbours, first: {cost.waits.wrong[0]}")

@@ -14,7 +14,9 @@ from bench.http_client import post
 
 ADDRESS = "127.0.0.1"  # attackers come from here, and gRPC's cannot come from elsewhere
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+OUTPUT_FAILED = "500 output_failed"  # told of a request whose own grammar could not go on
 _SHORT = 120  # characters of a message
+_MOST_KEPT = 4096  # bytes of an answer
 _REST_SECONDS = 0.02  # after a connection that failed at once
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -97,13 +99,16 @@ class Target:
 
     async def note_answer(self, reader: asyncio.StreamReader) -> None:
         """The status of an answer and the start of its body, read to the end of the connection."""
-        answer = await reader.read(4096)
+        answer = await reader.read(1 << 16)
         if not answer:
             self.told.note("closed without an answer")
             return
-        while await reader.read(1 << 16):
-            pass
+        while more := await reader.read(1 << 16):
+            if len(answer) < _MOST_KEPT:  # head and body may come apart
+                answer += more
         status = answer.split(b" ", 2)[1].decode(errors="replace") if b" " in answer else "no HTTP"
+        if status == "500" and b'"output_failed"' in answer:
+            status = OUTPUT_FAILED
         self.told.note(status, "" if status == "200" else message_of(answer))
 
     def note_error(self, error: Exception) -> None:
