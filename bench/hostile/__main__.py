@@ -12,10 +12,11 @@ memory.
 Exits with 1, naming why, when a gap or /health took 0.25 s longer than without an attacker, when a
 well-behaved client was refused or cut off, when an answer was a 5xx other than 503, when memory, descriptors
 or threads are not level over the rounds (from four on), or when the server left a traceback or did not end
-well. Everything runs on loopback and
-shares the machine's cores, so that the clients' own processor time counts against the server. Where others use
-the machine too, `--tries 3` gives an attack that cost too much two more, and the best of them counts: what an
-attack itself costs is there each time.
+well.
+
+Everything runs on loopback and shares the machine's cores, so that the clients' own processor time counts
+against the server. Where others use the machine too, `--tries 3` gives an attack that cost too much two more
+tries, and the best counts: what the attack itself costs is there each time.
 """
 
 import argparse
