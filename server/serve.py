@@ -16,6 +16,7 @@ from server.access_log import configure_access_log
 from server.chat_template import ChatTemplate, load_chat_template
 from server.endpoints import Endpoints
 from server.gateway import Gateway
+from server.interpreter import settle
 from server.loading import load
 from server.metrics import Metrics
 from server.notes import Notes
@@ -115,4 +116,5 @@ def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | N
     except BaseException:
         llm.close()
         raise
+    settle()
     return llm, template
