@@ -12,6 +12,7 @@ from server.beside import reading
 from server.served_model import ServedModel
 
 _MOST_WAITING = 16  # requests with grammars, those that are being compiled among them
+_HELD_PER_BYTE = 8  # about: what parameters hold, of what they came in
 _THREADS = 4  # of their own, so that nothing else waits for a grammar, which takes up to seconds
 
 
@@ -26,7 +27,8 @@ class RuleCompiler:
         """The rules for requests with these parameters. Raises a leaf of InvalidRequest, or QueueFull."""
         make = partial(model.service.rules, sampling)
         if sampling.grammar is None:
-            return await reading(weight_in_bytes((), sampling), make)
+            came_in = weight_in_bytes((), sampling) // _HELD_PER_BYTE
+            return await reading(came_in, make)
         if self._n_waiting >= _MOST_WAITING:
             raise QueueFull(f"{_MOST_WAITING} grammars wait to be compiled, as many as may; try again later")
         self._n_waiting += 1
