@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._stage is _Stage.BODY:
             self._wait_for_body()
-        elif self._stage is _Stage.HEAD or (self._n_bytes and self._is_idle()):
+        elif self._stage is _Stage.HEAD or self._n_bytes:
             self._timer = self.loop.call_later(self._options.header_timeout, self._head_is_late)
         elif self._is_idle():
             # Uvicorn sets this when a response is complete; here the request was complete after it.
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
         if self._stage is _Stage.HEAD:
             seconds = f"{self._options.header_timeout:g} seconds"
             self._refuse(408, f"the headers were not complete after {seconds} (orca serve --header-timeout)")
-        elif self._is_idle():
+        elif self._is_idle():  # it sent empty lines, or nothing
             self.transport.close()
 
     def _body_is_late(self) -> None:
