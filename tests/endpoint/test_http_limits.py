@@ -271,7 +271,7 @@ def test_what_comes_behind_a_stream_does_not_spoil_it(bad: bytes) -> None:
 def test_a_stray_line_behind_a_stream_does_not_end_it() -> None:
     limits = {"seconds": 0.01, "header_timeout": 0.1}
     with limited(**limits) as server, raw(server, stream_of(60)) as connection:
-        connection.sendall(b"\r\n")
+        received_until(connection, b"data: ")
         connection.sendall(b"\r\n")
         received_until(connection, b"[DONE]")
 
