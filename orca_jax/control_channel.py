@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Sequence
 
+from orca_jax.channel import Arrival
 from orca_jax.control_join import MASTER, JoinTerms, WorkerAbout, control_address
 from orca_jax.control_line import ControlLine, Deliver, LineLimits
 from orca_jax.errors import ConfigError, OrcaError
 from orca_jax.frame_queue import FrameQueue
-from orca_jax.remote_workers import Arrival
 
 _LOOK_SECONDS = 0.2
 _FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 5.0, 30.0

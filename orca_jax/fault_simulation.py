@@ -24,8 +24,9 @@ from orca_jax.request_pool import Delivery, RequestPool
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Scheduler
 from orca_jax.simulated_engine import VirtualClock
+from orca_jax.simulated_lines import Damage, SimulatedLines
 from orca_jax.simulated_tokens import SimulatedConstraint, undisturbed_tokens
-from orca_jax.simulated_workers import Damage, Poison, SimulatedLines, SimulatedStage, Timing
+from orca_jax.simulated_workers import Poison, SimulatedStage, Timing
 from orca_jax.timeline import Timeline
 from orca_jax.worker_controller import Controller
 

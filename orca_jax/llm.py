@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, get_args
 
 import numpy as np
 
@@ -23,13 +23,12 @@ from orca_jax.config import (
 from orca_jax.errors import (
     ConfigError,
     EngineError,
-    InvalidPrompt,
     InvalidRequest,
-    InvalidSamplingParameter,
     ServiceClosed,
 )
 from orca_jax.generation import Generation, GenerationResult
 from orca_jax.local_engine import local_engine
+from orca_jax.offline_prompts import listed_prompts, one_for_each, prompt_token_ids
 from orca_jax.output_rules import OutputRules
 from orca_jax.remote_pipeline import WorkersBehind, remote_pipeline
 from orca_jax.sampling_params import SamplingParams
@@ -255,12 +254,12 @@ class LLM:
         and ServiceClosed after `close`. Whatever is raised, nothing is left running.
         """
         service = self.service
-        listed = _listed(prompts)
-        sampling = _one_for_each(sampling_params, len(listed))
+        listed = listed_prompts(prompts)
+        sampling = one_for_each(sampling_params, len(listed))
         prepared: list[tuple[list[int], OutputRules]] = []
         for i, (prompt, params) in enumerate(zip(listed, sampling, strict=True)):
             try:
-                token_ids = self._token_ids(prompt)
+                token_ids = prompt_token_ids(self.name, self.tokenizer, prompt)
                 rules = service.rules(params)
                 service.check(token_ids, rules)
             except InvalidRequest as error:
@@ -291,8 +290,10 @@ class LLM:
         The request runs from this call on, beside all others. Closing or dropping the iterator cancels it.
         `sampling_params.n` must be 1. Raises as `generate` does.
         """
-        (params,) = _one_for_each(sampling_params, 1)
-        return self.service.submit(self._token_ids(prompt), params, request_id=request_id)
+        (params,) = one_for_each(sampling_params, 1)
+        return self.service.submit(
+            prompt_token_ids(self.name, self.tokenizer, prompt), params, request_id=request_id
+        )
 
     def close(self) -> None:
         """Cancel what runs and free the device's memory; nothing the second time."""
@@ -313,49 +314,6 @@ class LLM:
         except EngineError:
             if kind is None:  # else what is on its way already tells more
                 raise
-
-    def _token_ids(self, prompt: object) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                message = f"{self.name} has no tokenizer, so a prompt must be a list of token ids"
-                raise InvalidPrompt(message, param="prompt")
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, np.ndarray):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
-            message = f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
-            raise InvalidPrompt(message, param="prompt")
-        for i, token_id in enumerate(prompt):
-            if not isinstance(token_id, int | np.integer) or isinstance(token_id, bool):
-                message = f"element {i} of the prompt is {token_id!r}; token ids are whole numbers"
-                raise InvalidPrompt(message, param="prompt")
-        return [int(token_id) for token_id in prompt]
-
-
-def _listed(prompts: Any) -> list[Any]:
-    """One prompt or many as many: a sequence that begins with a number is one prompt's token ids."""
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
-    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
-        return [prompts]
-    prompts = list(prompts)
-    first_is_prompt = not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
-    return prompts if first_is_prompt else [prompts]
-
-
-def _one_for_each(params: Any, n_prompts: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    listed = [params] * n_prompts if isinstance(params, SamplingParams) else params
-    if not isinstance(listed, list | tuple) or not all(isinstance(one, SamplingParams) for one in listed):
-        message = f"sampling_params is {params!r}; it must be a SamplingParams or a list of them"
-        raise InvalidSamplingParameter(message, param="sampling_params")
-    if len(listed) != n_prompts:
-        message = (
-            f"there are {len(listed)} sampling_params for {n_prompts} prompts; give one, or one for each"
-        )
-        raise InvalidSamplingParameter(message, param="sampling_params")
-    return list(listed)
 
 
 def _place_of(

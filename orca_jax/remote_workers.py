@@ -8,8 +8,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn
 
+from orca_jax.channel import Arrival, Channel
 from orca_jax.config import Deadlines
 from orca_jax.control import ControlMessage, MakeWords
 from orca_jax.control_frame import (
@@ -33,30 +34,6 @@ from orca_jax.errors import BadFrame, EngineError, WorkerLost
 from orca_jax.remote_counters import MAX_TIMES, IterationTimes, RemoteCounters, StageCounters
 from orca_jax.sampled import Sampled
 from orca_jax.sampled_wire import Asked, asked, decode_sampled
-
-
-class Arrival(NamedTuple):
-    """What came over the line of a stage: a frame's bytes, or None and why the line broke."""
-
-    stage: int
-    data: bytes | None
-    why: str = ""
-
-
-class Channel(Protocol):
-    """The engine master's lines, one to each worker; they may lose, double, delay and damage frames."""
-
-    def send(self, stage: int, data: bytes) -> None:
-        """Send a frame without waiting. What cannot be sent is dropped; a broken line is an arrival."""
-        ...
-
-    def receive(self, timeout: float) -> Arrival | None:
-        """The next that came over any line; None when nothing has within `timeout` seconds."""
-        ...
-
-    def close(self) -> None:
-        """End all lines."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

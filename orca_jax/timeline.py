@@ -139,8 +139,8 @@ class Timeline:
         self.observer: TimelineObserver | None = None
         self._clock = clock
         self._bucket_sizes = bucket_sizes
-        # By the request itself, not by its id: that is free again before the end is delivered.
-        self._live: dict[Request, RequestRecord] = {}
+        # By arrival number, not by id: that is free again before the end is delivered.
+        self._live: dict[int, RequestRecord] = {}
         self._in_flight: deque[IterationRecord] = deque()
         self._n_issued = 0
         self._ends: deque[float] = deque(maxlen=_FINISHES)
@@ -149,7 +149,7 @@ class Timeline:
     def arrived(self, request: Request) -> None:
         """A request entered the pool: hand this to `RequestPool` as `on_arrival`."""
         record = RequestRecord(request.request_id, len(request.prompt_ids), self._clock())
-        self._live[request] = record
+        self._live[request.arrival] = record
         if self.observer is not None:
             self.observer.arrived(record)
 
@@ -170,7 +170,7 @@ class Timeline:
         self.iterations.append(record)
         self._in_flight.append(record)
         for req in compress(batch, initiation):
-            request_record = self._live[req]
+            request_record = self._live[req.arrival]
             if request_record.scheduled is None:  # else it runs again after a fault
                 request_record.scheduled = now
 
@@ -193,7 +193,7 @@ class Timeline:
         first: list[RequestRecord] = []
         ended: list[RequestRecord] = []
         for request, token_id, finish_reason, _ in deliveries:
-            record = self._live[request]
+            record = self._live[request.arrival]
             if token_id is not None:
                 times = record.token_times
                 if observed:
@@ -205,7 +205,7 @@ class Timeline:
             if finish_reason is not None:
                 record.finished = now
                 record.finish_reason = finish_reason
-                ended.append(self._live.pop(request))
+                ended.append(self._live.pop(request.arrival))
         self._finished(ended, now)
         if self.observer is not None:
             if gaps or first:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from orca_jax.buckets import bucket_for, bucket_sizes
+from orca_jax.channel import Arrival
 from orca_jax.config import Deadlines, ModelConfig, ServingConfig
 from orca_jax.control_start import StartOrder
 from orca_jax.errors import WorkerLost
@@ -21,7 +22,7 @@ from orca_jax.kv_manager import KVManager
 from orca_jax.model import reference
 from orca_jax.model.gpt import Parameters, init_parameters
 from orca_jax.remote_engine import RemoteEngine
-from orca_jax.remote_workers import Arrival, RemoteWorkers
+from orca_jax.remote_workers import RemoteWorkers
 from orca_jax.request import Request
 from orca_jax.request_pool import RequestPool
 from orca_jax.scheduler import Scheduler

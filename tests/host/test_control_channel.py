@@ -17,6 +17,7 @@ import grpc
 import pytest
 
 from orca_jax import control_channel, control_join, control_line, control_port
+from orca_jax.channel import Arrival, Channel
 from orca_jax.config import ModelConfig
 from orca_jax.control_channel import ControlChannel
 from orca_jax.control_join import (
@@ -32,7 +33,6 @@ from orca_jax.control_line import ControlLine, LineLimits
 from orca_jax.control_port import ControlPort
 from orca_jax.errors import ConfigError, EngineError, WorkerRefused, WorkerUnreachable
 from orca_jax.frame_queue import FrameQueue
-from orca_jax.remote_workers import Arrival, Channel
 from orca_jax.sampled import LOGPROBS
 
 SOON = 20.0  # seconds; what is waited for comes in milliseconds

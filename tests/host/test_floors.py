@@ -30,6 +30,7 @@ LAYERS = (
         "frame_queue",
         "worker_pb2",
         "supervised_process",
+        "channel",
         "remote_counters",
     ),
     (
@@ -44,8 +45,16 @@ LAYERS = (
         "sampled_wire",
     ),
     (
-        *("grammar", "timeline", "generation", "control_join", "control_start", "batch_sizes"),
-        *("sizes", "known_devices"),
+        *(
+            "grammar",
+            "timeline",
+            "generation",
+            "control_join",
+            "offline_prompts",
+            "control_start",
+            "batch_sizes",
+        ),
+        *("sizes", "known_devices", "quarantine"),
     ),
     ("scheduler", "admission", "constraint", "plan", "xla_question"),
     ("output_rules", "simulated_tokens"),
@@ -54,6 +63,7 @@ LAYERS = (
         *("remote_workers", "worker_controller", "control_line", "control_port"),
     ),
     ("simulation", "service", "remote_engine", "control_channel", "built_engine"),
+    ("simulated_lines",),
     ("simulated_workers", "remote_pipeline"),
     ("fault_simulation", "worker_processes"),
 )

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from orca_jax.channel import Arrival
 from orca_jax.config import Deadlines, RestartBound
 from orca_jax.control_frame import (
     DONE,
@@ -34,7 +35,7 @@ from orca_jax.kv_manager import KVManager
 from orca_jax.recovery import RecoverableEngine
 from orca_jax.remote_counters import IterationTimes
 from orca_jax.remote_engine import RemoteEngine
-from orca_jax.remote_workers import Arrival, RemoteTokens, RemoteWorkers
+from orca_jax.remote_workers import RemoteTokens, RemoteWorkers
 from orca_jax.request import Request
 from orca_jax.sampling_params import SamplingParams
 from tests.host.test_control_wire import ONE, WIRE, message_of

@@ -1,5 +1,6 @@
 """The timeline: what happened when."""
 
+import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +26,9 @@ def clock() -> Clock:
     return Clock()
 
 
+ARRIVALS = itertools.count()
+
+
 def make_request(name: str, *, n_input: int = 1, state: RequestState = RequestState.INITIATION) -> Request:
     return Request(
         request_id=name,
@@ -32,6 +36,7 @@ def make_request(name: str, *, n_input: int = 1, state: RequestState = RequestSt
         max_tokens=n_input + 3,
         sampling=SamplingParams(max_tokens=3),
         seed=0,
+        arrival=next(ARRIVALS),
         state=state,
     )
 
