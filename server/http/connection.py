@@ -13,6 +13,7 @@ costs none.
 import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import httptools
@@ -24,6 +25,7 @@ from server.config import EndpointOptions
 from server.http.errors import status_response
 from server.http.open_connections import Place
 from server.http.refusal import whole_answer
+from server.http.turns import Turns
 
 _MOST_FIELDS = 256  # header fields of a request: each costs more memory than its bytes say
 _MOST_PIPELINED = 16  # requests that wait for the one before them
@@ -44,7 +46,8 @@ class _Stop(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """`place` is released when the connection is lost; `refused` is called with the status of a refusal.
+    """`place` is released when the connection is lost; requests begin when `turns` says; `refused` is called
+    with the status of a refusal.
 
     Refused is what never becomes a request of the application: 400, 408 and 431, in the shape of all errors.
     """
@@ -57,12 +60,14 @@ class Connection(HttpToolsProtocol):
         *,
         options: EndpointOptions,
         place: Place,
+        turns: Turns,
         refused: Callable[[int], None],
     ) -> None:
         super().__init__(config, server_state, app_state)
         self.timeout_keep_alive = options.keep_alive_timeout
         self._options = options
         self._place = place
+        self._turns = turns
         self._refused = refused
         self._stage = _Stage.BETWEEN
         self._n_bytes = 0  # since the last byte of a body, or the last request's end
@@ -140,7 +145,11 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        self._turns.begin(self._place.network, partial(self._run, cycle, app))
+
+    def _run(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if not self.transport.is_closing():  # or nobody waits for it any more
+            super()._start_asgi_task(cycle, app)
 
     def _feed(self, piece: bytes) -> int:
         """Give the parser a piece that is no larger than the limit leaves; return how much of it it took."""

@@ -17,6 +17,7 @@ from server.errors import TooManyConnections, TooManyFromAddress
 from server.http.errors import error_response
 from server.http.open_connections import OpenConnections, Place
 from server.http.refusal import whole_answer
+from server.http.turns import Turns
 
 _LOGGER = logging.getLogger("orca.http")
 
@@ -42,6 +43,7 @@ class Listener:
         bound: socket.socket,
         make: Callable[[Place], asyncio.Protocol],
         connections: OpenConnections,
+        turns: Turns,
         *,
         tls: ssl.SSLContext | None,
         handshake_timeout: float,
@@ -50,6 +52,8 @@ class Listener:
         self._socket = bound
         self._make = make
         self._connections = connections
+        self._turns = turns
+        self._is_closed = False
         self._tls = tls
         self._handshake_timeout = handshake_timeout
         self._refused = refused
@@ -65,6 +69,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more. Connections that are open stay so, except those whose TLS handshake is not done."""
+        self._is_closed = True
         self._loop.remove_reader(self._socket.fileno())
         for timer in (self._timer, self._pause):
             if timer is not None:
@@ -99,6 +104,13 @@ class Listener:
             place = self._connections.take(host)
         except (TooManyConnections, TooManyFromAddress) as full:
             self._turn_away(connection, full)
+            return
+        self._turns.begin(place.network, partial(self._begin, connection, place))
+
+    def _begin(self, connection: socket.socket, place: Place) -> None:
+        if self._is_closed:
+            place.release()
+            connection.close()
             return
         task = self._loop.create_task(self._open(connection, place), name="connection")
         self._opening.add(task)

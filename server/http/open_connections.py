@@ -46,15 +46,15 @@ class OpenConnections:
 class Place:
     """One connection's part of the count, until `release`, which may be called again."""
 
-    __slots__ = ("_held", "_network", "_of")
+    __slots__ = ("_held", "_of", "network")
 
     def __init__(self, of: OpenConnections, network: str) -> None:
+        self.network = network  # of the client's address
         self._of = of
-        self._network = network
         self._held = True
 
     def release(self) -> None:
         """The connection is closed."""
         if self._held:
             self._held = False
-            self._of.release(self._network)
+            self._of.release(self.network)

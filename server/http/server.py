@@ -12,6 +12,7 @@ from server.config import EndpointOptions
 from server.http.connection import Connection
 from server.http.listener import Listener
 from server.http.open_connections import OpenConnections, Place
+from server.http.turns import Turns
 
 
 class HttpServer(uvicorn.Server):
@@ -49,6 +50,7 @@ class HttpServer(uvicorn.Server):
         self._connections = OpenConnections(
             most=options.max_connections, most_per_address=options.max_connections_per_address
         )
+        self._turns = Turns(asyncio.get_running_loop())
         self._listener: Listener | None = None
 
     @contextlib.contextmanager
@@ -65,6 +67,7 @@ class HttpServer(uvicorn.Server):
             sockets[0],
             self._protocol,
             self._connections,
+            self._turns,
             tls=self.config.ssl,
             handshake_timeout=self._options.header_timeout,
             refused=self._refused,
@@ -84,5 +87,6 @@ class HttpServer(uvicorn.Server):
             self.lifespan.state,
             options=self._options,
             place=place,
+            turns=self._turns,
             refused=self._refused,
         )
