@@ -22,7 +22,7 @@ from server.http.turns import Turns
 _LOGGER = logging.getLogger("orca.http")
 
 _BACKLOG = 2048
-_AT_ONCE = 64  # connections accepted before the loop does something else
+_AT_ONCE = 8  # connections accepted before the loop does something else: 64 took it 60 ms
 _PAUSE_SECONDS = 0.2  # when the system has no descriptor left: until it is asked again
 _RETRY_SECONDS = 1  # what a refused client is told
 _LEAVING_SECONDS = 1.0  # for a refused client to read why
