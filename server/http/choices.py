@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -12,13 +12,12 @@ from starlette.types import Receive
 from orca_jax.generation import Piece
 from orca_jax.output_rules import OutputRules
 from orca_jax.request import FinishReason
-from server.beside import LONG, beside
+from server.beside import beside
 from server.gateway import Gateway, LiveRequest
 from server.http.choice_output import ChoiceOutput, Shown, Telling
 from server.http.protocol import Usage
 from server.http.token_places import PlacedToken
-
-_SUBMISSION = 1_000  # tokens whose check takes as long as all else about one
+from server.submissions import Submission, submitted
 
 
 class Tally:
@@ -93,7 +92,10 @@ class Choices:
         self.tally = Tally(sum(map(len, prompts)), len(each) * len(prompts))
         self._gateway = gateway
         self._facts = facts
-        self._submissions = [(prompt, one) for prompt in prompts for one in each]
+        choices = [(prompt, one) for prompt in prompts for one in each]
+        self._submissions = [
+            Submission(prompt, one, f"{response_id}-{i}") for i, (prompt, one) in enumerate(choices)
+        ]
 
     def __len__(self) -> int:
         return len(self._submissions)
@@ -104,17 +106,7 @@ class Choices:
 
         All of them are taken by the service or none: raises QueueFull, NotReady or EngineError otherwise.
         """
-        with ExitStack() as ending:
-            requests = list[LiveRequest]()
-            n_bytes = 0
-            for i, (prompt, choice) in enumerate(self._submissions):
-                name = f"{self.response_id}-{i}"
-                live = self._gateway.submit(prompt, choice, request_id=name, owner=self._owner)
-                requests.append(ending.enter_context(live))
-                n_bytes += _SUBMISSION + len(prompt)
-                if n_bytes > LONG:  # each token of a prompt is looked at
-                    await asyncio.sleep(0)
-                    n_bytes = 0
+        async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
             self._outputs = self._new_outputs(requests)
             watch = asyncio.create_task(self._end_if_client_leaves(receive, requests))
             try:

@@ -1,15 +1,20 @@
 """The choices of one call: requests of the service that come in together, and whose pieces leave in turn."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 from orca_jax.errors import OrcaError
 from orca_jax.output_rules import OutputRules
 from orca_jax.request import FinishReason
+from server.beside import beside
 from server.gateway import Gateway, LiveRequest
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
+from server.submissions import Submission, submitted
+
+_TOLD = 100  # as many characters as one token's log-probabilities take
 
 Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
@@ -29,15 +34,21 @@ class Choice:
         Raises what ended it before it was complete.
         """
         async for piece in self.live:
-            message = messages.response(
-                self.live, piece, self.n_written, request_id=self._request_id, index=self._index
+            make = partial(
+                messages.response,
+                self.live,
+                piece,
+                self.n_written,
+                request_id=self._request_id,
+                index=self._index,
             )
-            await write(message)
+            n_told = len(piece.logprobs) + (0 if self.n_written else len(self.live.prompt_logprobs or ()))
+            await write(await beside(_TOLD * n_told, make))
             self.n_written += len(piece.token_ids)
 
 
-@contextmanager
-def choices_of(
+@asynccontextmanager
+async def choices_of(
     gateway: Gateway,
     prompt_ids: Sequence[int],
     rules: OutputRules,
@@ -45,19 +56,18 @@ def choices_of(
     request_id: str,
     owner: str,
     timeout: float | None,
-) -> Iterator[list[Choice]]:
+) -> AsyncIterator[list[Choice]]:
     """The `n` choices that the rules ask for, all or none accepted; they end when this is left.
 
     Choice 0 is the service's request `request_id`, choice i is `request_id i`: no client's own id has a
     space, so another call cannot have taken it. Raises as `Gateway.submit` does.
     """
-    with ExitStack() as ending:
-        choices = list[Choice]()
-        for i, one in enumerate(rules.choices(prompt_once=True)):
-            name = request_id if i == 0 else f"{request_id} {i}"
-            live = gateway.submit(prompt_ids, one, request_id=name, owner=owner, timeout=timeout)
-            choices.append(Choice(ending.enter_context(live), request_id, i))
-        yield choices
+    submissions = [
+        Submission(prompt_ids, one, f"{request_id} {i}" if i else request_id)
+        for i, one in enumerate(rules.choices(prompt_once=True))
+    ]
+    async with submitted(gateway, submissions, owner=owner, timeout=timeout) as requests:
+        yield [Choice(live, request_id, i) for i, live in enumerate(requests)]
 
 
 def end_all(choices: Sequence[Choice], reason: FinishReason) -> bool:

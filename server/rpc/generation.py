@@ -58,7 +58,7 @@ class Generation:
             model = self._gateway.model(request.model or None)
             sampling, prompt_ids = await reading(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
-            with choices_of(
+            async with choices_of(
                 self._gateway,
                 prompt_ids,
                 rules,
