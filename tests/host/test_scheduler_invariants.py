@@ -408,9 +408,10 @@ class AtLine:
     Lines that run under the pool's lock are not among them: no other thread gets in there.
     """
 
-    def __init__(self, n: int, action: Callable[[], None]) -> None:
+    def __init__(self, n: int, action: Callable[[], None], *, is_locked: Callable[[], bool]) -> None:
         self.left = n
         self.action = action
+        self.is_locked = is_locked
         self.files = {scheduler.__file__, kv_manager.__file__, timeline.__file__}
         self.code: CodeType = InArrivalOrder.__iter__.__code__
 
@@ -423,12 +424,10 @@ class AtLine:
         sys.settrace(self.before)
 
     def call(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code is timeline.Timeline.arrived.__code__:  # under the pool's lock
-            return None
         return self.line if frame.f_code.co_filename in self.files or frame.f_code is self.code else None
 
     def line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line":
+        if event == "line" and not self.is_locked():
             self.left -= 1
             if self.left == 0:
                 self.action()
@@ -458,7 +457,8 @@ def test_an_end_and_an_arrival_may_come_before_every_line_the_scheduler_runs(i: 
             player.end(i)
             player.end(i)
 
-        with AtLine(n, come_and_go) as at_line:
+        lock: Any = player.pool._lock  # pyright: ignore[reportPrivateUsage]
+        with AtLine(n, come_and_go, is_locked=lock._is_owned) as at_line:
             for _ in player.simulation.steps():
                 player.check_turn()
         if at_line.left > 0:
