@@ -28,6 +28,7 @@ class Lane:
         self._most_waiting, self._most_bytes = most_waiting, most_bytes
         self._lock = threading.Lock()
         self._n_waiting = self._n_bytes = 0
+        self.n_done = 0
 
     async def run(self, n_bytes: int, work: Callable[[], T]) -> T:
         """The result of `work`, which grows with `n_bytes`. Raises QueueFull, and whatever `work` does."""
@@ -44,6 +45,7 @@ class Lane:
             with self._lock:
                 self._n_waiting -= 1
                 self._n_bytes -= n_bytes
+                self.n_done += 1
 
         try:
             future = self._threads.submit(work)
@@ -58,6 +60,11 @@ class Lane:
 _LONG = Lane("long", threads=1, most_waiting=256, most_bytes=_MOST_BYTES)
 _LONGEST = Lane("longest", threads=1, most_waiting=32, most_bytes=_MOST_BYTES)
 _ANSWERS = ThreadPoolExecutor(2, thread_name_prefix="answers")
+
+
+def n_very_long() -> int:
+    """Requests so far whose size needed a thread to itself."""
+    return _LONGEST.n_done
 
 
 async def reading(n_bytes: int, work: Callable[[], T]) -> T:

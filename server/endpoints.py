@@ -7,8 +7,10 @@ import ssl
 from orca_jax.errors import ConfigError, EngineError
 from server.addresses import bound_socket, in_url
 from server.api_keys import ApiKeys
+from server.beside import n_very_long
 from server.config import EndpointOptions
 from server.descriptors import with_room
+from server.freed_memory import give_back
 from server.gateway import Gateway
 from server.http.app import create_app
 from server.http.server import HttpServer
@@ -71,6 +73,7 @@ class Endpoints:
         self._tasks = [
             asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
             asyncio.create_task(self._gateway.watch(), name="gateway"),
+            asyncio.create_task(give_back(n_very_long), name="freed memory"),
         ]
         async with asyncio.timeout(_START_SECONDS):
             while not self._http.started:
@@ -86,9 +89,10 @@ class Endpoints:
             await self._rpc.stop(_STOP_SECONDS)
         if not self._tasks:
             return
-        http, watch = self._tasks
-        watch.cancel()
-        await asyncio.wait([watch, http], timeout=2 * _STOP_SECONDS)
+        http, *others = self._tasks
+        for task in others:
+            task.cancel()
+        await asyncio.wait([*others, http], timeout=2 * _STOP_SECONDS)
         http.cancel()
         await asyncio.wait([http], timeout=_STOP_SECONDS)
 

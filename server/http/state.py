@@ -1,7 +1,8 @@
 """What the routes are given: the server's state, and what is known of the request at hand.
 
 A route asks for them by annotation: `async def route(gateway: GatewayOf, facts: FactsOf)`. Errors are raised
-as they are (errors.py makes answers of them), and bodies are read by json_body.py's `JsonRoute`.
+as they are (errors.py makes answers of them), and bodies are read by json_body.py's `JsonRoute`. What they are
+given is asynchronous: FastAPI would have a thread call anything else, for each request anew.
 """
 
 from typing import Annotated, Any
@@ -12,19 +13,19 @@ from server.config import EndpointOptions
 from server.gateway import Gateway
 
 
-def _gateway(request: Request) -> Gateway:
+async def _gateway(request: Request) -> Gateway:
     return request.app.state.gateway
 
 
-def _options(request: Request) -> EndpointOptions:
+async def _options(request: Request) -> EndpointOptions:
     return request.app.state.options
 
 
-def _facts(request: Request) -> dict[str, Any]:
+async def _facts(request: Request) -> dict[str, Any]:
     return request.scope["state"]["facts"]
 
 
-def _owner(request: Request) -> str:
+async def _owner(request: Request) -> str:
     return request.scope["state"]["owner"]
 
 
