@@ -1,9 +1,9 @@
 """Memory that long requests took and no longer need goes back to the system.
 
 An engine on a CPU has the C library keep what is freed, because XLA's temporaries want it
-(orca_jax/sharding/host_allocator.py). Long bodies leave holes there that grow with each round of them: bodies of
-4 MiB of token ids took the process from 1.8 GB to 2.8. So after such bodies free pages are given back, seldom
-enough that an iteration does not notice.
+(orca_jax/sharding/host_allocator.py). Long bodies leave holes there that grow with each round of them: bodies
+of 4 MiB of token ids took the process from 1.8 GB to 2.8. So after such bodies free pages are given back,
+seldom enough that an iteration does not notice.
 """
 
 import asyncio

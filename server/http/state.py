@@ -1,8 +1,8 @@
 """What the routes are given: the server's state, and what is known of the request at hand.
 
 A route asks for them by annotation: `async def route(gateway: GatewayOf, facts: FactsOf)`. Errors are raised
-as they are (errors.py makes answers of them), and bodies are read by json_body.py's `JsonRoute`. What they are
-given is asynchronous: FastAPI would have a thread call anything else, for each request anew.
+as they are (errors.py makes answers of them), and bodies are read by json_body.py's `JsonRoute`. What they
+are given is asynchronous: FastAPI would have a thread call anything else, for each request anew.
 """
 
 from typing import Annotated, Any
