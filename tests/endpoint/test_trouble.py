@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -330,3 +331,25 @@ def test_every_line_is_one_line() -> None:
         "the workers are up again after 61.01 seconds",
         "the engine failed, and takes no more requests: first  second",
     ]
+
+
+class Panic(BaseException):
+    """As pyo3 raises one: no Exception."""
+
+
+def test_a_panic_on_the_scheduler_s_thread_is_told_within_a_second() -> None:
+    engine = FragileEngine()
+    with serving(engine) as server, connected(server) as client, ThreadPoolExecutor(4) as threads:
+        body = {"prompt": "a", "max_tokens": 4}
+        waiting = [threads.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
+        assert engine.waited_for.wait(SOON)
+        engine.error = Panic("overflow")  # pyright: ignore[reportAttributeAccessIssue]
+        began = time.monotonic()
+        engine.let(1)
+        while client.get("/ready").status_code != 503:
+            assert time.monotonic() < began + 1.0
+        reason = "the engine failed: Panic: overflow"
+        assert client.get("/ready").json() == {"status": "failed", "reason": reason}
+        for answer in (one.result(SOON) for one in waiting):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
+            assert "Panic: overflow" in answer.json()["error"]["message"]

@@ -154,7 +154,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
         (["generate", "x", "--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens is 0; it must be a whole number from 1"),
-        (["generate", "x", "--temperature", "nan"], "temperature is nan; it must be 0, or a number from 1e-10 to 100"),
+        (
+            ["generate", "x", "--temperature", "nan"],
+            "temperature is nan; it must be 0, or a number from 1e-10 to 100",
+        ),
         (["generate", "x", "--stop", ""], "stop has ''; each of its texts must have 1 to"),
         (["generate", "x", "--n", "0"], "n is 0; it must be a whole number from 1 to 65536"),
         (["generate", "x", "--min-tokens", "200"], "min_tokens is 200; it must be at most max_tokens"),
