@@ -86,10 +86,9 @@ class RequestPool:
 
     `max_waiting` bounds the requests that wait, `max_bytes` the sum of their weights. One owner may have
     `max_each` of them waiting (None: all), and as large a part of the bytes, so that nobody locks everybody
-    else out. `check` raises an InvalidRequest for one
-    that must not enter; `on_arrival` hears of each that did, before the scheduler can see it; `on_deliveries`
-    takes all deliveries of an iteration in one call. The last is called on the scheduler's thread, the others
-    on the adder's.
+    else out. `check` raises an InvalidRequest for one that must not enter; `on_arrival` hears of each that
+    did, before the scheduler can see it; `on_deliveries` takes all deliveries of an iteration in one call.
+    The last is called on the scheduler's thread, the others on the adder's.
     """
 
     def __init__(
@@ -155,11 +154,12 @@ class RequestPool:
             if self._find(request.request_id) is not None:
                 message = f"request_id {request.request_id!r} is that of a live request; give each its own"
                 raise InvalidRequest(message, param="request_id")
-            self._make_room(request)
+            self._check_room(request)
             request.arrival = self._n_arrivals
             self._on_arrival(request)
             self._n_arrivals += 1
             self._waiting[request.request_id] = request
+            self._count(request, 1)
             self._tell()
 
     def end(self, request: Request, reason: FinishReason) -> bool:
@@ -207,7 +207,7 @@ class RequestPool:
                 oldest_id, oldest = self._waiting.popitem(last=False)
                 assert oldest is request, f"{request.request_id} admitted before {oldest_id}"
                 self._admitted[oldest_id] = oldest
-                self._waits_no_longer(oldest)
+                self._count(oldest, -1)
 
     def take_ending(self) -> list[tuple[Request, FinishReason]]:
         """The live requests that were asked to end since the last call, each with the reason."""
@@ -220,7 +220,7 @@ class RequestPool:
         """Take a request out that has ended; its id is free again."""
         with self._lock:
             if self._waiting.pop(request.request_id, None) is not None:
-                self._waits_no_longer(request)
+                self._count(request, -1)
             else:
                 del self._admitted[request.request_id]
             self._ending.pop(request, None)
@@ -242,8 +242,8 @@ class RequestPool:
             self._tell()
         return True
 
-    def _make_room(self, request: Request) -> None:
-        """Count a request among those that wait. Raises QueueFull."""
+    def _check_room(self, request: Request) -> None:
+        """Raise QueueFull where one more may not wait."""
         full = self._all.lacks(self._held, request)
         if full:
             raise QueueFull(f"{full}, as many as may; try again later")
@@ -252,14 +252,13 @@ class RequestPool:
             if full:
                 message = f"{full} for this API key or address, which is its share of the queue; "
                 raise QueueFull(message + "wait until some of them have begun")
-            self._held_by.setdefault(request.owner, _Held()).add(request, 1)
-        self._held.add(request, 1)
 
-    def _waits_no_longer(self, request: Request) -> None:
-        self._held.add(request, -1)
+    def _count(self, request: Request, sign: int) -> None:
+        """Count a request that waits (1) or waits no longer (-1)."""
+        self._held.add(request, sign)
         if request.owner:
-            held = self._held_by[request.owner]
-            held.add(request, -1)
+            held = self._held_by.setdefault(request.owner, _Held())
+            held.add(request, sign)
             if not held.n:
                 del self._held_by[request.owner]
 

@@ -408,3 +408,14 @@ def test_those_who_hold_nothing_leave_no_trace():
         pool.remove(request)
     assert not pool._held_by
     assert (pool._held.n, pool._held.n_bytes) == (0, 0)
+
+
+def test_a_request_that_could_not_be_told_of_takes_no_room():
+    def fail(_: Request) -> None:
+        raise RuntimeError("nobody hears")
+
+    pool = RequestPool(max_waiting=1, on_arrival=fail, on_deliveries=lambda _: None)
+    for name in "AB":
+        with pytest.raises(RuntimeError, match="nobody hears"):
+            pool.add(owned(name, "mine", 10))
+    assert len(pool) == pool._held.n == pool._held.n_bytes == len(pool._held_by) == 0
