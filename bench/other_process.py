@@ -20,6 +20,12 @@ class OtherProcess:
         self._process.start()
         theirs.close()
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def ask(self, question: Any, *, seconds: float = 300.0) -> Any:
         """The answer. Raises TimeoutError after `seconds`, and EOFError if the process is gone."""
         self._connection.send(question)
