@@ -18,6 +18,10 @@ from orca_jax.control import ADJUSTED, CONSTRAINED, ControlMessage
 
 Sampler = Literal["greedy", "plain", "full"]
 
+# 32-bit words: 256 bytes. XLA may hand a GPU kernel a part of the buffer in place, and a Mosaic kernel takes
+# no array that begins anywhere else.
+ALIGNED = 64
+
 
 class Words(Protocol):
     """A one-dimensional int32 array: numpy's, or a traced one."""
@@ -73,7 +77,11 @@ _REALS = {
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The static sizes of a bucket's buffer: `n_tokens` T, `n_rows` R, `max_blocks` blocks in a row."""
+    """The static sizes of a bucket's buffer: `n_tokens` T, `n_rows` R, `max_blocks` blocks in a row.
+
+    Each part begins at a multiple of ALIGNED words, and so does whatever is put behind the buffer; the words
+    between them are 0 and nobody reads them.
+    """
 
     n_tokens: int
     n_rows: int
@@ -91,8 +99,8 @@ class FlatLayout:
 
     @property
     def size(self) -> int:
-        """32-bit words of the whole buffer."""
-        return 5 * self.n_tokens + self.n_rows * (2 + len(SamplerArrays._fields) + self.max_blocks) + 1
+        """32-bit words of the whole buffer, a multiple of ALIGNED."""
+        return sum(_aligned(math.prod(shape)) for shape in self.shapes)
 
     def split(self, buffer: Words) -> FlatArrays:
         """Cut a buffer `[size]` int32 into its parts, by slicing and reshaping alone.
@@ -102,11 +110,15 @@ class FlatLayout:
         parts: list[Any] = []
         start = 0
         for shape in self.shapes:
-            stop = start + math.prod(shape)
-            part = buffer[start:stop]
+            n_words = math.prod(shape)
+            part = buffer[start : start + n_words]
             parts.append(part if len(shape) == 1 else part.reshape(shape))
-            start = stop
+            start += _aligned(n_words)
         return FlatArrays(*parts)
+
+
+def _aligned(n_words: int) -> int:
+    return -(-n_words // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,13 @@ _AMPERE: Mapping[Dtype, float] = {"bfloat16": 312e12, "float16": 312e12, "float3
 # float16 and 494.7 in TF32 (the sheets' 1,979 and 989 are with sparsity); NVLink 900 GB/s both ways together.
 # NVIDIA DGX H100/H200: eight GPUs, a 400 Gb/s ConnectX-7 for each.
 _HOPPER: Mapping[Dtype, float] = {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12}
+# NVIDIA L40S data sheet: 864 GB/s; 362.05 TFLOPS in bfloat16 and float16 and 183 in TF32; no NVLink, PCIe 4.0
+# with 64 GB/s both ways together. NVIDIA's reference architecture 2-8-5-200: eight GPUs, 200 Gb/s for each.
+_ADA: Mapping[Dtype, float] = {"bfloat16": 362.05e12, "float16": 362.05e12, "float32": 183e12}
+# NVIDIA HGX and DGX B200 data sheets, of eight GPUs: 64 TB/s; for one 2.25 PFLOPS in bfloat16 and float16 and
+# 1.1 in TF32 (the sheets' 4.5 and 2.2 are with sparsity); NVLink 1.8 TB/s both ways together; a 400 Gb/s
+# ConnectX-7 for each.
+_BLACKWELL: Mapping[Dtype, float] = {"bfloat16": 2250e12, "float16": 2250e12, "float32": 1100e12}
 
 GPUS: Mapping[str, KnownDevice] = {
     "a100-40gb": KnownDevice(
@@ -62,6 +69,16 @@ GPUS: Mapping[str, KnownDevice] = {
         bandwidth=2039e9,
         matrix_rates=_AMPERE,
         inside=300e9,
+        between=25e9,
+        per_machine=8,
+        attention="static",
+    ),
+    "l40s": KnownDevice(
+        name="l40s",
+        memory=46_068 << 20,  # 48 GB on the sheet, less what its error correction takes
+        bandwidth=864e9,
+        matrix_rates=_ADA,
+        inside=32e9,
         between=25e9,
         per_machine=8,
         attention="static",
@@ -85,6 +102,16 @@ GPUS: Mapping[str, KnownDevice] = {
         between=50e9,
         per_machine=8,
         attention="kernel",
+    ),
+    "b200": KnownDevice(
+        name="b200",
+        memory=183_359 << 20,  # 180 GB on the sheet: 179 GiB, as its driver counts them
+        bandwidth=8000e9,
+        matrix_rates=_BLACKWELL,
+        inside=900e9,
+        between=50e9,
+        per_machine=8,
+        attention="static",
     ),
 }
 CPU = "cpu"

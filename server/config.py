@@ -161,7 +161,9 @@ class WorkerFlags:
 class PlanFlags:
     """What `orca plan` is asked. The sizes are those of EngineOptions; `orca_jax.plan.Wanted` checks them."""
 
-    device: Annotated[str, "what it shall run on: a100-40gb, a100-80gb, h100, h200, or cpu (this machine's)"]
+    device: Annotated[
+        str, "what it shall run on: a100-40gb, a100-80gb, l40s, h100, h200, b200, or cpu (this machine's)"
+    ]
     tensor_parallel: SaidTensorParallel = 1
     pipeline_parallel: Annotated[int, "stages that the layers are shared out to"] = 1
     dtype: SaidDtype = None

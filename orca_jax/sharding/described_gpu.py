@@ -19,25 +19,46 @@ class _Generation:
 
 
 # The public data sheets and NVIDIA's tuning guides; a shared-memory block may have 1 KiB less than a core.
+# The versions are the oldest that JAX's CUDA 13 plugin runs on: without them XLA takes the driver for one
+# that knows no CUDA graphs of library and custom calls, and leaves those outside its command buffers.
 _ALIKE = """
-  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024  threads_per_warp: 32
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   registers_per_core_limit: 65536  registers_per_block_limit: 65536  shared_memory_per_block: 49152
+  driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"
 """
+# `active_links` are NVLinks to the machine's other GPUs: by them XLA decides whether small all-reduces go by
+# kernels of its own.
 _GENERATIONS = (
     _Generation(
         """
-  shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912
+  threads_per_core_limit: 2048  shared_memory_per_core: 167936  shared_memory_per_block_optin: 166912
   core_count: 108  fpus_per_core: 64  clock_rate_ghz: 1.41
-  cuda_compute_capability { major: 8 }""",
+  cuda_compute_capability { major: 8 }  device_interconnect_info { active_links: 12 }""",
         {"a100-40gb": 41943040, "a100-80gb": 41943040},
     ),
     _Generation(
         """
-  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 1536  shared_memory_per_core: 102400  shared_memory_per_block_optin: 101376
+  core_count: 142  fpus_per_core: 128  clock_rate_ghz: 2.52
+  cuda_compute_capability { major: 8 minor: 9 }""",
+        {"l40s": 100663296},
+    ),
+    _Generation(
+        """
+  threads_per_core_limit: 2048  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
   core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }""",
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  device_interconnect_info { active_links: 18 }""",
         {"h100": 52428800, "h200": 62914560},
+    ),
+    _Generation(
+        """
+  threads_per_core_limit: 2048  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
+  core_count: 148  fpus_per_core: 128  clock_rate_ghz: 1.965
+  cuda_compute_capability { major: 10 feature_extension: ACCELERATED_FEATURES }
+  device_interconnect_info { active_links: 18 }""",
+        {"b200": 132644864},
     ),
 )
 

@@ -26,9 +26,14 @@ from orca_jax.sharding.token_chooser import packed_logprobs
 
 SCORED = 128  # tokens of a prompt that are scored at a time
 
-# Where weights and caches fill most of the memory XLA would compute products twice, to save temporaries that
-# are small anyway.
-_GPU_OPTIONS = {"xla_disable_hlo_passes": "rematerialization"}
+_GPU_OPTIONS = {
+    # Where weights and caches fill most of the memory XLA would compute products twice, to save temporaries
+    # that are small anyway.
+    "xla_disable_hlo_passes": "rematerialization",
+    # XLA would give the attention kernel slices of the buffer in place of copies (by default from jax 0.11),
+    # and a Mosaic kernel refuses, at run time, an array that does not begin at a multiple of 256 bytes.
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+}
 
 
 class Last(NamedTuple):

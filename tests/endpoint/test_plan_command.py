@@ -125,8 +125,8 @@ def test_the_demo_model_is_planned_for_where_none_is_named(capsys: pytest.Captur
     ("arguments", "message"),
     [
         (
-            ("gpt2", "--device", "b200"),
-            "device is 'b200'; it must be one of a100-40gb, a100-80gb, h100, h200",
+            ("gpt2", "--device", "v100"),
+            "device is 'v100'; it must be one of a100-40gb, a100-80gb, l40s, h100, h200, b200",
         ),
         (("gpt2",), "the following arguments are required: --device"),
         (("gpt2", "--device", "h200", "--tensor-parallel", "5"), "n_heads 12 is no multiple of it"),

@@ -295,8 +295,10 @@ def test_what_cannot_be_is_refused(changes: dict[str, int], message: str) -> Non
 
 
 def test_an_unknown_device_is_told_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="'b200'; it must be one of a100-40gb, a100-80gb, h100, h200, cpu"):
-        gpu_named("b200")
+    with pytest.raises(
+        ConfigError, match="'v100'; it must be one of a100-40gb, a100-80gb, l40s, h100, h200, b200, cpu"
+    ):
+        gpu_named("v100")
     for name, device in GPUS.items():
         assert device.name == name
         assert math.isfinite(device.bandwidth) and device.matrix_rates["bfloat16"] > 1e14
