@@ -32,7 +32,8 @@ from rich.table import Table
 
 from orca_jax.config import ModelConfig
 from orca_jax.model.gpt import parameter_shapes
-from orca_jax.sharding.checkpoint import load_checkpoint, model_config
+from orca_jax.sharding.checkpoint import load_checkpoint
+from orca_jax.sharding.checkpoint_directory import model_config
 from orca_jax.sharding.convert import convert_checkpoint
 from orca_jax.sharding.hf_config import hf_config_of
 from orca_jax.sharding.partition import split_model

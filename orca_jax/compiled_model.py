@@ -16,10 +16,11 @@ from orca_jax.sharding.compile_cache import keep_compiled_programs
 from orca_jax.sharding.compile_counter import CompileCounter
 from orca_jax.sharding.compiled_stage import placed_parameters
 from orca_jax.sharding.device_group import default_dtype, device_name
-from orca_jax.sharding.load import find_config, padded_vocabulary
+from orca_jax.sharding.load import find_config
 from orca_jax.sharding.local_workers import all_programs
 from orca_jax.sharding.partition import one_stage, split_model
 from orca_jax.sharding.programs import compile_all
+from orca_jax.sharding.random_parameters import padded_vocabulary
 from orca_jax.sharding.worker import Worker
 from orca_jax.sizes import Sizes, control_wire, kv_manager
 

@@ -27,7 +27,7 @@ from orca_jax.errors import (
     ServiceClosed,
 )
 from orca_jax.generation import Generation, GenerationResult
-from orca_jax.local_engine import local_engine
+from orca_jax.loaded_engine import local_engine
 from orca_jax.offline_prompts import listed_prompts, one_for_each, prompt_token_ids
 from orca_jax.output_rules import OutputRules
 from orca_jax.remote_pipeline import WorkersBehind, remote_pipeline

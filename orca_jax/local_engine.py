@@ -1,91 +1,22 @@
 # pyright: standard
-"""Composition: an engine whose workers are all in this process."""
+"""Composition: an engine of given weights, whose workers are all in this process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from orca_jax.batch_sizes import batch_sizes, buckets_of
-from orca_jax.built_engine import BuiltEngine
-from orca_jax.config import Attention, Dtype, LoadFormat, ModelConfig, ServingConfig
+from orca_jax.batch_sizes import batch_sizes
+from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.engine_master import EngineMaster
 from orca_jax.kv_manager import KVManager
 from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.capacity import check_slots, stage_room
-from orca_jax.sharding.device_group import default_dtype, device_name
-from orca_jax.sharding.host_allocator import keep_large_buffers
-from orca_jax.sharding.load import FoundModel, load_parameters
 from orca_jax.sharding.local_workers import LocalWorkers, all_programs
-from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.programs import OnProgram, compile_all
 from orca_jax.sharding.worker import Worker
 from orca_jax.sizes import Sizes, control_wire, kv_manager, n_rows, serving_config
-from orca_jax.stage_layers import said_of_split
-
-
-def local_engine(
-    found: FoundModel,
-    said: Sizes,
-    *,
-    load_format: LoadFormat,
-    dtype: Dtype | None,
-    seed: int,
-    pipeline_parallel: int,
-    tensor_parallel: int,
-    attention: Attention | None,
-    on_load: Callable[[int, int], None] | None,
-    compile_ahead: bool,
-    on_program: OnProgram | None,
-) -> BuiltEngine:
-    """Load a model onto the first devices that JAX has; the arguments are those of `orca_jax.llm.LLM`.
-
-    Raises ConfigError or a CheckpointError.
-    """
-    devices = jax.devices()
-    if devices[0].platform == "cpu":
-        keep_large_buffers()
-    name = dtype or default_dtype(devices[0])
-    parts = split_model(
-        found.config, devices, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
-    )
-    n_devices = pipeline_parallel * tensor_parallel
-    model, parameters = load_parameters(
-        found,
-        parts,
-        load_format=load_format,
-        dtype=jnp.dtype(name),
-        seed=seed,
-        n_devices=n_devices,
-        on_load=on_load,
-    )
-    serving = chosen_sizes(model, jnp.dtype(name), parts, said, n_devices=n_devices, attention=attention)
-    buckets = buckets_of(
-        serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic
-    )
-    built = build_engine(
-        model,
-        parameters,
-        serving,
-        parts,
-        buckets=buckets,
-        attention=attention,
-        compile_ahead=compile_ahead,
-        on_program=on_program,
-    )
-    return BuiltEngine(
-        engine=built.engine,
-        kv=built.kv,
-        model=model,
-        serving=serving,
-        buckets=buckets,
-        dtype=name,
-        device=device_name(devices[0]),
-        stages=said_of_split(model.n_layers, pipeline_parallel, tensor_parallel),
-        attention=built.attention,
-        close=_nothing_to_close,
-    )
 
 
 def chosen_sizes(
@@ -171,7 +102,3 @@ def build_engine(
     local = LocalWorkers(workers, sizes)
     engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
     return LocalEngine(engine, kv, workers[0].said, local)
-
-
-def _nothing_to_close() -> None:
-    """Device memory goes with the arrays."""

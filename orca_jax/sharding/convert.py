@@ -15,7 +15,8 @@ from orca_jax.config import Dtype, ModelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.sharding import orbax_checkpoint
-from orca_jax.sharding.checkpoint import find_directory, find_parameters
+from orca_jax.sharding.checkpoint import find_directory
+from orca_jax.sharding.checkpoint_directory import find_parameters
 from orca_jax.sharding.hf_checkpoint import INDEX
 from orca_jax.sharding.hf_config import ModelType, hf_config_of, read_hf_config
 from orca_jax.sharding.orca_json import ORCA_JSON

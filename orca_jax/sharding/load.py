@@ -1,21 +1,20 @@
 """A model by its name: the demo model, a directory, a name on the hub, or a preset with random weights."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from orca_jax.config import LoadFormat, ModelConfig
 from orca_jax.errors import ConfigError, NotACheckpoint
-from orca_jax.model.gpt import Parameters, init_parameter, parameter_shapes
+from orca_jax.model.gpt import Parameters
 from orca_jax.model.presets import PRESETS
 from orca_jax.sharding.capacity import check_weights
-from orca_jax.sharding.checkpoint import find_directory, load_checkpoint, model_config
+from orca_jax.sharding.checkpoint import find_directory
+from orca_jax.sharding.checkpoint_directory import load_directory, model_config
 from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.random_parameters import padded_vocabulary, random_parameters
 from orca_jax.tokenizer import Tokenizer
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -83,7 +82,7 @@ def load_parameters(
     if load_format == "dummy":
         return config, [random_parameters(config, seed, dtype, placement) for placement in placements]
     assert found.directory is not None
-    checkpoint = load_checkpoint(
+    checkpoint = load_directory(
         found.directory,
         dtype=dtype,
         vocab_multiple=config.vocab_multiple,
@@ -91,32 +90,6 @@ def load_parameters(
         on_bytes=on_load,
     )
     return config, checkpoint.stages
-
-
-def padded_vocabulary(config: ModelConfig, part: StagePart) -> ModelConfig:
-    """With a vocabulary that a stage's devices share evenly, as all stages have it."""
-    return replace(config, vocab_multiple=math.lcm(config.vocab_multiple, len(part.group)))
-
-
-def random_parameters(
-    config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Mapping[str, jax.sharding.Sharding]
-) -> Parameters:
-    """Those of `placement`, drawn where they lie; the numbers are the same however the model is split."""
-    shapes = parameter_shapes(config)
-    keys = dict(zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True))
-
-    @cache
-    def drawing(
-        kind: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
-    ) -> Callable[..., jax.Array]:
-        """One program for what is alike in every layer."""
-        return jax.jit(partial(init_parameter, kind, shape, dtype=dtype), out_shardings=sharding)
-
-    def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        kind = "." + name.rpartition(".")[2]  # all that init_parameter looks at
-        return drawing(kind, shapes[name], sharding)(keys[name])
-
-    return {name: draw(name, sharding) for name, sharding in placement.items()}
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:

@@ -16,7 +16,8 @@ from orca_jax.model import reference
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.sharding import checkpoint as checkpoint_module
 from orca_jax.sharding import safetensors_file
-from orca_jax.sharding.checkpoint import Checkpoint, load_checkpoint
+from orca_jax.sharding.checkpoint import load_checkpoint
+from orca_jax.sharding.checkpoint_directory import Checkpoint
 from orca_jax.sharding.hf_config import read_config
 from tests.device.golden import NAMES, load_golden
 from tests.device.tiny_checkpoint import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.sharding import orbax_checkpoint, safetensors_file
-from orca_jax.sharding.checkpoint import find_parameters
+from orca_jax.sharding.checkpoint_directory import find_parameters
 from orca_jax.sharding.convert import convert_checkpoint
 from orca_jax.sharding.orbax_checkpoint import _boxes
 from orca_jax.sharding.shards import Box, Parts

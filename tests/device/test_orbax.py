@@ -15,7 +15,8 @@ import pytest
 from orca_jax.config import ModelConfig
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, TensorMismatch
 from orca_jax.model.gpt import init_parameters, parameter_shapes
-from orca_jax.sharding.checkpoint import load_checkpoint, model_config
+from orca_jax.sharding.checkpoint import load_checkpoint
+from orca_jax.sharding.checkpoint_directory import model_config
 
 MODEL: dict[str, Any] = {
     "vocab_size": 11,

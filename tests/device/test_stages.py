@@ -15,8 +15,8 @@ from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.model.gpt import init_parameters, parameter_shapes
 from orca_jax.request import Request
-from orca_jax.sharding.load import random_parameters
 from orca_jax.sharding.partition import one_stage, split_model
+from orca_jax.sharding.random_parameters import random_parameters
 from orca_jax.stage_layers import said_of_split, stage_layers
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness

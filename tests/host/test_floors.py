@@ -92,7 +92,7 @@ DEVICE_ROOMS = {
 HOST_ROOMS = {room for layer in LAYERS for room in layer}
 FACE = "__init__"  # orca_jax/__init__.py
 # They know both floors, and each those before it.
-COMPOSITION = ("local_engine", "compiled_model", "worker_process", "llm")
+COMPOSITION = ("local_engine", "loaded_engine", "compiled_model", "worker_process", "llm")
 LAZY = {"compiled_model", "llm", "sharding", "worker_process"}  # where the face's lazy names are from
 
 MAY_IMPORT: dict[str, set[str]] = {

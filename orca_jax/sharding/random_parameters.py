@@ -1,0 +1,39 @@
+"""Random weights, drawn where they are to lie."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.config import ModelConfig
+from orca_jax.model.gpt import Parameters, init_parameter, parameter_shapes
+from orca_jax.sharding.partition import StagePart
+
+
+def padded_vocabulary(config: ModelConfig, part: StagePart) -> ModelConfig:
+    """With a vocabulary that a stage's devices share evenly, as all stages have it."""
+    return replace(config, vocab_multiple=math.lcm(config.vocab_multiple, len(part.group)))
+
+
+def random_parameters(
+    config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Mapping[str, jax.sharding.Sharding]
+) -> Parameters:
+    """Those of `placement`, drawn where they lie; the numbers are the same however the model is split."""
+    shapes = parameter_shapes(config)
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True))
+
+    @cache
+    def drawing(
+        kind: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+    ) -> Callable[..., jax.Array]:
+        """One program for what is alike in every layer."""
+        return jax.jit(partial(init_parameter, kind, shape, dtype=dtype), out_shardings=sharding)
+
+    def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+        kind = "." + name.rpartition(".")[2]  # all that init_parameter looks at
+        return drawing(kind, shapes[name], sharding)(keys[name])
+
+    return {name: draw(name, sharding) for name, sharding in placement.items()}
