@@ -9,53 +9,54 @@ without. The host's part is what it does not spend waiting for the device; where
 that the device's threads take from it is in there too. The gap is how long the device had nothing to do
 between two iterations. The device's parts are timed one by one on the same arrays: what is left over is
 norms, cache writes and the gaps between kernels.
+
+What is measured is printed at once, a line or two for each kind of iteration; the table comes last. The
+engine holds weights and the keys and values of the largest batch of --rows, and the parts are timed on those:
+for gpt3-13b in bfloat16 at --context 512, 25.7 GB of weights, and 14.7 GB of keys and values for 32 rows or
+68.8 GB for 128.
 """
 
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
+from bench.iteration_parts import filled, time_parts
+from bench.iteration_report import PARTS, Measured, table, verdict
 from bench.watched_workers import WatchedWorkers, gaps
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.cost_model import Device, IterationShape, OperationKind, floor, operations
+from orca_jax.cost_model import Device, IterationShape, floor, operations
 from orca_jax.engine_master import EngineMaster
-from orca_jax.flat_batch import FlatLayout
 from orca_jax.kv_manager import round_up
 from orca_jax.local_engine import build_engine
-from orca_jax.model.gpt import init_parameters
-from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import activate
 from orca_jax.model.presets import PRESETS
-from orca_jax.model.sampler import greedy
 from orca_jax.request import FinishReason, Request
 from orca_jax.request_pool import RequestPool
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
 from orca_jax.sharding.attention_path import choose_attention
+from orca_jax.sharding.compile_cache import keep_compiled_programs
 from orca_jax.sharding.host_allocator import keep_large_buffers
-from orca_jax.sharding.measured_device import measure_device, seconds
+from orca_jax.sharding.measured_device import measure_device
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.products import choose_products
+from orca_jax.sharding.random_parameters import random_parameters
 from orca_jax.timeline import Timeline
 
 # Over the floor: by rows of an increment phase, and of an initiation. A GPU's: 85 % of its bandwidth, 75 % of
 # its matrix rate.
 CPU_AIMS, CPU_INITIATION_AIM = {1: 1.3, 8: 1.5, 32: 1.5}, 1.4
 GPU_AIM, GPU_INITIATION_AIM = 1 / 0.85, 1 / 0.75
-HIDDEN = 0.05  # of an iteration: a gap below it is none
 BLOCK_SIZE = 16
-PARTS: tuple[OperationKind, ...] = ("linear", "attention", "head", "sampler")
 
 
 class TimedEngine:
@@ -88,25 +89,6 @@ class Timed:
     gaps: list[float]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One kind of iteration: seconds, its floor, and both by part; the host's part has no floor.
-
-    `bound_by_bytes` is the part of the floor that reads and writes set.
-    """
-
-    name: str
-    aim: float | None
-    iteration: float
-    fastest: float
-    without_overlap: float
-    gap: float
-    floor: float
-    bound_by_bytes: float
-    parts: dict[str, float]
-    part_floors: dict[str, float]
-
-
 class Bench:
     """One model on one device, measured at several batches."""
 
@@ -114,19 +96,22 @@ class Bench:
         self, model: ModelConfig, dtype: jnp.dtype, *, context: int, most_rows: int, longest: int
     ) -> None:
         self.model, self.dtype, self.context = model, dtype, context
+        keep_compiled_programs()
         if jax.devices()[0].platform == "cpu":
             keep_large_buffers()  # as an engine does
         self.device: Device = measure_device(dtype)
-        self.parameters = init_parameters(model, jax.random.key(0), dtype)
+        parts = split_model(model, jax.devices())
+        self.parameters = random_parameters(model, 0, dtype, parts[0].placement(model))
         self.serving = ServingConfig(
             max_batch_size=most_rows,
             n_slots=max(most_rows * round_up(longest, BLOCK_SIZE), 2 * model.n_positions),
             max_batch_tokens=model.n_positions,
             block_size=BLOCK_SIZE,
         )
-        parts = split_model(model, jax.devices())
         built = build_engine(model, [self.parameters], self.serving, parts)
         self.kv = built.kv
+        (self.worker,) = built.workers.workers
+        self.worker._caches = filled(self.worker._caches)
         self.watched = WatchedWorkers(built.workers)
         self.engine = TimedEngine(EngineMaster(self.watched, self.kv, vocab_size=model.vocab_size))
         self.attention = choose_attention(
@@ -156,6 +141,19 @@ class Bench:
         these = slice(before, before + n + 1)
         done = self.watched.done[these]
         return Timed(np.diff(done).tolist(), host, gaps(self.watched.issued[these], done))
+
+    def memory(self) -> str:
+        """Bytes of weights, and of keys and values; and all that the device ever held, where it tells."""
+        weights, caches = (
+            sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            for tree in (self.parameters, self.worker._caches)
+        )
+        said = f"{weights / 1e9:.1f} GB of weights, {caches / 1e9:.1f} GB of keys and values"
+        stats = jax.devices()[0].memory_stats() or {}
+        if "peak_bytes_in_use" in stats and "bytes_limit" in stats:
+            said += f"; at most {stats['peak_bytes_in_use'] / 1e9:.1f} GB in use"
+            said += f" of the {stats['bytes_limit'] / 1e9:.1f} that JAX may take"
+        return said
 
     def request(self, name: str, n_input: int, n_output: int) -> Request:
         """A greedy request of random tokens."""
@@ -193,54 +191,6 @@ class Bench:
             pass
         return times
 
-    def parts(self, n_tokens: int, n_rows: int, kv_length: int, repeat: int) -> dict[str, float]:
-        """Seconds of each of the device's parts: `n_rows` requests, `n_tokens` query tokens together."""
-        model, p, matmul = self.model, self.parameters, self.products.bind(None)
-        per_row = n_tokens // n_rows
-        n_blocks = -(-kv_length // self.serving.block_size)
-        shape = (n_rows * n_blocks, model.n_heads, self.serving.block_size, model.head_size)
-        key = jax.random.key(1)
-        caches = [
-            LayerCache(*(jax.random.normal(key, shape, self.dtype) for _ in range(2)))
-            for _ in range(model.n_layers)
-        ]
-        layout = FlatLayout(n_tokens, n_rows, n_blocks)
-        batch = layout.split(np.zeros(layout.size, np.int32))
-        batch.row_start[:] = np.arange(n_rows + 1) * per_row
-        batch.kv_length[:] = kv_length
-        batch.block_table[:] = np.arange(n_rows * n_blocks).reshape(n_rows, n_blocks)
-        path = self.attention.path
-        words, tables = jnp.asarray(path.words(layout, batch)), jax.tree.map(jnp.asarray, batch)
-        x = jax.random.normal(key, (n_tokens, model.hidden_size), self.dtype)
-
-        @jax.jit
-        def linear(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-            for i in range(model.n_layers):
-                qkv = matmul(x, p[f"layers.{i}.qkv.weight"].reshape(-1, model.hidden_size))
-                x = x + matmul(qkv[:, : model.hidden_size], p[f"layers.{i}.out.weight"])
-                up = activate(matmul(x, p[f"layers.{i}.up.weight"]), model.activation)
-                x = x + matmul(up, p[f"layers.{i}.down.weight"])
-            return x
-
-        @jax.jit
-        def attention(q: jax.Array, caches: list[LayerCache]) -> jax.Array:
-            attend = path.bind(layout, tables, words)
-            for cache in caches:
-                q = attend(q, cache)
-            return q
-
-        head_weight = p["token_embedding"] if model.tie_embeddings else p["head.weight"]
-        head = jax.jit(lambda x, w: matmul(x, w).astype(jnp.float32))
-        q = x.reshape(n_tokens, model.n_heads, model.head_size)
-        logits = head(x[:n_rows], head_weight)
-        choose = jax.jit(greedy)
-        return {
-            "linear": median(seconds(lambda: linear(p, x), repeat=repeat)),
-            "attention": median(seconds(lambda: attention(q, caches), repeat=repeat)),
-            "head": median(seconds(lambda: head(x[:n_rows], head_weight), repeat=repeat)),
-            "sampler": median(seconds(lambda: choose(logits), repeat=repeat)),
-        }
-
     def measure(self, name: str, n_tokens: int, n_rows: int, aim: float | None, repeat: int) -> Measured:
         """One row of the table: increments of `n_rows` if there is a token a row, else an initiation."""
         increment = n_tokens == n_rows
@@ -251,11 +201,27 @@ class Bench:
             else self.initiations(n_tokens, repeat, overlap=overlap)
             for overlap in (True, False)
         )
+        print(
+            f"{name}: {median(times.whole) * 1e3:.3f} ms (least {min(times.whole) * 1e3:.3f}), "
+            f"{median(alone.whole) * 1e3:.3f} without overlap, gap {median(times.gaps) * 1e3:.3f}",
+            flush=True,
+        )
         shape = IterationShape([n_tokens // n_rows] * n_rows, [kv_length] * n_rows)
         size = self.dtype.itemsize
         work = operations(self.model, shape, weight_bytes=size, kv_bytes=size)
         bytes_alone = replace(self.device, matrix_rate=math.inf)
-        return Measured(
+        parts = time_parts(
+            self.model,
+            self.parameters,
+            self.worker._caches,
+            self.attention.path,
+            self.products.bind(None),
+            n_tokens=n_tokens,
+            n_rows=n_rows,
+            kv_length=kv_length,
+            repeat=repeat,
+        )
+        row = Measured(
             name=name,
             aim=aim,
             iteration=median(times.whole),
@@ -264,57 +230,16 @@ class Bench:
             gap=median(times.gaps),
             floor=floor(work, self.device),
             bound_by_bytes=floor(work, bytes_alone),
-            parts={"host": median(times.host)} | self.parts(n_tokens, n_rows, kv_length, repeat),
+            parts={"host": median(times.host)} | parts,
             part_floors={kind: floor([op for op in work if op.kind == kind], self.device) for kind in PARTS},
         )
+        print(verdict(row), flush=True)
+        return row
 
 
 def longest_request(n_rows: int, context: int, repeat: int) -> int:
     """Tokens of a request that runs in all measured iterations, and in those where others come in before."""
     return context - repeat // 2 + repeat + n_rows + 6
-
-
-def table(rows: list[Measured]) -> Table:
-    """The measured rows, milliseconds; a part beside its own floor."""
-    made = Table(title="milliseconds (floor) of an iteration and its parts")
-    columns = ("iteration", "median", "fastest", "no overlap", "floor", "over floor", "aim", "gap", "host")
-    for column in (*columns, *PARTS, "rest"):
-        made.add_column(column, justify="left" if column == "iteration" else "right")
-    for row in rows:
-        rest = row.iteration - row.gap - sum(row.parts[kind] for kind in PARTS)
-        made.add_row(
-            row.name,
-            f"{row.iteration * 1e3:.2f}",
-            f"{row.fastest * 1e3:.2f}",
-            f"{row.without_overlap * 1e3:.2f}",
-            f"{row.floor * 1e3:.2f}",
-            f"{row.iteration / row.floor:.2f}",
-            "" if row.aim is None else f"{row.aim:.2f}",
-            f"{row.gap * 1e3:.3f}",
-            f"{row.parts['host'] * 1e3:.2f}",
-            *(f"{row.parts[kind] * 1e3:.2f} ({row.part_floors[kind] * 1e3:.2f})" for kind in PARTS),
-            f"{rest * 1e3:.2f}",
-        )
-    return made
-
-
-def verdict(rows: list[Measured]) -> list[str]:
-    """What bounds each kind of iteration on this machine, how far from it it is, and where that goes."""
-    lines: list[str] = []
-    for row in rows:
-        bound = "memory bandwidth" if row.bound_by_bytes > 0.5 * row.floor else "the matrix rate"
-        losses = {kind: row.parts[kind] - row.part_floors[kind] for kind in PARTS}
-        losses["the gap between iterations"] = row.gap
-        losses["what is between the parts"] = row.iteration - row.gap - sum(row.parts[kind] for kind in PARTS)
-        most = max(losses, key=lambda kind: losses[kind])
-        host = "hidden" if row.gap <= HIDDEN * row.iteration else "not hidden"
-        aim = "" if row.aim is None else f", aim {row.aim:.2f}"
-        lines.append(
-            f"{row.name}: bound by {bound}, {row.iteration / row.floor:.2f} times its floor{aim}; "
-            f"most is lost in {most} ({losses[most] / row.iteration:.0%}); "
-            f"the host's {row.parts['host'] * 1e3:.2f} ms are {host} (gap {row.gap / row.iteration:.1%})"
-        )
-    return lines
 
 
 def main() -> None:
@@ -337,40 +262,34 @@ def main() -> None:
         parser.error(f"{flags.preset} has {model.n_positions} positions; these requests do not fit into them")
     if flags.context <= flags.repeat // 2:
         parser.error("--context must be more than half of --repeat")
-    console = Console(stderr=True)
-    with Progress(console=console) as progress:
-        task = progress.add_task("ceilings and weights", total=len(rows) + len(initiations))
-        bench = Bench(model, dtype, context=flags.context, most_rows=max(rows), longest=longest)
-        measured: list[Measured] = []
-        for n in rows:
-            progress.update(task, description=f"increment phase, {n} rows")
-            aim = CPU_AIMS.get(n) if on_cpu else GPU_AIM
-            measured.append(bench.measure(f"increment, {n} rows", n, n, aim, flags.repeat))
-            progress.advance(task)
-        for n in initiations:
-            progress.update(task, description=f"initiation phase, {n} tokens")
-            aim = CPU_INITIATION_AIM if on_cpu else GPU_INITIATION_AIM
-            measured.append(bench.measure(f"initiation, {n} tokens", n, 1, aim, max(5, flags.repeat // 4)))
-            progress.advance(task)
+    bench = Bench(model, dtype, context=flags.context, most_rows=max(rows), longest=longest)
     kind = jax.devices()[0].device_kind
     print(
         f"{flags.preset} {dtype} on {kind}, jax {jax.__version__}: "
         f"{bench.device.bandwidth / 1e9:.1f} GB/s, {bench.device.matrix_rate / 1e9:.0f} GFLOP/s; "
-        f"context {flags.context}"
+        f"context {flags.context}; {bench.attention.said}"
     )
+    print(bench.memory(), flush=True)
+    measured: list[Measured] = []
+    for n in rows:
+        aim = CPU_AIMS.get(n) if on_cpu else GPU_AIM
+        measured.append(bench.measure(f"increment, {n} rows", n, n, aim, flags.repeat))
+    for n in initiations:
+        aim = CPU_INITIATION_AIM if on_cpu else GPU_INITIATION_AIM
+        measured.append(bench.measure(f"initiation, {n} tokens", n, 1, aim, max(5, flags.repeat // 4)))
+    print(bench.memory())
     Console(width=170).print(table(measured))
-    for line in verdict(measured):
-        print(line)
     print(
         json.dumps(
             {
                 "preset": flags.preset,
                 "dtype": str(dtype),
                 "device": kind,
+                "xla_flags": os.environ.get("XLA_FLAGS", ""),
                 "bandwidth": bench.device.bandwidth,
                 "matrix_rate": bench.device.matrix_rate,
                 "context": flags.context,
-                "iterations": [vars(row) | {"over_floor": row.iteration / row.floor} for row in measured],
+                "iterations": [asdict(row) | {"over_floor": row.iteration / row.floor} for row in measured],
             }
         )
     )
