@@ -14,31 +14,35 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from orca_jax import LLM, SamplingParams
+from bench.bare_engine import BareEngine
 from orca_jax.config import ModelConfig
 from orca_jax.model.presets import PRESETS
+from orca_jax.request import Request
+from orca_jax.sampling_params import SamplingParams
+from orca_jax.sizes import Sizes
 
 LONGEST = 128
 MAX_BATCH_SIZE = 16
 
 
-def requests(model: ModelConfig, n: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts, and what is asked of each."""
+def requests(model: ModelConfig, n: int) -> list[Request]:
+    """The same at each call."""
     rng = random.Random(0)
     prompts = [[rng.randrange(model.vocab_size) for _ in range(rng.randint(8, LONGEST))] for _ in range(n)]
     sampling = [
         SamplingParams(max_tokens=rng.randint(16, 96), temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
         for i in range(n)
     ]
-    return prompts, sampling
+    return [
+        Request(str(i), tuple(prompt), len(prompt) + one.max_tokens, one, seed=i)
+        for i, (prompt, one) in enumerate(zip(prompts, sampling, strict=True))
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,32 +53,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args(argv)
     model = PRESETS[args.preset]
-    prompts, sampling = requests(model, args.requests)
-    n_tokens = sum(one.max_tokens for one in sampling)
+    n_tokens = sum(one.sampling.max_tokens for one in requests(model, args.requests))
     whole = max(2048, model.n_positions)
     cases = list(dict.fromkeys([(whole, False), (whole, True), (model.n_positions, True)]))
     times: dict[tuple[int, bool], list[float]] = {case: [] for case in cases}
-    with ExitStack() as stack, Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("compiling and running", total=len(cases) * (args.runs + 1))
-        llms = {
-            (tokens, deterministic): stack.enter_context(
-                LLM(
-                    args.preset,
-                    load_format="dummy",
-                    max_batch_size=MAX_BATCH_SIZE,
-                    max_batch_tokens=tokens,
-                    deterministic=deterministic,
-                )
-            )
-            for tokens, deterministic in cases
-        }
-        for run in range(args.runs + 1):  # the first compiles
-            for case, llm in llms.items():
-                start = time.perf_counter()
-                llm.generate(prompts, sampling)
-                if run:
-                    times[case].append(time.perf_counter() - start)
-                progress.advance(task)
+    engines: dict[tuple[int, bool], BareEngine] = {}
+    for tokens, deterministic in cases:
+        said = Sizes(
+            max_batch_size=MAX_BATCH_SIZE,
+            n_slots=MAX_BATCH_SIZE * model.n_positions,  # of each: all three are held at once
+            max_batch_tokens=tokens,
+            deterministic=deterministic,
+        )
+        engines[tokens, deterministic] = BareEngine(model, said)
+    for run in range(args.runs + 1):  # the first compiles
+        for (tokens, deterministic), engine in engines.items():
+            start = time.perf_counter()
+            engine.run(requests(model, args.requests))
+            seconds = time.perf_counter() - start
+            if run:
+                times[tokens, deterministic].append(seconds)
+            which = f"max_batch_tokens {tokens}{', deterministic' * deterministic}"
+            rate = f"{n_tokens / seconds:,.0f} tokens/s" if run else f"compiled within {seconds:.1f} s"
+            print(f"run {run} of {args.runs}: {which}: {rate}", flush=True)
     plain = times[cases[0]]
     table = Table(title=f"{args.preset}, {args.requests} requests, {n_tokens:,} output tokens")
     for column in ("max_batch_tokens", "deterministic", "tokens/s", "time over plain, pair by pair"):

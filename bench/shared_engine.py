@@ -10,26 +10,19 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.progress import Progress
 
+from bench.bare_engine import BareEngine
 from bench.fed_tokens import FedWorkers
 from bench.play import MakeScheduler
 from bench.request_level import RequestLevelScheduler
 from orca_jax.admission import admissible
-from orca_jax.batch_sizes import buckets_of
 from orca_jax.config import Dtype
 from orca_jax.engine_master import EngineMaster
-from orca_jax.local_engine import build_engine, chosen_sizes
 from orca_jax.model.presets import PRESETS
 from orca_jax.request import Request
 from orca_jax.request_pool import RequestPool
 from orca_jax.scheduler import Scheduler
-from orca_jax.sharding.compile_cache import keep_compiled_programs
-from orca_jax.sharding.device_group import default_dtype, device_name
-from orca_jax.sharding.host_allocator import keep_large_buffers
-from orca_jax.sharding.load import find_model, load_parameters
-from orca_jax.sharding.partition import split_model
 from orca_jax.sizes import Sizes
 from orca_jax.timeline import Timeline
 
@@ -55,45 +48,26 @@ class SharedEngine:
         seed: int = 0,
         on_program: Callable[[int, int, str], object] | None = None,
     ) -> None:
-        keep_compiled_programs()
-        devices = jax.devices()
-        if devices[0].platform == "cpu":
-            keep_large_buffers()
-        self.dtype: Dtype = dtype or default_dtype(devices[0])
-        self.device = device_name(devices[0])
-        self.n_stages = pipeline_parallel
-        found = find_model(preset, "dummy")
-        parts = split_model(found.config, devices, pipeline_parallel=pipeline_parallel)
-        self.model, parameters = load_parameters(
-            found,
-            parts,
-            load_format="dummy",
-            dtype=jnp.dtype(self.dtype),
-            seed=seed,
-            n_devices=pipeline_parallel,
-        )
-        said = Sizes(
-            max_batch_size=most_bs,
-            n_slots=n_slots,
-            max_batch_tokens=max(most_tokens, most_bs, self.model.n_positions),
-        )
-        self.serving = chosen_sizes(
-            self.model, jnp.dtype(self.dtype), parts, said, n_devices=pipeline_parallel
-        )
-        self.buckets = buckets or buckets_of(self.serving.max_batch_tokens, most_bs, deterministic=False)
-        built = build_engine(
+        self.model = PRESETS[preset]
+        bare = BareEngine(
             self.model,
-            parameters,
-            self.serving,
-            parts,
-            buckets=self.buckets,
+            Sizes(
+                max_batch_size=most_bs,
+                n_slots=n_slots,
+                max_batch_tokens=max(most_tokens, most_bs, self.model.n_positions),
+            ),
+            dtype=dtype,
+            seed=seed,
+            pipeline_parallel=pipeline_parallel,
+            buckets=buckets,
             compile_ahead=True,
             on_program=on_program,
         )
-        self.kv, self.engine = built.kv, built.engine
-        self._fed = FedWorkers(built.workers)
+        self.dtype, self.device, self.n_stages = bare.dtype, bare.device, bare.n_stages
+        self.serving, self.buckets, self.kv, self.engine = bare.serving, bare.buckets, bare.kv, bare.engine
+        self._fed = FedWorkers(bare.workers)
         self._by_request = EngineMaster(
-            self._fed, built.kv, vocab_size=self.model.vocab_size, n_workers=pipeline_parallel
+            self._fed, self.kv, vocab_size=self.model.vocab_size, n_workers=pipeline_parallel
         )
 
     def orca(self, max_bs: int, *, overlap: bool = True) -> MakeScheduler:

@@ -28,16 +28,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from orca_jax.config import Deadlines, ModelConfig, RestartBound, ServingConfig, WorkerOptions
+from orca_jax.config import ModelConfig, ServingConfig
 from orca_jax.kv_manager import KVManager, round_up
 from orca_jax.local_engine import build_engine
 from orca_jax.model.presets import PRESETS
@@ -45,11 +44,9 @@ from orca_jax.request import Request
 from orca_jax.request_pool import RequestPool
 from orca_jax.sampling_params import SamplingParams
 from orca_jax.scheduler import Engine, Returned, Scheduler
-from orca_jax.sharding.load import random_parameters
 from orca_jax.sharding.partition import StagePart, split_model
-from orca_jax.sizes import Sizes
+from orca_jax.sharding.random_parameters import random_parameters
 from orca_jax.timeline import Timeline
-from orca_jax.worker_processes import supervised_pipeline
 
 BLOCK_SIZE = 16
 CONTEXT = 32  # input tokens of a request of the increment phases
@@ -96,6 +93,17 @@ class TimedEngine:
         return self._engine.wait(interrupted)
 
 
+class Stages(Protocol):
+    """Engines of one model on one split."""
+
+    model: ModelConfig
+    n_stages: int
+
+    def build(self, serving: ServingConfig) -> "Built":
+        """One of these sizes."""
+        ...
+
+
 class Built(NamedTuple):
     """An engine with its K/V manager, and the device that it runs on."""
 
@@ -117,52 +125,11 @@ class StagesHere:
         built = build_engine(self.model, self.parameters, serving, self.parts)
         return Built(built.engine, built.kv, self._device)
 
-    def close(self) -> None:
-        """Its memory goes with it."""
-
-
-class StagesInProcesses:
-    """The engine of a preset whose stages have processes of their own; one for all batches up to `rows`."""
-
-    def __init__(self, preset: str, split: str, rows: int) -> None:
-        self.n_stages, tensor = _sizes(split)
-        self.model = PRESETS[preset]
-        self._built = supervised_pipeline(
-            preset,
-            self.model,
-            Sizes(
-                max_batch_size=rows,
-                n_slots=rows * self.n_stages * round_up(self.model.n_positions, BLOCK_SIZE),
-                block_size=BLOCK_SIZE,
-            ),
-            WorkerOptions(
-                model=preset,
-                stage=0,
-                n_stages=self.n_stages,
-                listen="",
-                tensor_parallel=tensor,
-                load_format="dummy",
-                forward_ahead=not split.endswith("+after"),
-            ),
-            restarts=RestartBound(restarts=0),
-            deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
-            on_event=lambda line: None,
-        )
-
-    def build(self, serving: ServingConfig) -> Built:
-        """The engine; its programs for a batch of `serving` are those that an engine of that size has."""
-        assert serving.max_batch_size <= self._built.serving.max_batch_size
-        return Built(self._built.engine, self._built.kv, self._built.device)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._built.close()
-
 
 class SplitBench:
     """One model on one split."""
 
-    def __init__(self, stages: StagesHere | StagesInProcesses) -> None:
+    def __init__(self, stages: Stages) -> None:
         self.model, self.n_stages = stages.model, stages.n_stages
         self._stages = stages
         self.device = ""  # once an engine was built
@@ -246,41 +213,34 @@ def _returns(scheduler: Scheduler) -> int:
 
 def run_split(flags: argparse.Namespace) -> SplitResult:
     """Measure one split, in the process that has its devices."""
-    stages = _stages(flags)
-    try:
-        return _measured(flags, SplitBench(stages))
-    finally:
-        stages.close()
-
-
-def _stages(flags: argparse.Namespace) -> StagesHere | StagesInProcesses:
-    if "+" in flags.one:
-        return StagesInProcesses(flags.preset, flags.one, max(_numbers(flags.rows)))
-    n_stages, tensor = _sizes(flags.one)
+    n_stages, tensor = sizes_of(flags.one)
     devices = jax.devices()
     # Padded for the widest split, so that the same weights are drawn for all.
-    multiple = math.lcm(*(_sizes(split)[1] for split in _splits(flags)))
+    multiple = math.lcm(*(sizes_of(split)[1] for split in _splits(flags)))
     model = replace(PRESETS[flags.preset], vocab_multiple=multiple)
     if flags.same_gpu:
         devices = devices[:1] * n_stages
     parts = split_model(model, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
     dtype = jnp.dtype("float32" if devices[0].platform == "cpu" else "bfloat16")
-    return StagesHere(model, dtype, parts)
+    return measure_split(flags, SplitBench(StagesHere(model, dtype, parts)))
 
 
-def _measured(flags: argparse.Namespace, bench: SplitBench) -> SplitResult:
+def measure_split(flags: argparse.Namespace, bench: SplitBench) -> SplitResult:
+    """All of one split."""
     initiation = bench.initiation(flags.initiation, max(3, flags.repeat // 4))
-    increments = [bench.increments(rows, flags.repeat) for rows in _numbers(flags.rows)]
+    increments = [bench.increments(rows, flags.repeat) for rows in numbers(flags.rows)]
     return SplitResult(flags.one, bench.device, jax.__version__, initiation, increments)
 
 
 def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
     """Measure one split in a process of its own. Raises RuntimeError with its words if it fails."""
-    n_stages, tensor = _sizes(split)
+    n_stages, tensor = sizes_of(split)
     environment = dict(os.environ)
     if not flags.same_gpu and "+" not in split:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_stages * tensor}"
-    command = [sys.executable, "-m", "bench.stages", *sys.argv[1:], "--one", split]
+    # What worker processes need besides, the libraries of control lines, is imported there alone.
+    module = "bench.stages_in_processes" if "+" in split else "bench.stages"
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--one", split]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=flags.timeout, check=False
     )
@@ -325,17 +285,19 @@ def _splits(flags: argparse.Namespace) -> list[str]:
     return str(flags.splits or default).split(",")
 
 
-def _sizes(split: str) -> tuple[int, int]:
+def sizes_of(split: str) -> tuple[int, int]:
+    """Stages, and devices of each."""
     n_stages, tensor = split.partition("+")[0].split("x")
     return int(n_stages), int(tensor)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between."""
     return [int(n) for n in text.split(",")]
 
 
-def main() -> None:
-    """Measure, print a table and last one line of JSON."""
+def parse() -> argparse.Namespace:
+    """The flags; those of a split in processes are the same."""
     parser = argparse.ArgumentParser(prog="python -m bench.stages", description=__doc__)
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
     parser.add_argument("--splits", help="default: 1x1,1x2,2x1,2x2,4x1; with --same-gpu 1x1,2x1")
@@ -346,13 +308,30 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a split (default: 900)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     flags = parser.parse_args()
+    if flags.same_gpu and any(sizes_of(split)[1] > 1 for split in _splits(flags)):
+        parser.error("one GPU cannot be several devices of one stage: with --same-gpu a split is Nx1")
+    return flags
+
+
+def said_at_once(result: SplitResult) -> str:
+    """A line for a split as it is measured, milliseconds."""
+    rows = (
+        f"{one.rows} rows {one.alone * 1e3:.2f} alone, {one.in_flight * 1e3:.2f} in flight"
+        for one in result.increments
+    )
+    return f"{result.split}: {'; '.join(rows)}; initiation {result.initiation * 1e3:.2f} ms"
+
+
+def main() -> None:
+    """Measure, print a table and last one line of JSON."""
+    flags = parse()
     if flags.one:
         print(json.dumps(asdict(run_split(flags))))
         return
-    splits = _splits(flags)
-    if flags.same_gpu and any(_sizes(split)[1] > 1 for split in splits):
-        parser.error("one GPU cannot be several devices of one stage: with --same-gpu a split is Nx1")
-    results = [in_a_process(split, flags) for split in track(splits, "splits", console=Console(stderr=True))]
+    results: list[SplitResult] = []
+    for split in _splits(flags):
+        results.append(in_a_process(split, flags))
+        print(said_at_once(results[-1]), flush=True)
     on = results[0].device
     print(f"{flags.preset} on {on}{', every stage on one' * flags.same_gpu}, jax {results[0].jax}")
     Console(width=150).print(table(results))
