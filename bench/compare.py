@@ -57,6 +57,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers-compiled": ("bench.peers.transformers_static", {"compiled": True}),
     "transformers-continuous": ("bench.peers.transformers_continuous", {}),
 }
+OWN = {"llm": "bench.peers.orca", "engine": "bench.peers.orca_engine"}  # this engine through --ours
 EQUAL = (1, 8, 32)
 _ROOT = Path(__file__).parents[1]
 _ARGUMENTS_OF = {OURS: OURS, "server": SERVER}  # what --arguments calls ours
@@ -198,7 +199,7 @@ def start_all(
     pythons = [(OURS, sys.executable), *flags.peer]
     for name, python in pythons:
         progress.update(task, description=f"starting {name}")
-        module, more = ("bench.peers.orca", {}) if name == OURS else PEERS[name]
+        module, more = (OWN[flags.ours], {}) if name == OURS else PEERS[name]
         process = EngineProcess(name, python, module, variables(name, cores), play_seconds=flags.deadline)
         running.enter_context(process).start(about | more | {"arguments": arguments.get(name, {})})
         engines.append(process)
@@ -228,6 +229,12 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     several: dict[str, Any] = {"action": "append", "default": []}
     parser.add_argument("--peer", type=parse_peer, metavar="NAME=PYTHON", help="an engine", **several)
+    parser.add_argument(
+        "--ours",
+        default="llm",
+        choices=sorted(OWN),
+        help="through LLM, or the engine alone, which needs fewer libraries (llm)",
+    )
     parser.add_argument("--server", action="store_true", help="our server over HTTP too")
     parser.add_argument(
         "--address", type=parse_address, metavar="NAME=URL[,KEY=VALUE...]", help="a server", **several
@@ -322,6 +329,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "command": list(sys.argv[1:] if words is None else words),
         "model": flags.model,
         "dtype": flags.dtype,
+        "ours": flags.ours,
         "max_batch_size": flags.max_batch_size,
         "rest_seconds": flags.rest,
         "traces": {

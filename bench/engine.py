@@ -110,6 +110,9 @@ def measure(shared: SharedEngine, traces: Sequence[Trace], repeat: int, progress
                     seconds = run[entry.system](shared, trace)
                     entry.seconds.extend([seconds] * (i > 0))
             progress.advance(task)
+        for entry in found:
+            if entry.seconds:
+                print(f"{entry.label}, batch {entry.batch}: {median(entry.seconds):.3f} s", flush=True)
         entries += found
     return entries
 

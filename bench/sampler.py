@@ -116,6 +116,10 @@ def measure(n_rows: int, vocab_size: int, repeat: int, tick: Callable[[], None])
         sampling = neutral_sampling(1)
         for field, value in fields.items():
             sampling[field] = value
+        print(
+            f"{n_rows} rows, {vocab_size:,}: {name}: {1e6 * seconds:,.0f} us, floor {1e6 * floor:,.0f}",
+            flush=True,
+        )
         found.append(
             {
                 "rows": n_rows,

@@ -79,7 +79,13 @@ class Load:
         trace = self.at_rate(rate)
         for one in systems:
             records = play_on(shared, one.make, trace, f"{one.label} at {rate:.3g} req/s", told)
-            self.playings.append(Playing(one, rate, records, served(records)))
+            figures = served(records)
+            self.playings.append(Playing(one, rate, records, figures))
+            print(
+                f"{one.label} at {rate:.3g} req/s: {figures.req_s:.3g} req/s, median normalized latency "
+                f"{figures.normalized_median * 1e3:.1f} ms a token",
+                flush=True,
+            )
 
     def _last(self, system: System) -> float:
         """Its median normalized latency at the highest rate so far."""

@@ -84,7 +84,12 @@ def play_in_turn(
             for engine in [*engines[begin:], *engines[:begin]]:
                 progress.update(task, description=f"round {i + 1} of {rounds}: {name}, {engine.name}")
                 time.sleep(rest)
-                one.played[engine.name].append(engine.play(one.trace))
+                played = engine.play(one.trace)
+                one.played[engine.name].append(played)
+                print(
+                    f"round {i + 1}, {name}: {engine.name} {played.tokens_per_second:.1f} tokens/s",
+                    flush=True,
+                )
                 progress.advance(task)
     return found
 

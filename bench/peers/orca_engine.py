@@ -1,0 +1,70 @@
+"""This engine without `LLM`: for an environment that lacks the libraries of tokenizers, grammars or gRPC.
+
+The caller's thread turns the scheduler's loop. No text is made here and none with `LLM`, since the checkpoint
+of a comparison has no tokenizer; what is left out is the service's thread and its mailboxes.
+"""
+
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import orca_jax
+from bench.bare_engine import BareEngine
+from bench.peers.child import Play, Playing, serve
+from orca_jax.request import Request
+from orca_jax.request_pool import Delivery
+from orca_jax.sampling_params import SamplingParams
+from orca_jax.sharding.hf_config import read_config
+from orca_jax.sizes import Sizes
+
+
+def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
+    """`flags`: checkpoint, dtype, max_batch_size; `arguments` may have more fields of Sizes."""
+    arguments = {"max_batch_size": flags["max_batch_size"], **flags.get("arguments", {})}
+    directory = Path(flags["checkpoint"])
+    engine = BareEngine(
+        read_config(directory),
+        Sizes(**arguments),
+        directory=directory,
+        dtype=flags["dtype"],
+        compile_ahead=True,
+    )
+
+    def play(playing: Playing) -> None:
+        def delivered(deliveries: Sequence[Delivery]) -> None:
+            for delivery in deliveries:
+                if delivery.finish_reason is not None:
+                    request = delivery.request
+                    playing.done(int(request.request_id), request.output_ids)
+
+        scheduler, pool = engine.scheduler(on_deliveries=delivered)
+        while not playing.is_done:
+            for i in playing.arrived():
+                asked = playing.requests[i]
+                sampling = SamplingParams(max_tokens=asked.n_output, temperature=0.0, ignore_eos=True)
+                n_tokens = len(asked.prompt) + asked.n_output
+                pool.add(Request(str(i), tuple(asked.prompt), n_tokens, sampling, seed=0))
+            if not scheduler.step():
+                time.sleep(playing.until_next() or 0.0)
+
+    versions = f"orca_jax {orca_jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
+    return play, {
+        "versions": versions,
+        "flags": {
+            **arguments,
+            "dtype": flags["dtype"],
+            "n_slots": engine.serving.n_slots,
+            "attention": engine.attention,
+            "through": "the engine alone",
+        },
+        "device": engine.device,
+    }
+
+
+if __name__ == "__main__":
+    serve(start)
