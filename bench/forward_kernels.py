@@ -11,6 +11,7 @@ for the products.
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -45,12 +46,16 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\(")
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: XLA's name for it, its kind, what it computes, the shapes of its results."""
+    """One launch: XLA's name for it, its kind, what it computes, the shapes of its results.
+
+    `sliced` is a custom call that XLA gives a slice of an array where it lies, in place of a copy.
+    """
 
     name: str
     kind: str
     computes: tuple[str, ...]
     shape: str
+    sliced: bool = False
 
     @property
     def is_attention(self) -> bool:
@@ -79,14 +84,22 @@ class Program:
             if not found or found[3] in _NO_LAUNCH or found[3].endswith("-done"):
                 continue
             kind, computes = found[3], tuple(dict.fromkeys(self._computes(line)))
-            if target := re.search(r'custom_call_target="([^"]+)"', line):
+            folded = self._folded_call(line)
+            if target := re.search(r'custom_call_target="([^"]+)"', folded or line):
                 kind = target[1]
-                if kind.startswith("mosaic_gpu") and "split_attention" in line:  # the kernel's name
+                if kind.startswith("mosaic_gpu") and "split_attention" in (
+                    folded or line
+                ):  # the kernel's name
                     computes = (_ATTENTION,)
             elif kind == "fusion":
                 triton = re.search(r'"kind":"(__triton\w*)"', line)
                 kind = triton[1].removeprefix("__") if triton else _after("kind=", line)
-            yield Kernel(found[1], kind, computes, _shape(found[2]))
+            yield Kernel(found[1], kind, computes, _shape(found[2]), sliced=folded is not None)
+
+    def _folded_call(self, line: str) -> str | None:
+        """The custom call that a fusion is made around, with the slices that it is given."""
+        inner = self._bodies.get(_after("calls=%", line), []) if " fusion(" in line else []
+        return next((one for one in inner if " custom-call(" in one), None)
 
     def _computes(self, line: str) -> Iterator[str]:
         """What an instruction, or the computation that it calls, computes."""
@@ -113,7 +126,7 @@ def layers(kernels: list[Kernel]) -> list[list[Kernel]]:
 
 def forward_kernels(preset: str, n_layers: int, bucket: int, max_bs: int = 32) -> list[Kernel]:
     """The launches of one bucket's forward program in bfloat16, compiled for one H200."""
-    text = compile_forward(replace(PRESETS[preset], n_layers=n_layers), bucket, max_bs).as_text()
+    text = compile_forward(replace(PRESETS[preset], n_layers=n_layers), bucket, max_bs).program.as_text()
     assert text is not None
     return list(Program(text).kernels())
 
@@ -155,6 +168,8 @@ def main() -> None:
     ):
         kernels = forward_kernels(flags.preset, flags.layers, bucket, flags.max_batch_size)
         counts = [len(layer) for layer in layers(kernels)]
+        if not counts:
+            sys.exit(f"the program of {bucket} tokens has no split-attention kernel in it")
         layer = layers(kernels)[len(counts) // 2]
         made = Table(
             title=f"{flags.preset}, {bucket} tokens: {len(layer)} kernels a layer, {len(kernels)} in all"
@@ -169,6 +184,7 @@ def main() -> None:
                 "bucket": bucket,
                 "in_all": len(kernels),
                 "attention_calls": sum(kernel.is_attention for kernel in kernels),
+                "sliced_calls": sum(kernel.sliced for kernel in kernels),
                 "of_layers": counts,
                 "layer": [asdict(k) for k in layer],
             }

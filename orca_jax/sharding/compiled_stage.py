@@ -1,6 +1,7 @@
 """A stage's forward program, compiled for devices that may be described only; nothing is run."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -62,10 +63,13 @@ def compile_stage(
     block_size: int = BLOCK_SIZE,
     dtype: DTypeLike = DTYPE,
     deterministic: bool = False,
+    command_buffer_collectives: bool = False,
+    compiler_options: Mapping[str, str | bool] | None = None,
 ) -> CompiledStage:
     """Compile one bucket with the attention that is chosen for the devices of `part`.
 
-    `n_rows` are the places of all admitted requests: twice `max_bs` unless said.
+    `n_rows` are the places of all admitted requests: twice `max_bs` unless said. `compiler_options` are
+    XLA's, on top of the stage's own.
     """
     group = part.group
     chosen = choose_attention(
@@ -78,7 +82,14 @@ def compile_stage(
     )
     products = choose_products(group.devices[0], dtype, deterministic=deterministic)
     parameters = placed_parameters(model, part, dtype)
-    stage = Stage(model, parameters, part, attention=chosen.path, products=products)
+    stage = Stage(
+        model,
+        parameters,
+        part,
+        attention=chosen.path,
+        products=products,
+        command_buffer_collectives=command_buffer_collectives,
+    )
     layout = FlatLayout(bucket, min(bucket, max_bs), -(-model.n_positions // block_size))
     shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
     cache = described_array(shape, group.place(CACHE_SPEC), dtype)
@@ -94,7 +105,8 @@ def compile_stage(
         score = stage.score.lower(stage.weights, hidden, at, at)
     weights = device_bytes(stage.weights)
     arguments = weights + device_bytes((caches, arrived, buffer))
-    return CompiledStage(lowered.compile(), chosen.said, weights, arguments, score)
+    program = lowered.compile(dict(compiler_options or {}))
+    return CompiledStage(program, chosen.said, weights, arguments, score)
 
 
 def device_bytes(arrays: object) -> int:

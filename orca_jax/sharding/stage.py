@@ -26,7 +26,7 @@ from orca_jax.sharding.token_chooser import packed_logprobs
 
 SCORED = 128  # tokens of a prompt that are scored at a time
 
-_GPU_OPTIONS = {
+_GPU_OPTIONS: dict[str, str | bool] = {
     # Where weights and caches fill most of the memory XLA would compute products twice, to save temporaries
     # that are small anyway.
     "xla_disable_hlo_passes": "rematerialization",
@@ -34,6 +34,8 @@ _GPU_OPTIONS = {
     # and a Mosaic kernel refuses, at run time, an array that does not begin at a multiple of 256 bytes.
     "xla_gpu_enable_dynamic_slice_fusion": False,
 }
+# What XLA records into command buffers (CUDA graphs) unless told otherwise; an option replaces all of it.
+_RECORDED = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION"
 
 
 class Last(NamedTuple):
@@ -49,7 +51,8 @@ class Stage:
 
     `parameters` are those of `part.placement`, where that says, as arrays, or as jax.ShapeDtypeStruct with a
     sharding to compile without them. The buffer of an iteration is that of its FlatLayout with `attention`'s
-    words behind it.
+    words behind it. With `command_buffer_collectives` a GPU's command buffers hold the forward pass's
+    collectives too.
 
     `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
     [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out` is the
@@ -67,6 +70,7 @@ class Stage:
         *,
         attention: AttentionPath,
         products: Products,
+        command_buffer_collectives: bool = False,
     ) -> None:
         self.part = part
         graph, state = nnx.split(GPT(config, parameters, part.layers))
@@ -128,12 +132,15 @@ class Stage:
                 return Last(logits, layout.split(arrays[-1]).sampler, hidden), caches
             return out, caches
 
+        options = None
+        if group.devices[0].platform != "cpu":
+            options = _gpu_options(command_buffer_collectives=command_buffer_collectives)
         self.forward = Program(
             jax.jit(
                 forward,
                 static_argnames="layout",
                 donate_argnums=1,  # the caches
-                compiler_options=None if group.devices[0].platform == "cpu" else _GPU_OPTIONS,
+                compiler_options=options,
             ),
             key=lambda *arrays, layout: layout,
         )
@@ -141,3 +148,14 @@ class Stage:
             jax.jit(on_each(score_part, (P(), P(), P()), P())),
             key=lambda weights, hidden, at, targets: hidden.shape[0],
         )
+
+
+def _gpu_options(*, command_buffer_collectives: bool) -> dict[str, str | bool]:
+    """XLA's options for a forward program on GPUs."""
+    options = dict(_GPU_OPTIONS)
+    if command_buffer_collectives:
+        options["xla_gpu_enable_command_buffer"] = f"{_RECORDED},COLLECTIVES"
+        if jax.__version_info__ >= (0, 11):
+            # XLA's own kernels for small all-reduces are never recorded there; NCCL's are.
+            options["xla_gpu_experimental_use_collective_kernels"] = ""
+    return options
