@@ -15,7 +15,8 @@ written, and a matrix product's operations, a second); the kernel against float6
 and block size, on fresh random batches; increments, prompts, mixed batches; what one call launches, kernel
 by kernel; cuDNN, JAX's own decode_attention and paged_attention, one launch for each request, the engine's
 path without the kernel; PyTorch's scaled_dot_product_attention. What fails or is missing is a line that says
-why.
+why. The exit status is 1 where a form of the kernel is wrong, or could not be run. `--only` names sections,
+each of which can run alone.
 
 The columns: median microseconds of a call, half the range of the repeats in %, the host's microseconds to
 issue a call (where they come near the call's time, they are what was measured), achieved GB/s and TFLOP/s and
@@ -35,13 +36,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.kernel.aims import Aim, check_aims
+from bench.kernel.aims import CORRECT, Aim, check_aims
 from bench.kernel.child import Words, work_through
 from bench.kernel.compile import compile_all
 from bench.kernel.picture import draw
 from bench.kernel.results import HEAD, Result, figures, line
 from bench.kernel.run import all_tasks
-from bench.kernel.shapes import SECTIONS, Task, torch_cases
+from bench.kernel.shapes import SECTIONS, Scale, Task, torch_cases
 from bench.pyplot import matplotlib_here
 from orca_jax.cost_model import Device
 
@@ -56,15 +57,15 @@ _ROOT = Path(__file__).parents[2]
 class Run:
     """One run: what has been said so far, and the results."""
 
-    def __init__(self, *, only: list[str], quick: bool, seed: int) -> None:
-        self.tasks = all_tasks(only, quick=quick)
-        cases = torch_cases(quick=quick) if "torch" in only else ()
+    def __init__(self, *, only: list[str], scale: Scale, seed: int) -> None:
+        self.tasks = all_tasks(only, scale)
+        cases = torch_cases(scale) if "torch" in only else ()
         self.torch_tasks = [Task("torch", f"torch: torch, {case.name}", "torch", case) for case in cases]
         self.results: list[Result] = []
         self.versions: dict[str, Any] = {"seed": seed}
         self.device: Device | None = None
-        self.fit = True
-        self._flags = ["--quick"] if quick else []
+        self.fit, self._tiny = True, scale == "tiny"
+        self._flags = ["--scale", scale]
         self._only, self._seed = only, seed
         self._section = ""
 
@@ -101,7 +102,7 @@ class Run:
         elif "unfit" in words:
             print(f"\ntorch: nothing: {words['unfit']}", flush=True)
         elif "capability" in words or "torch" in words:
-            self.fit = words.get("capability", "9.0") == "9.0"
+            self.fit = self._tiny or words.get("capability", "9.0") == "9.0"
             self.versions |= words
 
     def _add(self, result: Result) -> None:
@@ -110,7 +111,7 @@ class Run:
         if section != self._section:
             self._section = section
             print(f"\n{section}", flush=True)
-            if section in ("increments", "initiation", "mixed", "peers", "torch"):
+            if section in ("increments", "sizes", "initiation", "mixed", "peers", "torch"):
                 print(HEAD)
         if section == "ceilings" and result.failed is None:
             self.device = Device(result.values["bandwidth"], result.values["matrix_rate"])
@@ -164,6 +165,9 @@ def main() -> None:
     )
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {','.join(SECTIONS)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="a few of each, for a first look")
+    parser.add_argument(
+        "--tiny", action="store_true", help="one of each, the kernel interpreted: for a machine without a GPU"
+    )
     parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one)")
     parser.add_argument("--seconds", type=float, default=440, help="begin nothing after these (default: 440)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -173,8 +177,9 @@ def main() -> None:
     only = flags.only.split(",")
     if unknown := sorted(set(only) - set(SECTIONS)):
         parser.error(f"--only got {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    scale: Scale = "tiny" if flags.tiny else "quick" if flags.quick else "all"
     if flags.compile_only:
-        sys.exit(1 if compile_all(only, quick=flags.quick) else 0)
+        sys.exit(1 if compile_all(only, scale) else 0)
     if flags.picture and not matplotlib_here():
         print(
             "there will be no picture: matplotlib is not installed here (pip install matplotlib)", flush=True
@@ -183,7 +188,7 @@ def main() -> None:
         only.insert(0, "ceilings")  # nothing else can be judged without them
     seed = flags.seed if flags.seed is not None else int(time.time()) % 1_000_000
     print(f"seed {seed}", flush=True)
-    run = Run(only=only, quick=flags.quick, seed=seed)
+    run = Run(only=only, scale=scale, seed=seed)
     run.work(flags.seconds)
     if not run.fit:
         sys.exit(f"{NEEDS}; this is {run.versions['device']}")
@@ -195,6 +200,8 @@ def main() -> None:
     if flags.picture and run.device is not None and matplotlib_here():
         draw(run.results, run.device, flags.picture, f"split attention on {run.versions.get('device')}")
     print(json.dumps({name: value for name, value in record.items() if name != "results"}))
+    if "correctness" in only and not all(aim.hit for aim in aims if aim.name in CORRECT):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -51,13 +51,22 @@ def chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[Any, Any]]:
 
 
 def time_calls(
-    run: Callable[[], object], n_calls: int, *, at_least: float = 0.02, repeat: int = 7, warm_up: int = 3
+    run: Callable[[], object],
+    n_calls: int,
+    *,
+    at_least: float = 0.02,
+    repeat: int = 7,
+    warm_up: int = 3,
+    alone: int = 3,
 ) -> Timing:
-    """Time `run`, which issues `n_calls` calls and returns at once: `repeat` times `at_least` seconds."""
+    """Time `run`, which issues `n_calls` calls and returns at once: `repeat` times `at_least` seconds.
+
+    Before, `alone` runs are waited for one by one, which shows the host's part.
+    """
     for _ in range(warm_up):
         jax.block_until_ready(run())
     host, once = [], []
-    for _ in range(3):
+    for _ in range(alone):
         start = time.perf_counter()
         last = run()
         host.append(time.perf_counter() - start)  # the device was idle: its queue cannot have been full

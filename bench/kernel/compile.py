@@ -15,12 +15,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.kernel.run import Compiled, all_tasks
+from bench.kernel.shapes import Scale
 from orca_jax.sharding.described_gpu import on_h200
 
 _N_CORES = 132
 
 
-def compile_all(only: Sequence[str], *, quick: bool) -> int:
+def compile_all(only: Sequence[str], scale: Scale) -> int:
     """Compile, print a table and last one line of JSON; the number of programs that did not compile."""
     here = on_h200()
     table = Table(title=f"programs of bench.kernel for an H200, jax {jax.__version__}")
@@ -28,11 +29,11 @@ def compile_all(only: Sequence[str], *, quick: bool) -> int:
         table.add_column(column, justify="left" if column in ("section", "subject") else "right")
     found, reasons = [], Counter[str]()
     start = time.perf_counter()
-    tasks = [task for task in all_tasks(only, quick=quick) if task.section != "ceilings"]
+    tasks = [task for task in all_tasks(only, scale) if task.section != "ceilings"]
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("compiling", total=None)
         for (section, subject), group in itertools.groupby(tasks, key=lambda t: (t.section, t.subject)):
-            compiled = Compiled(list(group), n_cores=_N_CORES, sharding=here)
+            compiled = Compiled(list(group), scale, n_cores=_N_CORES, sharding=here)
             for i, _ in enumerate(compiled.compile()):
                 progress.update(bar, description=f"{section}, {subject}: {i + 1} of {len(compiled)}")
             failed = 0

@@ -14,11 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernel.oracle import Batch, attend_float64, errors, random_batch
-
-N_TOKENS, N_ROWS, LONGEST, N_KEYS = 768, 16, 1536, 9216  # N_KEYS bounds the sum over rows
-_RUNS = 5
+from bench.kernel.shapes import Scale
 
 Attend = Callable[..., jax.Array]  # split_attention's six arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a batch has room for: tokens and rows, keys of one row and of all; and how often it is run."""
+
+    n_tokens: int = 768
+    n_rows: int = 16
+    longest: int = 1536
+    n_keys: int = 9216
+    n_runs: int = 5
+
+
+ROOM, TINY_ROOM = Room(), Room(n_tokens=96, n_rows=12, longest=256, n_keys=2048, n_runs=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,7 @@ class Form:
     block_size: int
     n_heads: int
     n_kv_heads: int
+    room: Room = ROOM
 
     @property
     def name(self) -> str:
@@ -39,18 +52,19 @@ class Form:
     @property
     def max_blocks(self) -> int:
         """Blocks of the longest row."""
-        return LONGEST // self.block_size
+        return self.room.longest // self.block_size
 
     @property
     def n_blocks(self) -> int:
         """Blocks for all rows, the last one of each not full, and some that nobody has."""
-        return N_KEYS // self.block_size + N_ROWS + 4
+        return self.room.n_keys // self.block_size + self.room.n_rows + 4
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Of split_attention's six arrays."""
         cache = (self.n_blocks, self.n_kv_heads, self.block_size, self.head_size)
-        floats = ((N_TOKENS, self.n_heads, self.head_size), cache, cache)
-        indices = ((N_ROWS, self.max_blocks), (N_ROWS + 1,), (N_ROWS,))
+        n_rows = self.room.n_rows
+        floats = ((self.room.n_tokens, self.n_heads, self.head_size), cache, cache)
+        indices = ((n_rows, self.max_blocks), (n_rows + 1,), (n_rows,))
         return (
             *(jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for shape in floats),
             *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in indices),
@@ -70,28 +84,42 @@ class Found:
     poisoned: int
 
 
-def forms(*, quick: bool) -> list[Form]:
-    """Every head size and dtype with every block size; groups of 1, 4, 16 and 3 heads in turn."""
-    groups = ((8, 8), (8, 2), (16, 1), (12, 4))
+def forms(scale: Scale) -> list[Form]:
+    """Every head size and dtype with every block size: groups of 1, and beside them 4, 16 and 3 in turn."""
+    if scale == "tiny":
+        return [
+            Form(80, "bfloat16", 16, 2, 2, TINY_ROOM),
+            Form(64, "float16", 64, 4, 1, TINY_ROOM),
+        ]
+    groups = ((8, 2), (16, 1), (12, 4))
     sizes = [
         (head_size, dtype, block_size)
-        for block_size in ((16,) if quick else (16, 64, 128))
+        for block_size in ((16,) if scale == "quick" else (16, 64, 128))
         for dtype in ("bfloat16", "float16")
         for head_size in (128, 64, 80, 96, 256)
     ]
-    return [Form(*size, *groups[i % 4]) for i, size in enumerate(sizes)]
+    return [
+        Form(*size, *heads) for i, size in enumerate(sizes) for heads in ((8, 8), groups[i % len(groups)])
+    ]
 
 
-def random_rows(rng: np.random.Generator) -> list[tuple[int, int]]:
-    """N_ROWS rows (query tokens, keys), some tokens fewer than N_TOKENS."""
-    increments = [(1, int(n)) for n in rng.integers(1, LONGEST + 1, 3)] + [(1, LONGEST), (1, 1)]
-    increments += [(1, int(n)) for n in rng.integers(1, 200, 3)]
-    prompts = [(int(n), int(n)) for n in rng.integers(2, 200, 2)]
-    pieces = [(int(n), int(n + rng.integers(1, 300))) for n in rng.integers(2, 150, 2)]
+def form_named(name: str, scale: Scale) -> Form:
+    """Of `forms`."""
+    return next(form for form in forms(scale) if form.name == name)
+
+
+def random_rows(rng: np.random.Generator, room: Room) -> list[tuple[int, int]]:
+    """Rows (query tokens, keys) of every kind; their tokens are some fewer than there is room for."""
+    most = room.longest
+    short, prompt, piece = most // 8, room.n_tokens // 4, room.n_tokens // 5
+    increments = [(1, int(n)) for n in rng.integers(1, most + 1, 3)] + [(1, most), (1, 1)]
+    increments += [(1, int(n)) for n in rng.integers(1, short, 1 if room is TINY_ROOM else 3)]
+    prompts = [(int(n), int(n)) for n in rng.integers(2, prompt, 2)]
+    pieces = [(int(n), int(n + rng.integers(1, most // 5))) for n in rng.integers(2, piece, 2)]
     nothing = [(0, 0), (0, 0)]
     rows = increments + prompts + pieces + nothing
-    rows += [(1, 64)] * (N_ROWS - len(rows))
-    return [rows[i] for i in rng.permutation(N_ROWS)]
+    rows += [(1, min(64, short))] * (room.n_rows - len(rows))
+    return [rows[i] for i in rng.permutation(room.n_rows)]
 
 
 def draw(form: Form, seed: int) -> Batch:
@@ -99,8 +127,8 @@ def draw(form: Form, seed: int) -> Batch:
     rng = np.random.default_rng(seed)
     return random_batch(
         rng,
-        random_rows(rng),
-        n_tokens=N_TOKENS,
+        random_rows(rng, form.room),
+        n_tokens=form.room.n_tokens,
         n_heads=form.n_heads,
         n_kv_heads=form.n_kv_heads,
         head_size=form.head_size,
@@ -116,7 +144,7 @@ def check(form: Form, attend: Attend, seed: int) -> dict[str, Any]:
     batch = draw(form, seed)
     arrays = [jnp.asarray(a) for a in batch]
     results, poisoned = [], 0
-    for _ in range(_RUNS):
+    for _ in range(form.room.n_runs):
         poison = jax.block_until_ready(jnp.full(batch.q.shape, jnp.nan, batch.q.dtype))
         was = _address(poison)
         poison.delete()

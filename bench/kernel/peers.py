@@ -1,4 +1,4 @@
-"""JAX's own attention for GPUs, given the same batches: cuDNN for prompts, two Pallas kernels for increments.
+"""JAX's own attention for GPUs, given the same batches: cuDNN for both phases, Pallas kernels for each.
 
 Each gets its keys and values in the layout that it takes without moving them.
 """
@@ -25,15 +25,16 @@ class NoPeer(Exception):
     """A peer that cannot be had here, or not for this batch; the text says why."""
 
 
-def peer(case: Case, subject: Subject, *, block_size: int) -> Program:
+def peer(case: Case, subject: Subject) -> Program:
     """The program of a peer. Raises NoPeer."""
     lengths = set(case.rows)
     if len(lengths) > 1:
         raise NoPeer("takes rows of one length only")
     makers: dict[str, Callable[..., Program]] = {
-        "cudnn": _cudnn, "decode_attention": _decode, "paged_attention": _paged,
+        "cudnn": _cudnn, "cudnn paged": _cudnn_paged, "attention_mgpu": _mgpu,
+        "decode_attention": _decode, "paged_attention": _paged,
     }  # fmt: skip
-    return makers[subject](case, block_size)
+    return makers[subject](case)
 
 
 def splits(case: Case, *, least_keys: int) -> int:
@@ -97,7 +98,7 @@ def _dense(
     )
 
 
-def _cudnn(case: Case, block_size: int) -> Program:
+def _cudnn(case: Case) -> Program:
     length, n_keys = case.rows[0]
     if length != n_keys:
         raise NoPeer("its causal mask starts at the first key: whole prompts only")
@@ -115,7 +116,82 @@ def _cudnn(case: Case, block_size: int) -> Program:
     )  # fmt: skip
 
 
-def _decode(case: Case, block_size: int) -> Program:
+def _mgpu(case: Case) -> Program:
+    """Its causal form. It knows no scale: its queries and keys share D ** -0.5 as they are compared."""
+    length, n_keys = case.rows[0]
+    heads, n_rows = case.heads, len(case.rows)
+    if length != n_keys or length % 256 or heads.head_size % 64:
+        raise NoPeer("takes whole prompts of a multiple of 256 tokens, and heads of a multiple of 64")
+    module = _module("attention_mgpu")
+    block_kv = 128 if heads.head_size <= 128 else 64  # what fits into shared memory
+    config = module.TuningConfig(block_q=64, block_kv=block_kv, max_concurrent_steps=2, causal=True)
+    scale = heads.head_size**-0.5
+
+    def call(q: jax.Array, one: Any) -> jax.Array:
+        keys, values = one
+        return module.attention(q * jnp.asarray(scale, q.dtype), keys, values, config)
+
+    return _dense(
+        case, "attention_mgpu", call,
+        q_shape=(n_rows, length, heads.n_heads, heads.head_size),
+        kv_shape=(n_rows, n_keys, heads.n_kv_heads, heads.head_size),
+        key_axis=1,
+        of_row=lambda kv, row, kv_head: kv[row, :, kv_head],
+    )  # fmt: skip
+
+
+def _cudnn_paged(case: Case) -> Program:
+    """cuDNN over our own blocks: a pool [n_blocks, K, B, D] for keys and one for values."""
+    if not case.increments_only:
+        raise NoPeer("takes one query token of each row here")
+    try:
+        attention: Any = importlib.import_module("orca_jax.cudnn.paged_attention").paged_attention
+    except ImportError as error:
+        raise NoPeer(f"there is no cuDNN path: {error}") from error
+    heads, n_rows, n_keys, block_size = case.heads, len(case.rows), case.rows[0][1], case.block_size
+    n_calls = calls_past_cache(case.kv_bytes, least=4, most=_MOST_CALLS)
+    n_apart = max(1, min(n_calls, (1 << 30) // case.kv_bytes))
+    max_blocks = -(-n_keys // block_size)
+    pool_shape = (n_apart * n_rows * max_blocks, heads.n_kv_heads, block_size, heads.head_size)
+    q_shape = (n_rows, heads.n_heads, heads.head_size)
+
+    def call(q: jax.Array, shared: Any, table: jax.Array) -> jax.Array:
+        keys, values, lengths = shared
+        out, _ = attention(q[:, None], keys, values, lengths, table, scale=heads.head_size**-0.5)
+        return out[:, 0]
+
+    def make(seed: int) -> Arrays:
+        pool = lay_out(
+            case, n_calls, block_size=block_size, max_blocks=max_blocks, n_blocks=pool_shape[0], seed=seed
+        )
+        position = pool.index[:, None] * block_size + np.arange(block_size)
+        factor = jnp.asarray(value_spread(position)[:, None, :, None])
+        pools = (drawn(seed, pool_shape), spread(drawn(seed + 1, pool_shape), factor))
+        shared = (*pools, jnp.full(n_rows, n_keys, jnp.int32))
+        return Arrays(drawn(seed + 2, q_shape), shared, [jnp.asarray(table) for table in pool.tables])
+
+    def keys_values(arrays: Arrays, row: int, kv_head: int) -> tuple[Any, Any]:
+        keys, values, _ = arrays.shared
+        at = arrays.sets[0][row]
+        flat = [pool[at, kv_head].reshape(-1, heads.head_size) for pool in (keys, values)]
+        return flat[0], flat[1]
+
+    return Program(
+        key=("cudnn paged", case),
+        call=call,
+        n_calls=n_calls,
+        shapes=Arrays(
+            shape_of(*q_shape),
+            (shape_of(*pool_shape), shape_of(*pool_shape), shape_of(n_rows, dtype=jnp.int32)),
+            [shape_of(n_rows, max_blocks, dtype=jnp.int32)],
+        ),
+        make=make,
+        tokens=lambda q: q,
+        keys_values=keys_values,
+    )
+
+
+def _decode(case: Case) -> Program:
     """Its multi-query form, a batch entry for each row's key/value head: `gqa` would move all keys first."""
     if not case.increments_only:
         raise NoPeer("takes one query token of each row")
@@ -136,12 +212,12 @@ def _decode(case: Case, block_size: int) -> Program:
     )  # fmt: skip
 
 
-def _paged(case: Case, block_size: int) -> Program:
+def _paged(case: Case) -> Program:
     """Its pool is [K, n_blocks, B, D]. It knows no scale: its keys are drawn with D ** -0.5 in them."""
     if not case.increments_only:
         raise NoPeer("takes one query token of each row")
     paged_attention = _module("paged_attention").paged_attention
-    heads, n_rows, n_keys = case.heads, len(case.rows), case.rows[0][1]
+    heads, n_rows, n_keys, block_size = case.heads, len(case.rows), case.rows[0][1], case.block_size
     n_kv, head_size = heads.n_kv_heads, heads.head_size
     n_calls = calls_past_cache(case.kv_bytes, least=4, most=_MOST_CALLS)
     n_apart = max(1, min(n_calls, (1 << 30) // case.kv_bytes))

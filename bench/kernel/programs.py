@@ -17,11 +17,10 @@ import numpy as np
 from bench.kernel.clock import Call, value_spread
 from bench.kernel.oracle import Errors, attend_row, errors
 from bench.kernel.shapes import ITEM_BYTES, LONGEST, Case
+from bench.kernel.work import attend, plan_of, work_of
 from orca_jax.model.attention import attention_work
 from orca_jax.model.attention import split_attention as static_attention
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.pallas.split_attention import split_attention
-from orca_jax.pallas.work_items import Plan, work_items
 
 DTYPE = jnp.bfloat16
 _PAST_CACHE = 160 << 20  # bytes of keys and values that calls in a row read: well over 60 MB of L2
@@ -114,12 +113,15 @@ def lay_out(case: Case, n_sets: int, *, block_size: int, max_blocks: int, n_bloc
     return Pool(tables[np.arange(n_sets) % n_apart], index)
 
 
-def pooled(case: Case, subject: str, *, block_size: int, n_cores: int, longest: int = LONGEST) -> Program:
+def pooled(
+    case: Case, subject: str, *, n_cores: int, longest: int = LONGEST, interpret: bool = False
+) -> Program:
     """`kernel`, `static` or `per request` over a pool of blocks.
 
     The kernel's increments have a pool and tables of the size the longest context needs, as an engine's have:
-    one program serves every context.
+    one program serves every context. With `interpret` the kernel runs on the CPU, one call at a time.
     """
+    block_size = case.block_size
     heads = case.heads
     n_heads, n_kv, head_size = heads.n_heads, heads.n_kv_heads, heads.head_size
     n_rows, n_tokens = len(case.rows), case.n_tokens
@@ -132,11 +134,13 @@ def pooled(case: Case, subject: str, *, block_size: int, n_cores: int, longest: 
         "static": 2,
         "per request": max(1, 32 // n_rows),
     }[subject]
+    n_calls = 1 if interpret else n_calls
     each = sum(-(-n // block_size) for _, n in case.rows)
     n_apart = max(1, min(n_calls, _MOST_APART // case.kv_bytes))
     n_blocks = n_rows * max_blocks if same_program else each * n_apart
 
-    plan = Plan(n_tokens, n_rows, n_kv, heads.group, n_cores=n_cores)
+    made = {"block_size": block_size, "n_cores": n_cores}
+    plan = plan_of(n_tokens, n_rows, n_kv, heads.group, **made)
     lengths = [n for n, _ in case.rows]
     row_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     kv_length = np.array([n for _, n in case.rows], np.int32)
@@ -147,12 +151,12 @@ def pooled(case: Case, subject: str, *, block_size: int, n_cores: int, longest: 
         return shape_of(*shape, dtype=jnp.int32)
 
     # Of each row by itself: its row_start, kv_length, plan and list of work; equal rows share a kernel.
-    alone = [Plan(n, 1, n_kv, heads.group, n_cores=n_cores) for n in lengths]
+    alone = [plan_of(n, 1, n_kv, heads.group, **made) for n in lengths]
     starts = [np.array([0, n], np.int32) for n in lengths]
 
     def kernel(q: jax.Array, shared: Any, table: jax.Array) -> jax.Array:
         k_pool, v_pool, starts, ends, work = shared
-        return split_attention(q, k_pool, v_pool, table, starts, ends, work=work, plan=plan)
+        return attend(q, k_pool, v_pool, table, starts, ends, work, plan=plan, interpret=interpret)
 
     def static(q: jax.Array, shared: Any, table: jax.Array) -> jax.Array:
         k_pool, v_pool, starts, ends = shared
@@ -160,22 +164,24 @@ def pooled(case: Case, subject: str, *, block_size: int, n_cores: int, longest: 
         cache = LayerCache(k_pool, v_pool)
         return static_attention(q, cache, table, starts, ends, work, follow_lengths=False)
 
-    one_row = jax.jit(split_attention, static_argnames="plan")
+    one_row = jax.jit(attend, static_argnames=("plan", "interpret"))
 
     def per_request(q: Any, shared: Any, table: Any) -> Any:
         k_pool, v_pool, starts, ends, works = shared
         return [
-            one_row(q[r], k_pool, v_pool, table[r], starts[r], ends[r], work=works[r], plan=alone[r])
-            for r in range(n_rows)
+            one_row(
+                q[r], k_pool, v_pool, table[r], starts[r], ends[r], works[r], plan=plan, interpret=interpret
+            )
+            for r, plan in enumerate(alone)
         ]
 
     def indices() -> Any:
         if subject == "kernel":
-            return row_start, kv_length, work_items(row_start, kv_length, plan)
+            return row_start, kv_length, work_of(row_start, kv_length, plan)
         if subject == "static":
             return row_start, kv_length
         ends = [kv_length[r : r + 1] for r in range(n_rows)]
-        return starts, ends, [work_items(*three) for three in zip(starts, ends, alone, strict=True)]
+        return starts, ends, [work_of(*three) for three in zip(starts, ends, alone, strict=True)]
 
     def make(seed: int) -> Arrays:
         pool = lay_out(
@@ -207,7 +213,7 @@ def pooled(case: Case, subject: str, *, block_size: int, n_cores: int, longest: 
     else:
         q_shape, set_shape = shape_of(n_tokens, n_heads, head_size), int32(n_rows, max_blocks)
     return Program(
-        key=(subject, heads, n_rows, n_tokens, n_calls, n_blocks, max_blocks, tuple(lengths)),
+        key=(subject, heads, block_size, n_rows, n_tokens, n_calls, n_blocks, max_blocks, tuple(lengths)),
         call=call,
         n_calls=n_calls,
         shapes=Arrays(q_shape, (*pools, *index_shapes), [set_shape]),

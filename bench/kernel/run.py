@@ -11,31 +11,47 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bench.kernel.clock import chain, time_calls
-from bench.kernel.correctness import Form, check, forms
+from bench.kernel.correctness import Form, check, form_named, forms
 from bench.kernel.peers import NoPeer, peer
 from bench.kernel.programs import Arrays, Program, drawn, pooled, sampled_errors
-from bench.kernel.shapes import BLOCK_SIZE, SECTIONS, Case, Task, launch_cases, timed_tasks
-from orca_jax.pallas.split_attention import split_attention
+from bench.kernel.shapes import SECTIONS, Case, Scale, Task, launch_cases, timed_tasks
+from bench.kernel.work import attend, plan_of, work_of, work_shape
+from orca_jax.pallas.work_items import Plan
 
 _THREADS = 8
+_FEW = {"at_least": 0.0, "repeat": 1, "warm_up": 0, "alone": 1}
 OURS = ("kernel", "static", "per request")
 
 
-def all_tasks(only: Sequence[str], *, quick: bool) -> list[Task]:
+def all_tasks(only: Sequence[str], scale: Scale) -> list[Task]:
     """Everything that runs on JAX, in the order of SECTIONS."""
-    tasks = [Task("ceilings", "ceilings"), *timed_tasks(quick=quick)]
-    tasks += [Task("correctness", form.name) for form in forms(quick=quick)]
-    tasks += [Task("launches", f"launches: kernel, {case.name}", "kernel", case) for case in launch_cases()]
-    order = ("cudnn", "decode_attention", "paged_attention", "kernel", "per request", "static")
+    tasks = [Task("ceilings", "ceilings"), *timed_tasks(scale)]
+    tasks += [Task("correctness", form.name) for form in forms(scale)]
+    tasks += [
+        Task("launches", f"launches: kernel, {case.name}", "kernel", case) for case in launch_cases(scale)
+    ]
+    order = (
+        "cudnn",
+        "cudnn paged",
+        "attention_mgpu",
+        "decode_attention",
+        "paged_attention",
+        "kernel",
+        "per request",
+        "static",
+    )
     by_peer = [task for task in tasks if task.section in only]
     by_peer.sort(
         key=lambda task: (
@@ -46,18 +62,20 @@ def all_tasks(only: Sequence[str], *, quick: bool) -> list[Task]:
     return by_peer
 
 
-def program_of(task: Task, *, n_cores: int) -> Program:
+def program_of(task: Task, *, n_cores: int, interpret: bool) -> Program:
     """What a timed task times. Raises NoPeer."""
     assert task.case is not None and task.subject is not None
     if task.subject in OURS:
-        return pooled(task.case, task.subject, block_size=BLOCK_SIZE, n_cores=n_cores)
-    return peer(task.case, task.subject, block_size=BLOCK_SIZE)
+        return pooled(task.case, task.subject, n_cores=n_cores, interpret=interpret)
+    return peer(task.case, task.subject)
 
 
 class Compiled:
     """The programs of some tasks, compiled side by side before the first of them runs."""
 
-    def __init__(self, tasks: Sequence[Task], *, n_cores: int, sharding: Any = None) -> None:
+    def __init__(self, tasks: Sequence[Task], scale: Scale, *, n_cores: int, sharding: Any = None) -> None:
+        self.scale: Scale = scale
+        self.n_cores = n_cores
         self.programs: dict[str, Program | Exception] = {}
         self.seconds: dict[Hashable, float] = {}
         self._made: dict[Hashable, Any] = {}
@@ -65,11 +83,14 @@ class Compiled:
         self._sharding = sharding
         for task in tasks:
             if task.section == "correctness":
-                form = next(form for form in forms(quick=False) if form.name == task.name)
-                self._jobs[form.name] = _form_job(form, sharding)
+                form = form_named(task.name, scale)
+                kernel, shapes = form_program(form, n_cores, interpret=scale == "tiny")
+                self._jobs[form.name] = kernel, _placed(shapes, sharding)
             elif task.case is not None:
                 try:
-                    program = self.programs[task.name] = program_of(task, n_cores=n_cores)
+                    program = self.programs[task.name] = program_of(
+                        task, n_cores=n_cores, interpret=scale == "tiny"
+                    )
                     self._jobs.setdefault(program.key, _program_job(program, sharding))
                 except (NoPeer, AssertionError, ValueError) as error:
                     self.programs[task.name] = error
@@ -130,17 +151,36 @@ def _program_job(program: Program, sharding: Any) -> tuple[Any, Any]:
     return jax.jit(chain(program.call)), _placed(arguments, sharding)
 
 
-def _form_job(form: Form, sharding: Any) -> tuple[Any, Any]:
-    return jax.jit(split_attention), _placed(form.shapes(), sharding)
+def _form_plan(form: Form, n_cores: int) -> Plan:
+    room, n_kv_heads = form.room, form.n_kv_heads
+    group = form.n_heads // n_kv_heads
+    return plan_of(room.n_tokens, room.n_rows, n_kv_heads, group, block_size=form.block_size, n_cores=n_cores)
 
 
-def ceilings() -> dict[str, float]:
+def form_program(form: Form, n_cores: int, *, interpret: bool) -> tuple[Any, Any]:
+    """The jitted kernel of a form, and the shapes of its arguments: a batch's six, and its list of work."""
+    plan = _form_plan(form, n_cores)
+    return jax.jit(partial(attend, plan=plan, interpret=interpret)), (*form.shapes(), work_shape(plan))
+
+
+def checked(form: Form, kernel: Any, n_cores: int, seed: int) -> dict[str, Any]:
+    """`check` of the compiled kernel, with each batch's list of work."""
+    plan = _form_plan(form, n_cores)
+
+    def with_work(*arrays: jax.Array) -> jax.Array:
+        row_start, kv_length = (np.asarray(array) for array in arrays[4:])
+        return kernel(*arrays, jnp.asarray(work_of(row_start, kv_length, plan)))
+
+    return check(form, with_work, seed)
+
+
+def ceilings(scale: Scale) -> dict[str, float]:
     """Bytes a second of a copy, read and written, and of a sum, read; operations a second of a product."""
-    n_bytes = 4 << 30
+    n_bytes = 64 << 20 if scale == "tiny" else 4 << 30
     array = drawn(5, (n_bytes // 2 // 1024, 1024))
     copy = jax.jit(jnp.copy)
     total = jax.jit(lambda a: jnp.sum(a, dtype=jnp.float32))
-    n = 8192
+    n = 512 if scale == "tiny" else 8192
     a, b = drawn(6, (n, n)), drawn(7, (n, n))
     product = jax.jit(jnp.matmul)
     return {
@@ -150,13 +190,15 @@ def ceilings() -> dict[str, float]:
     }
 
 
-def timed(case: Case, program: Program, run: Any, seed: int) -> dict[str, Any]:
-    """Errors of the first call, then its time."""
+def timed(
+    case: Case, program: Program, run: Any, seed: int, times: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Errors of the first call, then its time; `times` goes to `time_calls`."""
     arrays: Arrays = program.make(seed)
     _, first = run(arrays.q, arrays.shared, arrays.sets)
     found = sampled_errors(case, program, arrays, first, seed=seed)
     del first
-    timing = time_calls(lambda: run(arrays.q, arrays.shared, arrays.sets), program.n_calls)
+    timing = time_calls(lambda: run(arrays.q, arrays.shared, arrays.sets), program.n_calls, **times)
     return {
         "seconds": timing.median,
         "least": timing.least,
@@ -188,15 +230,17 @@ def say(**words: Any) -> None:
 def run_task(task: Task, compiled: Compiled, seed: int) -> dict[str, Any]:
     """The task's values. Raises whatever goes wrong in it."""
     if task.section == "ceilings":
-        return ceilings()
+        return ceilings(compiled.scale)
     if task.section == "correctness":
-        form = next(form for form in forms(quick=False) if form.name == task.name)
-        return check(form, compiled.of(form.name), seed)
+        form = form_named(task.name, compiled.scale)
+        return checked(form, compiled.of(form.name), compiled.n_cores, seed)
     assert task.case is not None
     program = compiled.program(task)
     run = compiled.of(program.key)
     if task.section == "launches":
         return launches(program, run, seed)
+    if compiled.scale == "tiny":
+        return timed(task.case, program, run, seed, _FEW)
     return timed(task.case, program, run, seed)
 
 
@@ -204,7 +248,7 @@ def main() -> None:
     """Say what the device is; if it is a Hopper GPU, run the tasks after the first `--done`."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernel.run")
     parser.add_argument("--only", required=True)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--scale", choices=get_args(Scale), required=True)
     parser.add_argument("--done", type=int, default=0)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch")
@@ -213,12 +257,14 @@ def main() -> None:
     capability = str(getattr(device, "compute_capability", ""))
     n_cores = int(getattr(device, "core_count", 132))
     say(device=device.device_kind, capability=capability, n_cores=n_cores, jax=jax.__version__)
-    if capability != "9.0":
+    if flags.scale == "tiny":
+        n_cores = 1  # each is threads of the interpreter
+    elif capability != "9.0":
         return
-    tasks = list(enumerate(all_tasks(flags.only.split(","), quick=flags.quick)))[flags.done :]
+    tasks = list(enumerate(all_tasks(flags.only.split(","), flags.scale)))[flags.done :]
     for _, group in itertools.groupby(tasks, key=lambda pair: (pair[1].section, pair[1].subject)):
         here = list(group)
-        compiled = Compiled([task for _, task in here], n_cores=n_cores)
+        compiled = Compiled([task for _, task in here], flags.scale, n_cores=n_cores)
         if time.time() < flags.until:
             for i, _ in enumerate(compiled.compile()):
                 say(compiled=i + 1, of=len(compiled), section=here[0][1].section)

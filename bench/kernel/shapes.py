@@ -11,12 +11,16 @@ from typing import Literal
 from orca_jax.cost_model import Device
 
 Section = Literal[
-    "ceilings", "correctness", "increments", "initiation", "mixed", "peers", "launches", "torch"
+    "ceilings", "correctness", "increments", "sizes", "initiation", "mixed", "peers", "launches", "torch"
 ]
 SECTIONS: tuple[Section, ...] = (
-    "ceilings", "correctness", "increments", "initiation", "mixed", "launches", "peers", "torch",
+    "ceilings", "correctness", "increments", "sizes", "initiation", "mixed", "launches", "peers", "torch",
 )  # fmt: skip
-Subject = Literal["kernel", "static", "per request", "cudnn", "decode_attention", "paged_attention", "torch"]
+Subject = Literal[
+    "kernel", "static", "per request", "cudnn", "cudnn paged", "attention_mgpu", "decode_attention",
+    "paged_attention", "torch",
+]  # fmt: skip
+Scale = Literal["all", "quick", "tiny"]  # a few of each; one of each, the kernel interpreted on a CPU
 
 ITEM_BYTES = 2  # bfloat16, what is timed
 LONGEST = 8192
@@ -39,20 +43,27 @@ class Heads:
 
 
 HEADS = (Heads("GPT-3 13B", 40, 40, 128), Heads("grouped", 32, 8, 128))
+OTHER_HEADS = (Heads("heads of 80", 32, 32, 80), Heads("heads of 256", 16, 16, 256))  # OPT-2.7B's; Gemma 7B's
+TINY = Heads("tiny", 2, 1, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One batch: heads, and of each row (query tokens, keys); the queries are the last of the keys."""
+    """One batch: heads, and of each row (query tokens, keys); the queries are the last of the keys.
+
+    `block_size` is that of the K/V blocks, where there are such.
+    """
 
     heads: Heads
     rows: tuple[tuple[int, int], ...]
+    block_size: int = BLOCK_SIZE
 
     @property
     def name(self) -> str:
         """Like `GPT-3 13B, 31 x (1 of 1024) + 1 x (512 of 512)`."""
         parts = [f"{self.rows.count(row)} x ({row[0]} of {row[1]})" for row in sorted(set(self.rows))]
-        return f"{self.heads.name}, {' + '.join(parts)}"
+        blocks = "" if self.block_size == BLOCK_SIZE else f", B {self.block_size}"
+        return f"{self.heads.name}{blocks}, {' + '.join(parts)}"
 
     @property
     def n_tokens(self) -> int:
@@ -100,9 +111,9 @@ class Task:
     case: Case | None = None
 
 
-def increments(heads: Heads, n_rows: int, context: int) -> Case:
+def increments(heads: Heads, n_rows: int, context: int, *, block_size: int = BLOCK_SIZE) -> Case:
     """`n_rows` requests of `context` tokens, the last of which is new."""
-    return Case(heads, ((1, context),) * n_rows)
+    return Case(heads, ((1, context),) * n_rows, block_size)
 
 
 def initiation(heads: Heads, n_rows: int, length: int) -> Case:
@@ -122,12 +133,16 @@ def mixed(heads: Heads) -> tuple[Case, ...]:
     )
 
 
-def timed_tasks(*, quick: bool) -> Iterator[Task]:
+def _at(section: Section, subject: Subject, case: Case) -> Task:
+    return Task(section, f"{section}: {subject}, {case.name}", subject, case)
+
+
+def timed_tasks(scale: Scale) -> Iterator[Task]:
     """Our kernel over the whole table, then the peers over a part of it."""
-
-    def at(section: Section, subject: Subject, case: Case) -> Task:
-        return Task(section, f"{section}: {subject}, {case.name}", subject, case)
-
+    if scale == "tiny":
+        yield from _tiny_tasks()
+        return
+    quick = scale == "quick"
     batches = (1, 32) if quick else (1, 8, 32, 128)
     contexts = (512, LONGEST) if quick else (128, 256, 512, 1024, 2048, 4096, LONGEST)
     lengths = (512, 2048) if quick else (128, 256, 512, 1024, 2048, 4096, LONGEST)
@@ -135,32 +150,58 @@ def timed_tasks(*, quick: bool) -> Iterator[Task]:
     for heads in HEADS:
         for n_rows in batches:
             for context in contexts:
-                yield at("increments", "kernel", increments(heads, n_rows, context))
+                yield _at("increments", "kernel", increments(heads, n_rows, context))
+    for heads in (HEADS[0], *OTHER_HEADS):
+        for block_size in (16, 64, 128):
+            for n_rows in (32,) if quick else (8, 32):
+                for context in (512, 2048):
+                    if heads != HEADS[0] or block_size != BLOCK_SIZE:
+                        case = increments(heads, n_rows, context, block_size=block_size)
+                        yield _at("sizes", "kernel", case)
     for heads in HEADS:
         for n_rows, length in [*((1, n) for n in lengths), *several]:
-            yield at("initiation", "kernel", initiation(heads, n_rows, length))
+            yield _at("initiation", "kernel", initiation(heads, n_rows, length))
+    for heads in OTHER_HEADS:
+        yield _at("initiation", "kernel", initiation(heads, 1, 2048))
     for heads in HEADS:
         for case in mixed(heads)[: 1 if quick else None]:
             prompts, ones = case.parts()
             measured = len(prompts.rows) == 1 and prompts.n_tokens in lengths  # among the initiations
             for one in (case, ones) if measured else (case, prompts, ones):
-                yield at("mixed", "kernel", one)
-            yield at("mixed", "per request", case)
-    peers: tuple[Subject, ...] = ("static", "decode_attention", "paged_attention")
+                yield _at("mixed", "kernel", one)
+            yield _at("mixed", "per request", case)
+    peers: tuple[Subject, ...] = ("static", "cudnn paged", "decode_attention", "paged_attention")
     for heads in HEADS:
         for n_rows in batches:
             for context in (LONGEST,) if quick else (1024, LONGEST):
                 for subject in peers:
-                    yield at("peers", subject, increments(heads, n_rows, context))
+                    yield _at("peers", subject, increments(heads, n_rows, context))
             if n_rows > 1:
-                yield at("peers", "per request", increments(heads, n_rows, 1024))
+                yield _at("peers", "per request", increments(heads, n_rows, 1024))
         for n_rows, length in ((1, 2048),) if quick else ((1, 512), (1, 2048), (1, LONGEST), (8, 1024)):
-            for subject in ("static", "cudnn"):
-                yield at("peers", subject, initiation(heads, n_rows, length))
+            for subject in ("static", "cudnn", "attention_mgpu"):
+                yield _at("peers", subject, initiation(heads, n_rows, length))
 
 
-def launch_cases() -> tuple[Case, ...]:
+def _tiny_tasks() -> Iterator[Task]:
+    """One of each kind, so that every line of the benchmark runs."""
+    prompt, ones = initiation(TINY, 1, 24), increments(TINY, 2, 40)
+    both = Case(TINY, (*ones.rows, *prompt.rows))
+    yield _at("increments", "kernel", ones)
+    yield _at("sizes", "kernel", increments(TINY, 2, 40, block_size=64))
+    yield _at("initiation", "kernel", prompt)
+    yield _at("mixed", "kernel", both)
+    subjects: tuple[Subject, ...] = ("static", "cudnn paged", "decode_attention", "paged_attention")
+    for subject in subjects:
+        yield _at("peers", subject, ones)
+    for subject in ("static", "cudnn", "attention_mgpu"):
+        yield _at("peers", subject, prompt)
+
+
+def launch_cases(scale: Scale) -> tuple[Case, ...]:
     """The batches whose kernels are timed one by one."""
+    if scale == "tiny":
+        return (increments(TINY, 2, 40),)
     heads = HEADS[0]
     return (
         increments(heads, 1, LONGEST),
@@ -170,7 +211,7 @@ def launch_cases() -> tuple[Case, ...]:
     )
 
 
-def torch_cases(*, quick: bool) -> tuple[Case, ...]:
+def torch_cases(scale: Scale) -> tuple[Case, ...]:
     """The peers' cases, each once: those PyTorch gets."""
-    peers = [task.case for task in timed_tasks(quick=quick) if task.section == "peers" and task.case]
+    peers = [task.case for task in timed_tasks(scale) if task.section == "peers" and task.case]
     return tuple(dict.fromkeys(peers))

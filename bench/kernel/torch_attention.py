@@ -11,9 +11,9 @@ import json
 import math
 import time
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
-from bench.kernel.shapes import Case, torch_cases
+from bench.kernel.shapes import Case, Scale, torch_cases
 
 _PAST_CACHE = 160 << 20
 _MOST_APART = 1 << 30
@@ -82,7 +82,7 @@ def time_case(torch: Any, case: Case, *, at_least: float = 0.02, repeat: int = 7
 def main() -> None:
     """Time every case after the first `--done`."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernel.torch_attention")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--scale", choices=get_args(Scale), required=True)
     parser.add_argument("--done", type=int, default=0)
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch")
     flags = parser.parse_args()
@@ -95,7 +95,7 @@ def main() -> None:
         say(unfit=f"torch {torch.__version__} sees no GPU")
         return
     say(torch=torch.__version__)
-    for index, case in list(enumerate(torch_cases(quick=flags.quick)))[flags.done :]:
+    for index, case in list(enumerate(torch_cases(flags.scale)))[flags.done :]:
         if time.time() >= flags.until:
             say(index=index, failed="left out: the time is up")
             continue

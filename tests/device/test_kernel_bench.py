@@ -27,6 +27,7 @@ from bench.kernel.shapes import HEADS, SECTIONS, Case, Heads, Subject, Task, inc
 from orca_jax.cost_model import Device
 from orca_jax.model.attention import attention_work, split_attention
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.pallas.kernel_shape import DTYPES, HEAD_SIZES
 from tests.device.ragged import dense, ragged
 
 SMALL = Heads("small", 4, 2, 64)
@@ -91,9 +92,16 @@ def test_an_unsound_attention_is_found_out() -> None:
 
 
 def test_every_form_is_checked_once() -> None:
-    every = forms(quick=False)
-    assert len({form.name for form in every}) == len(every) == 30
+    every = forms("all")
+    assert len({form.name for form in every}) == len(every) == 60
     assert {form.n_heads // form.n_kv_heads for form in every} == {1, 3, 4, 16}
+    for some in (every, forms("quick")):  # each size with a group of 1, and with a larger one
+        groups: dict[tuple[int, str, int], list[bool]] = {}
+        for form in some:
+            size = form.head_size, form.dtype, form.block_size
+            groups.setdefault(size, []).append(form.n_heads == form.n_kv_heads)
+        assert all(sorted(alone) == [False, True] for alone in groups.values())
+        assert {size[:2] for size in groups} == {(d, t) for d in HEAD_SIZES for t in DTYPES}
 
 
 @pytest.mark.parametrize("rows", [((1, 9),), ((4, 4),), ((3, 7), (1, 2), (5, 5))])
@@ -139,7 +147,7 @@ def test_our_own_is_timed_and_held_against_float64(
     monkeypatch: pytest.MonkeyPatch, subject: str, case: Case
 ) -> None:
     monkeypatch.setattr(programs, "_PAST_CACHE", 1 << 16)
-    program = pooled(case, subject, block_size=16, n_cores=2)
+    program = pooled(case, subject, n_cores=2)
     sets = list(program.shapes.sets) * program.n_calls
     run = jax.jit(chain(program.call)).lower(program.shapes.q, program.shapes.shared, sets).compile()
     found = timed(case, program, run, 5)
@@ -153,7 +161,7 @@ def test_our_own_is_timed_and_held_against_float64(
 
 def test_a_peer_s_arrays_are_those_it_was_compiled_for() -> None:
     case = initiation(SMALL, 2, 64)
-    program = peer(case, "cudnn", block_size=16)
+    program = peer(case, "cudnn")
 
     def attend(q, shared, one):
         return jax.nn.dot_product_attention(q, *one, is_causal=True)
@@ -168,9 +176,9 @@ def test_a_peer_s_arrays_are_those_it_was_compiled_for() -> None:
 
 def test_a_peer_says_what_it_does_not_take() -> None:
     with pytest.raises(NoPeer, match="one query token"):
-        peer(initiation(SMALL, 1, 64), "decode_attention", block_size=16)
+        peer(initiation(SMALL, 1, 64), "decode_attention")
     with pytest.raises(NoPeer, match="one length"):
-        peer(mixed(SMALL)[0], "cudnn", block_size=16)
+        peer(mixed(SMALL)[0], "cudnn")
 
 
 def test_splits_fill_the_chip_and_stop_at_the_least_keys() -> None:
@@ -196,7 +204,7 @@ def test_sets_have_blocks_of_their_own_as_far_as_there_are_any() -> None:
 
 
 def test_the_tasks_have_names_of_their_own_and_the_sections_order() -> None:
-    tasks = all_tasks(SECTIONS, quick=False)
+    tasks = all_tasks(SECTIONS, "all")
     assert len({task.name for task in tasks}) == len(tasks)
     places = [SECTIONS.index(task.section) for task in tasks]
     assert places == sorted(places)
@@ -300,7 +308,7 @@ def test_every_line_is_printed_and_the_last_is_json(
             on_words({"unfit": "PyTorch is not installed here"})
             return
         on_words({"device": "a GPU", "capability": "9.0", "n_cores": 132, "jax": "1"})
-        tasks = all_tasks(SECTIONS, quick=True)
+        tasks = all_tasks(SECTIONS, "quick")
         assert len(tasks) == n_tasks
         for index, task in enumerate(tasks):
             on_words({"starting": index} if index % 2 else {"compiled": 1, "of": 2, "section": task.section})
@@ -318,7 +326,7 @@ def test_every_line_is_printed_and_the_last_is_json(
     assert "nothing: no decode_attention" in printed and "split_attention_kernel: 1 x, 7.5 us" in printed
     assert "PyTorch is not installed here" in printed and "seed 4" in printed
     record = json.loads(written.read_text())
-    assert len(record["results"]) == len(all_tasks(SECTIONS, quick=True))
+    assert len(record["results"]) == len(all_tasks(SECTIONS, "quick"))
 
 
 def words_of(task: Task) -> dict[str, Any]:
