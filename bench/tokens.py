@@ -5,9 +5,9 @@
 Requests run alone and together, so that iterations of both phases fall into each bucket. The demo model has
 its trained weights, the others random ones, and all a length of 512 tokens. The reference computes the whole
 text at once, in float32, from the same weights. Each of the engine's choices must be its best one, or so near
-to it that sums of another order and rounding may choose either: within a share of the logits' spread that goes
-by the dtype; and the logarithm of each choice's probability must be the reference's within the same share. A
-line for each bucket of each model as it is done, last one of JSON; the exit status is 1 where one is wrong.
+to it that sums of another order and rounding may choose either: within a share of the logits' spread, by the
+dtype. The logarithm of each choice's probability must be the reference's within the same share. A line for
+each bucket of each model as it is done, last one of JSON; the exit status is 1 where one is wrong.
 """
 
 import argparse
