@@ -44,6 +44,7 @@ def compile_model(
     max_batch_tokens: int | None = None,
     block_size: int = 16,
     deterministic: bool = False,
+    command_buffer_collectives: bool = False,
     memory_fraction: float | None = None,
     dtype: Dtype | None = None,
     attention: Attention | None = None,
@@ -64,6 +65,7 @@ def compile_model(
         max_batch_tokens=max_batch_tokens,
         block_size=block_size,
         deterministic=deterministic,
+        command_buffer_collectives=command_buffer_collectives,
         memory_fraction=memory_fraction,
     )
     found = find_config(model)

@@ -122,7 +122,8 @@ class ServingConfig:
     they keep; one API key or address may hold `max_queue_share` of either. `deterministic` holds one shape
     for each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
     (docs/generation.md). `overlap` issues an iteration while the one before it is still running; without it
-    the scheduler is Algorithm 1 to the letter.
+    the scheduler is Algorithm 1 to the letter. `command_buffer_collectives` lets a GPU's command buffers hold
+    a split layer's collectives (docs/parallelism.md).
     """
 
     max_batch_size: int = 32
@@ -134,6 +135,7 @@ class ServingConfig:
     max_queue_share: float = 1.0
     deterministic: bool = False
     overlap: bool = True
+    command_buffer_collectives: bool = False
 
     def __post_init__(self) -> None:
         _whole("max_batch_size", self.max_batch_size, 1, 4096)
@@ -145,7 +147,7 @@ class ServingConfig:
         share = self.max_queue_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"max_queue_share is {share!r}; it must be a number above 0, and at most 1")
-        for name in ("deterministic", "overlap"):
+        for name in ("deterministic", "overlap", "command_buffer_collectives"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.max_batch_size > self.max_batch_tokens:
@@ -213,9 +215,9 @@ class WorkerOptions:
     the address that the next stage reaches its data port by. `link` is how activations cross from process
     to process: "nccl" makes all of them one jax.distributed job, whose first stage is at `coordinator`.
     `secret` guards the control port. `forward_ahead` False forwards control messages only behind the device's
-    work, to measure what forwarding ahead is good for. `on_compile` and `compile_cache` are those of
-    `orca_jax.LLM`; a worker always compiles ahead. `end_with_stdin` ends the process when its standard
-    input does, which its parent holds open.
+    work, to measure what forwarding ahead is good for. `on_compile`, `compile_cache` and
+    `command_buffer_collectives` are those of `orca_jax.LLM`; a worker always compiles ahead. `end_with_stdin`
+    ends the process when its standard input does, which its parent holds open.
     """
 
     model: str | None = None
@@ -234,6 +236,7 @@ class WorkerOptions:
     secret: str = field(default="", repr=False)
     on_compile: OnCompile = "warn"
     compile_cache: str | None = COMPILE_CACHE
+    command_buffer_collectives: bool = False
     forward_ahead: bool = True
     end_with_stdin: bool = False
 

@@ -62,8 +62,9 @@ class LLM:
     trip counts ("follow_lengths").
 
     The model is cut into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
-    devices (docs/parallelism.md); the first devices that JAX has are taken. While one iteration runs the next
-    one is prepared and issued; without `overlap` the scheduler is Algorithm 1 to the letter.
+    devices (docs/parallelism.md); the first devices that JAX has are taken. With `command_buffer_collectives`
+    a GPU's command buffers hold the sums over a layer's parts too. While one iteration runs the next one is
+    prepared and issued; without `overlap` the scheduler is Algorithm 1 to the letter.
 
     With `worker_processes` each stage runs in a process of its own on this machine, which is started anew
     when it is lost. `workers` are the control ports of workers that somebody else has started, "host:port" of
@@ -101,6 +102,7 @@ class LLM:
         max_queue_bytes: int = 1 << 50,
         max_queue_share: float = 1.0,
         deterministic: bool = False,
+        command_buffer_collectives: bool = False,
         memory_fraction: float | None = None,
         attention: Attention | None = None,
         workers: Sequence[str] | None = None,
@@ -131,6 +133,7 @@ class LLM:
             max_queue_bytes=max_queue_bytes,
             max_queue_share=max_queue_share,
             deterministic=deterministic,
+            command_buffer_collectives=command_buffer_collectives,
             overlap=overlap,
             memory_fraction=memory_fraction,
         )
@@ -170,6 +173,10 @@ class LLM:
                 raise ConfigError("memory_fraction is each worker's own: say it to `orca worker`, not here")
             if on_compile == "error":
                 raise ConfigError("on_compile is each worker's own: say it to `orca worker`, not here")
+            if command_buffer_collectives:
+                raise ConfigError(
+                    "command_buffer_collectives is each worker's own: say it to `orca worker`, not here"
+                )
             built = remote_pipeline(
                 found.name,
                 found.config,
@@ -193,6 +200,7 @@ class LLM:
                 memory_fraction=memory_fraction,
                 on_compile=on_compile,
                 compile_cache=None if compile_cache is None else str(compile_cache),
+                command_buffer_collectives=command_buffer_collectives,
                 seed=seed or 0,
             )
             built = supervised_pipeline(

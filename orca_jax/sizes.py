@@ -26,6 +26,7 @@ class Sizes:
     max_queue_share: float = 1.0
     deterministic: bool = False
     overlap: bool = True
+    command_buffer_collectives: bool = False
     memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
@@ -44,6 +45,7 @@ class Sizes:
             max_queue_share=self.max_queue_share,
             deterministic=self.deterministic,
             overlap=self.overlap,
+            command_buffer_collectives=self.command_buffer_collectives,
         )
 
 

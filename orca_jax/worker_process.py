@@ -145,6 +145,7 @@ class WorkerProcess:
                 n_devices=n_devices,
                 attention=options.attention,
                 on_compile=options.on_compile,
+                command_buffer_collectives=options.command_buffer_collectives,
             ),
             self._link,
             post=self._inbox.put,

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
             memory_fraction=engine.memory_fraction,
             dtype=engine.dtype,
             attention=engine.attention,
+            command_buffer_collectives=engine.command_buffer_collectives,
             tensor_parallel=engine.tensor_parallel,
             pipeline_parallel=engine.pipeline_parallel,
             worker_processes=pipeline.worker_processes,

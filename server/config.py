@@ -28,6 +28,9 @@ SaidMemoryFraction = Annotated[
     "share of each device's memory that may be taken; n_slots follows from it (default: 0.9 of a GPU's, and "
     "of a CPU's 2 GiB for keys and values)",
 ]
+SaidCommandBufferCollectives = Annotated[
+    bool, "record a split layer's collectives into CUDA graphs as well: fewer launches, but such have hung"
+]
 
 SaidCompileCache = Annotated[
     str | None,
@@ -66,6 +69,7 @@ class EngineOptions:
     dtype: SaidDtype = None
     load_format: SaidLoadFormat = "auto"
     attention: SaidAttention = None
+    command_buffer_collectives: SaidCommandBufferCollectives = False
     seed: Annotated[int | None, "starts the seeds of requests that have none (default: drawn)"] = None
     tensor_parallel: SaidTensorParallel = 1
     pipeline_parallel: Annotated[
@@ -149,6 +153,7 @@ class WorkerFlags:
     dtype: SaidDtype = None
     load_format: SaidLoadFormat = "auto"
     attention: SaidAttention = None
+    command_buffer_collectives: SaidCommandBufferCollectives = False
     on_compile: SaidOnCompile = "warn"
     compile_cache: SaidCompileCache = COMPILE_CACHE
     seed: Annotated[int, "of the random weights"] = 0

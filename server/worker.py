@@ -44,6 +44,7 @@ def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> Worker
         dtype=flags.dtype,
         load_format=flags.load_format,
         attention=flags.attention,
+        command_buffer_collectives=flags.command_buffer_collectives,
         on_compile=flags.on_compile,
         compile_cache=flags.compile_cache,
         memory_fraction=flags.memory_fraction,

@@ -56,6 +56,7 @@ def compiled_memory(
         block_size=serving.block_size,
         dtype=dtype,
         deterministic=serving.deterministic,
+        command_buffer_collectives=serving.command_buffer_collectives,
     )
     programs = [compiled.program]
     if compiled.score is not None:

@@ -49,6 +49,7 @@ class StageModel:
     n_devices: int
     attention: Attention | None = None
     on_compile: OnCompile = "warn"
+    command_buffer_collectives: bool = False
 
 
 class JaxStageDevice:
@@ -149,6 +150,7 @@ class JaxStageDevice:
             max_batch_tokens=wire.max_tokens,
             block_size=wire.block_size,
             deterministic=wire.deterministic,
+            command_buffer_collectives=model.command_buffer_collectives,
         )
         assert wire.vocab_size == model.config.vocab_size, "the model's digest was compared"
         room = stage_room(

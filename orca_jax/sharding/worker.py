@@ -58,7 +58,14 @@ class Worker:
         )
         products = choose_products(group.devices[0], self._dtype, deterministic=serving.deterministic)
         self.said = products.beside(self.attention.said)
-        self.stage = Stage(config, parameters, part, attention=self.attention.path, products=products)
+        self.stage = Stage(
+            config,
+            parameters,
+            part,
+            attention=self.attention.path,
+            products=products,
+            command_buffer_collectives=serving.command_buffer_collectives,
+        )
         self._place = group.place()
         self._hidden_size = config.hidden_size
         # Made on their devices and committed to them, as the programs give them back: else each program

@@ -35,6 +35,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
     "attention": ("kernel", "static", "follow_lengths", "native"),
+    "command_buffer_collectives": (True, False, True, False),
     "seed": (0, -1, 2**63, 7),
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),

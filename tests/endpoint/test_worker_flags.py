@@ -29,6 +29,8 @@ def test_stages_count_from_one_for_people_and_from_zero_inside() -> None:
     assert (found.link, found.coordinator, found.forward_ahead) == ("transfer", None, True)
     assert found.secret == "a secret of theirs" and "a secret" not in repr(found)
     assert not options("--listen", "127.0.0.1:7000", "--no-forward-ahead").forward_ahead
+    assert not found.command_buffer_collectives
+    assert options("--listen", "a:1", "--command-buffer-collectives").command_buffer_collectives
 
 
 @pytest.mark.parametrize(
