@@ -78,7 +78,7 @@ measure() {
 
 # Whether a module can be imported; always while parts are listed.
 has() {
-    [ -n "$list" ] || "$python" -c "import $1" 2>/dev/null
+    [ -n "$list" ] || "$python" -c "import $1" >/dev/null 2>&1
 }
 
 # picture FILE: the argument that draws it, where matplotlib is.

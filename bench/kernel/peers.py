@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernel.clock import value_spread
-from bench.kernel.programs import Arrays, Program, calls_past_cache, drawn, lay_out, shape_of, spread
+from bench.kernel.programs import DTYPE, Arrays, Program, calls_past_cache, drawn, lay_out, shape_of, spread
 from bench.kernel.shapes import Case, Subject
 
 _FULL = 2 * 132  # thread blocks that fill the chip's cores, two each
@@ -63,6 +63,7 @@ def _dense(
     kv_shape: tuple[int, ...],
     key_axis: int,
     of_row: Callable[[Any, int, int], Any],
+    dtype: Any = DTYPE,
 ) -> Program:
     """A peer whose keys and values are two arrays, with the keys' positions along `key_axis`."""
     n_calls = calls_past_cache(case.kv_bytes, least=4, most=_MOST_CALLS)
@@ -76,12 +77,14 @@ def _dense(
         factor = jnp.asarray(value_spread(np.arange(n_keys)).reshape(along))
         apart = [
             (
-                drawn(seed + 2 * i, kv_shape),
-                spread(drawn(seed + 2 * i + 1, kv_shape), factor),
+                drawn(seed + 2 * i, kv_shape).astype(dtype),
+                spread(drawn(seed + 2 * i + 1, kv_shape), factor).astype(dtype),
             )
             for i in range(n_apart)
         ]
-        return Arrays(drawn(seed + 99, q_shape), (), [apart[i % n_apart] for i in range(n_calls)])
+        return Arrays(
+            drawn(seed + 99, q_shape).astype(dtype), (), [apart[i % n_apart] for i in range(n_calls)]
+        )
 
     def keys_values(arrays: Arrays, row: int, kv_head: int) -> tuple[Any, Any]:
         keys, values = arrays.sets[0]
@@ -91,7 +94,11 @@ def _dense(
         key=(subject, case),
         call=lambda q, shared, one: call(q, one),
         n_calls=n_calls,
-        shapes=Arrays(shape_of(*q_shape), (), [(shape_of(*kv_shape), shape_of(*kv_shape))]),
+        shapes=Arrays(
+            shape_of(*q_shape, dtype=dtype),
+            (),
+            [(shape_of(*kv_shape, dtype=dtype), shape_of(*kv_shape, dtype=dtype))],
+        ),
         make=make,
         tokens=lambda q: q.reshape(case.n_tokens, heads.n_heads, heads.head_size),
         keys_values=keys_values,
@@ -117,7 +124,7 @@ def _cudnn(case: Case) -> Program:
 
 
 def _mgpu(case: Case) -> Program:
-    """Its causal form. It knows no scale: its queries and keys share D ** -0.5 as they are compared."""
+    """Its causal form, in float16: it has no other. It knows no scale, so its queries are scaled before."""
     length, n_keys = case.rows[0]
     heads, n_rows = case.heads, len(case.rows)
     if length != n_keys or length % 256 or heads.head_size % 64:
@@ -137,6 +144,7 @@ def _mgpu(case: Case) -> Program:
         kv_shape=(n_rows, n_keys, heads.n_kv_heads, heads.head_size),
         key_axis=1,
         of_row=lambda kv, row, kv_head: kv[row, :, kv_head],
+        dtype=jnp.float16,
     )  # fmt: skip
 
 
