@@ -21,6 +21,7 @@ from orca_jax.sharding.attention_path import AttentionPath
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.products import Products
 from orca_jax.sharding.programs import Program
+from orca_jax.sharding.ptxas_version import ask_ptxas_once
 from orca_jax.sharding.specs import CACHE_SPEC
 from orca_jax.sharding.token_chooser import packed_logprobs
 
@@ -134,6 +135,7 @@ class Stage:
 
         options = None
         if group.devices[0].platform != "cpu":
+            ask_ptxas_once()
             options = _gpu_options(command_buffer_collectives=command_buffer_collectives)
         self.forward = Program(
             jax.jit(
