@@ -15,6 +15,7 @@ import json
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,8 +39,8 @@ from orca_jax.sharding.partition import split_model
 class Compiled:
     """What the compiled forward program of one bucket says of itself; bytes and counts.
 
-    `launches` counts what XLA launches; `one_shot` the all-reduces for which it has a kernel of its own in
-    place of NCCL.
+    `launches` counts what XLA launches; `sums` the all-reduces by the way that it chose for them: DEFAULT is
+    NCCL's, all others are kernels of its own.
     """
 
     bucket: int
@@ -51,7 +52,7 @@ class Compiled:
     copies: int
     static_loops: int
     dynamic_loops: int
-    one_shot: int
+    sums: dict[str, int]
     launches: Launches
 
 
@@ -101,9 +102,18 @@ def figures(model: ModelConfig, bucket: int, max_bs: int, **how: Any) -> Compile
         copies=len(re.findall(r" copy\(", entry)),
         static_loops=static,
         dynamic_loops=loops - static,
-        one_shot=len(re.findall(r" all-reduce(?:-start)?\(.*KERNEL_STRATEGY_TRITON_ONE_SHOT", text)),
+        sums=_sums(text),
         launches=launches,
     )
+
+
+def _sums(text: str) -> dict[str, int]:
+    found = Counter[str]()
+    for line in text.splitlines():
+        if re.search(r" all-reduce(?:-start)?\(", line):
+            strategy = re.search(r'"KERNEL_STRATEGY_(?:TRITON_)?(\w+)"', line)
+            found[strategy[1] if strategy else "DEFAULT"] += 1
+    return dict(found)
 
 
 def main() -> None:

@@ -80,7 +80,7 @@ def test_eight_gpus_have_their_collectives_in_the_command_buffer_only_where_that
         assert launches["command_buffers"] == 1 and launches["outside"] == {}, program
     else:
         assert (inside, outside) == (0, sums)
-        assert program["one_shot"] == sums  # XLA's own kernel, not NCCL's
+        assert program["sums"] == {"ONE_SHOT": sums}  # XLA's own kernel, not NCCL's
 
 
 FOLDED = """\
