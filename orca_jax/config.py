@@ -14,7 +14,7 @@ LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
 WorkerLink = Literal["transfer", "nccl"]
 # How attention runs. kernel: the Mosaic GPU kernel; native: in C, on a CPU; static, follow_lengths: pure JAX;
 # interpreted: the GPU's kernel on a CPU, for tests alone.
-Attention = Literal["kernel", "native", "static", "follow_lengths", "interpreted"]
+Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]
 
 # What becomes of a program that an engine needs after it was ready, and that was not compiled before.
 OnCompile = Literal["warn", "error"]

@@ -61,7 +61,7 @@ GPUS: Mapping[str, KnownDevice] = {
         inside=300e9,
         between=25e9,
         per_machine=8,
-        attention="static",
+        attention="cudnn",
     ),
     "a100-80gb": KnownDevice(
         name="a100-80gb",
@@ -71,7 +71,7 @@ GPUS: Mapping[str, KnownDevice] = {
         inside=300e9,
         between=25e9,
         per_machine=8,
-        attention="static",
+        attention="cudnn",
     ),
     "l40s": KnownDevice(
         name="l40s",
@@ -81,7 +81,7 @@ GPUS: Mapping[str, KnownDevice] = {
         inside=32e9,
         between=25e9,
         per_machine=8,
-        attention="static",
+        attention="cudnn",
     ),
     "h100": KnownDevice(
         name="h100",
@@ -111,7 +111,7 @@ GPUS: Mapping[str, KnownDevice] = {
         inside=900e9,
         between=50e9,
         per_machine=8,
-        attention="static",
+        attention="cudnn",
     ),
 }
 CPU = "cpu"

@@ -58,8 +58,8 @@ class LLM:
     makes not a bit of an output depend on what else runs, at a price (docs/generation.md).
 
     `attention` is chosen by device and model unless given, and said in the attribute of that name:
-    "kernel" (Hopper GPUs), "native" (CPUs with a C compiler), or pure JAX with "static" shapes or run-time
-    trip counts ("follow_lengths").
+    "kernel" (Hopper GPUs), "cudnn" (other NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or
+    pure JAX with "static" shapes or run-time trip counts ("follow_lengths").
 
     The model is cut into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
     devices (docs/parallelism.md); the first devices that JAX has are taken. With `command_buffer_collectives`

@@ -25,7 +25,8 @@ _SCORED = 128  # sharding/stage.py: tokens of a prompt that are scored at a time
 _LOGIT_BYTES = 4
 # Iterations whose results are on a device at a time: one that runs, and one whose tokens are on their way.
 _KEPT = 2
-# model/attention.py's static shapes: query tokens of a tile, and keys gathered for all tiles at once.
+# model/attention.py's static shapes: query tokens of a tile (cudnn/tiles.py has as many), and keys gathered
+# for all tiles at once.
 _TILE_QUERIES, _TILE_KEYS = 64, 256
 _GATHERED = 2.5  # such gathered arrays, of keys or of values, that XLA keeps at a time
 
@@ -174,6 +175,8 @@ def temporary_bytes(
     # apply the activation function in place.
     inner = config.ffn_size // n_devices * (2 if cpu else 1)
     needed = n_tokens * itemsize * (2 * config.hidden_size + inner)
+    if attention == "cudnn":
+        needed = max(needed, _cudnn_attention_bytes(config, n_devices, serving, n_rows, itemsize))
     if attention == "static":
         starts, work = _static_attention_bytes(config, len(layers), n_devices, n_tokens, n_rows, itemsize)
         needed = starts + max(needed, work)
@@ -191,6 +194,22 @@ def result_bytes(config: ModelConfig, layers: range, serving: ServingConfig, ite
     n_tokens, n_rows = serving.max_batch_tokens, min(serving.max_batch_size, serving.max_batch_tokens)
     logits = n_rows * config.vocab_size * _LOGIT_BYTES if layers.stop == config.n_layers else 0
     return _KEPT * (n_tokens * config.hidden_size * itemsize + logits)
+
+
+def _cudnn_attention_bytes(
+    config: ModelConfig, n_devices: int, serving: ServingConfig, n_rows: int, itemsize: int
+) -> int:
+    """Of attention by cuDNN, one layer's work: of each tile its queries and both results, and the near keys.
+
+    For the near keys XLA keeps their values side by side, and a weight for each query and head.
+    """
+    n_tokens, block = serving.max_batch_tokens, serving.block_size
+    width, heads = config.hidden_size // n_devices, config.n_heads // n_devices
+    queries = min(_TILE_QUERIES, n_tokens)
+    n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
+    keys = ((block + queries - 2) // block + 1) * block
+    tile = queries * width * (2 * itemsize + 4) + keys * width * itemsize + queries * keys * heads * 4
+    return n_tiles * tile + 3 * n_tokens * config.hidden_size * itemsize
 
 
 def _static_attention_bytes(

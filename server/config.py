@@ -12,7 +12,7 @@ from orca_jax.errors import ConfigError
 
 AccessLog = Literal["text", "json", "off"]
 # Of config.Attention; the other is for tests.
-ServedAttention = Literal["kernel", "native", "static", "follow_lengths"]
+ServedAttention = Literal["kernel", "cudnn", "native", "static", "follow_lengths"]
 
 # What `orca serve` and `orca worker` are both told.
 SaidDtype = Annotated[
@@ -20,7 +20,8 @@ SaidDtype = Annotated[
 ]
 SaidLoadFormat = Annotated[LoadFormat, "dummy: random weights of a preset or directory"]
 SaidAttention = Annotated[
-    ServedAttention | None, "how attention runs (default: a kernel on a Hopper GPU or a CPU, else pure JAX)"
+    ServedAttention | None,
+    "how attention runs (default: a kernel on a Hopper GPU or a CPU, cuDNN on an NVIDIA GPU, else pure JAX)",
 ]
 SaidTensorParallel = Annotated[int, "devices that each layer is split over"]
 SaidMemoryFraction = Annotated[

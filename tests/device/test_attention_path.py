@@ -7,21 +7,25 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from orca_jax.config import Attention, ModelConfig
 from orca_jax.errors import ConfigError
-from orca_jax.sharding.attention_path import Kernel, Native, PureJax, choose_attention
+from orca_jax.sharding import attention_path
+from orca_jax.sharding.attention_path import GPU_PATHS, Cudnn, Kernel, Native, PureJax, choose_attention
 from tests.device.interpreted_engine import LENGTHS
 from tests.device.native_form import needs_native
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0", core_count=108)
+L40S = SimpleNamespace(platform="gpu", device_kind="NVIDIA L40S", compute_capability="8.9", core_count=142)
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
 B200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0", core_count=148)
 MI300 = SimpleNamespace(platform="gpu", device_kind="MI300X", compute_capability="gfx942", core_count=304)
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
 
+CUDNN = Cudnn(16)
 FOLLOW, STATIC, KERNEL = PureJax(follow_lengths=True), PureJax(follow_lengths=False), Kernel(4, 1, 132)
 
 
@@ -39,12 +43,15 @@ def model(head_size: int) -> ModelConfig:
         (CPU, 64, "bfloat16", FOLLOW, "real lengths: the native attention is for float32"),
         (H200, 128, "bfloat16", KERNEL, "kernel"),
         (H200, 80, "float16", KERNEL, "kernel"),
-        (H200, 128, "float32", STATIC, "float32"),
-        (H200, 72, "bfloat16", STATIC, "head size is 72"),
-        (A100, 128, "bfloat16", STATIC, "A100 has compute capability 8.0"),
-        (B200, 128, "bfloat16", STATIC, "B200 has compute capability 10.0"),
-        (MI300, 128, "bfloat16", STATIC, "gfx942"),
-        (TPU, 128, "bfloat16", STATIC, "TPU v5e"),
+        (H200, 128, "float32", STATIC, "static shapes: its K/V cache is float32"),
+        (H200, 72, "bfloat16", CUDNN, "cuDNN's paged attention: its head size is 72"),
+        (A100, 128, "bfloat16", CUDNN, "cuDNN's paged attention"),
+        (A100, 100, "bfloat16", STATIC, "static shapes: its head size is 100; cuDNN"),
+        (A100, 128, "float32", STATIC, "cuDNN has bfloat16 and float16"),
+        (L40S, 64, "float16", CUDNN, "cuDNN"),
+        (B200, 128, "bfloat16", CUDNN, "cuDNN"),
+        (MI300, 128, "bfloat16", STATIC, "pure JAX, static shapes"),
+        (TPU, 128, "bfloat16", STATIC, "pure JAX, static shapes"),
     ],
 )
 def test_the_choice_by_device_and_model(
@@ -60,6 +67,8 @@ def test_the_choice_by_device_and_model(
     [
         (H200, "kernel", KERNEL),
         (H200, "static", STATIC),
+        (H200, "cudnn", CUDNN),
+        (A100, "cudnn", CUDNN),
         (H200, "follow_lengths", FOLLOW),
         (CPU, "static", STATIC),
         (CPU, "interpreted", Kernel(4, 1, 1, interpret=True)),
@@ -79,6 +88,10 @@ def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: obje
         (H200, 64, 8, "kernel", "16, 32, 64, 128"),
         (CPU, 72, 16, "interpreted", "head size is 72"),
         (H200, 64, 16, "native", "is no CPU"),
+        (CPU, 64, 16, "cudnn", "cpu is none of the GPUs that cuDNN's attention is for"),
+        (MI300, 64, 16, "cudnn", "MI300X has compute capability gfx942 and is none of"),
+        (H200, 100, 16, "cudnn", "head size is 100"),
+        (A100, 64, 24, "cudnn", "24 slots; cuDNN has powers of two"),
     ],
 )
 def test_what_cannot_run_is_refused(
@@ -88,6 +101,31 @@ def test_what_cannot_run_is_refused(
         choose_attention(
             device, model(head_size), n_heads=4, block_size=block_size, dtype="bfloat16", forced=forced
         )
+
+
+def test_cudnn_splits_rows_by_a_rule_of_its_own_so_it_is_not_deterministic() -> None:
+    sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16", "deterministic": True}
+    choice = choose_attention(A100, model(64), **sizes)
+    assert choice.path == STATIC and "--deterministic" in choice.said
+    assert choose_attention(H200, model(64), **sizes).kind == "kernel"
+    with pytest.raises(ConfigError, match=r"attention is 'cudnn'.*--deterministic"):
+        choose_attention(A100, model(64), **sizes, forced="cudnn")
+
+
+def test_a_gpu_whose_cudnn_refuses_has_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU stands in for a GPU that is there: its XLA knows no such call, as an old one would not.
+    device = jax.devices("cpu")[0]
+    monkeypatch.setattr(attention_path, "_capability", lambda _: "8.0")
+    sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"attention is 'cudnn', but its cuDNN refuses: .*fmhaSoftmax"):
+        choose_attention(device, model(64), **sizes, forced="cudnn")
+
+
+def test_the_documents_have_the_table_of_gpus() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")
+    for gpus, capabilities, takes, tested in GPU_PATHS:
+        paths = ", else ".join(f"`{kind}`" for kind in takes)
+        assert f"| {gpus} | {', '.join(capabilities) or 'any other'} | {paths} | {tested} |" in text
 
 
 def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:

@@ -67,12 +67,13 @@ LAYERS = (
     ("simulated_workers", "remote_pipeline"),
     ("fault_simulation", "worker_processes"),
 )
-# The device floor: what each room may import of the package. `model` and `pallas` do not know each other.
+# The device floor: what each room may import of the package. The model and the kernels do not know each other.
 DATA = {"errors", "config", "sampling_params", "sampled", "token_words", "control"}
 DEVICE_ROOMS = {
     "model": {"errors", "config", "model.presets"},
     "pallas": {"errors", "config"},
     "native": set(),
+    "cudnn": set(),
     "sharding": {
         *DATA,
         *(
@@ -86,7 +87,7 @@ DEVICE_ROOMS = {
         ),
         *("cost_model", "kv_manager", "stage_layers", "stage_memory", "tokenizer"),
         *("known_devices", "worker_environment"),
-        *("model", "model.presets", "pallas", "native"),
+        *("model", "model.presets", "pallas", "native", "cudnn"),
     },
 }
 HOST_ROOMS = {room for layer in LAYERS for room in layer}

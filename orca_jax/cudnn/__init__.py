@@ -1,0 +1,4 @@
+"""Split attention through cuDNN's paged attention, for GPUs that have no kernel of our own.
+
+It knows no model and no mesh. Start with split_attention.py: which keys cuDNN attends to, and which ones XLA.
+"""

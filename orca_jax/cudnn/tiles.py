@@ -1,0 +1,67 @@
+"""A bucket's entries for cuDNN: what is fixed by its shape, and the words that the host makes per iteration.
+
+Rows of one token are one entry each, of one query. Rows of more are cut into tiles of Q queries.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+QUERIES = 64  # of a tile
+
+
+@dataclass(frozen=True, slots=True)
+class TilePlan:
+    """The entries of a bucket of `n_tokens` tokens and `n_rows` rows."""
+
+    n_tokens: int
+    n_rows: int
+
+    @property
+    def queries(self) -> int:
+        """Of a tile: no more than the bucket has."""
+        return min(QUERIES, self.n_tokens)
+
+    @property
+    def n_tiles(self) -> int:
+        """At most: full ones, and one that is not full for each row of two tokens or more."""
+        return (
+            self.n_tokens // self.queries + min(self.n_rows, self.n_tokens // 2) if self.n_tokens > 1 else 0
+        )
+
+    @property
+    def n_words(self) -> int:
+        """Of `tile_words`."""
+        return 2 * self.n_tiles + self.n_tokens
+
+    def split(self, words: Any) -> tuple[Any, Any, Any]:
+        """Its parts: each tile's row [n_tiles] and first token [n_tiles], each token's place [n_tokens].
+
+        The row of a tile that is not there is `n_rows`. A place counts the rows' own queries first, then the
+        tiles' queries; that of a padding token is the number of both.
+        """
+        n = self.n_tiles
+        return words[:n], words[n : 2 * n], words[2 * n :]
+
+
+def tile_words(row_start: npt.NDArray[np.int32], plan: TilePlan) -> npt.NDArray[np.int32]:
+    """[n_words] for rows that begin at the tokens `row_start` [R + 1]."""
+    words = np.zeros(plan.n_words, np.int32)
+    tile_row, tile_start, place = plan.split(words)
+    tile_row.fill(plan.n_rows)
+    place.fill(plan.n_rows + plan.n_tiles * plan.queries)
+    n_inputs = np.diff(row_start)
+    n_tiles = np.where(n_inputs > 1, -(-n_inputs // plan.queries), 0)
+    end = np.cumsum(n_tiles)
+    row = np.repeat(np.arange(plan.n_rows), n_tiles)
+    of_row = np.arange(len(row)) - (end - n_tiles)[row]
+    tile_row[: len(row)] = row
+    tile_start[: len(row)] = row_start[row] + plan.queries * of_row
+    # A row's tiles lie side by side, so its tokens do too.
+    first = np.where(n_inputs > 1, plan.n_rows + plan.queries * (end - n_tiles), np.arange(plan.n_rows))
+    token = np.arange(row_start[-1])
+    owner = np.repeat(np.arange(plan.n_rows), n_inputs)
+    place[: len(token)] = first[owner] + token - row_start[owner]
+    return words
