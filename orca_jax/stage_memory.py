@@ -175,6 +175,8 @@ def temporary_bytes(
     # apply the activation function in place.
     inner = config.ffn_size // n_devices * (2 if cpu else 1)
     needed = n_tokens * itemsize * (2 * config.hidden_size + inner)
+    if attention == "cudnn" and serving.deterministic:
+        attention = "static"  # as sharding/attention_path.py has it
     if attention == "cudnn":
         needed = max(needed, _cudnn_attention_bytes(config, n_devices, serving, n_rows, itemsize))
     if attention == "static":

@@ -67,7 +67,7 @@ LAYERS = (
     ("simulated_workers", "remote_pipeline"),
     ("fault_simulation", "worker_processes"),
 )
-# The device floor: what each room may import of the package. The model and the kernels do not know each other.
+# The device floor: what each room may import of the package. The model and the kernels know no other of them.
 DATA = {"errors", "config", "sampling_params", "sampled", "token_words", "control"}
 DEVICE_ROOMS = {
     "model": {"errors", "config", "model.presets"},

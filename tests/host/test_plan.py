@@ -18,11 +18,13 @@ from orca_jax.sizes import Sizes, serving_config
 from orca_jax.stage_layers import stage_layers
 from orca_jax.stage_memory import (
     StageRoom,
+    result_bytes,
     shared_vocabulary,
     slot_bytes,
     stage_memory,
     stage_weight_bytes,
     table_bytes,
+    temporary_bytes,
 )
 
 SMALL = ModelConfig(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
@@ -98,6 +100,25 @@ def test_the_largest_number_of_slots_that_fits() -> None:
     told = replace(room, temporaries=memory.temporaries + 2 * memory.slot)
     found = told.memory(SMALL, serving, 4)
     assert (found.source, told.slots(found)) == ("compiled", 3)
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "max_batch_tokens", "compiled"),
+    [(32, 2048, 335.6), (8, 2048, 233.3), (32, 512, 186.4)],  # MB by XLA for an A100, bench/LOG.md
+)
+def test_attention_by_cudnn_needs_what_xla_planned(
+    max_batch_size: int, max_batch_tokens: int, compiled: float
+) -> None:
+    model, layers = PRESETS["gpt3-13b"], range(2)
+    serving = ServingConfig(max_batch_size=max_batch_size, n_slots=16000, max_batch_tokens=max_batch_tokens)
+    needed, kept = (
+        temporary_bytes(model, layers, 1, serving, itemsize=2, attention="cudnn"),
+        result_bytes(model, layers, serving, 2),
+    )
+    assert (needed - kept) / 1e6 == pytest.approx(compiled, rel=0.01)
+    fixed = replace(serving, deterministic=True)  # for which static shapes stand in
+    static = temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="static")
+    assert temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="cudnn") == static > needed
 
 
 def test_n_slots_are_the_largest_up_to_what_admitted_requests_can_reserve() -> None:
