@@ -22,8 +22,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bench.kernel_code import Descriptor, KeyLoop, descriptors, key_loops, plain_copies
+from orca_jax.pallas.plan import Plan
 from orca_jax.pallas.split_attention import split_attention
-from orca_jax.pallas.work_items import Plan, work_items
+from orca_jax.pallas.work_items import N_COLUMNS
 from orca_jax.sharding.described_gpu import on_h200
 
 # Head size, dtype, block size, query heads, key/value heads.
@@ -39,10 +41,6 @@ _USED = re.compile(r"Used (\d+) registers, used (\d+) barriers.* (\d+) bytes sme
 _DYNAMIC = re.compile(
     r"@mosaic_gpu_launch_kernel\(ptr \S+(?:, i32 \d+){9}, i32 (\d+),"
 )  # grid, cluster, block
-_LABEL = re.compile(r"\s*(\.L_x_\d+):")
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?) *;")
-_BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
-_LOCAL = re.compile(r"\b(STL|LDL)\b")
 
 
 class Figures(NamedTuple):
@@ -53,33 +51,35 @@ class Figures(NamedTuple):
     spill_stores: int  # bytes, in the whole kernel
     spill_loads: int
     shared_bytes: int  # of a block
-    key_loops: int | None  # loops with matrix instructions; None where the machine code was not looked at
-    spills_in_key_loops: int | None  # instructions that store or load a spilled register
+    key_loops: tuple[KeyLoop, ...]  # none where the machine code was not looked at
+    plain_copies: tuple[int, ...]  # bytes
+    descriptors: tuple[Descriptor, ...]
 
 
 def compile_one(head_size: int, dtype: str, block_size: int, n_heads: int, n_kv_heads: int) -> None:
     """Compile one; ptxas writes to this process's output."""
     here = on_h200()
-    plan = Plan(_N_TOKENS, _N_ROWS, n_kv_heads, n_heads // n_kv_heads)
+    plan = Plan(_N_TOKENS, _N_ROWS, n_kv_heads, n_heads // n_kv_heads, block_size)
 
     def array(*shape: int, dtype: DTypeLike = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
 
     def run(*arrays: jax.Array) -> jax.Array:
-        _, row_start, kv_length = arrays[3:]
-        return split_attention(*arrays, work=work_items(row_start, kv_length, plan), plan=plan)
+        *arguments, work = arrays
+        return split_attention(*arguments, work=work, plan=plan)
 
     cache = array(_N_BLOCKS, n_kv_heads, block_size, head_size)
     table = array(_N_ROWS, _MAX_BLOCKS, dtype=jnp.int32)
     row_start, kv_length = array(_N_ROWS + 1, dtype=jnp.int32), array(_N_ROWS, dtype=jnp.int32)
     q = array(_N_TOKENS, n_heads, head_size)
-    jax.jit(run).lower(q, cache, cache, table, row_start, kv_length).compile()
+    work = array(plan.n_records, N_COLUMNS, dtype=jnp.int32)
+    jax.jit(run).lower(q, cache, cache, table, row_start, kv_length, work).compile()
 
 
 def figures(size: tuple[int, str, int, int, int]) -> Figures:
     """What compiling one size gives. Raises RuntimeError where it does not compile or fit shared memory."""
     command = [sys.executable, "-m", "bench.compile_kernel", *map(str, size)]
-    wanted = ("PTXAS", "HOST_LLVM", "SASS") if _has_nvdisasm() else ("PTXAS", "HOST_LLVM")
+    wanted = ["PTXAS", "PTX", "HOST_LLVM"] + ["SASS"] * _has_nvdisasm()
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in wanted}
     environment = {**os.environ, **dumps, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -94,7 +94,8 @@ def figures(size: tuple[int, str, int, int, int]) -> Figures:
     shared = static + int(dynamic[-1])
     if shared > _SHARED_LIMIT:
         raise RuntimeError(f"{size} wants {shared} bytes of shared memory; a block has {_SHARED_LIMIT}")
-    return Figures(registers, barriers, stores, loads, shared, *spills_in_key_loops(said))
+    found = (key_loops(said), plain_copies(said), descriptors(said))
+    return Figures(registers, barriers, stores, loads, shared, *map(tuple, found))
 
 
 def _has_nvdisasm() -> bool:
@@ -104,30 +105,6 @@ def _has_nvdisasm() -> bool:
         return False
 
 
-def spills_in_key_loops(sass: str) -> tuple[int, int] | tuple[None, None]:
-    """How many loops hold matrix instructions, and how many instructions in them move spilled registers.
-
-    A loop is what lies between a backward branch and its target, and an instruction's is the shortest around
-    it: waits that fail go back from the end of the code, which makes long ranges that are no loops over keys.
-    """
-    place = dict[str, int]()
-    code = list[str]()
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            place[label[1]] = len(code)
-        elif instruction := _INSTRUCTION.search(line):
-            code.append(instruction[1])
-    jumps = [(place[b[1]], i) for i, text in enumerate(code) if (b := _BRANCH.search(text)) and b[1] in place]
-    loops = [(begin, end) for begin, end in jumps if begin < end]
-    products = [i for i, text in enumerate(code) if "HGMMA" in text]
-    if not products:
-        return None, None
-    around = ([loop for loop in loops if loop[0] <= i <= loop[1]] for i in products)
-    key_loops = {min(candidates, key=lambda loop: loop[1] - loop[0]) for candidates in around}
-    spills = (_LOCAL.search(text) is not None for begin, end in key_loops for text in code[begin : end + 1])
-    return len(key_loops), sum(spills)
-
-
 def main() -> None:
     """Compile all; a table, and last one line of JSON."""
     if len(sys.argv) > 1:
@@ -135,13 +112,18 @@ def main() -> None:
         compile_one(int(head_size), dtype, int(block_size), int(n_heads), int(n_kv_heads))
         return
     table = Table(title=f"split attention for an H200, jax {jax.__version__}")
-    columns = ("D", "dtype", "B", "N", "K", *(name.replace("_", " ") for name in Figures._fields))
+    counts = Figures._fields[:5]
+    columns = ("D", "dtype", "B", "N", "K", *counts, "instructions of key loops", "spills in them")
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column.replace("_", " "), justify="right")
     found = []
     for size in track(SIZES, "compiling", console=Console(stderr=True)):
-        row = (*size, *figures(size))
-        table.add_row(*("not looked at" if x is None else str(x) for x in row))
+        made = figures(size)
+        loops = made.key_loops
+        row = (*size, *made[:5], [one.n_instructions for one in loops], sum(one.n_spills for one in loops))
+        table.add_row(
+            *map(str, row[:-2]), ", ".join(map(str, row[-2])), str(row[-1]) if loops else "not seen"
+        )
         found.append(row)
     Console(width=120).print(table)
     print(

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from orca_jax.errors import ConfigError
 from orca_jax.pallas.kernel_shape import KernelShape, unsupported
-from orca_jax.pallas.work_items import Plan
+from orca_jax.pallas.plan import Plan
+from orca_jax.pallas.work_items import N_COLUMNS
 
 
 def kernel_shape(
@@ -52,9 +53,9 @@ def kernel_shape(
         )
     if scale is not None and not scale > 0:
         raise ConfigError(f"scale is {scale!r}; it must be above 0")
-    sizes = (n_tokens, n_rows, n_kv_heads, n_heads // n_kv_heads)
+    sizes = (n_tokens, n_rows, n_kv_heads, n_heads // n_kv_heads, block_size)
     plan = plan or Plan(*sizes)
-    if (plan.n_tokens, plan.n_rows, plan.n_kv_heads, plan.group) != sizes:
+    if (plan.n_tokens, plan.n_rows, plan.n_kv_heads, plan.group, plan.block_size) != sizes:
         raise ConfigError(f"{plan} is not of these arguments; make it with the sizes {sizes}")
     return KernelShape(
         n_tokens=n_tokens,
@@ -70,8 +71,9 @@ def kernel_shape(
 
 def check_work(work: jax.Array, plan: Plan) -> None:
     """Raises ConfigError where `work` is not of the size that `plan` has."""
-    if work.shape != (plan.n_records, 8) or work.dtype != jnp.int32:
+    if work.shape != (plan.n_records, N_COLUMNS) or work.dtype != jnp.int32:
         raise ConfigError(
-            f"work is {work.dtype.name} {work.shape}; {plan} has a list of int32 {(plan.n_records, 8)}: "
+            f"work is {work.dtype.name} {work.shape}; {plan} has a list of int32 "
+            f"{(plan.n_records, N_COLUMNS)}: "
             "make it with work_items(row_start, kv_length, plan)"
         )

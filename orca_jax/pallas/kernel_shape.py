@@ -6,10 +6,9 @@ slot of the ring in shared memory.
 
 from dataclasses import dataclass
 
-from orca_jax.pallas.work_items import Plan
+from orca_jax.pallas.plan import Plan
 
 Q = 64
-C = 64
 HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
@@ -56,27 +55,28 @@ class KernelShape:
         return self.n_heads // self.n_kv_heads
 
     @property
-    def copied(self) -> int:
-        """Keys of one copy: a block, or the part of it that a slot holds."""
-        return min(self.block_size, C)
+    def padded_group(self) -> int:
+        """The same in whole eights: copies into shared memory must have whole 128 bytes."""
+        return -(-self.group // 8) * 8
 
     @property
-    def staged_size(self) -> int:
-        """Columns of the buffer that queries come through and results go through.
+    def step(self) -> int:
+        """C: keys of a slot, and of a step of the loop over keys. Heads of 256 have registers for 64."""
+        return 128 if self.head_size <= 128 else 64
 
-        A copy of one row must start at a multiple of 128 bytes where it is the second of a pair, so 80
-        becomes 96; the hardware leaves out the columns that the array does not have.
-        """
-        return self.head_size if self.interpret else -(-self.head_size // 32) * 32
+    @property
+    def copied(self) -> int:
+        """Keys of one copy: a K/V block, or a part of it."""
+        return self.plan.granule
 
     @property
     def aliased(self) -> bool:
-        """Whether queries and results share memory: they can where both warp groups' parts stay apart."""
-        return not self.interpret and self.staged_size == self.head_size
+        """Whether queries and results share memory; the interpreter has no memory that is two things."""
+        return not self.interpret
 
     @property
-    def n_parts(self) -> int:
-        """Parts of a piece's result: its rounded value and what rounding took away.
+    def n_rounded(self) -> int:
+        """Arrays that a part is made of: its rounded value, and what rounding took away.
 
         A float32 tile would need a buffer twice the size. Heads of 256 have no registers left for the rest.
         """
@@ -85,8 +85,10 @@ class KernelShape:
     @property
     def n_slots(self) -> int:
         """Slots of the ring, as many as shared memory has room for: 8 at most."""
-        tiles = 2 * Q * 2 * (self.head_size + (0 if self.aliased else self.staged_size))
-        return min(4 if self.interpret else 8, (_SHARED_BYTES - tiles) // (2 * C * self.head_size * 2))
+        tiles = 2 * Q * 2 * self.head_size
+        return min(
+            4 if self.interpret else 8, (_SHARED_BYTES - tiles) // (2 * self.step * self.head_size * 2)
+        )
 
 
 def swizzle_bytes(head_size: int) -> int:

@@ -1,31 +1,58 @@
-"""The results of a row's pieces put together: the last step of split attention.
+"""Results that were computed in parts, put together: the last step of split attention.
 
-Gathers over at most as many pieces as a row can have, reductions too short for kernels of their own, and one
-scatter: XLA makes a kernel or two of it. A row that is not split writes nowhere.
+Gathers over at most as many parts as a result can have, reductions too short for kernels of their own, and
+one scatter: XLA makes a kernel or two of it. What was not cut writes nowhere.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from orca_jax.pallas.work_items import ENTRY, Plan
+from orca_jax.pallas.plan import TILE, Plan
+from orca_jax.pallas.work_items import MERGE
 
 
-def merge(out: jax.Array, part: jax.Array, part_top: jax.Array, work: jax.Array, plan: Plan) -> jax.Array:
-    """Put the rows that were split into pieces together, in `out` [T, N, D].
+def merge_rows(
+    out: jax.Array, part: jax.Array, part_top: jax.Array, work: jax.Array, plan: Plan
+) -> jax.Array:
+    """Put the rows together that were cut, in `out` [T, N, D].
 
-    part [n, max_entries, K, G, D]: each piece's result and, where n is 2, what its rounding took away;
-    part_top [max_entries, K, padded G] float32: the logarithm to base 2 of each piece's weight. What lies in
-    them for entries that are no piece of a split row reaches no result.
+    part [n, parts, G, D]: each part's result and, where n is 2, what its rounding took away; part_top
+    [parts, padded G] float32: the logarithm to base 2 of each part's weight. What lies in them for parts that
+    nobody wrote reaches no result.
     """
-    merges = work[plan.first_merge :]
-    first, n_pieces = merges[:, ENTRY.slot, None], merges[:, ENTRY.n_pieces, None]
-    piece = jnp.arange(plan.max_pieces, dtype=jnp.int32)  # P of them
-    entry = first + jnp.clip(n_pieces - 1, 0, piece)  # [R, P] past its last, a row looks at its last again
-    top = part_top.at[entry].get(mode="clip")[..., : plan.group]  # [R, P, K, G]
-    top = jnp.where((piece < n_pieces)[..., None, None], top, -jnp.inf)
+    merges = work[plan.first_merge : plan.first_tile_merge]
+    rows = _together(part, part_top[:, : plan.group], merges, plan.most_parts)  # [M, G, D]
+    apart = out.reshape(plan.n_tokens, plan.n_kv_heads, plan.group, -1)
+    at = apart.at[merges[:, MERGE.token], merges[:, MERGE.head]]
+    return at.set(rows.astype(out.dtype), mode="drop", unique_indices=True).reshape(out.shape)
+
+
+def merge_tiles(
+    out: jax.Array, part: jax.Array, part_top: jax.Array, work: jax.Array, plan: Plan
+) -> jax.Array:
+    """The same for tiles: part [n, parts, TILE, D], part_top [parts, TILE]."""
+    merges = work[plan.first_tile_merge :]
+    rows = _together(part, part_top, merges, plan.most_tile_parts)  # [M, TILE, D]
+    row = jnp.arange(TILE, dtype=jnp.int32)
+    nowhere = plan.n_tokens + jnp.arange(rows.shape[0] * TILE, dtype=jnp.int32).reshape(-1, TILE)
+    there = row < merges[:, MERGE.n_queries, None]
+    token = jnp.where(there, merges[:, MERGE.token, None] + row, nowhere)
+    at = out.at[token, merges[:, MERGE.head, None]]
+    return at.set(rows.astype(out.dtype), mode="drop", unique_indices=True)
+
+
+def _together(part: jax.Array, part_top: jax.Array, merges: jax.Array, most: int) -> Any:
+    """[M, Q, D] float32 of part [n, parts, Q, D] and part_top [parts, Q]."""
+    i = jnp.arange(most, dtype=jnp.int32)  # P of them
+    first, following, stride, n_parts = (
+        merges[:, column, None] for column in (MERGE.part, MERGE.following, MERGE.stride, MERGE.n_parts)
+    )
+    there = i < n_parts  # [M, P]
+    which = jnp.where((i > 0) & there, following + (i - 1) * stride, first)
+    top = jnp.where(there[..., None], part_top.at[which].get(mode="clip"), -jnp.inf)  # [M, P, Q]
     weight = jnp.exp2(top - top.max(axis=1, keepdims=True))
-    attended = sum(x.at[entry].get(mode="clip").astype(jnp.float32) for x in part)  # [R, P, K, G, D]
-    sums = (weight[..., None] * attended).sum(axis=1)
-    rows = sums / weight.sum(axis=1)[..., None]  # [R, K, G, D]
-    rows = rows.reshape(plan.n_rows, -1, out.shape[-1]).astype(out.dtype)
-    return out.at[merges[:, ENTRY.token]].set(rows, mode="drop", unique_indices=True)
+    results = sum(x.at[which].get(mode="clip").astype(jnp.float32) for x in part)  # [M, P, Q, D]
+    sums = (weight[..., None] * jnp.where(there[..., None, None], results, 0)).sum(axis=1)
+    return sums / weight.sum(axis=1)[..., None]

@@ -4,6 +4,7 @@
 `interpret` is static: compiled kernels hold none of the plain forms. Q queries, C keys, D head size.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,13 +38,25 @@ def iota(n_rows: int, n_columns: int, axis: int, *, interpret: bool) -> jax.Arra
     return laid_out(lax.broadcasted_iota(jnp.int32, (n_rows, n_columns), axis), TILE, interpret=interpret)
 
 
-def times_transposed(a: Any, b: Any, *, interpret: bool) -> jax.Array:
-    """a @ b.T of two references [Q, D] and [C, D] in shared memory: [Q, C] float32."""
+def load_row_plain(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
+    """One number for each of a tile's rows, from shared memory."""
     if interpret:
+        return ref[index]
+    return plgpu.load(ref, index, layout=TILE_ROW, optimized=False)
+
+
+def times_transposed(a: Any, b: Any, meanwhile: Callable[[], None], *, interpret: bool) -> jax.Array:
+    """a @ b.T of two references [Q, D] and [C, D] in shared memory: [Q, C] float32.
+
+    `meanwhile` is what the warp group does between asking for the product and waiting for it.
+    """
+    if interpret:
+        meanwhile()
         return jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
 
     def product(sums: Any) -> Any:
         plgpu.wgmma(sums, a, b.transpose((1, 0)))
+        meanwhile()
         return sums[...]
 
     return pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))

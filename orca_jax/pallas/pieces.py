@@ -1,100 +1,124 @@
-# pyright: reportAssignmentType=false
-"""Items with one query: two pieces, side by side.
+"""Items with one query: that of an increment-phase row, over a range of its keys.
 
-A piece is the query of an increment-phase row, all N / K heads of one key/value head packed in one tile, over
-a range of its keys. Each of two warp groups takes one, with keys of its own: the even steps are the first's.
-The result of a whole row goes where it belongs, that of a piece to where `merge` finds it.
+All N / K query heads of one key/value head are packed in one tile. The two warp groups take every other slot,
+and the second gives what it has to the first. The result of a whole row goes where it belongs, that of a part
+to where `merge` finds it.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.kernel_shape import C, Q
-from orca_jax.pallas.mosaic_forms import TILE_ROW, laid_out
-from orca_jax.pallas.ring import fetch, n_chunks, pass_over
-from orca_jax.pallas.running_softmax import attend, nothing_yet
+from orca_jax.pallas.core_items import CoreItem, entries
+from orca_jax.pallas.kernel_shape import Q
+from orca_jax.pallas.mosaic_forms import TILE_ROW, along_rows, laid_out, load_plain, load_row_plain
+from orca_jax.pallas.ring import fetch_item, n_steps, pass_over
+from orca_jax.pallas.running_softmax import Carry, attend, attend_masked, nothing_yet
 from orca_jax.pallas.staging import load_queries, stage
 from orca_jax.pallas.thread_block import ThreadBlock
-from orca_jax.pallas.work_items import ENTRY
+from orca_jax.pallas.work_items import ITEM
 
 
-def _piece(here: ThreadBlock, item: Any, w: Any) -> tuple[Any, Any, Any, Any]:
-    """What warp group w has of a pair: record, key/value head, first key, end of keys."""
-    n_kv = here.shape.n_kv_heads
-    index = 2 * (item - here.n_tile_items) + w
-    there = index < here.n_pieces
-    index = jnp.where(there, index, 0)
-    record = here.shape.plan.first_entry + lax.div(index, n_kv)
-    begin = here.work[record, ENTRY.begin]
-    return record, lax.rem(index, n_kv), begin, jnp.where(there, here.work[record, ENTRY.end], begin)
+def fetch_piece(here: ThreadBlock, i: Any, step: Any) -> Any:
+    """Fetch the keys and values of this core's i-th entry. Returns the step after it."""
+    item = entries(here).item(i)
+    return fetch_item(here, item, item.head, step)
 
 
-def compute_pieces(here: ThreadBlock, item: Any, step: Any) -> Any:
-    """A computing warp group's piece of a pair. Returns the step after the pair."""
-    shape, work, group, staged = here.shape, here.work, here.group, here.staged
-    record, head, begin, end = _piece(here, item, group)
-    *_, begin_0, end_0 = _piece(here, item, 0)
-    *_, begin_1, end_1 = _piece(here, item, 1)
-    n_each = jnp.maximum(n_chunks(begin_0, end_0), n_chunks(begin_1, end_1))
-    token, slot = work[record, ENTRY.token], work[record, ENTRY.slot]
-    n_rows = shape.plan.padded_group
-    load_queries(here, here.q.at[token, pl.ds(head * shape.group, n_rows), here.columns])
-    last_key = laid_out(jnp.full((Q,), end - 1, jnp.int32), TILE_ROW, interpret=shape.interpret)
-    n_mine = n_chunks(begin, end)
+def compute_piece(here: ThreadBlock, i: Any, step: Any) -> Any:
+    """A computing warp group's half of this core's i-th entry. Returns the step after it."""
+    item = entries(here).item(i)
+    token = here.work[item.record, ITEM.token]
+    first_head = item.head * here.shape.group
+    heads = pl.ds(first_head, here.shape.group)
+    # Whole eights, which a copy must be: rows behind the group's come along, and go nowhere.
+    load_queries(here, here.q.at[token, pl.ds(first_head, here.shape.padded_group)])
+    n = n_steps(here, item)
+    carry = _attended(here, item, n, step)
+    pl.when((n > 1) & (here.group == 1))(lambda: _give(here, carry))
+    carry = lax.cond((n > 1) & (here.group == 0), lambda c: _take(here, c), lambda c: c, carry)
 
-    def chunk(j, carry):
-        pl.when(group == 1)(lambda: pass_over(here, step + 2 * j))
-        carry = attend(here, carry, step + 2 * j + group, begin + j * C, end, last_key)
-        pl.when(group == 0)(lambda: pass_over(here, step + 2 * j + 1))
+    @pl.when(here.group == 0)
+    def _():
+        _, total, sums = carry
+        rows = here.staged.at[0, pl.ds(0, here.shape.group)]
+        stage(here, sums, 1 / total)
+        pl.when(item.part < 0)(lambda: plgpu.copy_smem_to_gmem(rows, here.out.at[token, heads]))
+        pl.when(item.part >= 0)(lambda: _put_part(here, carry, rows, item.part))
+        plgpu.wait_smem_to_gmem(0)
+
+    return step + n
+
+
+def _attended(here: ThreadBlock, item: CoreItem, n: Any, step: Any) -> Carry:
+    """This warp group's share of the item's n slots taken in, and the other's let go by."""
+    size, begin, end, group = here.shape.step, item.begin, item.end, here.group
+    last_key = laid_out(jnp.full((Q,), end - 1, jnp.int32), TILE_ROW, interpret=here.shape.interpret)
+    n_mine = lax.div(n + 1 - group, 2)
+    n_whole = lax.div(lax.div(end - begin, size) + 1 - group, 2)
+
+    def pair(i: Any, carry: Carry, *, whole: bool) -> Carry:
+        at = 2 * i + group
+        pl.when(group == 1)(lambda: pass_over(here, step + at - 1))
+        if whole:
+            carry = attend(here, carry, step + at, in_turns=False)
+        else:
+            carry = attend_masked(here, carry, step + at, begin + at * size, end, last_key, in_turns=False)
+        pl.when((group == 0) & (at + 1 < n))(lambda: pass_over(here, step + at + 1))
         return carry
 
-    top, total, sums = lax.fori_loop(0, n_mine, chunk, nothing_yet(shape))
+    carry = lax.fori_loop(0, n_whole, lambda i, carry: pair(i, carry, whole=True), nothing_yet(here.shape))
+    carry = lax.fori_loop(n_whole, n_mine, lambda i, carry: pair(i, carry, whole=False), carry)
+    pl.when((group == 1) & (lax.rem(n, 2) == 1))(lambda: pass_over(here, step + n - 1))
+    return carry
 
-    @pl.loop(2 * n_mine, 2 * n_each)
-    def _(j):
-        pass_over(here, step + j)
 
-    group_rows = pl.ds(0, shape.group)
-    stage(here, sums, 1 / total)
+def _give(here: ThreadBlock, carry: Carry) -> None:
+    """The second warp group's result to the first, through its own half of the staging buffer."""
+    top, total, sums = carry
+    for rest in (False, True)[: here.shape.n_rounded]:
+        stage(here, sums, 1 / total, rest=rest)
+        if not rest:
+            here.top_s[1] = top + jnp.log2(total)
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(here.given)
+        plgpu.barrier_wait(here.taken)
 
-    @pl.when((n_mine > 0) & (slot < 0))
-    def _():
-        plgpu.copy_smem_to_gmem(
-            staged.at[group, group_rows],
-            here.out.at[token, pl.ds(head * shape.group, shape.group), here.columns],
-        )
+
+def _take(here: ThreadBlock, carry: Carry) -> Carry:
+    """The first warp group's result and the second's, together."""
+    top, total, sums = carry
+    interpret, shape = here.shape.interpret, (Q, here.shape.head_size)
+
+    def given() -> jax.Array:
+        plgpu.barrier_wait(here.given)
+        whole = (1, slice(None), slice(None))
+        return load_plain(here.staged, whole, interpret=interpret).astype(jnp.float32)
+
+    other = given()
+    other_top = load_row_plain(here.top_s, (1,), interpret=interpret)
+    plgpu.barrier_arrive(here.taken)
+    new_top = jnp.maximum(top, other_top)
+    share, other_share = jnp.exp2(top - new_top), jnp.exp2(other_top - new_top)
+    sums = sums * along_rows(share, shape) + other * along_rows(other_share, shape)
+    if here.shape.n_rounded == 2:
+        sums = sums + given() * along_rows(other_share, shape)
+        plgpu.barrier_arrive(here.taken)
+    return new_top, total * share + other_share, sums
+
+
+def _put_part(here: ThreadBlock, carry: Carry, rows: Any, part: Any) -> None:
+    """The group's rows, which are staged, to where they are merged."""
+    top, total, sums = carry
+    plgpu.copy_smem_to_gmem(rows, here.part.at[0, part])
+    here.top_s[0] = top + jnp.log2(total)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(here.top_s.at[0, pl.ds(0, here.shape.padded_group)], here.part_top.at[part])
+    if here.shape.n_rounded == 2:
         plgpu.wait_smem_to_gmem(0)
-
-    @pl.when((n_mine > 0) & (slot >= 0))
-    def _():
-        at = slot * shape.n_kv_heads + head
-        plgpu.copy_smem_to_gmem(staged.at[group, group_rows], here.part.at[0, at, :, here.columns])
-        here.top_s[group] = top + jnp.log2(total)
-        plgpu.commit_smem()
-        if shape.n_parts == 2:
-            plgpu.wait_smem_to_gmem(0)
-            stage(here, sums, 1 / total, rest=True)
-            plgpu.copy_smem_to_gmem(staged.at[group, group_rows], here.part.at[1, at, :, here.columns])
-        plgpu.copy_smem_to_gmem(here.top_s.at[group, pl.ds(0, n_rows)], here.part_top.at[at])
-        plgpu.wait_smem_to_gmem(0)
-
-    return step + 2 * n_each
-
-
-def fetch_pieces(here: ThreadBlock, item: Any, step: Any) -> Any:
-    """Fetch the keys and values of a pair. Returns the step after it."""
-    record_0, head_0, begin_0, end_0 = _piece(here, item, 0)
-    record_1, head_1, begin_1, end_1 = _piece(here, item, 1)
-    row_0, row_1 = here.work[record_0, ENTRY.row], here.work[record_1, ENTRY.row]
-    n_each = jnp.maximum(n_chunks(begin_0, end_0), n_chunks(begin_1, end_1))
-
-    @pl.loop(0, n_each)
-    def _(j):
-        fetch(here, row_0, head_0, begin_0 + j * C, end_0, step + 2 * j)
-        fetch(here, row_1, head_1, begin_1 + j * C, end_1, step + 2 * j + 1)
-
-    return step + 2 * n_each
+        stage(here, sums, 1 / total, rest=True)
+        plgpu.copy_smem_to_gmem(rows, here.part.at[1, part])

@@ -12,21 +12,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.kernel_shape import C
+from orca_jax.pallas.core_items import CoreItem
 from orca_jax.pallas.thread_block import ThreadBlock
+from orca_jax.pallas.work_items import ITEM
 
 
-def n_chunks(begin: Any, end: Any) -> Any:
-    """How many slots the keys `begin` to `end` fill."""
-    return lax.div(end - begin + (C - 1), C)
+def n_steps(here: ThreadBlock, item: CoreItem) -> Any:
+    """How many slots an item's keys fill."""
+    return lax.div(item.end - item.begin + (here.shape.step - 1), here.shape.step)
 
 
-def fetch(here: ThreadBlock, row: Any, head: Any, key: Any, end: Any, step: Any) -> None:
+def fetch_item(here: ThreadBlock, item: CoreItem, kv_head: Any, step: Any) -> Any:
+    """Ask for all keys and values of an item. Returns the step after it."""
+    n, row = n_steps(here, item), here.work[item.record, ITEM.row]
+    pl.loop(0, n)(lambda j: _fetch(here, row, kv_head, item.begin + j * here.shape.step, item.end, step + j))
+    return step + n
+
+
+def _fetch(here: ThreadBlock, row: Any, head: Any, key: Any, end: Any, step: Any) -> None:
     """Ask for the keys `key` to `key + C` of a row and their values, as far as they are before `end`."""
     shape, table = here.shape, here.table
     slot = here.slot(step)
     n = shape.copied
-    block = [lax.div(key + i * n, shape.block_size) for i in range(C // n)]
+    block = [lax.div(key + i * n, shape.block_size) for i in range(shape.step // n)]
     last = table.shape[1] - 1
     ids = [table[row, jnp.minimum(b, last)] for b in block]  # asked for together, ahead of the copies
     keys = (here.k_cache, here.k_s, here.k_here, here.k_free)
@@ -37,14 +45,14 @@ def fetch(here: ThreadBlock, row: Any, head: Any, key: Any, end: Any, step: Any)
         def _():
             plgpu.barrier_wait(free.at[slot])
 
-        for i in range(C // n):
+        for i, block_id in enumerate(ids):
             at = key + i * n
             inside = lax.rem(at, shape.block_size) if n < shape.block_size else 0
 
             @pl.when(at < end)
             def _():
                 plgpu.copy_gmem_to_smem(
-                    pool.at[ids[i], head, pl.ds(inside, n)], ring.at[slot, pl.ds(i * n, n)], come.at[slot]
+                    pool.at[block_id, head, pl.ds(inside, n)], ring.at[slot, pl.ds(i * n, n)], come.at[slot]
                 )
 
             @pl.when(at >= end)

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.kernel_shape import C, KernelShape, Q, swizzle_bytes
+from orca_jax.pallas.kernel_shape import KernelShape, Q, swizzle_bytes
 from orca_jax.pallas.mosaic_forms import (
     TILE,
     TILE_ROW,
@@ -26,7 +27,7 @@ from orca_jax.pallas.thread_block import ThreadBlock
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
-_NOTHING = -1e30  # the score of a key that is not there; finite, so that no inf - inf arises
+_LOWEST = -1e30  # top before the first key: finite, so that no inf - inf arises
 _LOG2_E = math.log2(math.e)
 
 
@@ -34,41 +35,88 @@ def nothing_yet(shape: KernelShape) -> Carry:
     """The carry before the first key."""
     interpret = shape.interpret
     return (
-        laid_out(jnp.full((Q,), _NOTHING, jnp.float32), TILE_ROW, interpret=interpret),
+        laid_out(jnp.full((Q,), _LOWEST, jnp.float32), TILE_ROW, interpret=interpret),
         laid_out(jnp.zeros((Q,), jnp.float32), TILE_ROW, interpret=interpret),
         laid_out(jnp.zeros((Q, shape.head_size), jnp.float32), TILE, interpret=interpret),
     )
 
 
-def attend(here: ThreadBlock, carry: Carry, step: Any, key: Any, end: Any, last_key: jax.Array) -> Carry:
+def attend(here: ThreadBlock, carry: Carry, step: Any, *, in_turns: bool) -> Carry:
+    """Take in a slot of which each query row sees all C keys.
+
+    `in_turns`: the two warp groups, which must call this equally often, take turns, so that the matrix unit
+    has one's products to do while the other has its softmax.
+    """
+    return _attend(here, carry, step, in_turns=in_turns)
+
+
+def attend_masked(
+    here: ThreadBlock,
+    carry: Carry,
+    step: Any,
+    key: Any,
+    end: Any,
+    last_key: jax.Array,
+    *,
+    in_turns: bool,
+) -> Carry:
     """Take in a slot, keys `key` to `key + C`; each query row sees keys up to its last_key [Q]."""
+    return _attend(here, carry, step, (key, end, last_key), in_turns=in_turns)
+
+
+def next_turn(here: ThreadBlock) -> None:
+    """Give the other warp group its turn and wait for one's own."""
+    plgpu.barrier_arrive(here.turn)
+    plgpu.barrier_wait(here.turn)
+
+
+def _attend(
+    here: ThreadBlock,
+    carry: Carry,
+    step: Any,
+    mask: tuple[Any, Any, jax.Array] | None = None,
+    *,
+    in_turns: bool,
+) -> Carry:
     top, total, sums = carry
-    shape = here.shape
-    interpret = shape.interpret
-    slot = here.slot(step)
+    shape, slot = here.shape, here.slot(step)
+    interpret, c = shape.interpret, shape.scale * _LOG2_E
     plgpu.barrier_wait(here.k_here.at[slot])
-    scores = times_transposed(here.q_s.at[here.group], here.k_s.at[slot], interpret=interpret)  # [Q, C]
+    scores = times_transposed(
+        here.q_s.at[here.group],
+        here.k_s.at[slot],
+        lambda: next_turn(here) if in_turns else None,
+        interpret=interpret,
+    )  # [Q, C]
     plgpu.barrier_arrive(here.k_free.at[slot])
-    keys = iota(Q, C, 1, interpret=interpret) + key
-    scores = jnp.where(keys <= along_rows(last_key, (Q, C)), scores, _NOTHING)
-    c = shape.scale * _LOG2_E
+    if mask is not None:
+        key, _, last_key = mask
+        keys = iota(Q, shape.step, 1, interpret=interpret) + key
+        scores = jnp.where(keys <= along_rows(last_key, (Q, shape.step)), scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * c)
     shrink = jnp.exp2(top - new_top)
-    weights = jnp.exp2(scores * c - along_rows(new_top, (Q, C)))
+    weights = jnp.exp2(scores * c - along_rows(new_top, (Q, shape.step)))
     total = total * shrink + weights.sum(axis=1)
     sums = sums * along_rows(shrink, (Q, shape.head_size))
+    narrow = weights.astype(here.q_s.dtype)
+    new_top, total, sums, narrow = lax.optimization_barrier((new_top, total, sums, narrow))
+    if in_turns:
+        plgpu.barrier_arrive(here.turn)
     plgpu.barrier_wait(here.v_here.at[slot])
-
-    @pl.when(key + C > end)
-    def _():
-        # What others left in the slots behind the row's own may be inf or NaN, and 0 * NaN is NaN.
-        width = swizzle_bytes(shape.head_size) // 2
-        for column in range(0, shape.head_size, width):  # a few registers at a time
-            values = here.v_s.at[slot, :, pl.ds(column, width)]
-            row = iota(C, width, 0, interpret=interpret) + key
-            values[...] = jnp.where(row < end, values[...], jnp.zeros(values.shape, values.dtype))
-        plgpu.commit_smem()
-
-    sums = plus_product(sums, weights.astype(here.q_s.dtype), here.v_s.at[slot], interpret=interpret)
+    if in_turns:
+        plgpu.barrier_wait(here.turn)
+    if mask is not None:
+        pl.when(mask[0] + shape.step > mask[1])(lambda: _clear_behind(here, slot, mask[0], mask[1]))
+    sums = plus_product(sums, narrow, here.v_s.at[slot], interpret=interpret)
     plgpu.barrier_arrive(here.v_free.at[slot])
     return new_top, total, sums
+
+
+def _clear_behind(here: ThreadBlock, slot: Any, key: Any, end: Any) -> None:
+    """Zero a slot's values behind `end`: what others left there may be inf or NaN, and 0 * NaN is NaN."""
+    width = swizzle_bytes(here.shape.head_size) // 2
+    for column in range(0, here.shape.head_size, width):  # a few registers at a time
+        values = here.v_s.at[slot, :, pl.ds(column, width)]
+        row = iota(here.shape.step, width, 0, interpret=here.shape.interpret) + key
+        values[...] = jnp.where(row < end, values[...], jnp.zeros(values.shape, values.dtype))
+    plgpu.commit_smem()

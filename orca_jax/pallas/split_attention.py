@@ -20,19 +20,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from orca_jax.pallas.arguments import check_work, kernel_shape
+from orca_jax.pallas.balance import UNCUT
+from orca_jax.pallas.core_items import entries, tiles
 from orca_jax.pallas.kernel_shape import KernelShape, Q
-from orca_jax.pallas.merge import merge
+from orca_jax.pallas.merge import merge_rows, merge_tiles
 from orca_jax.pallas.mosaic_forms import InterpretGPUParams
-from orca_jax.pallas.pieces import compute_pieces, fetch_pieces
+from orca_jax.pallas.pieces import compute_piece, fetch_piece
+from orca_jax.pallas.plan import TILE, Plan
 from orca_jax.pallas.ring import see_all_freed
 from orca_jax.pallas.thread_block import ThreadBlock, scratch_types
 from orca_jax.pallas.tiles import compute_tile, fetch_tile
-from orca_jax.pallas.work_items import Plan, work_items
+from orca_jax.pallas.work_items import N_COLUMNS, work_items
 
 
 def split_attention(
@@ -64,9 +68,22 @@ def split_attention(
     shape = kernel_shape(
         q, k_cache, v_cache, block_table, row_start, kv_length, scale=scale, plan=plan, interpret=interpret
     )
-    work = work_items(row_start, kv_length, shape.plan) if work is None else work
+    work = _listed(row_start, kv_length, shape.plan) if work is None else work
     check_work(work, shape.plan)
     return _launch(shape, work, block_table, q, k_cache, v_cache)
+
+
+def _listed(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
+    """The list of work, made by the host also where this is traced."""
+    if not isinstance(row_start, jax.core.Tracer) and not isinstance(kv_length, jax.core.Tracer):
+        return jnp.asarray(work_items(np.asarray(row_start), np.asarray(kv_length), plan))
+    made = jax.ShapeDtypeStruct((plan.n_records, N_COLUMNS), jnp.int32)
+    return jax.pure_callback(
+        lambda start, length: work_items(np.asarray(start), np.asarray(length), plan),
+        made,
+        row_start,
+        kv_length,
+    )
 
 
 @partial(jax.jit, static_argnames="shape")  # so that a model of many layers lowers the kernel once
@@ -78,17 +95,23 @@ def _launch(
     k_cache: jax.Array,
     v_cache: jax.Array,
 ) -> jax.Array:
-    plan, n_parts, n_kv_heads, group = shape.plan, shape.n_parts, shape.n_kv_heads, shape.group
-    n_entries = plan.max_entries
+    plan, n_rounded = shape.plan, shape.n_rounded
     result = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    part = jax.ShapeDtypeStruct((n_parts, n_entries * n_kv_heads, group, shape.head_size), q.dtype)
-    part_top = jax.ShapeDtypeStruct((n_entries * n_kv_heads, plan.padded_group), jnp.float32)
+    parts = [
+        jax.ShapeDtypeStruct((n_rounded, plan.n_parts, shape.group, shape.head_size), q.dtype),
+        jax.ShapeDtypeStruct((plan.n_parts, shape.padded_group), jnp.float32),
+    ]
+    if plan.cuts_tiles:
+        parts += [
+            jax.ShapeDtypeStruct((n_rounded, plan.n_tile_parts, TILE, shape.head_size), q.dtype),
+            jax.ShapeDtypeStruct((plan.n_tile_parts, TILE), jnp.float32),
+        ]
     # Copies of whole tiles reach past the last token; hardware gives zeros there, the interpreter does not.
     if shape.interpret:
-        q = jnp.pad(q, ((0, 2 * Q), (0, plan.padded_group), (0, 0)))
-    out, part, part_top = plgpu.kernel(
+        q = jnp.pad(q, ((0, 2 * Q), (0, shape.padded_group), (0, 0)))
+    out, part, part_top, *of_tiles = plgpu.kernel(
         partial(_kernel, shape),
-        out_type=(result, part, part_top),
+        out_type=(result, *parts),
         grid=(plan.n_cores,),
         grid_names=("core",),
         num_threads=3,
@@ -102,44 +125,50 @@ def _launch(
         interpret=InterpretGPUParams() if shape.interpret else None,
         scratch_types=scratch_types(shape, q.dtype),
     )(work, block_table, q, k_cache, v_cache)
-    if block_table.shape[1] * shape.block_size <= plan.split_above:
-        return out  # no row is long enough to be split
-    part = part.reshape(n_parts, n_entries, n_kv_heads, group, shape.head_size)
-    return merge(out, part, part_top.reshape(n_entries, n_kv_heads, -1), work, plan)
+    if block_table.shape[1] * shape.block_size <= UNCUT:
+        return out  # no row is long enough to be cut
+    out = merge_rows(out, part, part_top, work, plan)
+    return merge_tiles(out, *of_tiles, work, plan) if of_tiles else out
 
 
 def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
     """What each of a thread block's three warp groups does; the references are those of ThreadBlock."""
-    *arrays, tiles = references[:8]
+    n_arrays = 9 if shape.plan.cuts_tiles else 7
+    arrays, (tiles_s, *scratch) = references[:n_arrays], references[n_arrays:]
+    no_tile_parts = () if shape.plan.cuts_tiles else (None, None)
     core, group = lax.axis_index("core"), lax.axis_index("group")
     here = ThreadBlock(
-        *(shape, work, *arrays, *tiles, *references[8:]),
+        *(shape, work, *arrays, *no_tile_parts, *tiles_s, *scratch),
         core=core,
         group=group,
-        n_tile_items=work[0, 0] * shape.n_heads,
-        n_pieces=work[0, 1] * shape.n_kv_heads,
-        columns=pl.ds(core * 0, shape.staged_size),
     )
-    n_items = here.n_tile_items + lax.div(here.n_pieces + 1, 2)
+    n_tiles, n_entries = tiles(here).n, entries(here).n
+    tiles_first = (
+        lax.rem(core, 2) == 0
+    )  # so that cores bound by memory run beside cores bound by the matrix unit
 
-    def all_items(on_tile: Any, on_pieces: Any) -> Any:
-        """Every item whose turn is this thread block's; returns the steps that were taken."""
+    def all_items(on_tile: Any, on_piece: Any) -> Any:
+        """Every item of this core's; returns the steps that were taken."""
 
-        def one(i, step):
-            item = core + i * shape.plan.n_cores
+        def one(i: Any, step: Any) -> Any:
+            i_tile = jnp.where(tiles_first, i, i - n_entries)
+            i_entry = jnp.where(tiles_first, i - n_tiles, i)
+            is_tile = jnp.where(tiles_first, i_tile < n_tiles, i_entry >= n_entries)
             return lax.cond(
-                item < here.n_tile_items, partial(on_tile, here), partial(on_pieces, here), item, step
+                is_tile,
+                lambda step: on_tile(here, i_tile, step),
+                lambda step: on_piece(here, i_entry, step),
+                step,
             )
 
-        mine = lax.div(jnp.maximum(n_items - core, 0) + (shape.plan.n_cores - 1), shape.plan.n_cores)
-        return lax.fori_loop(0, mine, one, jnp.int32(0))
+        return lax.fori_loop(0, n_tiles + n_entries, one, jnp.int32(0))
 
     @pl.when(group < 2)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        all_items(compute_tile, compute_pieces)
+        all_items(compute_tile, compute_piece)
 
     @pl.when(group == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        see_all_freed(here, all_items(fetch_tile, fetch_pieces))
+        see_all_freed(here, all_items(fetch_tile, fetch_piece))

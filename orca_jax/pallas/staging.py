@@ -18,12 +18,15 @@ from orca_jax.pallas.thread_block import ThreadBlock
 
 
 def load_queries(here: ThreadBlock, source: Any) -> None:
-    """Bring query rows to where the matrix instruction wants them; `source` has Q rows or fewer."""
+    """Bring query rows to where the matrix instruction wants them; `source` has Q rows or fewer.
+
+    A copy has no column more than the array: that of a single row is a plain one, which knows no columns.
+    """
     group, staged = here.group, here.staged
     buffer = staged.at[group, pl.ds(0, source.shape[0])]
     plgpu.copy_gmem_to_smem(source, buffer, here.q_here.at[group])
     plgpu.barrier_wait(here.q_here.at[group])
-    whole = (group, slice(None), pl.ds(0, here.shape.head_size))
+    whole = (group, slice(None), slice(None))
     here.q_s[group] = load_plain(staged, whole, interpret=here.shape.interpret)
     plgpu.commit_smem()
 

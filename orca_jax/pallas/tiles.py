@@ -1,46 +1,77 @@
 # ruff: noqa: B023 - `pl.when` runs what it is given at once
-"""Items with several queries: up to 2 * Q query tokens of one row, one head.
+"""Items with several queries: up to 2 * Q query tokens of one row, one head, over a range of the row's keys.
 
 Two warp groups take Q of the tokens each and share the keys. Tiles of padding see no key, and so get zeros.
+The result of a whole tile goes where it belongs, that of a part to where `merge` finds it.
 """
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from orca_jax.pallas.kernel_shape import C, Q
+from orca_jax.pallas.core_items import CoreItem, tiles
+from orca_jax.pallas.kernel_shape import Q
 from orca_jax.pallas.mosaic_forms import TILE_ROW, laid_out
-from orca_jax.pallas.ring import fetch, n_chunks
-from orca_jax.pallas.running_softmax import attend, nothing_yet
+from orca_jax.pallas.ring import fetch_item, n_steps
+from orca_jax.pallas.running_softmax import Carry, attend, attend_masked, next_turn, nothing_yet
 from orca_jax.pallas.staging import load_queries, stage
 from orca_jax.pallas.thread_block import ThreadBlock
-from orca_jax.pallas.work_items import ENTRY, HEADER
+from orca_jax.pallas.work_items import ITEM
 
 
-def compute_tile(here: ThreadBlock, item: Any, step: Any) -> Any:
-    """A computing warp group's half of a tile. Returns the step after it."""
-    work, group = here.work, here.group
-    record = HEADER + lax.div(item, here.shape.n_heads)
-    head = lax.rem(item, here.shape.n_heads)
-    token = work[record, ENTRY.token] + Q * group
-    n = jnp.clip(work[record, ENTRY.n_queries] - Q * group, 0, Q)
-    position = work[record, ENTRY.position] + Q * group
-    end = work[record, ENTRY.end]
-    load_queries(here, here.q.at[pl.ds(token, Q), head, here.columns])
+def fetch_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
+    """Fetch the keys and values of this core's i-th tile. Returns the step after it."""
+    item = tiles(here).item(i)
+    return fetch_item(here, item, lax.div(item.head, here.shape.group), step)
+
+
+def compute_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
+    """A computing warp group's half of this core's i-th tile. Returns the step after it."""
+    item, work, group = tiles(here).item(i), here.work, here.group
+    token = work[item.record, ITEM.token] + Q * group
+    n = jnp.clip(work[item.record, ITEM.n_queries] - Q * group, 0, Q)
+    position = work[item.record, ITEM.position] + Q * group
+    # Without a token of its own a warp group goes along with what queries it has.
+    pl.when(n > 0)(lambda: load_queries(here, here.q.at[pl.ds(token, Q), item.head]))
+    n_all = n_steps(here, item)
+    carry = _attended(here, item, position, n_all, step)
+    if here.shape.plan.cuts_tiles:
+        pl.when(item.part < 0)(lambda: _put_rows(here, carry, token, item.head, n))
+        pl.when(item.part >= 0)(lambda: _put_part(here, carry, item.part))
+    else:
+        _put_rows(here, carry, token, item.head, n)
+    return step + n_all
+
+
+def _attended(here: ThreadBlock, item: CoreItem, position: Any, n_all: Any, step: Any) -> Carry:
+    """All the item's keys taken in, in turns with the other warp group."""
+    size, begin, end = here.shape.step, item.begin, item.end
     last_key = lax.broadcasted_iota(jnp.int32, (Q,), 0)
     last_key = laid_out(last_key, TILE_ROW, interpret=here.shape.interpret) + position
-    n_steps = n_chunks(0, end)
-    _, total, sums = lax.fori_loop(
-        0,
-        n_steps,
-        lambda j, carry: attend(here, carry, step + j, j * C, end, last_key),
-        nothing_yet(here.shape),
+    seen_by_all = jnp.minimum(position + 1, end)
+    n_whole = jnp.clip(lax.div(jnp.maximum(seen_by_all - begin, 0), size), 0, n_all)
+    pl.when(here.group == 1)(lambda: next_turn(here))
+    carry = lax.fori_loop(
+        0, n_whole, lambda j, carry: attend(here, carry, step + j, in_turns=True), nothing_yet(here.shape)
     )
-    share = jnp.where(total > 0, 1 / total, 0.0)
-    stage(here, sums, share)
+    carry = lax.fori_loop(
+        n_whole,
+        n_all,
+        lambda j, carry: attend_masked(here, carry, step + j, begin + j * size, end, last_key, in_turns=True),
+        carry,
+    )
+    pl.when(here.group == 0)(lambda: next_turn(here))
+    return carry
+
+
+def _put_rows(here: ThreadBlock, carry: Carry, token: Any, head: Any, n: Any) -> None:
+    """The first n rows to where they belong."""
+    _, total, sums = carry
+    stage(here, sums, _share(total))
     # Only so many rows are this row's, so copies of 64, 32, ... 1 rows, as the bits of n say.
     size = Q
     while size:
@@ -49,20 +80,29 @@ def compute_tile(here: ThreadBlock, item: Any, step: Any) -> Any:
         @pl.when(n & size != 0)
         def _():
             plgpu.copy_smem_to_gmem(
-                here.staged.at[group, pl.ds(at, size)],
-                here.out.at[pl.ds(token + at, size), head, here.columns],
+                here.staged.at[here.group, pl.ds(at, size)], here.out.at[pl.ds(token + at, size), head]
             )
 
         size //= 2
     plgpu.wait_smem_to_gmem(0)
-    return step + n_steps
 
 
-def fetch_tile(here: ThreadBlock, item: Any, step: Any) -> Any:
-    """Fetch the keys and values of a tile. Returns the step after it."""
-    record = HEADER + lax.div(item, here.shape.n_heads)
-    head = lax.div(lax.rem(item, here.shape.n_heads), here.shape.group)
-    row, end = here.work[record, ENTRY.row], here.work[record, ENTRY.end]
-    n_steps = n_chunks(0, end)
-    pl.loop(0, n_steps)(lambda j: fetch(here, row, head, j * C, end, step + j))
-    return step + n_steps
+def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
+    """All rows to where they are merged."""
+    top, total, sums = carry
+    rows, staged = pl.ds(Q * here.group, Q), here.staged.at[here.group]
+    stage(here, sums, _share(total))
+    here.top_s[here.group] = top + jnp.log2(total)  # -inf of a row that sees none of these keys
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(here.top_s.at[here.group], here.tile_part_top.at[part, rows])
+    plgpu.copy_smem_to_gmem(staged, here.tile_part.at[0, part, rows])
+    plgpu.wait_smem_to_gmem(0)
+    if here.shape.n_rounded == 2:
+        stage(here, sums, _share(total), rest=True)
+        plgpu.copy_smem_to_gmem(staged, here.tile_part.at[1, part, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _share(total: jax.Array) -> jax.Array:
+    """Of each weight in its row's sum; 0 of a row that sees no key."""
+    return jnp.where(total > 0, 1 / total, 0.0)

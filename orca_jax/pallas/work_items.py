@@ -1,159 +1,170 @@
-"""What there is to do in one iteration, as one array of records that the kernel's thread blocks take in turn.
+"""What there is to do in one iteration, as one array of records: for each core its own list of items.
 
-Made once per iteration, from `row_start` and `kv_length` alone, and used by every layer. Heads are not in it:
-tile i of head h is item i * N + h, entry i of key/value head h is piece i * K + h.
+Made once per iteration on the host, from `row_start` and `kv_length` alone, and used by every layer. Heads
+are not in it: tile i of head h is item i * N + h, entry i of key/value head h is item i * K + h. numpy.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
-Array = TypeVar("Array", np.ndarray, jax.Array)
-
-_TILE = 128  # query tokens of a tile
-_CHUNK = 64  # keys of a slot; ranges of keys begin at multiples of it
-_LEAST_CHUNKS = 4  # of a piece of a split row: less is not worth a merge
-HEADER = 1  # records before the first tile
+from orca_jax.pallas.balance import Cut, Ints, share_out
+from orca_jax.pallas.plan import STEP, TILE, Plan
 
 
-class Record(NamedTuple):
-    """The columns of a record, all int32."""
+class Item(NamedTuple):
+    """The columns of a tile or an entry."""
 
     row: int = 0
-    token: int = 1  # the first query's index; of a merge that of its result, T where there is none
+    token: int = 1  # the first query's index
     n_queries: int = 2
     position: int = 3  # the first query's position within its request
     begin: int = 4  # the first key
     end: int = 5  # the key after the last
-    slot: int = 6  # where a piece's result waits, -1 where it is the whole; of a merge, its first piece's
-    n_pieces: int = 7  # of the row
+    part: int = 6  # of an entry that is a piece of a row, which of all parts it is for each head; else -1
 
 
-ENTRY = Record()
+class Merge(NamedTuple):
+    """The columns of a merge: a result that has to be put together from parts."""
+
+    token: int = 0  # the first query's index; T or more where there is nothing to merge
+    head: int = 1  # of a tile the query head, of a row the key/value head
+    n_queries: int = 2
+    part: int = 3  # its first part
+    following: int = 4  # its second; part i > 0 is following + (i - 1) * stride
+    stride: int = 5
+    n_parts: int = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The static bounds of the list: T tokens, R rows, K key/value heads, G query heads of each.
+ITEM, MERGE = Item(), Merge()
+N_COLUMNS = 8
 
-    Pieces are as long as the batch at hand asks for, or always `fixed_keys` long, so that how a row is split
-    does not depend on other rows; see `fixed`.
+
+def work_items(
+    row_start: npt.NDArray[np.int32], kv_length: npt.NDArray[np.int32], plan: Plan
+) -> npt.NDArray[np.int32]:
+    """`row_start` [R + 1], `kv_length` [R] int32: [plan.n_records, 8] int32.
+
+    First for each core what tiles it has, then what entries (`balance.CORE`), then the tiles and the entries,
+    the longest first (ITEM), then the merges of rows and those of tiles (MERGE).
     """
+    work = np.zeros((plan.n_records, N_COLUMNS), np.int32)
+    work[plan.first_merge :, MERGE.token] = plan.n_tokens + np.arange(plan.n_records - plan.first_merge)
+    start = row_start[:-1].astype(np.int64)
+    n_input = row_start[1:] - start  # [R]
 
-    n_tokens: int
-    n_rows: int
-    n_kv_heads: int
-    group: int
-    n_cores: int = 132
-    fixed_keys: int = 0
+    load = np.zeros(plan.n_cores, np.int64)
+    tiles = _tiles(row_start, n_input, kv_length, plan)
+    if len(tiles):
+        keys = np.maximum(-(-tiles[:, ITEM.end] // STEP), 1) * STEP
+        most = plan.most_tile_parts if plan.cuts_tiles else 1
+        shares = share_out(keys, plan.n_heads, STEP, load, most_parts=most)
+        load = shares.load
+        work[: plan.n_cores] = shares.records
+        work[plan.first_tile : plan.first_tile + len(tiles)] = tiles
+        if shares.cut:
+            cut = _merges(shares.cut, tiles, plan.n_heads)
+            work[plan.first_tile_merge : plan.first_tile_merge + len(cut)] = cut
 
-    def fixed(self, max_keys: int) -> "Plan":
-        """The same with pieces of one length, the shortest with which `max_keys` keys of every row fit."""
-        most = min(self.max_pieces, self.max_entries // self.n_rows)
-        chunks = max(_LEAST_CHUNKS, -(-max_keys // (_CHUNK * most)))
-        return replace(self, fixed_keys=chunks * _CHUNK)
-
-    @property
-    def max_tiles(self) -> int:
-        """Tiles at most: full ones, and one that is not for each row of two tokens or more, and padding."""
-        return -(-self.n_tokens // _TILE) + min(self.n_rows, self.n_tokens // 2) + 1
-
-    @property
-    def max_pieces(self) -> int:
-        """Pieces of one row at most: enough that few rows fill the cores' warp groups four times over."""
-        return max(4, min(31, -(-8 * self.n_cores // (self.n_rows * self.n_kv_heads))))
-
-    @property
-    def split_above(self) -> int:
-        """Keys that a row has more of before it is split: fewer are one piece, whatever the batch."""
-        return _LEAST_CHUNKS * _CHUNK
-
-    @property
-    def max_entries(self) -> int:
-        """(row, range of keys) at most."""
-        return self.n_rows + self._spare
-
-    @property
-    def first_entry(self) -> int:
-        """The record of the first entry."""
-        return HEADER + self.max_tiles
-
-    @property
-    def first_merge(self) -> int:
-        """The record of the first row's merge."""
-        return self.first_entry + self.max_entries
-
-    @property
-    def n_records(self) -> int:
-        """Records of the list: the header, tiles, entries, and a merge for each row."""
-        return self.first_merge + self.n_rows
-
-    @property
-    def _spare(self) -> int:
-        return max(4, -(-8 * self.n_cores // self.n_kv_heads))
-
-    @property
-    def padded_group(self) -> int:
-        """Query heads read for a piece: whole eights."""
-        return -(-self.group // 8) * 8
+    single = np.flatnonzero(n_input == 1)
+    if len(single):
+        keys = kv_length[single].astype(np.int64)
+        if plan.fixed_keys:
+            entries, merges = _pieces(single, start, keys, plan)
+        else:
+            entries, merges = _entries(single, start[single], keys, 0, keys, -1), None
+        padded = -(-(entries[:, ITEM.end] - entries[:, ITEM.begin]) // plan.granule) * plan.granule
+        order = padded.argsort(kind="stable")[::-1]
+        entries = entries[order]
+        most = 1 if plan.fixed_keys else plan.most_parts
+        shares = share_out(padded[order], plan.n_kv_heads, plan.granule, load, most_parts=most)
+        work[plan.n_cores : plan.first_tile] = shares.records
+        work[plan.first_entry : plan.first_entry + len(entries)] = entries
+        if shares.cut:
+            merges = _merges(shares.cut, entries, plan.n_kv_heads)
+        if merges is not None:
+            work[plan.first_merge : plan.first_merge + len(merges)] = merges
+    return work
 
 
-def work_items(row_start: Array, kv_length: Array, plan: Plan) -> Array:
-    """`row_start` [R + 1], `kv_length` [R] int32: [plan.n_records, 8] int32, numpy or JAX as `row_start` is.
-
-    The first record holds the number of tiles and of entries. Then come the tiles, those of the last tokens
-    first (in a long row they have the most keys), then the entries, a row's pieces side by side, and last for
-    each row where to merge its pieces.
-    """
-    xp: Any = jnp if isinstance(row_start, jax.Array) else np
-    start = row_start[:-1]
-    input_length = row_start[1:] - start  # [R]
-    single = input_length == 1
-
-    # Tiles: those of rows with several tokens, and those of padding, which see no key and so get zeros.
-    length = xp.append(input_length * ~single, plan.n_tokens - row_start[-1])  # [R + 1]
-    n_keys = xp.append(kv_length, length[-1:])  # so that padding's first position is 0
-    n_tiles, row, which = _spread(-(-length // _TILE), plan.max_tiles, xp, backward=True)
-    first = which * _TILE
-    n_queries = xp.minimum(length[row] - first, _TILE)
-    position = (n_keys - length)[row] + first
-    end = (position + n_queries) * (row < plan.n_rows)
-    row_or_last = xp.minimum(row, plan.n_rows - 1)
-    zero = xp.zeros(plan.max_tiles, int)
-    tiles = xp.stack([row_or_last, row_start[row] + first, n_queries, position, zero, end, zero, zero], 1)
-
-    # Entries: as many pieces as the rest of the list allows, of one length for all rows.
-    chunks = -(-kv_length // _CHUNK) * single  # [R]
-    spare = xp.maximum(plan.max_entries - single.sum(), 1)
-    length = xp.maximum(-(-chunks.sum() // spare), -(-chunks.max() // plan.max_pieces))
-    length = xp.maximum(length, _LEAST_CHUNKS)  # chunks of a piece
-    if plan.fixed_keys:
-        length = plan.fixed_keys // _CHUNK
-    pieces = -(-chunks // length)  # [R]
-    n_entries, row, which = _spread(pieces, plan.max_entries, xp)
-    n_keys, n_pieces = kv_length[row], pieces[row]
-    begin = which * (length * _CHUNK)
-    end = xp.minimum(begin + length * _CHUNK, n_keys)
-    slot = xp.where(n_pieces > 1, xp.arange(plan.max_entries), -1)
-    entries = xp.stack(
-        [row, start[row], xp.ones(plan.max_entries, int), n_keys - 1, begin, end, slot, n_pieces], 1
-    )
-
-    row, zero = xp.arange(plan.n_rows), xp.zeros(plan.n_rows, int)
-    token = xp.where(pieces > 1, start, plan.n_tokens + row)  # each row's own
-    merges = xp.stack([row, token, zero, zero, zero, zero, pieces.cumsum() - pieces, pieces], 1)
-
-    header = xp.array([[n_tiles, n_entries, 0, 0, 0, 0, 0, 0]])
-    return xp.concatenate([header, tiles, entries, merges], dtype=xp.int32)
+def _tiles(
+    row_start: npt.NDArray[np.int32], n_input: Ints, kv_length: npt.NDArray[np.int32], plan: Plan
+) -> Ints:
+    """Those of rows with several tokens, and those of padding, which see no key and so get zeros."""
+    rows = np.flatnonzero(n_input > 1)
+    length = np.append(n_input[rows], plan.n_tokens - row_start[-1])
+    if not length.any():
+        return np.zeros((0, N_COLUMNS), np.int64)
+    n_keys = np.append(kv_length[rows], length[-1])  # so that padding's first position is 0
+    owner, which = _spread(-(-length // TILE))
+    first = which * TILE
+    tiles = np.zeros((len(owner), N_COLUMNS), np.int64)
+    tiles[:, ITEM.row] = np.append(rows, 0)[owner]
+    tiles[:, ITEM.token] = np.append(row_start[rows], row_start[-1])[owner] + first
+    tiles[:, ITEM.n_queries] = np.minimum(length[owner] - first, TILE)
+    tiles[:, ITEM.position] = (n_keys - length)[owner] + first
+    padding = owner == len(rows)
+    tiles[:, ITEM.end] = np.where(padding, 0, tiles[:, ITEM.position] + tiles[:, ITEM.n_queries])
+    tiles[:, ITEM.part] = -1
+    return tiles[tiles[:, ITEM.end].argsort(kind="stable")[::-1]]
 
 
-def _spread(count: Array, n: int, xp: Any, *, backward: bool = False) -> tuple[Any, Array, Array]:
-    """Count [R] units of each row in a list of n: how many there are, and of each its row and which it is."""
-    end = count.cumsum()
-    total = end[-1]
-    index = total - 1 - xp.arange(n) if backward else xp.arange(n)
-    row = xp.minimum(end.searchsorted(index, side="right"), len(count) - 1)
-    return total, row, index - (end - count)[row]
+def _entries(row: Ints, token: Ints, n_keys: Ints, begin: Ints | int, end: Ints, part: Ints | int) -> Ints:
+    entries = np.ones((len(row), N_COLUMNS), np.int64)
+    for column, value in (
+        (ITEM.row, row),
+        (ITEM.token, token),
+        (ITEM.position, n_keys - 1),
+        (ITEM.begin, begin),
+        (ITEM.end, end),
+        (ITEM.part, part),
+    ):
+        entries[:, column] = value
+    return entries
+
+
+def _pieces(rows: Ints, start: Ints, n_keys: Ints, plan: Plan) -> tuple[Ints, Ints]:
+    """Rows cut at multiples of `fixed_keys`: the pieces, and for each head of a row of several its merge."""
+    n_pieces = -(-n_keys // plan.fixed_keys)  # [rows]
+    owner, which = _spread(n_pieces)
+    begin = which * plan.fixed_keys
+    part = np.where(n_pieces[owner] > 1, np.arange(len(owner)), -1)
+    end = np.minimum(begin + plan.fixed_keys, n_keys[owner])
+    entries = _entries(rows[owner], start[rows[owner]], n_keys[owner], begin, end, part)
+
+    heads = np.arange(plan.n_kv_heads)
+    cut = np.flatnonzero(n_pieces > 1)
+    first = ((n_pieces.cumsum() - n_pieces)[cut, None] * plan.n_kv_heads + heads).ravel()
+    merges = np.zeros((len(first), N_COLUMNS), np.int64)
+    merges[:, MERGE.token] = np.repeat(start[rows[cut]], plan.n_kv_heads)
+    merges[:, MERGE.head] = np.tile(heads, len(cut))
+    merges[:, MERGE.n_queries] = 1
+    merges[:, MERGE.part] = first
+    merges[:, MERGE.following] = first + plan.n_kv_heads
+    merges[:, MERGE.stride] = plan.n_kv_heads
+    merges[:, MERGE.n_parts] = np.repeat(n_pieces[cut], plan.n_kv_heads)
+    return entries, merges
+
+
+def _merges(cut: Cut, items: Ints, n_heads: int) -> Ints:
+    """Of what was cut among the items of one kind, in their order."""
+    which, head = np.divmod(cut.item, n_heads)
+    merges = np.zeros((len(which), N_COLUMNS), np.int64)
+    for column, value in (
+        (MERGE.token, items[which, ITEM.token]),
+        (MERGE.head, head),
+        (MERGE.n_queries, items[which, ITEM.n_queries]),
+        (MERGE.part, cut.part),
+        (MERGE.following, cut.following),
+        (MERGE.stride, 2),
+        (MERGE.n_parts, cut.n_parts),
+    ):
+        merges[:, column] = value
+    return merges
+
+
+def _spread(count: Ints) -> tuple[Ints, Ints]:
+    """count [R] units of each row, side by side: of each unit its row, and which of the row's it is."""
+    row = np.repeat(np.arange(len(count)), count)
+    return row, np.arange(len(row)) - (count.cumsum() - count)[row]

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 import tests.device.compiled_once  # noqa: F401
 from orca_jax.pallas.mosaic_forms import InterpretGPUParams
+from orca_jax.pallas.plan import Plan
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.split_attention_reference import split_attention_reference
-from orca_jax.pallas.work_items import Plan, work_items
+from orca_jax.pallas.work_items import MERGE, work_items
 from tests.device.ragged import ragged
 
 # The result is rounded once more than the reference's, and its weights are rounded before they are used.
@@ -61,11 +62,11 @@ class Sizes:
 
 
 SIZES = {
-    "heads of 64, groups of 2": Sizes(4, 2, 64, 16, "bfloat16"),
-    "heads of 80, groups of 4": Sizes(4, 1, 80, 32, "float16"),
+    "heads of 64, groups of 2": Sizes(4, 2, 64, 16, "bfloat16", n_cores=5),
+    "heads of 80, groups of 1": Sizes(2, 2, 80, 32, "float16", n_cores=3),
     "heads of 96, groups of 1": Sizes(2, 2, 96, 64, "bfloat16", scale=0.25, n_cores=3),
-    "heads of 128, groups of 8": Sizes(8, 1, 128, 128, "float16", n_cores=1),
-    "heads of 256, groups of 3": Sizes(6, 2, 256, 16, "bfloat16"),
+    "heads of 128, groups of 8": Sizes(8, 1, 128, 128, "float16", n_cores=3),
+    "heads of 256, groups of 3": Sizes(6, 2, 256, 16, "bfloat16", n_cores=1),
     "one token": Sizes(4, 2, 64, 16, "float16", n_tokens=1, n_rows=1),
 }
 
@@ -90,12 +91,14 @@ class Compared:
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.n_batches, self.worst = 0, 0.0
+        self.rows_merged = self.tiles_merged = 0
         group = sizes.n_heads // sizes.n_kv_heads
-        plan = Plan(sizes.n_tokens, sizes.n_rows, sizes.n_kv_heads, group, n_cores=sizes.n_cores)
+        heads = (sizes.n_kv_heads, group)
+        plan = Plan(sizes.n_tokens, sizes.n_rows, *heads, sizes.block_size, n_cores=sizes.n_cores)
+        self.plan = plan
 
         @jax.jit
-        def kernel(*arrays: jax.Array) -> jax.Array:
-            work = work_items(arrays[4], arrays[5], plan)
+        def kernel(work: jax.Array, *arrays: jax.Array) -> jax.Array:
             return split_attention(*arrays, scale=sizes.scale, work=work, plan=plan, interpret=True)
 
         @jax.jit
@@ -124,7 +127,11 @@ class Compared:
         )
         q, *caches = [jnp.asarray(x, sizes.dtype) for x in batch[:3]]
         arrays = (q * sharpness, *caches, *map(jnp.asarray, batch[3:]))
-        got = np.asarray(self.kernel(*arrays), np.float32)
+        work = work_items(batch.row_start, batch.kv_length, self.plan)
+        merged = work[self.plan.first_merge :, MERGE.token] < sizes.n_tokens
+        self.rows_merged += int(merged[: self.plan.n_merges].sum())
+        self.tiles_merged += int(merged[self.plan.n_merges :].sum())
+        got = np.asarray(self.kernel(jnp.asarray(work), *arrays), np.float32)
         want = np.asarray(self.reference(*arrays), np.float32)
         end = batch.row_start[-1]
         assert not got[end:].any(), "padding is not zero"
@@ -155,12 +162,14 @@ def main() -> None:
     )
     @seed(int(sys.argv[2]))
     @example(sizes.fit(((1, 640), (130, 130), (1, 1), (0, 0), (9, 200), (1, 321))), 3, 1.0, 7)
+    @example(sizes.fit(((103, 331), (0, 0), (0, 0), (31, 31))), 2, 0.01, 16581)
     @given(rows_of(sizes), st.integers(0, 5), st.sampled_from([0.01, 1.0, 8.0]), st.integers(0, 2**32 - 1))
     def check(rows: Rows, n_shared: int, sharpness: float, drawn: int) -> None:
         compared.check(rows, n_shared, sharpness, drawn)
 
     check()
-    print(json.dumps(asdict(sizes) | {"batches": compared.n_batches, "worst": compared.worst}))
+    counts = {"rows_merged": compared.rows_merged, "tiles_merged": compared.tiles_merged}
+    print(json.dumps(asdict(sizes) | {"batches": compared.n_batches, "worst": compared.worst} | counts))
 
 
 if __name__ == "__main__":

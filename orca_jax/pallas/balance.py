@@ -1,0 +1,145 @@
+"""Items shared out among the cores so that all end together: each core's own list, longest first.
+
+Items come in groups of equal length, one for each head. They are dealt out whole, like cards, where that
+leaves no core much more than its share. Otherwise they are laid end to end in one line, which is cut where a
+core has its share: then an item may be cut, and its parts have to be merged. numpy; n cores, L groups.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+NO_END = 1 << 30
+_WORTH_CUTTING = (
+    0.94  # of the longest core's load: what is left of it after cutting, for cutting to be worth it
+)
+UNCUT = 255  # keys of an item that is never cut: it is not worth a merge
+_LEAST_KEYS = (
+    128  # of a core's share of a line, and of what cutting has to save: less is not worth one either
+)
+_SNAP = 32  # a cut closer to an item's end than this part of a core's share is put there
+
+
+class CoreRecord(NamedTuple):
+    """The columns of a core's record, all int32: its items are first (or back) + i * stride for i < n."""
+
+    n: int = 0
+    first: int = 1  # the first item, and those with even i
+    back: int = 2  # for those with odd i
+    stride: int = 3
+    begin: int = 4  # keys of the first item before the core's first
+    end: int = 5  # the last item's key after the core's last, at most
+    part: int = 6  # where the first item's part goes; the last's, where it is another, goes to the next
+
+
+CORE = CoreRecord()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The items that were cut: M of them, [M] each. Part i > 0 of an item is `following + (i - 1) * 2`."""
+
+    item: Ints
+    part: Ints  # its first
+    following: Ints  # its second
+    n_parts: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What each core has to do of one kind of items."""
+
+    records: Ints  # [n, 8], columns as in CORE
+    load: Ints  # [n] keys
+    cut: Cut | None
+
+
+def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts: int) -> Shares:
+    """Share items out: `length` [L] keys in descending order, multiples of `unit`, each for `n_heads` heads.
+
+    `before` [n] is what each core has to do already. Items are cut at multiples of `unit`, into at most
+    `most_parts`; 1 leaves them whole. Item i is head i % n_heads of group i // n_heads.
+    """
+    n = len(before)
+    length = length[: np.count_nonzero(length)]
+    order = before.argsort(kind="stable")  # the cores with the least to do first
+    before = before[order]
+    place = np.empty(n, np.int64)
+    place[order] = np.arange(n)  # of a core in that order
+    columns, load = _dealt(length, n_heads, before)
+    what = None
+    if most_parts > 1 and len(length) and length[0] > UNCUT:
+        longest = int(load.max())
+        worth = min(int(_WORTH_CUTTING * longest), longest - _LEAST_KEYS)
+        share = max(_level(int(length.sum()) * n_heads, before), _LEAST_KEYS)
+        if share <= worth and (cut := _cut(length, n_heads, unit, before, share, most_parts, worth)):
+            columns, load, what = cut
+    records = np.zeros((n, 8), np.int64)
+    for i, column in enumerate(columns):
+        records[:, i] = column
+    return Shares(records[place], load[place], what)
+
+
+def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, ...], Ints]:
+    """Whole items, dealt out to and fro: columns as in CORE, and loads, of the cores as `before` has them."""
+    n = len(before)
+    m = len(length) * n_heads
+    rounds, rest = divmod(m, n)
+    cards = np.zeros((rounds + (rest > 0), n), np.int64)
+    cards.reshape(-1)[:m] = np.repeat(length, n_heads)
+    load = cards[0::2].sum(0) + cards[1::2, ::-1].sum(0)
+    lane = load.argsort(kind="stable")[::-1]  # the most for the core with the least before
+    last = lane if rounds % 2 == 0 else n - 1 - lane
+    return (rounds + (last < rest), lane, n - 1 - lane, n, 0, NO_END, 0), before + load[lane]
+
+
+def _level(total: int, before: Ints) -> int:
+    """The load at which all cores end together, where they may; `before` [n] ascending."""
+    levels = -(-(total + before.cumsum()) // np.arange(1, len(before) + 1))
+    used = int(np.argmax(levels[:-1] <= before[1:])) if (levels[:-1] <= before[1:]).any() else -1
+    return int(levels[used])
+
+
+def _cut(
+    length: Ints, n_heads: int, unit: int, before: Ints, share: int, most_parts: int, worth: int
+) -> tuple[tuple[Ints | int, ...], Ints, Cut] | None:
+    """The line of all items, cut for the cores as `before` has them; None where that is not worth it."""
+    n = len(before)
+    share = max(share, int(before[0]) - (-int(length[0]) // (most_parts - 1)))
+    of_group = length * n_heads
+    ends = of_group.cumsum()
+    total = int(ends[-1])
+    room = np.maximum(-(-(share - before) // unit), 0) * unit
+    at = np.minimum(np.concatenate(([0], room.cumsum())), total)  # [n + 1]
+    at[-1] = total
+    group = np.minimum(ends.searchsorted(at, side="right"), len(length) - 1)
+    start = (ends - of_group)[group]
+    head, key = np.divmod(at - start, length[group])
+    snap = share // _SNAP
+    item = group * n_heads + head
+    to_end = (key > 0) & (length[group] - key <= snap)
+    item += to_end
+    at = at - key
+    key = np.where(to_end | (key <= snap), 0, key)
+    at = at + np.where(to_end, length[group], key)
+    load = before + np.diff(at)
+    if load.max() > worth:
+        return None
+
+    inside = key > 0
+    partial = inside[1:]
+    n_items = np.where(np.diff(at) > 0, np.diff(item) + partial, 0)
+    end = np.where(partial, key[1:], NO_END)
+    columns = (n_items, item[:-1], item[:-1], 1, key[:-1], end, 2 * np.arange(n))
+
+    # An item's parts: of the core in which it begins, and of those that follow, one each.
+    first = np.flatnonzero(inside & np.concatenate(([True], (np.diff(item) > 0) | ~inside[:-1])))
+    n_parts = item.searchsorted(item[first], side="right") - first + 1
+    if len(first) and n_parts.max() > most_parts:
+        return None
+    part = 2 * (first - 1) + (item[first - 1] != item[first])
+    return columns, load, Cut(item[first], part, 2 * first, n_parts)

@@ -1,0 +1,61 @@
+"""A core's own list of items, as the kernel reads it: the tiles, and the entries of increment-phase rows."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from orca_jax.pallas.balance import CORE
+from orca_jax.pallas.thread_block import ThreadBlock
+from orca_jax.pallas.work_items import ITEM
+
+
+class CoreItem(NamedTuple):
+    """One item of a core's list, traced."""
+
+    record: Any  # of the list of work
+    head: Any  # of a tile the query head, of an entry the key/value head
+    begin: Any  # the first key
+    end: Any  # the key after the last
+    part: Any  # where its result waits to be merged, -1 where it is the whole
+
+
+class CoreList(NamedTuple):
+    """A core's items of one kind."""
+
+    here: ThreadBlock
+    record: Any  # the core's
+    first: int  # the record of the first item of all cores
+    n_heads: int
+
+    @property
+    def n(self) -> Any:
+        """How many items the core has."""
+        return self.here.work[self.record, CORE.n]
+
+    def item(self, i: Any) -> CoreItem:
+        """The i-th."""
+        work, core = self.here.work, self.record
+        odd = lax.rem(i, 2) == 1
+        index = jnp.where(odd, work[core, CORE.back], work[core, CORE.first]) + i * work[core, CORE.stride]
+        record = self.first + lax.div(index, self.n_heads)
+        head = lax.rem(index, self.n_heads)
+        start, stop = work[record, ITEM.begin], work[record, ITEM.end]
+        begin = start + jnp.where(i == 0, work[core, CORE.begin], 0)
+        end = jnp.where(i == self.n - 1, jnp.minimum(stop, start + work[core, CORE.end]), stop)
+        piece = work[record, ITEM.part]  # of a row that is cut at fixed places
+        part = jnp.where(piece < 0, -1, piece * self.n_heads + head)
+        cut = (begin > start) | (end < stop)
+        part = jnp.where(cut, work[core, CORE.part] + jnp.where(i == 0, 0, 1), part)
+        return CoreItem(record, head, begin, end, part)
+
+
+def tiles(here: ThreadBlock) -> CoreList:
+    """This core's tiles."""
+    return CoreList(here, here.core, here.shape.plan.first_tile, here.shape.n_heads)
+
+
+def entries(here: ThreadBlock) -> CoreList:
+    """This core's entries."""
+    plan = here.shape.plan
+    return CoreList(here, plan.n_cores + here.core, plan.first_entry, here.shape.n_kv_heads)
