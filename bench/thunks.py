@@ -31,7 +31,7 @@ class Thunk:
 class Launches:
     """The command buffers of a program, and what is launched in them and outside of them, by kind.
 
-    `sliced_calls` are custom calls that are given a slice of an array where it lies.
+    `sliced_calls` are given a slice of an array where it lies.
     """
 
     command_buffers: int
@@ -65,7 +65,7 @@ def launches(text: str) -> Launches:
         command_buffers=sum(thunk.kind == COMMAND_BUFFER for thunk in found),
         inside=dict(inside),
         outside=dict(outside),
-        sliced_calls=sum(thunk.kind == "kCustomCall" and _SLICES in thunk.within for thunk in found),
+        sliced_calls=sum(thunk.kind not in _AROUND and _SLICES in thunk.within for thunk in found),
     )
 
 

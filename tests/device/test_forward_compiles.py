@@ -54,12 +54,12 @@ def test_gpt3_13b_is_one_command_buffer_whose_attention_calls_are_given_no_slice
 
 @with_plugin
 @pytest.mark.parametrize("device", ["a100-80gb", "l40s", "h200", "b200"])
-def test_a_small_model_compiles_for_each_gpu(device: str) -> None:
+def test_a_small_model_is_one_command_buffer_on_each_gpu(device: str) -> None:
     (program,) = compiled("--preset", "gpt2", "--layers", "3", "--buckets", "8", "--device", device)
     assert (program["attention"] == "split-attention kernel") == (device == "h200")
     assert program["dynamic_loops"] == 0  # the host reads nothing back
     assert program["launches"]["sliced_calls"] == 0
-    assert program["launches"]["command_buffers"] >= 1
+    assert program["launches"]["command_buffers"] == 1 and program["launches"]["outside"] == {}
 
 
 @with_plugin
