@@ -119,6 +119,9 @@ def test_a_gpu_whose_cudnn_refuses_has_static_shapes(monkeypatch: pytest.MonkeyP
     sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16"}
     with pytest.raises(ConfigError, match=r"attention is 'cudnn', but its cuDNN refuses: .*fmhaSoftmax"):
         choose_attention(device, model(64), **sizes, forced="cudnn")
+    monkeypatch.setattr(attention_path, "_preferred", lambda _: ("cudnn", "static"))
+    choice = choose_attention(device, model(64), **sizes)
+    assert choice.path == STATIC and choice.said.startswith("pure JAX, static shapes: its cuDNN refuses: ")
 
 
 def test_the_documents_have_the_table_of_gpus() -> None:
