@@ -182,6 +182,7 @@ class GPT(nnx.Module):
         assert all(one == graph for one, _ in split), "layers are alike but for their numbers"
 
         # Traced and lowered once for all layers; XLA inlines the calls, so that the program is the same.
+        # Calls that it is told to keep (jax.Inline.XLA_LATE) it compiles one by one, with nothing in them fused.
         @jax.jit
         def layer(weights: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
             return nnx.merge(graph, weights)(x, cache, slot_of_token, attend, shard, product)
