@@ -94,8 +94,8 @@ def figures(size: tuple[int, str, int, int, int]) -> Figures:
     shared = static + int(dynamic[-1])
     if shared > _SHARED_LIMIT:
         raise RuntimeError(f"{size} wants {shared} bytes of shared memory; a block has {_SHARED_LIMIT}")
-    found = (key_loops(said), plain_copies(said), descriptors(said))
-    return Figures(registers, barriers, stores, loads, shared, *map(tuple, found))
+    loops, copies, asked = tuple(key_loops(said)), tuple(plain_copies(said)), tuple(descriptors(said))
+    return Figures(registers, barriers, stores, loads, shared, loops, copies, asked)
 
 
 def _has_nvdisasm() -> bool:

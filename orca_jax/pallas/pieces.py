@@ -36,7 +36,7 @@ def compute_piece(here: ThreadBlock, i: Any, step: Any) -> Any:
     first_head = item.head * here.shape.group
     heads = pl.ds(first_head, here.shape.group)
     # Whole eights, which a copy must be: rows behind the group's come along, and go nowhere.
-    load_queries(here, here.q.at[token, pl.ds(first_head, here.shape.padded_group)])
+    load_queries(here, here.q.at[token, 0, pl.ds(first_head, here.shape.padded_group)])
     n = n_steps(here, item)
     carry = _attended(here, item, n, step)
     pl.when((n > 1) & (here.group == 1))(lambda: _give(here, carry))

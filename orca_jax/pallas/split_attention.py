@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -54,7 +55,8 @@ def split_attention(
 ) -> jax.Array:
     """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
-    q [T, N, D] bfloat16 or float16; k_cache, v_cache [n_blocks, K, B, D] of the same dtype; block_table
+    q [T, N, D] bfloat16 or float16, or [T, n, N, D], of which the queries are the first of n, so that what a
+    fused product gave is read where it lies; k_cache, v_cache [n_blocks, K, B, D] of the same dtype; block_table
     [R, max_blocks], row_start [R + 1] and kv_length [R] int32: the queries of row r are the tokens
     row_start[r] to row_start[r + 1], the last positions of its kv_length[r]. `scale` is D ** -0.5 unless
     given. Returns [T, N, D] of q's dtype, with zeros for tokens that belong to no row.
@@ -75,7 +77,7 @@ def split_attention(
 
 def _listed(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
     """The list of work, made by the host also where this is traced."""
-    if not isinstance(row_start, jax.core.Tracer) and not isinstance(kv_length, jax.core.Tracer):
+    if not isinstance(row_start, Tracer) and not isinstance(kv_length, Tracer):
         return jnp.asarray(work_items(np.asarray(row_start), np.asarray(kv_length), plan))
     made = jax.ShapeDtypeStruct((plan.n_records, N_COLUMNS), jnp.int32)
     return jax.pure_callback(
@@ -96,7 +98,8 @@ def _launch(
     v_cache: jax.Array,
 ) -> jax.Array:
     plan, n_rounded = shape.plan, shape.n_rounded
-    result = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    result = jax.ShapeDtypeStruct((shape.n_tokens, shape.n_heads, shape.head_size), q.dtype)
+    q = q if q.ndim == 4 else q[:, None]
     parts = [
         jax.ShapeDtypeStruct((n_rounded, plan.n_parts, shape.group, shape.head_size), q.dtype),
         jax.ShapeDtypeStruct((plan.n_parts, shape.padded_group), jnp.float32),
@@ -108,7 +111,7 @@ def _launch(
         ]
     # Copies of whole tiles reach past the last token; hardware gives zeros there, the interpreter does not.
     if shape.interpret:
-        q = jnp.pad(q, ((0, 2 * Q), (0, shape.padded_group), (0, 0)))
+        q = jnp.pad(q, ((0, 2 * Q), (0, 0), (0, shape.padded_group), (0, 0)))
     out, part, part_top, *of_tiles = plgpu.kernel(
         partial(_kernel, shape),
         out_type=(result, *parts),
@@ -135,20 +138,16 @@ def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
     """What each of a thread block's three warp groups does; the references are those of ThreadBlock."""
     n_arrays = 9 if shape.plan.cuts_tiles else 7
     arrays, (tiles_s, *scratch) = references[:n_arrays], references[n_arrays:]
-    no_tile_parts = () if shape.plan.cuts_tiles else (None, None)
+    no_tile_parts: list[Any] = [] if shape.plan.cuts_tiles else [None, None]
     core, group = lax.axis_index("core"), lax.axis_index("group")
-    here = ThreadBlock(
-        *(shape, work, *arrays, *no_tile_parts, *tiles_s, *scratch),
-        core=core,
-        group=group,
-    )
+    here = ThreadBlock(*(shape, work, *arrays, *no_tile_parts, *tiles_s, *scratch), core=core, group=group)
     n_tiles, n_entries = tiles(here).n, entries(here).n
     tiles_first = (
         lax.rem(core, 2) == 0
     )  # so that cores bound by memory run beside cores bound by the matrix unit
 
     def all_items(on_tile: Any, on_piece: Any) -> Any:
-        """Every item of this core's; returns the steps that were taken."""
+        """Every item of this core's; returns the steps that it takes."""
 
         def one(i: Any, step: Any) -> Any:
             i_tile = jnp.where(tiles_first, i, i - n_entries)

@@ -1,3 +1,4 @@
+# pyright: reportAssignmentType=false
 # ruff: noqa: B023 - `pl.when` runs what it is given at once
 """Items with several queries: up to 2 * Q query tokens of one row, one head, over a range of the row's keys.
 
@@ -36,7 +37,7 @@ def compute_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
     n = jnp.clip(work[item.record, ITEM.n_queries] - Q * group, 0, Q)
     position = work[item.record, ITEM.position] + Q * group
     # Without a token of its own a warp group goes along with what queries it has.
-    pl.when(n > 0)(lambda: load_queries(here, here.q.at[pl.ds(token, Q), item.head]))
+    pl.when(n > 0)(lambda: load_queries(here, here.q.at[pl.ds(token, Q), 0, item.head]))
     n_all = n_steps(here, item)
     carry = _attended(here, item, position, n_all, step)
     if here.shape.plan.cuts_tiles:

@@ -25,8 +25,9 @@ from orca_jax.model.kv_cache import LayerCache
 from orca_jax.native import split_attention as native
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.pallas.kernel_shape import unsupported
+from orca_jax.pallas.plan import Plan
 from orca_jax.pallas.split_attention import split_attention
-from orca_jax.pallas.work_items import ENTRY, Plan, work_items
+from orca_jax.pallas.work_items import N_COLUMNS, work_items
 
 _FOLLOWING = "pure JAX, following the real lengths"
 _STATIC = "pure JAX, static shapes"
@@ -107,24 +108,25 @@ class Native:
 class Kernel:
     """The Mosaic GPU kernel (pallas/split_attention.py): one launch a layer, its list made on the host.
 
-    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors. With `fixed_block` rows
-    are split at fixed places; it is the size of a K/V block then, else 0. `interpret` runs it on the CPU, for
-    tests.
+    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors; K/V blocks of `block_size`
+    slots. With `fixed` rows are cut at fixed places. `interpret` runs it on the CPU, for tests.
     """
 
     n_kv_heads: int
     group: int
     n_cores: int
-    fixed_block: int = 0
+    block_size: int
+    fixed: bool = False
     interpret: bool = False
 
     def _plan(self, layout: FlatLayout) -> Plan:
-        plan = Plan(layout.n_tokens, layout.n_rows, self.n_kv_heads, self.group, n_cores=self.n_cores)
-        return plan.fixed(layout.max_blocks * self.fixed_block) if self.fixed_block else plan
+        heads = (self.n_kv_heads, self.group)
+        plan = Plan(layout.n_tokens, layout.n_rows, *heads, self.block_size, n_cores=self.n_cores)
+        return plan.fixed(layout.max_blocks * self.block_size) if self.fixed else plan
 
     def n_words(self, layout: FlatLayout) -> int:
         """Those of the list of work."""
-        return self._plan(layout).n_records * len(ENTRY)
+        return self._plan(layout).n_records * N_COLUMNS
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
         """The list, flat."""
@@ -133,7 +135,7 @@ class Kernel:
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
         """The same list for every layer."""
         plan = self._plan(layout)
-        work = words.reshape(plan.n_records, len(ENTRY))
+        work = words.reshape(plan.n_records, N_COLUMNS)
 
         def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
             return split_attention(
@@ -292,8 +294,7 @@ class _OnDevice(NamedTuple):
         if kind == "cudnn":
             return Cudnn(self.block_size), "cuDNN's paged attention"
         n_cores = getattr(self.device, "core_count", 2)
-        fixed_block = self.block_size if self.deterministic else 0
-        kernel = Kernel(self.n_heads, 1, n_cores, fixed_block=fixed_block)
+        kernel = Kernel(self.n_heads, 1, n_cores, self.block_size, fixed=self.deterministic)
         if kind == "kernel":
             return kernel, "split-attention kernel"
         return replace(kernel, n_cores=1, interpret=True), "split-attention kernel, interpreted"

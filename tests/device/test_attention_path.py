@@ -26,7 +26,7 @@ MI300 = SimpleNamespace(platform="gpu", device_kind="MI300X", compute_capability
 TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
 
 CUDNN = Cudnn(16)
-FOLLOW, STATIC, KERNEL = PureJax(follow_lengths=True), PureJax(follow_lengths=False), Kernel(4, 1, 132)
+FOLLOW, STATIC, KERNEL = PureJax(follow_lengths=True), PureJax(follow_lengths=False), Kernel(4, 1, 132, 16)
 
 
 def model(head_size: int) -> ModelConfig:
@@ -71,7 +71,7 @@ def test_the_choice_by_device_and_model(
         (A100, "cudnn", CUDNN),
         (H200, "follow_lengths", FOLLOW),
         (CPU, "static", STATIC),
-        (CPU, "interpreted", Kernel(4, 1, 1, interpret=True)),
+        (CPU, "interpreted", Kernel(4, 1, 1, 16, interpret=True)),
     ],
 )
 def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: object) -> None:
