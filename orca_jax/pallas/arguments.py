@@ -25,8 +25,8 @@ def kernel_shape(
     if q.ndim not in (3, 4) or k_cache.ndim != 4 or block_table.ndim != 2 or kv_length.ndim != 1:
         raise ConfigError(
             f"split attention got q {q.shape}, k_cache {k_cache.shape}, block_table {block_table.shape} and "
-            f"kv_length {kv_length.shape}; give [T, N, D] or [T, n, N, D], [n_blocks, K, B, D], [R, max_blocks] "
-            "and [R]"
+            f"kv_length {kv_length.shape}; give [T, N, D] or [T, n, N, D], [n_blocks, K, B, D], "
+            "[R, max_blocks] and [R]"
         )
     n_tokens, n_heads, head_size = len(q), *q.shape[-2:]
     _, n_kv_heads, block_size, _ = k_cache.shape

@@ -1,12 +1,13 @@
 """Split attention over the K/V blocks in one launch of a Mosaic GPU kernel (ORCA 3.2, section 5).
 
-Every request of an iteration, whatever its phase and length, is cut into items, and the thread blocks of one
-launch, as many as the chip has cores, take them in turn. An item is either
+Every request of an iteration, whatever its phase and length, is cut into items, and each thread block of one
+launch, one for each core of the chip, has a list of items of its own (`work_items.py`). An item is either
 
   - a tile (`tiles.py`): up to 2 * Q query tokens of one row, one head; or
-  - a pair of pieces (`pieces.py`), each the query of an increment-phase row, all heads of one key/value head,
-    over a range of its keys. Long contexts are several pieces, so that a small batch fills the chip; `merge`
-    adds their results.
+  - an entry (`pieces.py`): the query of an increment-phase row, all heads of one key/value head.
+
+Both are over all of the row's keys or over a range of them: where whole items would leave some cores with
+much more than others, items are cut, and `merge` adds what their parts gave.
 
 Two warp groups of a thread block compute; a third fetches keys and values into a ring (`ring.py`) in shared
 memory, ahead of use and across items.
@@ -56,14 +57,15 @@ def split_attention(
     """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
     q [T, N, D] bfloat16 or float16, or [T, n, N, D], of which the queries are the first of n, so that what a
-    fused product gave is read where it lies; k_cache, v_cache [n_blocks, K, B, D] of the same dtype; block_table
-    [R, max_blocks], row_start [R + 1] and kv_length [R] int32: the queries of row r are the tokens
-    row_start[r] to row_start[r + 1], the last positions of its kv_length[r]. `scale` is D ** -0.5 unless
-    given. Returns [T, N, D] of q's dtype, with zeros for tokens that belong to no row.
+    fused product gave is read where it lies; k_cache, v_cache [n_blocks, K, B, D] of the same dtype;
+    block_table [R, max_blocks], row_start [R + 1] and kv_length [R] int32: the queries of row r are the
+    tokens row_start[r] to row_start[r + 1], the last positions of its kv_length[r]. `scale` is D ** -0.5
+    unless given. Returns [T, N, D] of q's dtype, with zeros for tokens that belong to no row.
 
     `plan` bounds the list of work; unless given it is that of a chip of 132 cores (H100 SXM, H200). `work` is
     `work_items(row_start, kv_length, plan)`, made here unless given: who calls this for every layer makes it
-    once per iteration, on the host. `interpret` runs the kernel on the CPU.
+    once per iteration. It is made on the host; where this is traced, by a callback. `interpret` runs the
+    kernel on the CPU.
 
     Raises ConfigError where shapes or dtypes do not fit each other, or `unsupported` has a reason.
     """
@@ -131,7 +133,7 @@ def _launch(
     if block_table.shape[1] * shape.block_size <= UNCUT:
         return out  # no row is long enough to be cut
     out = merge_rows(out, part, part_top, work, plan)
-    return merge_tiles(out, *of_tiles, work, plan) if of_tiles else out
+    return merge_tiles(out, of_tiles[0], of_tiles[1], work, plan) if of_tiles else out
 
 
 def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:

@@ -21,10 +21,11 @@ def split_attention_reference(
     """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
     q [T, N, D], or [T, n, N, D] of which the first of n are the queries; k_cache, v_cache [n_blocks, K, B, D]
-    with N a multiple of K; block_table [R, max_blocks], row_start [R + 1] and kv_length [R] int32. The queries of row r are the tokens row_start[r] to
-    row_start[r + 1], the last positions of its kv_length[r]. `scale` is D ** -0.5 unless given. Products and
-    softmax are float32. Returns [T, N, D] of q's dtype, with zeros for tokens that belong to no row. What
-    lies in slots that no query sees never reaches the result, be it NaN.
+    with N a multiple of K; block_table [R, max_blocks], row_start [R + 1] and kv_length [R] int32. The
+    queries of row r are the tokens row_start[r] to row_start[r + 1], the last positions of its kv_length[r].
+    `scale` is D ** -0.5 unless given. Products and softmax are float32. Returns [T, N, D] of q's dtype, with
+    zeros for tokens that belong to no row. What lies in slots that no query sees never reaches the result, be
+    it NaN.
     """
     q = q if q.ndim == 3 else q[:, 0]
     n_tokens, n_heads, head_size = q.shape
