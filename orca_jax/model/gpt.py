@@ -19,8 +19,11 @@ Parameters = Mapping[str, jax.Array]
 class Attend(Protocol):
     """Split attention with this iteration's tables bound: the one operation that knows of requests."""
 
-    def __call__(self, q: jax.Array, cache: LayerCache, /) -> jax.Array:
-        """q [T, N, D] to [T, N, D]."""
+    def __call__(self, qkv: jax.Array, cache: LayerCache, /) -> jax.Array:
+        """qkv [T, 3, N, D] to [T, N, D]: the queries, with keys and values that the cache has already.
+
+        All three, so that a kernel may read the queries where the product that gave them left them.
+        """
         ...
 
 
@@ -107,7 +110,7 @@ class Block(nnx.Module):
             qkv = self.qkv(value, product)
             qkv = qkv.reshape(n_tokens, 3, n_heads, self.config.head_size)  # [T, 3, N, D]
             written = write(cache, qkv[:, 1], qkv[:, 2], slot_of_token)
-            merged = attend(qkv[:, 0], written).reshape(n_tokens, -1)  # split, attended, merged
+            merged = attend(qkv, written).reshape(n_tokens, -1)  # split, attended, merged
             return self.out(merged, product, shard), written
 
         def feed_forward(value: jax.Array) -> jax.Array:
@@ -182,7 +185,7 @@ class GPT(nnx.Module):
         assert all(one == graph for one, _ in split), "layers are alike but for their numbers"
 
         # Traced and lowered once for all layers; XLA inlines the calls, so that the program is the same.
-        # Calls that it is told to keep (jax.Inline.XLA_LATE) it compiles one by one, with nothing in them fused.
+        # Calls that it is told to keep (jax.Inline.XLA_LATE) are compiled one by one, and not fused.
         @jax.jit
         def layer(weights: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
             return nnx.merge(graph, weights)(x, cache, slot_of_token, attend, shard, product)
