@@ -6,7 +6,6 @@ words behind the flat batch's buffer, and what is traced into the forward progra
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -71,14 +70,19 @@ class PureJax:
         work = pure_jax.attention_work(
             batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
         )
-        return partial(
-            pure_jax.split_attention,
-            block_table=batch.block_table,
-            row_start=batch.row_start,
-            kv_length=batch.kv_length,
-            work=work,
-            follow_lengths=self.follow_lengths,
-        )
+
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+            return pure_jax.split_attention(
+                qkv[:, 0],
+                cache,
+                batch.block_table,
+                batch.row_start,
+                batch.kv_length,
+                work,
+                follow_lengths=self.follow_lengths,
+            )
+
+        return attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,9 @@ class Native:
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
         """The same tables for every layer."""
 
-        def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
             return native.native_split_attention(
-                q, cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
+                qkv[:, 0], cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
             )
 
         return attend
@@ -137,9 +141,9 @@ class Kernel:
         plan = self._plan(layout)
         work = words.reshape(plan.n_records, N_COLUMNS)
 
-        def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
             return split_attention(
-                q,
+                qkv,
                 cache.keys,
                 cache.values,
                 batch.block_table,
@@ -185,8 +189,8 @@ class Cudnn:
             block_size=self.block_size,
         )
 
-        def attend(q: jax.Array, cache: LayerCache) -> jax.Array:
-            return by_cudnn.split_attention(q, cache.keys, cache.values, work, call=self.call)
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+            return by_cudnn.split_attention(qkv[:, 0], cache.keys, cache.values, work, call=self.call)
 
         return attend
 

@@ -57,7 +57,7 @@ def strict(
 def attend(batch: Ragged, words: jax.Array, path: Cudnn, layout: FlatLayout) -> jax.Array:
     q, k_cache, v_cache, block_table, row_start, kv_length = map(jnp.asarray, batch)
     arrays = flat_arrays(block_table, row_start, kv_length)
-    return path.bind(layout, arrays, words)(q, LayerCache(k_cache, v_cache))
+    return path.bind(layout, arrays, words)(q[:, None], LayerCache(k_cache, v_cache))
 
 
 def flat_arrays(block_table: Any, row_start: Any, kv_length: Any) -> FlatArrays:
