@@ -112,8 +112,8 @@ class Native:
 class Kernel:
     """The Mosaic GPU kernel (pallas/split_attention.py): one launch a layer, its list made on the host.
 
-    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors; K/V blocks of `block_size`
-    slots. With `fixed` rows are cut at fixed places. `interpret` runs it on the CPU, for tests.
+    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors; K/V blocks of
+    `block_size` slots. With `fixed` rows are cut at fixed places. `interpret` runs it on the CPU, for tests.
     """
 
     n_kv_heads: int

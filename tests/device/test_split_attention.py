@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,27 +26,29 @@ ROWS = st.lists(
 )
 
 
+reference = jax.jit(split_attention_reference)
+
+
 @settings(max_examples=12)
-@given(
-    ROWS, st.integers(0, 9), st.sampled_from([(4, 4), (4, 2), (8, 1)]), st.integers(0, 2), st.integers(0, 99)
-)
+@given(ROWS, st.sampled_from([(4, 4), (4, 2), (8, 1)]), st.integers(0, 2), st.integers(0, 99))
 def test_the_reference_is_attention_by_its_definition(
-    rows: list[tuple[int, int]], n_padding: int, heads: tuple[int, int], n_shared: int, seed: int
+    rows: list[tuple[int, int]], heads: tuple[int, int], n_shared: int, seed: int
 ) -> None:
     n_heads, n_kv_heads = heads
     batch = ragged(
         seed,
         rows,
-        n_padding=n_padding,
+        n_padding=241 - sum(n for n, _ in rows),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_size=8,
         block_size=4,
         n_shared=n_shared,
+        n_rows=8,  # the same sizes for all, which are compiled once
+        n_blocks=155,
+        max_blocks=25,
     )
-    if len(batch.q) == 0:
-        return
-    got = np.asarray(split_attention_reference(*map(jnp.asarray, batch)))
+    got = np.asarray(reference(*map(jnp.asarray, batch)))
     np.testing.assert_allclose(got, dense(batch), atol=2e-5, rtol=2e-5)
 
 
