@@ -16,6 +16,9 @@ import jax.stages
 OnProgram = Callable[[int, int, str], object]  # done, in all, and the one that was begun last
 
 _MAX_THREADS = 16
+# Python runs one thread at a time. Lowered in turn, the first program is with XLA while the next is lowered;
+# all at once, they would all come to XLA late.
+_lowering = threading.Lock()
 
 
 class Program:
@@ -46,7 +49,9 @@ class Program:
         """Compile for these: arrays, or jax.ShapeDtypeStructs that say where the arrays will lie."""
         key = self._key(*shapes, **static)
         if key not in self._compiled:
-            self._compiled[key] = self.lower(*shapes, **static).compile()
+            with _lowering:
+                lowered = self.lower(*shapes, **static)
+            self._compiled[key] = lowered.compile()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Programs compiled ahead, and what JAX's own events say of compiling."""
 
 import logging
+import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -70,6 +72,23 @@ def test_a_form_is_compiled_once(counter: CompileCounter) -> None:
     for _ in range(3):
         program.compile(like(4), n=3)
     assert counter.counts().programs == 1
+
+
+def test_programs_are_lowered_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    at_once, most = 0, 0
+
+    def traced(x: jax.Array, *, n: int) -> jax.Array:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.05)  # Python's lock is free for the others
+        at_once -= 1
+        return x**n
+
+    program = Program(jax.jit(traced, static_argnames="n"), key=lambda x, *, n: n)
+    compile_all([ToCompile(str(n), partial(program.compile, like(4), n=n)) for n in range(4)])
+    assert most == 1
 
 
 def test_what_fails_to_compile_is_raised_and_ends_the_rest() -> None:
