@@ -68,8 +68,6 @@ def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts
     length = length[: np.count_nonzero(length)]
     order = before.argsort(kind="stable")  # the cores with the least to do first
     before = before[order]
-    place = np.empty(n, np.int64)
-    place[order] = np.arange(n)  # of a core in that order
     columns, load = _dealt(length, n_heads, before)
     what = None
     if most_parts > 1 and len(length) and length[0] > UNCUT:
@@ -78,10 +76,11 @@ def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts
         share = max(_level(int(length.sum()) * n_heads, before), _LEAST_KEYS)
         if share <= worth and (cut := _cut(length, n_heads, unit, before, share, most_parts, worth)):
             columns, load, what = cut
-    records = np.zeros((n, 8), np.int64)
+    records, loads = np.zeros((n, 8), np.int64), np.empty(n, np.int64)
     for i, column in enumerate(columns):
-        records[:, i] = column
-    return Shares(records[place], load[place], what)
+        records[order, i] = column
+    loads[order] = load
+    return Shares(records, loads, what)
 
 
 def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, ...], Ints]:
@@ -99,9 +98,11 @@ def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, 
 
 def _level(total: int, before: Ints) -> int:
     """The load at which all cores end together, where they may; `before` [n] ascending."""
+    all_used = -(-(total + int(before.sum())) // len(before))
+    if all_used >= before[-1]:
+        return all_used
     levels = -(-(total + before.cumsum()) // np.arange(1, len(before) + 1))
-    used = int(np.argmax(levels[:-1] <= before[1:])) if (levels[:-1] <= before[1:]).any() else -1
-    return int(levels[used])
+    return int(levels[np.argmax(levels[:-1] <= before[1:])])  # those that have more already get nothing
 
 
 def _cut(
@@ -114,7 +115,8 @@ def _cut(
     ends = of_group.cumsum()
     total = int(ends[-1])
     room = np.maximum(-(-(share - before) // unit), 0) * unit
-    at = np.minimum(np.concatenate(([0], room.cumsum())), total)  # [n + 1]
+    at = np.zeros(n + 1, np.int64)
+    np.minimum(room.cumsum(), total, out=at[1:])
     at[-1] = total
     group = np.minimum(ends.searchsorted(at, side="right"), len(length) - 1)
     start = (ends - of_group)[group]
@@ -126,18 +128,19 @@ def _cut(
     at = at - key
     key = np.where(to_end | (key <= snap), 0, key)
     at = at + np.where(to_end, length[group], key)
-    load = before + np.diff(at)
+    size = np.diff(at)
+    load = before + size
     if load.max() > worth:
         return None
 
     inside = key > 0
-    partial = inside[1:]
-    n_items = np.where(np.diff(at) > 0, np.diff(item) + partial, 0)
+    partial, new_item = inside[1:], np.diff(item)
+    n_items = (new_item + partial) * (size > 0)
     end = np.where(partial, key[1:], NO_END)
     columns = (n_items, item[:-1], item[:-1], 1, key[:-1], end, 2 * np.arange(n))
 
     # An item's parts: of the core in which it begins, and of those that follow, one each.
-    first = np.flatnonzero(inside & np.concatenate(([True], (np.diff(item) > 0) | ~inside[:-1])))
+    first = 1 + np.flatnonzero(partial & ((new_item > 0) | ~inside[:-1]))
     n_parts = item.searchsorted(item[first], side="right") - first + 1
     if len(first) and n_parts.max() > most_parts:
         return None
