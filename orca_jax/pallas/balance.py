@@ -73,7 +73,8 @@ def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts
     if most_parts > 1 and len(length) and length[0] > UNCUT:
         longest = int(load.max())
         worth = min(int(_WORTH_CUTTING * longest), longest - _LEAST_KEYS)
-        share = max(_level(int(length.sum()) * n_heads, before), _LEAST_KEYS)
+        total = int(length.sum()) * n_heads + int(before.sum())
+        share = max(-(-total // n), _LEAST_KEYS)  # some core may have more already, and so the last ones less
         if share <= worth and (cut := _cut(length, n_heads, unit, before, share, most_parts, worth)):
             columns, load, what = cut
     records, loads = np.zeros((n, 8), np.int64), np.empty(n, np.int64)
@@ -94,15 +95,6 @@ def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, 
     lane = load.argsort(kind="stable")[::-1]  # the most for the core with the least before
     last = lane if rounds % 2 == 0 else n - 1 - lane
     return (rounds + (last < rest), lane, n - 1 - lane, n, 0, NO_END, 0), before + load[lane]
-
-
-def _level(total: int, before: Ints) -> int:
-    """The load at which all cores end together, where they may; `before` [n] ascending."""
-    all_used = -(-(total + int(before.sum())) // len(before))
-    if all_used >= before[-1]:
-        return all_used
-    levels = -(-(total + before.cumsum()) // np.arange(1, len(before) + 1))
-    return int(levels[np.argmax(levels[:-1] <= before[1:])])  # those that have more already get nothing
 
 
 def _cut(
@@ -128,14 +120,13 @@ def _cut(
     at = at - key
     key = np.where(to_end | (key <= snap), 0, key)
     at = at + np.where(to_end, length[group], key)
-    size = np.diff(at)
-    load = before + size
+    load = before + np.diff(at)
     if load.max() > worth:
         return None
 
     inside = key > 0
     partial, new_item = inside[1:], np.diff(item)
-    n_items = (new_item + partial) * (size > 0)
+    n_items = new_item + partial
     end = np.where(partial, key[1:], NO_END)
     columns = (n_items, item[:-1], item[:-1], 1, key[:-1], end, 2 * np.arange(n))
 
