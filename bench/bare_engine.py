@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from orca_jax.batch_sizes import buckets_of
+from orca_jax.batch_sizes import serving_buckets
 from orca_jax.config import Attention, Dtype, ModelConfig
 from orca_jax.local_engine import build_engine, chosen_sizes
 from orca_jax.request import Request
@@ -75,11 +75,7 @@ class BareEngine:
         self.serving = chosen_sizes(
             model, element, parts, said, n_devices=pipeline_parallel, attention=attention
         )
-        self.buckets = buckets or buckets_of(
-            self.serving.max_batch_tokens,
-            self.serving.max_batch_size,
-            deterministic=self.serving.deterministic,
-        )
+        self.buckets = buckets or serving_buckets(self.serving)
         built = build_engine(
             model,
             self.parameters,

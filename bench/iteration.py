@@ -107,6 +107,7 @@ class Bench:
             n_slots=max(most_rows * round_up(longest, BLOCK_SIZE), 2 * model.n_positions),
             max_batch_tokens=model.n_positions,
             block_size=BLOCK_SIZE,
+            coarse_buckets=jax.devices()[0].platform != "cpu",  # as an engine has them there
         )
         built = build_engine(model, [self.parameters], self.serving, parts)
         self.kv = built.kv

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from orca_jax.buckets import bucket_for, bucket_sizes
+from orca_jax.config import ServingConfig
 from orca_jax.control import ControlMessage
 from orca_jax.control_wire import ControlWire
 from orca_jax.flat_batch import FlatBatch, FlatLayout, flat_batch
@@ -51,7 +52,9 @@ class BatchSizes:
 def batch_sizes(wire: ControlWire, buckets: tuple[int, ...] | None = None) -> BatchSizes:
     """Those of an engine with control messages of these sizes."""
     if buckets is None:
-        buckets = buckets_of(wire.max_tokens, wire.max_rows, deterministic=wire.deterministic)
+        buckets = buckets_of(
+            wire.max_tokens, wire.max_rows, deterministic=wire.deterministic, coarse=wire.coarse_buckets
+        )
     return BatchSizes(
         buckets=buckets,
         max_rows=wire.max_rows,
@@ -63,6 +66,20 @@ def batch_sizes(wire: ControlWire, buckets: tuple[int, ...] | None = None) -> Ba
     )
 
 
-def buckets_of(max_tokens: int, max_rows: int, *, deterministic: bool) -> tuple[int, ...]:
+def buckets_of(
+    max_tokens: int, max_rows: int, *, deterministic: bool, coarse: bool = False
+) -> tuple[int, ...]:
     """The buckets of an engine whose batches have up to so many tokens and requests."""
-    return tuple(sorted({max_rows, max_tokens})) if deterministic else bucket_sizes(max_tokens)
+    if deterministic:
+        return tuple(sorted({max_rows, max_tokens}))
+    return bucket_sizes(max_tokens, coarse=coarse)
+
+
+def serving_buckets(serving: ServingConfig) -> tuple[int, ...]:
+    """Those of an engine that serves so."""
+    return buckets_of(
+        serving.max_batch_tokens,
+        serving.max_batch_size,
+        deterministic=serving.deterministic,
+        coarse=serving.coarse_buckets,
+    )

@@ -1,9 +1,11 @@
 # pyright: standard
 """Composition: every program of a model's stages, compiled without its weights and kept on disk."""
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,9 +19,10 @@ from orca_jax.sharding.compile_counter import CompileCounter
 from orca_jax.sharding.compiled_stage import placed_parameters
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.load import find_config
-from orca_jax.sharding.local_workers import all_programs
-from orca_jax.sharding.partition import one_stage, split_model
-from orca_jax.sharding.programs import compile_all
+from orca_jax.sharding.local_workers import programs_by_stage
+from orca_jax.sharding.memory_plan import alike_stages
+from orca_jax.sharding.partition import StagePart, one_stage, split_model
+from orca_jax.sharding.programs import OnProgram, ToCompile, compile_all
 from orca_jax.sharding.random_parameters import padded_vocabulary
 from orca_jax.sharding.worker import Worker
 from orca_jax.sizes import Sizes, control_wire, kv_manager
@@ -104,14 +107,44 @@ def compile_model(
         )
         for part in parts
     ]
-    programs = all_programs(workers, batch_sizes(control_wire(config, serving, kv)))
+    programs = programs_by_stage(workers, batch_sizes(control_wire(config, serving, kv)))
     with closing(CompileCounter()) as counter:
-        compile_all(programs, on_program)
+        if worker_processes:
+            _compile_apart(parts, programs, compile_cache, on_program)
+        else:
+            compile_all([one for stage in programs for one in stage], on_program)
         counts = counter.counts()
     return CompiledModel(
-        programs=len(programs),
+        programs=sum(map(len, programs)),
         from_disk=counts.from_disk,
         n_slots=serving.n_slots,
         device=device_name(devices[0]),
         folder=folder,
     )
+
+
+def _compile_apart(
+    parts: Sequence[StagePart],
+    programs: Sequence[Sequence[ToCompile]],
+    compile_cache: str | Path,
+    on_program: OnProgram | None,
+) -> None:
+    """Compile each stage's programs into the folder of its process.
+
+    A stage that is like one before it gets what that one has, and finds its own programs there.
+    """
+    folders: list[Path] = []
+    done, total = 0, sum(map(len, programs))
+    for i, like in alike_stages(tuple(parts)):
+        folder = keep_compiled_programs(compile_cache, stage=(i, len(parts)))
+        assert folder is not None
+        folders.append(folder)
+        if like < i:
+            shutil.copytree(folders[like], folder, dirs_exist_ok=True)
+        compile_all(programs[i], on_program and partial(_told, on_program, done, total))
+        done += len(programs[i])
+    keep_compiled_programs(compile_cache)  # what this process compiles besides
+
+
+def _told(on_program: OnProgram, before: int, total: int, done: int, _: int, name: str) -> None:
+    on_program(before + done, total, name)

@@ -122,8 +122,9 @@ class ServingConfig:
     they keep; one API key or address may hold `max_queue_share` of either. `deterministic` holds one shape
     for each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
     (docs/generation.md). `overlap` issues an iteration while the one before it is still running; without it
-    the scheduler is Algorithm 1 to the letter. `command_buffer_collectives` lets a GPU's command buffers hold
-    a split layer's collectives (docs/parallelism.md).
+    the scheduler is Algorithm 1 to the letter. With `coarse_buckets` an iteration is padded to one of fewer
+    sizes (buckets.py). `command_buffer_collectives` lets a GPU's command buffers hold a split layer's
+    collectives (docs/parallelism.md).
     """
 
     max_batch_size: int = 32
@@ -135,6 +136,7 @@ class ServingConfig:
     max_queue_share: float = 1.0
     deterministic: bool = False
     overlap: bool = True
+    coarse_buckets: bool = False
     command_buffer_collectives: bool = False
 
     def __post_init__(self) -> None:
@@ -147,7 +149,7 @@ class ServingConfig:
         share = self.max_queue_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"max_queue_share is {share!r}; it must be a number above 0, and at most 1")
-        for name in ("deterministic", "overlap", "command_buffer_collectives"):
+        for name in ("deterministic", "overlap", "coarse_buckets", "command_buffer_collectives"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.max_batch_size > self.max_batch_tokens:

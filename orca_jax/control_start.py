@@ -63,6 +63,7 @@ def decode_start(payload: bytes) -> StartOrder:
         wire=ControlWire(
             **{name: _size(name, wire[name]) for name in _MOST},
             deterministic=_yes_or_no("deterministic", wire["deterministic"]),
+            coarse_buckets=_yes_or_no("coarse_buckets", wire["coarse_buckets"]),
         ),
         next_address=address,
         worker_seconds=_seconds("worker_seconds", order["worker_seconds"]),

@@ -44,9 +44,9 @@ class ControlWire:
     """Control messages to bytes and back, for an engine of these sizes; master and workers have the same.
 
     `max_rows` and `max_tokens` bound a batch, `n_rows`, `n_blocks` and `vocab_size` are how many rows, blocks
-    and token ids there are, and workers must know whether the engine is `deterministic`. A block table has
-    `max_blocks` columns, and those that are not in use come back as 0. What `decode` makes takes the memory
-    of the bytes that came and `max_blocks` numbers a row.
+    and token ids there are, and workers must know whether the engine is `deterministic`, and how it pads:
+    `coarse_buckets`. A block table has `max_blocks` columns, and those that are not in use come back as 0.
+    What `decode` makes takes the memory of the bytes that came and `max_blocks` numbers a row.
     """
 
     block_size: int
@@ -57,6 +57,7 @@ class ControlWire:
     n_blocks: int
     vocab_size: int
     deterministic: bool = False
+    coarse_buckets: bool = False
 
     @property
     def most_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from orca_jax.batch_sizes import buckets_of
+from orca_jax.batch_sizes import serving_buckets
 from orca_jax.built_engine import BuiltEngine
 from orca_jax.config import Attention, Dtype, LoadFormat
 from orca_jax.local_engine import build_engine, chosen_sizes
@@ -55,9 +55,7 @@ def local_engine(
         on_load=on_load,
     )
     serving = chosen_sizes(model, jnp.dtype(name), parts, said, n_devices=n_devices, attention=attention)
-    buckets = buckets_of(
-        serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic
-    )
+    buckets = serving_buckets(serving)
     built = build_engine(
         model,
         parameters,

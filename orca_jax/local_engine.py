@@ -44,7 +44,8 @@ def chosen_sizes(
         )
         for part in parts
     ]
-    serving = serving_config(config, said, rooms)
+    on_cpu = parts[0].group.devices[0].platform == "cpu"
+    serving = serving_config(config, said, rooms, coarse_buckets=not on_cpu)
     rows = n_rows(serving.max_batch_size, n_workers=len(parts))
     for room in rooms:
         check_slots(config, room, serving, n_rows=rows, n_devices=n_devices)

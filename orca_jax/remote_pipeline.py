@@ -12,6 +12,7 @@ from orca_jax.control_frame import MAX_PAYLOAD
 from orca_jax.control_join import JoinTerms, model_digest
 from orca_jax.control_start import StartOrder
 from orca_jax.errors import ConfigError, EngineError, OrcaError
+from orca_jax.known_devices import CPU
 from orca_jax.remote_engine import RemoteEngine
 from orca_jax.remote_workers import RemoteWorkers
 from orca_jax.sizes import Sizes, control_wire, kv_manager, serving_config
@@ -117,7 +118,8 @@ def _pipeline(
         )
         for own, one in zip(layers, about, strict=True)
     ]
-    serving = serving_config(model, said, rooms)
+    on_cpu = all(one.device == CPU for one in about)
+    serving = serving_config(model, said, rooms, coarse_buckets=not on_cpu)
     kv = kv_manager(model, serving, n_workers=n_stages)
     wire = control_wire(model, serving, kv)
     if wire.most_bytes > MAX_PAYLOAD:

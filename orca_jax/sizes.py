@@ -33,7 +33,7 @@ class Sizes:
         check_memory_fraction(self.memory_fraction)
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
 
-    def filled(self, *, n_slots: int, max_batch_tokens: int) -> ServingConfig:
+    def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
         """With these where nothing was said. Raises ConfigError."""
         return ServingConfig(
             max_batch_size=self.max_batch_size,
@@ -45,17 +45,20 @@ class Sizes:
             max_queue_share=self.max_queue_share,
             deterministic=self.deterministic,
             overlap=self.overlap,
+            coarse_buckets=coarse_buckets,
             command_buffer_collectives=self.command_buffer_collectives,
         )
 
 
-def serving_config(config: ModelConfig, said: Sizes, rooms: Sequence[StageRoom]) -> ServingConfig:
+def serving_config(
+    config: ModelConfig, said: Sizes, rooms: Sequence[StageRoom], *, coarse_buckets: bool = False
+) -> ServingConfig:
     """Fill in what was not said, and hold what was against the model.
 
     `n_slots` is the largest that fits, as ORCA 4.2 advises: a slot takes room on every stage, so the one of
     `rooms`, which are the stages', with the least decides. More than all admitted requests could ever reserve
     is of no use; where memory is not the engine's alone, a full batch of the longest requests is enough.
-    Raises ConfigError.
+    `coarse_buckets` are for GPUs (buckets.py). Raises ConfigError.
     """
     longest = config.n_positions
     whole_request = round_up(longest, said.block_size)
@@ -72,6 +75,7 @@ def serving_config(config: ModelConfig, said: Sizes, rooms: Sequence[StageRoom])
     return said.filled(
         n_slots=max(whole_request, min(n_requests * whole_request, *fits)),
         max_batch_tokens=sizes.max_batch_tokens,
+        coarse_buckets=coarse_buckets,
     )
 
 
@@ -91,6 +95,7 @@ def control_wire(model: ModelConfig, serving: ServingConfig, kv: KVManager) -> C
         n_blocks=serving.n_blocks,
         vocab_size=model.vocab_size,
         deterministic=serving.deterministic,
+        coarse_buckets=serving.coarse_buckets,
     )
 
 

@@ -242,7 +242,7 @@ def run_worker(
 
     `loading` gives what is told the progress of loading, done and total in bytes, while that lasts.
     """
-    keep_compiled_programs(options.compile_cache)
+    keep_compiled_programs(options.compile_cache, stage=(options.stage, options.n_stages))
     with loading() as on_load:
         worker = WorkerProcess(options, on_load=on_load)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
-from orca_jax.batch_sizes import buckets_of
+from orca_jax.batch_sizes import serving_buckets
 from server.endpoints import Endpoints
 from server.loading import summary
 from server.notes import Notes
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
     """Write it."""
     serving = model.serving
-    sizes = buckets_of(serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic)
+    sizes = serving_buckets(serving)
     for name, value in (
         ("model", f"{model.name} ({summary(llm)})"),
         ("length", f"{model.config.n_positions} tokens, input and output together"),

@@ -1,27 +1,25 @@
 """The kernel's list of work, which its caller makes for all layers: the one place here that knows it."""
 
-from dataclasses import fields
 from typing import Any
 
 import jax
 import numpy as np
 
+from orca_jax.pallas.plan import Plan
 from orca_jax.pallas.split_attention import split_attention
-from orca_jax.pallas.work_items import Plan, work_items
+from orca_jax.pallas.work_items import work_items
 
 
 def plan_of(
     n_tokens: int, n_rows: int, n_kv_heads: int, group: int, *, block_size: int, n_cores: int
 ) -> Plan:
     """Of a list for T tokens, R rows, K key/value heads of G query heads, and blocks of B slots."""
-    said = {"block_size": block_size, "n_cores": n_cores}
-    known = {field.name for field in fields(Plan)}
-    return Plan(n_tokens, n_rows, n_kv_heads, group, **{name: said[name] for name in said if name in known})
+    return Plan(n_tokens, n_rows, n_kv_heads, group, block_size, n_cores)
 
 
 def work_of(row_start: np.ndarray, kv_length: np.ndarray, plan: Plan) -> np.ndarray:
     """The list of a batch, [n_records, columns] int32: `row_start` [R + 1], `kv_length` [R], on the host."""
-    return np.asarray(work_items(row_start, kv_length, plan))
+    return work_items(row_start, kv_length, plan)
 
 
 def work_shape(plan: Plan) -> jax.ShapeDtypeStruct:

@@ -14,11 +14,15 @@ _VARIABLE = "JAX_COMPILATION_CACHE_DIR"  # JAX's own
 _AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"  # what XLA measured of a GPU's kernels
 
 
-def keep_compiled_programs(folder: str | Path | None = COMPILE_CACHE) -> Path | None:
+def keep_compiled_programs(
+    folder: str | Path | None = COMPILE_CACHE, *, stage: tuple[int, int] | None = None
+) -> Path | None:
     """Use JAX's persistent cache for all programs of this process, small ones and autotuning's results too.
 
     Programs lie in `folder`; where that is COMPILE_CACHE and the variable JAX_COMPILATION_CACHE_DIR names
-    another, in that. None: nothing is kept or looked up. The folder, or None. Raises ConfigError.
+    another, in that. With `stage`, from 0, of how many in processes of their own, they lie in a folder inside
+    that is the stage's: JAX writes its files in place, and stages that start together would read each other's
+    before they are whole. None: nothing is kept or looked up. The folder, or None. Raises ConfigError.
     """
     if folder is not None and str(folder) == COMPILE_CACHE:
         folder = os.environ.get(_VARIABLE) or folder
@@ -27,6 +31,8 @@ def keep_compiled_programs(folder: str | Path | None = COMPILE_CACHE) -> Path | 
     path = None
     if folder is not None:
         path = Path(folder).expanduser()
+        if stage is not None and stage[1] > 1:
+            path /= f"stage-{stage[0] + 1}-of-{stage[1]}"
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not os.access(path, os.W_OK | os.X_OK):

@@ -89,9 +89,16 @@ class LocalWorkers:
 
 
 def all_programs(workers: Sequence[Worker], sizes: BatchSizes) -> list[ToCompile]:
-    """What an iteration of these stages may ask for, each with its stage's number where there are several."""
+    """What an iteration of these stages may ask for."""
+    return [program for stage in programs_by_stage(workers, sizes) for program in stage]
+
+
+def programs_by_stage(workers: Sequence[Worker], sizes: BatchSizes) -> list[list[ToCompile]]:
+    """The same, each stage's by themselves, with its number in their names where there are several."""
     return [
-        replace(program, name=f"stage {i + 1}: {program.name}") if len(workers) > 1 else program
+        [
+            replace(program, name=f"stage {i + 1}: {program.name}") if len(workers) > 1 else program
+            for program in worker.programs(sizes)
+        ]
         for i, worker in enumerate(workers)
-        for program in worker.programs(sizes)
     ]

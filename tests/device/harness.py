@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import jax
 
 from orca_jax.admission import admissible
-from orca_jax.batch_sizes import buckets_of
+from orca_jax.batch_sizes import serving_buckets
 from orca_jax.config import Attention, ModelConfig, ServingConfig
 from orca_jax.kv_manager import KVManager
 from orca_jax.local_engine import build_engine
@@ -87,7 +87,7 @@ def harness(
 
 def default_buckets(serving: ServingConfig) -> tuple[int, ...]:
     """Those of an engine of these sizes."""
-    return buckets_of(serving.max_batch_tokens, serving.max_batch_size, deterministic=serving.deterministic)
+    return serving_buckets(serving)
 
 
 def place(model: ModelConfig, parameters: Parameters, parts: Sequence[StagePart]) -> list[Parameters]:

@@ -25,7 +25,7 @@ SIZES = {
     "n_blocks": 32,
     "vocab_size": 100,
 }
-SAID = {**SIZES, "deterministic": False}
+SAID = {**SIZES, "deterministic": False, "coarse_buckets": False}
 FIELDS = {"wire": SAID, "next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
 
 
@@ -49,6 +49,7 @@ def test_the_largest_engine_fits():
         n_blocks=1 << 31,
         vocab_size=1 << 22,
         deterministic=True,
+        coarse_buckets=True,
     )
     assert decode_start(encode_start(replace(ORDER, wire=wire))).wire == wire
 
@@ -78,7 +79,11 @@ def without(found: dict[str, Any], name: str) -> dict[str, Any]:
         with_size("more", 1),
         *(without(FIELDS, name) for name in FIELDS),
         *({**FIELDS, "wire": without(SAID, name)} for name in SAID),
-        *(with_size("deterministic", value) for value in (0, 1, None, "true")),
+        *(
+            with_size(name, value)
+            for name in ("deterministic", "coarse_buckets")
+            for value in (0, 1, None, "true")
+        ),
         *({**FIELDS, "wire": wire} for wire in (None, [], 5, "x")),
         *(with_size(name, value) for name in SIZES for value in (True, 0, -1, 1.0, "1", None, [1])),
         *(with_size(name, (1 << 31) + 1) for name in SIZES),
