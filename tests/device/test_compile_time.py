@@ -80,6 +80,6 @@ def test_a_forward_program_is_lowered_with_one_question_to_ptxas() -> None:
 def test_more_layers_are_no_more_kernels_to_compile() -> None:
     few, more = compiled(3), compiled(9)
     assert 10 <= few.kernels == more.kernels <= 30  # 94 where XLA keeps the calls of a layer apart
-    # Each layer holds the attention kernel's text, about 0.2 MB of it packed; a kernel's code would be more.
-    assert more.program - few.program < 6 * 300_000
+    # Each layer holds the attention kernel's text, 0.35 MB of it.
+    assert more.program - few.program < 6 * 500_000
     assert more.temporaries - few.temporaries < 10_000
