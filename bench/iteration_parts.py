@@ -70,20 +70,22 @@ def time_parts(
         return x
 
     @jax.jit
-    def attention(q: jax.Array, caches: Sequence[LayerCache]) -> jax.Array:
+    def attention(qkv: jax.Array, caches: Sequence[LayerCache]) -> jax.Array:
         attend = path.bind(layout, tables, words)
         for cache in caches:
-            q = attend(q, cache)
-        return q
+            # One layer's result is the next one's queries, so that none runs beside another.
+            qkv = qkv.at[:, 0].set(attend(qkv, cache))
+        return qkv
 
     head_weight = p["token_embedding"] if model.tie_embeddings else p["head.weight"]
     head = jax.jit(lambda x, w: matmul(x, w).astype(jnp.float32))
-    q = x.reshape(n_tokens, model.n_heads, model.head_size)
+    heads = x.reshape(n_tokens, 1, model.n_heads, model.head_size)
+    qkv = jnp.broadcast_to(heads, (n_tokens, 3, model.n_heads, model.head_size))
     logits = head(x[:n_rows], head_weight)
     choose = jax.jit(greedy)
     return {
         "linear": median(seconds(lambda: linear(p, x), repeat=repeat)),
-        "attention": median(seconds(lambda: attention(q, caches), repeat=repeat)),
+        "attention": median(seconds(lambda: attention(qkv, caches), repeat=repeat)),
         "head": median(seconds(lambda: head(x[:n_rows], head_weight), repeat=repeat)),
         "sampler": median(seconds(lambda: choose(logits), repeat=repeat)),
     }
