@@ -17,6 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # In the open since jax 0.11; before that where the interpreter itself has them.
 InterpretGPUParams: Any = getattr(plgpu, "InterpretGPUParams", None) or params.InterpretGPUParams
 
+# The index that jax 0.10 must be given and 0.11 warns of.
+_ALL: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
+
 TILE = plgpu.Layout.WGMMA  # how a warp group holds a [64, n] product in its registers
 TILE_ROW = plgpu.Layout.WGMMA.reduce(1)  # one number for each of such a tile's rows
 
@@ -30,7 +33,7 @@ def load_plain(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
     """A tile from shared memory that is not shuffled: right, not fast; for what happens once per item."""
     if interpret:
         return ref[index]
-    return plgpu.load(ref, index, layout=TILE, optimized=False)
+    return plgpu.load(ref.at[index], *_ALL, layout=TILE, optimized=False)
 
 
 def iota(n_rows: int, n_columns: int, axis: int, *, interpret: bool) -> jax.Array:
@@ -42,7 +45,7 @@ def load_row_plain(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
     """One number for each of a tile's rows, from shared memory."""
     if interpret:
         return ref[index]
-    return plgpu.load(ref, index, layout=TILE_ROW, optimized=False)
+    return plgpu.load(ref.at[index], *_ALL, layout=TILE_ROW, optimized=False)
 
 
 def times_transposed(a: Any, b: Any, meanwhile: Callable[[], None], *, interpret: bool) -> jax.Array:
