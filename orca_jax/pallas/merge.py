@@ -1,19 +1,15 @@
 """Results that were computed in parts, put together: the last step of split attention.
 
-Gathers over at most as many parts as a result can have, and one scatter: XLA makes two kernels of it where
-those parts are few, and three where they are many. What was not cut writes nowhere.
+Gathers over at most as many parts as a result can have, reductions too short for kernels of their own, and
+one scatter: XLA makes two kernels of it. What was not cut writes nowhere.
 """
-
-from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from orca_jax.pallas.plan import TILE, Plan
 from orca_jax.pallas.work_items import MERGE
-
-_UNROLLED = 20  # parts of a result
 
 
 def merge_rows(
@@ -48,27 +44,16 @@ def merge_tiles(
 
 def _together(part: jax.Array, part_top: jax.Array, merges: jax.Array, most: int) -> jax.Array:
     """[M, Q, D] float32 of part [n, parts, Q, D] and part_top [parts, Q]."""
-    first, following, stride, n_parts = (
-        merges[:, column] for column in (MERGE.part, MERGE.following, MERGE.stride, MERGE.n_parts)
-    )
-
-    def top_of(i: Any) -> jax.Array:
-        there, which = i < n_parts, jnp.where(i > 0, following + (i - 1) * stride, first)
-        return jnp.where(there[:, None], part_top.at[which].get(mode="clip"), -jnp.inf)  # [M, Q]
-
-    def result_of(i: Any) -> jax.Array:
-        there, which = i < n_parts, jnp.where(i > 0, following + (i - 1) * stride, first)
-        result = sum(x.at[which].get(mode="clip").astype(jnp.float32) for x in part)  # [M, Q, D]
-        return jnp.where(there[:, None, None], result, 0)
-
-    if most <= _UNROLLED:  # into the scatter's kernel; a reduction would be one of its own
-        tops = [top_of(i) for i in range(most)]
-        top = reduce(jnp.maximum, tops)
-        weights = [jnp.exp2(x - top)[..., None] for x in tops]
-        sums = reduce(jnp.add, (weight * result_of(i) for i, weight in enumerate(weights)))
-        return sums / reduce(jnp.add, weights)
     i = jnp.arange(most, dtype=jnp.int32)  # P of them
-    tops = jax.vmap(top_of, out_axes=1)(i)  # [M, P, Q]
-    weight = jnp.exp2(tops - tops.max(axis=1, keepdims=True))[..., None]
-    results = jax.vmap(result_of, out_axes=1)(i)  # [M, P, Q, D]
+    first, following, stride, n_parts = (
+        merges[:, column, None] for column in (MERGE.part, MERGE.following, MERGE.stride, MERGE.n_parts)
+    )
+    there = i < n_parts  # [M, P]
+    which = jnp.where((i > 0) & there, following + (i - 1) * stride, first)
+    tops = jnp.where(there[..., None], part_top.at[which].get(mode="clip"), -jnp.inf)  # [M, P, Q]
+    # Apart, or XLA takes it for a softmax, which it makes a kernel of its own.
+    top = lax.optimization_barrier(tops.max(axis=1, keepdims=True))
+    weight = jnp.exp2(tops - top)[..., None]
+    results = sum(x.at[which].get(mode="clip").astype(jnp.float32) for x in part)  # [M, P, Q, D]
+    results = jnp.where(there[..., None, None], results, 0)
     return (weight * results).sum(axis=1) / weight.sum(axis=1)
