@@ -49,11 +49,11 @@ def _together(part: jax.Array, part_top: jax.Array, merges: jax.Array, most: int
         merges[:, column, None] for column in (MERGE.part, MERGE.following, MERGE.stride, MERGE.n_parts)
     )
     there = i < n_parts  # [M, P]
+    # Past its last a result looks at its first again, which is a number: 0 * NaN is NaN.
     which = jnp.where((i > 0) & there, following + (i - 1) * stride, first)
     tops = jnp.where(there[..., None], part_top.at[which].get(mode="clip"), -jnp.inf)  # [M, P, Q]
     # Apart, or XLA takes it for a softmax, which it makes a kernel of its own.
     top = lax.optimization_barrier(tops.max(axis=1, keepdims=True))
     weight = jnp.exp2(tops - top)[..., None]
     results = sum(x.at[which].get(mode="clip").astype(jnp.float32) for x in part)  # [M, P, Q, D]
-    results = jnp.where(there[..., None, None], results, 0)
     return (weight * results).sum(axis=1) / weight.sum(axis=1)
