@@ -26,10 +26,15 @@ def parts(rng: np.random.Generator, n: int, *rows: int) -> tuple[np.ndarray, np.
     ), 50 * rng.standard_normal((n, *rows)).astype(np.float32)
 
 
+def listed(merge: np.ndarray) -> list[int]:
+    """The parts of one merge."""
+    part, following, stride, n_parts = map(int, merge[MERGE.part : MERGE.n_parts + 1])
+    return [part, *(following + i * stride for i in range(n_parts - 1))]
+
+
 def together(value: np.ndarray, top: np.ndarray, merge: np.ndarray) -> np.ndarray:
     """What one merge gives [rows, D], in float64."""
-    part, following, stride, n_parts = map(int, merge[MERGE.part : MERGE.n_parts + 1])
-    which = [part, *(following + i * stride for i in range(n_parts - 1))]
+    which = listed(merge)
     weight = np.exp2(top[which].astype(float) - top[which].max(axis=0))[..., None]
     return (weight * value[:, which].astype(float).sum(axis=0)).sum(axis=0) / weight.sum(axis=0)
 
@@ -42,8 +47,8 @@ def test_rows(plan: Plan) -> None:
     merges = [m for m in work[plan.first_merge : plan.first_tile_merge] if m[MERGE.token] < plan.n_tokens]
     assert merges and max(m[MERGE.n_parts] for m in merges) > 2
     value, top = parts(rng, plan.n_parts, plan.group)
-    written = {i for m in merges for i in [m[MERGE.part], *range(m[MERGE.following], plan.n_parts)]}
-    unwritten = [i for i in range(plan.n_parts) if i not in written]
+    unwritten = np.setdiff1d(np.arange(plan.n_parts), [i for merge in merges for i in listed(merge)])
+    assert len(unwritten)
     value[:, unwritten], top[unwritten] = np.nan, np.nan
     padded = np.pad(top, ((0, 0), (0, 3)), constant_values=np.nan)
     out = rng.standard_normal((plan.n_tokens, plan.n_heads, D)).astype(np.float32)
