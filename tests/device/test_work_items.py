@@ -1,19 +1,16 @@
 """The list of work: every query and key once, what was cut merged, no core with much more than its share."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.pallas.balance import CORE
+from bench.work_list import BATCHES, Rows, balance, items, lengths
+from bench.work_list import HEADS as KERNEL_HEADS
 from orca_jax.pallas.plan import STEP, TILE, Plan
 from orca_jax.pallas.work_items import ITEM, MERGE, work_items
-
-Rows = list[tuple[int, int]]  # input tokens and keys of each
 
 LONGEST = 3000
 LONG_ROWS = st.lists(
@@ -26,45 +23,6 @@ LONG_ROWS = st.lists(
 INCREMENTS = st.lists(st.integers(1, LONGEST).map(lambda n: (1, n)), min_size=1, max_size=20)
 HEADS = st.sampled_from([(1, 1), (2, 4), (40, 1), (1, 8)])
 N_CORES = st.sampled_from([1, 2, 7, 132])
-
-
-def lengths(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    """row_start [R + 1] and kv_length [R]."""
-    inputs = [n for n, _ in rows]
-    return np.cumsum([0, *inputs], dtype=np.int32), np.array([n for _, n in rows], np.int32)
-
-
-class Found(NamedTuple):
-    """An item of a core's list."""
-
-    core: int
-    tile: bool
-    record: tuple[int, ...]
-    head: int
-    begin: int
-    end: int
-    part: int  # -1: the whole
-
-
-def items(work: np.ndarray, plan: Plan) -> Iterator[Found]:
-    """Every core's, as the kernel reads them."""
-    for core in range(plan.n_cores):
-        for tile, its, first, n_heads in (
-            (True, work[core], plan.first_tile, plan.n_heads),
-            (False, work[plan.n_cores + core], plan.first_entry, plan.n_kv_heads),
-        ):
-            for i in range(its[CORE.n]):
-                index = its[CORE.back if i % 2 else CORE.first] + i * its[CORE.stride]
-                record, head = work[first + index // n_heads], int(index % n_heads)
-                begin, end = record[ITEM.begin], record[ITEM.end]
-                part = -1 if record[ITEM.part] < 0 else record[ITEM.part] * n_heads + head
-                if i == 0:
-                    begin += its[CORE.begin]
-                if i == its[CORE.n] - 1:
-                    end = min(end, record[ITEM.begin] + its[CORE.end])
-                if (begin, end) != (record[ITEM.begin], record[ITEM.end]):
-                    part = its[CORE.part] + (i > 0)
-                yield Found(core, tile, tuple(map(int, record)), head, int(begin), int(end), int(part))
 
 
 # More parts of one row than `merge` looks at would be wanted, for lack of other work and beside a prompt.
@@ -157,35 +115,11 @@ def test_at_fixed_places_a_row_is_cut_as_if_it_were_alone(
     assert ranges_of(row, others) == ranges_of(row, kv_length)
 
 
-U = [(1, int(n)) for n in np.random.default_rng(0).integers(100, 2048, 32)]
-BATCHES: dict[str, Rows] = {
-    "32 rows of 2k": [(1, 2048)] * 32,
-    "8 rows of 2k": [(1, 2048)] * 8,
-    "a row of 32k": [(1, 32768)],
-    "32 rows of 100 to 2048": U,
-    "a row of 32k, 31 of 512": [(1, 32768)] + [(1, 512)] * 31,
-    "a prompt of 2k": [(2048, 2048)],
-    "a prompt of 2k, 31 rows of 1k": [(2048, 2048)] + [(1, 1024)] * 31,
-}
-
-
-@pytest.mark.parametrize("heads", [(40, 1), (8, 4), (1, 8)], ids=["40/40", "32/8", "8/1"])
+@pytest.mark.parametrize("heads", KERNEL_HEADS.values(), ids=KERNEL_HEADS)
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 def test_no_core_has_much_more_than_its_share(rows: Rows, heads: tuple[int, int]) -> None:
-    row_start, kv_length = lengths(rows)
-    plan = Plan(int(row_start[-1]), len(rows), *heads)
-    load = np.zeros(plan.n_cores)  # keys, of whole copies; a tile takes whole steps
-    for item in items(work_items(row_start, kv_length, plan), plan):
-        size = STEP if item.tile else plan.granule
-        load[item.core] += -(-(item.end - item.begin) // size) * size
-    total = 0
-    for n, keys in rows:
-        if n == 1:
-            total += keys * plan.n_kv_heads
-        else:
-            ends = [min(keys, keys - n + first + TILE) for first in range(0, n, TILE)]
-            total += sum(-(-end // STEP) * STEP for end in ends) * plan.n_heads
-    assert total / plan.n_cores / load.max() >= 0.90
+    n_tokens = sum(n for n, _ in rows)
+    assert balance(rows, Plan(n_tokens, len(rows), *heads)) >= 0.90
 
 
 def test_a_row_is_not_cut_into_more_parts_than_merge_looks_at() -> None:
