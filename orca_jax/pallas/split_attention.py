@@ -4,7 +4,7 @@ Every request of an iteration, whatever its phase and length, is cut into items,
 launch, one for each core of the chip, has a list of items of its own (`work_items.py`). An item is either
 
   - a tile (`tiles.py`): up to 2 * Q query tokens of one row, one head; or
-  - an entry (`pieces.py`): the query of an increment-phase row, all heads of one key/value head.
+  - an entry (`entries.py`): the query of an increment-phase row, all heads of one key/value head.
 
 Both are over all of the row's keys or over a range of them: where whole items would leave some cores with
 much more than others, items are cut, and `merge` adds what their parts gave.
@@ -30,10 +30,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from orca_jax.pallas.arguments import check_work, kernel_shape
 from orca_jax.pallas.balance import UNCUT
 from orca_jax.pallas.core_items import entries, tiles
+from orca_jax.pallas.entries import compute_entry, fetch_entry
 from orca_jax.pallas.kernel_shape import KernelShape, Q
 from orca_jax.pallas.merge import merge_rows, merge_tiles
 from orca_jax.pallas.mosaic_forms import InterpretGPUParams
-from orca_jax.pallas.pieces import compute_piece, fetch_piece
 from orca_jax.pallas.plan import TILE, Plan
 from orca_jax.pallas.ring import see_all_freed
 from orca_jax.pallas.thread_block import ThreadBlock, scratch_types
@@ -148,7 +148,7 @@ def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
         lax.rem(core, 2) == 0
     )  # so that cores bound by memory run beside cores bound by the matrix unit
 
-    def all_items(on_tile: Any, on_piece: Any) -> Any:
+    def all_items(on_tile: Any, on_entry: Any) -> Any:
         """Every item of this core's; returns the steps that it takes."""
 
         def one(i: Any, step: Any) -> Any:
@@ -158,7 +158,7 @@ def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
             return lax.cond(
                 is_tile,
                 lambda step: on_tile(here, i_tile, step),
-                lambda step: on_piece(here, i_entry, step),
+                lambda step: on_entry(here, i_entry, step),
                 step,
             )
 
@@ -167,9 +167,9 @@ def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
     @pl.when(group < 2)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        all_items(compute_tile, compute_piece)
+        all_items(compute_tile, compute_entry)
 
     @pl.when(group == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        see_all_freed(here, all_items(fetch_tile, fetch_piece))
+        see_all_freed(here, all_items(fetch_tile, fetch_entry))

@@ -23,13 +23,13 @@ from orca_jax.pallas.thread_block import ThreadBlock
 from orca_jax.pallas.work_items import ITEM
 
 
-def fetch_piece(here: ThreadBlock, i: Any, step: Any) -> Any:
+def fetch_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
     """Fetch the keys and values of this core's i-th entry. Returns the step after it."""
     item = entries(here).item(i)
     return fetch_item(here, item, item.head, step)
 
 
-def compute_piece(here: ThreadBlock, i: Any, step: Any) -> Any:
+def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
     """A computing warp group's half of this core's i-th entry. Returns the step after it."""
     item = entries(here).item(i)
     token = here.work[item.record, ITEM.token]
