@@ -28,7 +28,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from orca_jax.pallas.arguments import check_work, kernel_shape
-from orca_jax.pallas.balance import UNCUT
 from orca_jax.pallas.core_items import entries, tiles
 from orca_jax.pallas.entries import compute_entry, fetch_entry
 from orca_jax.pallas.kernel_shape import KernelShape, Q
@@ -38,7 +37,7 @@ from orca_jax.pallas.plan import TILE, Plan
 from orca_jax.pallas.ring import see_all_freed
 from orca_jax.pallas.thread_block import ThreadBlock, scratch_types
 from orca_jax.pallas.tiles import compute_tile, fetch_tile
-from orca_jax.pallas.work_items import N_COLUMNS, work_items
+from orca_jax.pallas.work_items import N_COLUMNS, never_cut, work_items
 
 
 def split_attention(
@@ -130,8 +129,8 @@ def _launch(
         interpret=InterpretGPUParams() if shape.interpret else None,
         scratch_types=scratch_types(shape, q.dtype),
     )(work, block_table, q, k_cache, v_cache)
-    if block_table.shape[1] * shape.block_size <= UNCUT:
-        return out  # no row is long enough to be cut
+    if never_cut(block_table.shape[1] * shape.block_size):
+        return out
     out = merge_rows(out, part, part_top, work, plan)
     return merge_tiles(out, of_tiles[0], of_tiles[1], work, plan) if of_tiles else out
 
@@ -144,9 +143,8 @@ def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
     core, group = lax.axis_index("core"), lax.axis_index("group")
     here = ThreadBlock(*(shape, work, *arrays, *no_tile_parts, *tiles_s, *scratch), core=core, group=group)
     n_tiles, n_entries = tiles(here).n, entries(here).n
-    tiles_first = (
-        lax.rem(core, 2) == 0
-    )  # so that cores bound by memory run beside cores bound by the matrix unit
+    # So that cores bound by memory run beside cores bound by the matrix unit.
+    tiles_first = lax.rem(core, 2) == 0
 
     def all_items(on_tile: Any, on_entry: Any) -> Any:
         """Every item of this core's; returns the steps that it takes."""

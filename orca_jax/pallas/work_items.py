@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.pallas.balance import Cut, Ints, share_out
+from orca_jax.pallas.balance import UNCUT, Cut, Ints, share_out
 from orca_jax.pallas.plan import STEP, TILE, Plan
 
 
@@ -39,6 +39,7 @@ class Merge(NamedTuple):
 
 ITEM, MERGE = Item(), Merge()
 N_COLUMNS = 8
+_UNCUT_TILE = 512  # keys of a tile that is never cut: to merge a tile costs more than to merge a row
 
 
 def work_items(
@@ -58,7 +59,7 @@ def work_items(
     tiles = _tiles(row_start, n_input, kv_length, plan)
     if len(tiles):
         keys = np.maximum(-(-tiles[:, ITEM.end] // STEP), 1) * STEP
-        most = plan.most_tile_parts if plan.cuts_tiles else 1
+        most = plan.most_tile_parts if plan.cuts_tiles and keys[0] > _UNCUT_TILE else 1
         shares = share_out(keys, plan.n_heads, STEP, load, most_parts=most)
         load = shares.load
         work[: plan.n_cores] = shares.records
@@ -86,6 +87,11 @@ def work_items(
         if merges is not None:
             work[plan.first_merge : plan.first_merge + len(merges)] = merges
     return work
+
+
+def never_cut(max_keys: int) -> bool:
+    """Whether nothing is ever cut where no row has more keys."""
+    return max_keys <= UNCUT
 
 
 def _tiles(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench.work_list import BATCHES, Rows, balance, items, lengths
 from bench.work_list import HEADS as KERNEL_HEADS
 from orca_jax.pallas.plan import STEP, TILE, Plan
-from orca_jax.pallas.work_items import ITEM, MERGE, work_items
+from orca_jax.pallas.work_items import ITEM, MERGE, never_cut, work_items
 
 LONGEST = 3000
 LONG_ROWS = st.lists(
@@ -120,6 +120,29 @@ def test_at_fixed_places_a_row_is_cut_as_if_it_were_alone(
 def test_no_core_has_much_more_than_its_share(rows: Rows, heads: tuple[int, int]) -> None:
     n_tokens = sum(n for n, _ in rows)
     assert balance(rows, Plan(n_tokens, len(rows), *heads)) >= 0.90
+
+
+def n_merges(rows: Rows, plan: Plan) -> int:
+    work = work_items(*lengths(rows), plan)
+    return int((work[plan.first_merge :, MERGE.token] < plan.n_tokens).sum())
+
+
+@given(
+    st.lists(st.integers(1, 240).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 240))), min_size=1),
+    HEADS,
+    st.sampled_from([16, 64]),
+    N_CORES,
+)
+def test_nothing_is_cut_where_the_kernel_merges_nothing(
+    rows: Rows, heads: tuple[int, int], block_size: int, n_cores: int
+) -> None:
+    plan = Plan(sum(n for n, _ in rows), len(rows), *heads, block_size, n_cores)
+    n = max(-(-keys // block_size) for _, keys in rows) * block_size
+    assert not (never_cut(n) and n_merges(rows, plan))
+
+
+def test_a_row_is_cut_that_the_kernel_merges() -> None:
+    assert n_merges([(1, 320)], Plan(1, 1, 1, 1)) == 1 and not never_cut(320)
 
 
 def test_a_row_is_not_cut_into_more_parts_than_merge_looks_at() -> None:
