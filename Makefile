@@ -30,9 +30,9 @@ serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gR
 test: $(VENV)/.dev ## run every test: host, endpoint, device, whole
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder tests/whole tests/endpoint tests/device tests/host
 
-host-test: $(HOST_VENV)/.host ## run the host floor's tests where no JAX is installed
+host-test: $(HOST_VENV)/.host ## run the host floor's tests where no JAX is installed, but the long ones
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'
-	$(HOST_BIN)/python -m pytest tests/host
+	$(HOST_BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m "not long" tests/host
 
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .

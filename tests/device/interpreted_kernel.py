@@ -154,7 +154,7 @@ def main() -> None:
 
     # It does not shrink what it found: each try takes seconds.
     @settings(
-        max_examples=8,
+        max_examples=5,
         database=None,
         deadline=None,
         phases=[Phase.explicit, Phase.generate],
@@ -163,6 +163,7 @@ def main() -> None:
     @seed(int(sys.argv[2]))
     @example(sizes.fit(((1, 640), (130, 130), (1, 1), (0, 0), (9, 200), (1, 321))), 3, 1.0, 7)
     @example(sizes.fit(((103, 640), (0, 0), (31, 31))), 2, 0.01, 16581)
+    @example(sizes.fit(((1, 640),)), 0, 1.0, 9)
     @given(rows_of(sizes), st.integers(0, 5), st.sampled_from([0.01, 1.0, 8.0]), st.integers(0, 2**32 - 1))
     def check(rows: Rows, n_shared: int, sharpness: float, drawn: int) -> None:
         compared.check(rows, n_shared, sharpness, drawn)

@@ -139,6 +139,7 @@ class Player(FaultSimulation):
                 assert reason is FinishReason.STOP or full
 
 
+@pytest.mark.long
 def test_random_faults_keep_every_invariant():
     reasons: Counter[FinishReason | None] = Counter()
     losses: Counter[int] = Counter()
@@ -162,6 +163,7 @@ def test_random_faults_keep_every_invariant():
     assert min(why.values()) > 20
 
 
+@pytest.mark.long
 def test_one_request_s_poison_ends_that_request_alone():
     """Healthy requests all end right, and the engine goes on."""
     ends: Counter[tuple[bool, FinishReason | None]] = Counter()
