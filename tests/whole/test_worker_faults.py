@@ -24,7 +24,7 @@ from tests.whole.worker_harness import (
 )
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-ITERATION_SECONDS = 2.0
+ITERATION_SECONDS = 4.0
 
 
 @pytest.fixture(scope="module")
