@@ -1,10 +1,6 @@
 """What keeps compiling short: kernels that are compiled once for all layers, and ptxas asked once."""
 
 import argparse
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +8,8 @@ from jax.experimental.mosaic.gpu import fragmented_array
 
 from bench.compile_time import Figures, figures
 from orca_jax.sharding.ptxas_version import ask_ptxas_once
+from tests.device.without_gpu import needs_plugin, told_apart
 
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-needs_plugin = pytest.mark.skipif(
-    not any(map(find_spec, PLUGINS)), reason=f"none of {', '.join(PLUGINS)} is installed (orca_jax[cuda])"
-)
 # Counts the calls while a forward program is lowered, with the kernel in it.
 COUNT = """
 from dataclasses import replace
@@ -64,16 +57,7 @@ def test_without_the_compiler_there_is_nobody_to_ask(monkeypatch: pytest.MonkeyP
 
 @needs_plugin
 def test_a_forward_program_is_lowered_with_one_question_to_ptxas() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.splitlines()[-1]) == 1
+    assert told_apart("-c", COUNT) == 1
 
 
 @needs_plugin

@@ -4,36 +4,19 @@ XLA does not ask cuDNN for a GPU that is only described: these programs show wha
 that it takes it. In a process of its own: a machine's own GPU, or the lack of one, has no say.
 """
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.device.cudnn_programs import KINDS, LAYOUTS, N_LAYERS
+from tests.device.without_gpu import needs_plugin, told_apart
 
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+pytestmark = needs_plugin
 
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, list[dict[str, Any]]]:
-    if not any(map(find_spec, PLUGINS)):
-        pytest.skip(f"none of {', '.join(PLUGINS)} is installed (orca_jax[cuda])")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.device.cudnn_programs"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_apart("-m", "tests.device.cudnn_programs")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,42 +5,21 @@
 Each is compiled in a process of its own: a machine's own GPU, or the lack of one, has no say.
 """
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.forward_kernels import Program
 from bench.thunks import ALL_REDUCES
-
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-
-with_plugin = pytest.mark.skipif(
-    not any(map(find_spec, PLUGINS)), reason=f"none of {', '.join(PLUGINS)} is installed (orca_jax[cuda])"
-)
+from tests.device.without_gpu import needs_plugin, told_apart
 
 
 def compiled(*flags: str) -> list[dict[str, Any]]:
     """What `bench.compile_for_gpu` finds in the forward program of each bucket."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.compile_for_gpu", *flags],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])["programs"]
+    return told_apart("-m", "bench.compile_for_gpu", *flags)["programs"]
 
 
-@with_plugin
+@needs_plugin
 def test_gpt3_13b_is_one_command_buffer_whose_attention_calls_are_given_no_slices() -> None:
     programs = compiled("--preset", "gpt3-13b", "--layers", "3", "--buckets", "1,2,32,512")
     assert [program["bucket"] for program in programs] == [1, 2, 32, 512]
@@ -52,7 +31,7 @@ def test_gpt3_13b_is_one_command_buffer_whose_attention_calls_are_given_no_slice
         assert launches["inside"]["kCustomCall"] >= 3, program  # the attention of each layer is inside
 
 
-@with_plugin
+@needs_plugin
 @pytest.mark.parametrize("device", ["a100-80gb", "l40s", "h200", "b200"])
 def test_a_small_model_is_one_command_buffer_on_each_gpu(device: str) -> None:
     (program,) = compiled("--preset", "gpt2", "--layers", "3", "--buckets", "8", "--device", device)
@@ -62,7 +41,7 @@ def test_a_small_model_is_one_command_buffer_on_each_gpu(device: str) -> None:
     assert program["launches"]["command_buffers"] == 1 and program["launches"]["outside"] == {}
 
 
-@with_plugin
+@needs_plugin
 @pytest.mark.parametrize("recorded", [False, True])
 def test_eight_gpus_have_their_collectives_in_the_command_buffer_only_where_that_is_asked_for(
     recorded: bool,

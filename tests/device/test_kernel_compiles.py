@@ -5,39 +5,20 @@
 In processes of their own: a machine's own GPU, or the lack of one, has no say.
 """
 
-import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.compile_kernel import SIZES, figures
+from tests.device.without_gpu import needs_plugin, told_apart
 
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-
-pytestmark = pytest.mark.skipif(
-    not any(map(find_spec, PLUGINS)), reason=f"none of {', '.join(PLUGINS)} is installed (orca_jax[cuda])"
-)
+pytestmark = needs_plugin
 
 
 def forward_kernels(n_tokens: int, n_layers: int) -> dict[str, Any]:
     """What `bench.forward_kernels` finds in the forward program of GPT-3 13B for so many tokens."""
     flags = ["--preset", "gpt3-13b", "--buckets", str(n_tokens), "--layers", str(n_layers)]
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.forward_kernels", *flags],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (program,) = json.loads(done.stdout.splitlines()[-1])["programs"]
+    (program,) = told_apart("-m", "bench.forward_kernels", *flags)["programs"]
     return program
 
 

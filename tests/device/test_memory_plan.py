@@ -1,7 +1,5 @@
 """XLA's own memory plan beside arithmetic: for this CPU, and for an H200 with the CUDA plugin alone."""
 
-from importlib.util import find_spec
-
 import pytest
 
 from orca_jax.known_devices import KnownDevice, cpu_device, gpu_named
@@ -9,8 +7,8 @@ from orca_jax.model.presets import PRESETS
 from orca_jax.plan import Plan, Wanted, make_plan
 from orca_jax.sizes import Sizes, n_rows
 from orca_jax.xla_question import MemoryQuestion, ask_memory, ask_rates
+from tests.device.without_gpu import needs_plugin
 
-PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
 
 
@@ -66,9 +64,7 @@ def test_a_cpus_rates_are_measured() -> None:
     assert 1e8 < bandwidth < 1e13 and 1e8 < matrix_rate < 1e15
 
 
-@pytest.mark.skipif(
-    not any(map(find_spec, PLUGINS)), reason=f"none of {', '.join(PLUGINS)} is installed (orca_jax[cuda])"
-)
+@needs_plugin
 @pytest.mark.parametrize("name", ["demo", "gpt2"])
 def test_an_h200_needs_what_was_planned(name: str) -> None:
     plan, told = planned(name, gpu_named("h200"), "bfloat16", 1, 1)
