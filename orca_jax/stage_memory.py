@@ -29,6 +29,9 @@ _KEPT = 2
 # for all tiles at once.
 _TILE_QUERIES, _TILE_KEYS = 64, 256
 _GATHERED = 2.5  # such gathered arrays, of keys or of values, that XLA keeps at a time
+# pallas/plan.py: queries of a tile that the kernel may cut, the heads of a device up to which it does so, and
+# how many parts there is room for: two of each core of a Hopper GPU.
+_CUT_QUERIES, _CUT_HEADS, _CUT_PARTS = 128, 16, 2 * 132
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,6 +180,8 @@ def temporary_bytes(
     needed = n_tokens * itemsize * (2 * config.hidden_size + inner)
     if attention == "cudnn" and serving.deterministic:
         attention = "static"  # as sharding/attention_path.py has it
+    if attention == "kernel" and not serving.deterministic:
+        needed = max(needed, _kernel_bytes(config, n_devices, n_tokens, itemsize))
     if attention == "cudnn":
         needed = max(needed, _cudnn_attention_bytes(config, n_devices, serving, n_rows, itemsize))
     if attention == "static":
@@ -196,6 +201,17 @@ def result_bytes(config: ModelConfig, layers: range, serving: ServingConfig, ite
     n_tokens, n_rows = serving.max_batch_tokens, min(serving.max_batch_size, serving.max_batch_tokens)
     logits = n_rows * config.vocab_size * _LOGIT_BYTES if layers.stop == config.n_layers else 0
     return _KEPT * (n_tokens * config.hidden_size * itemsize + logits)
+
+
+def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: int) -> int:
+    """Of attention by the kernel, one layer's work: its queries, keys, values and result, and tiles' parts.
+
+    A part in 16 bits has what its rounding took away beside it; in 32 bits it has not.
+    """
+    around = n_tokens * itemsize * (config.hidden_size + 4 * config.hidden_size // n_devices)
+    if n_tokens <= _CUT_QUERIES or config.n_heads // n_devices > _CUT_HEADS:
+        return around
+    return around + _CUT_PARTS * _CUT_QUERIES * config.head_size * 4
 
 
 def _cudnn_attention_bytes(
