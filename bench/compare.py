@@ -42,12 +42,12 @@ from bench.peers.engine_process import PLAY_SECONDS, EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
 from bench.peers.orca_server import OrcaServer
 from bench.peers.rounds import OURS, Engine, play_in_turn, raw, summary, table, warnings
-from bench.server_process import ServerFailed
+from bench.server.server_process import ServerFailed
 from bench.trace import Trace, TraceError, homogeneous_trace, n_output_tokens, paper_trace, read_trace
 from orca_jax.config import ModelConfig
 from orca_jax.errors import OrcaError
-from orca_jax.model.presets import PRESETS
-from orca_jax.sharding.hf_config import read_config
+from orca_jax.families.hf_config import read_config
+from orca_jax.families.presets import PRESETS
 
 SERVER = "orca_jax over HTTP"
 # A peer's module, and what more it is told.

@@ -20,12 +20,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from bench.bare_engine import BareEngine
+from bench.device.bare_engine import BareEngine
 from orca_jax.config import ModelConfig
-from orca_jax.model.presets import PRESETS
-from orca_jax.request import Request
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.sizes import Sizes
+from orca_jax.families.presets import PRESETS
+from orca_jax.planning.sizes import Sizes
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
 
 LONGEST = 128
 MAX_BATCH_SIZE = 16

@@ -180,7 +180,7 @@ big_no_triton() {
 
 small() {
     splits=1x1,2x1
-    if has bench.stages_in_processes; then
+    if has bench.device.stages_in_processes; then
         splits=$splits,2x1+processes,2x1+after
     else
         echo "== stages: stages in processes of their own need gRPC, which is not here; left out"
@@ -207,16 +207,16 @@ start() {
 
 figures() {
     if [ -n "$cpu" ]; then
-        measure figure-9 200 bench.engine --preset demo --inputs 8 --output 4 --batches 1,2 --repeat 1 \
+        measure figure-9 200 bench.paper.engine --preset demo --inputs 8 --output 4 --batches 1,2 --repeat 1 \
             --json "$out/figure-9.json" $(picture figure-9.png)
-        measure figure-10 300 bench.end_to_end --preset demo --requests 4 --seconds 0.2 --until 4 --honesty 1 \
+        measure figure-10 300 bench.paper.end_to_end --preset demo --requests 4 --seconds 0.2 --until 4 --honesty 1 \
             --json "$out/figure-10.json" $(picture figure-10.png) --timeline "$out/figure-10.perfetto.json"
         return
     fi
-    measure figure-9 150 bench.engine --paper --json "$out/figure-9.json" $(picture figure-9.png)
-    measure figure-10 260 bench.end_to_end --requests 16 --seconds 4 --until 8 --honesty 1 \
+    measure figure-9 150 bench.paper.engine --paper --json "$out/figure-9.json" $(picture figure-9.png)
+    measure figure-10 260 bench.paper.end_to_end --requests 16 --seconds 4 --until 8 --honesty 1 \
         --json "$out/figure-10.json" $(picture figure-10.png) --timeline "$out/figure-10.perfetto.json"
-    measure figure-11 170 bench.end_to_end --homogeneous 256,64 --requests 16 --seconds 4 --until 8 \
+    measure figure-11 170 bench.paper.end_to_end --homogeneous 256,64 --requests 16 --seconds 4 --until 8 \
         --honesty 0 --json "$out/figure-11.json" $(picture figure-11.png)
 }
 

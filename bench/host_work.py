@@ -20,18 +20,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from orca_jax.batch_sizes import BatchSizes
-from orca_jax.buckets import bucket_sizes
 from orca_jax.config import ServingConfig
-from orca_jax.control import ControlMessage, MakeWords
-from orca_jax.engine_master import EngineMaster
-from orca_jax.kv_manager import KVManager, round_up
-from orca_jax.request import Request
-from orca_jax.request_pool import RequestPool
-from orca_jax.sampled import Sampled
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Scheduler, select
-from orca_jax.timeline import Timeline
+from orca_jax.control.batch_sizes import BatchSizes
+from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.iteration.buckets import bucket_sizes
+from orca_jax.iteration.message import ControlMessage, MakeWords
+from orca_jax.request.request import Request
+from orca_jax.request.sampled import Sampled
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.request_pool import RequestPool
+from orca_jax.scheduling.scheduler import Scheduler, select
+from orca_jax.scheduling.timeline import Timeline
 
 AIM_US = 500.0  # at 256 rows
 CASES = ((256, 0), (256, 1_000), (256, 100_000), (32, 0), (64, 0), (128, 0), (512, 0))  # rows, waiting

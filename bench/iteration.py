@@ -30,27 +30,27 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from bench.iteration_parts import filled, time_parts
-from bench.iteration_report import PARTS, Measured, table, verdict
-from bench.watched_workers import WatchedWorkers, gaps
+from bench.device.iteration_parts import filled, time_parts
+from bench.device.iteration_report import PARTS, Measured, table, verdict
+from bench.device.watched_workers import WatchedWorkers, gaps
+from orca_jax.aot.measured_device import measure_device
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.cost_model import Device, IterationShape, floor, operations
-from orca_jax.engine_master import EngineMaster
-from orca_jax.kv_manager import round_up
-from orca_jax.local_engine import build_engine
-from orca_jax.model.presets import PRESETS
-from orca_jax.request import FinishReason, Request
-from orca_jax.request_pool import RequestPool
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Engine, Returned, Scheduler
-from orca_jax.sharding.attention_path import choose_attention
-from orca_jax.sharding.compile_cache import keep_compiled_programs
-from orca_jax.sharding.host_allocator import keep_large_buffers
-from orca_jax.sharding.measured_device import measure_device
+from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.compile_cache import keep_compiled_programs
+from orca_jax.execution.host_allocator import keep_large_buffers
+from orca_jax.execution.matmul_backend import choose_products
+from orca_jax.families.presets import PRESETS
+from orca_jax.launch.local_engine import build_engine
+from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
+from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import round_up
+from orca_jax.scheduling.request_pool import RequestPool
+from orca_jax.scheduling.scheduler import Engine, Returned, Scheduler
+from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import split_model
-from orca_jax.sharding.products import choose_products
 from orca_jax.sharding.random_parameters import random_parameters
-from orca_jax.timeline import Timeline
 
 # Over the floor: by rows of an increment phase, and of an initiation. A GPU's: 85 % of its bandwidth, 75 % of
 # its matrix rate.

@@ -30,16 +30,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from orca_jax.checkpoint.convert import convert_checkpoint
+from orca_jax.checkpoint.directory import model_config
+from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
+from orca_jax.checkpoint.shard_reader import stacked_shape
 from orca_jax.config import ModelConfig
+from orca_jax.families.hf_config import hf_config_of
+from orca_jax.families.tensor_names import PREFIXES, source
 from orca_jax.model.gpt import parameter_shapes
-from orca_jax.sharding.checkpoint import load_checkpoint
-from orca_jax.sharding.checkpoint_directory import model_config
-from orca_jax.sharding.convert import convert_checkpoint
-from orca_jax.sharding.hf_config import hf_config_of
 from orca_jax.sharding.partition import split_model
-from orca_jax.sharding.safetensors_writer import Tensor, write_files
-from orca_jax.sharding.shards import stacked_shape
-from orca_jax.sharding.tensor_names import PREFIXES, source
 
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))  # stages, tensor axis
 

@@ -24,16 +24,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.play import NotPlayed, traced_request
-from bench.serving_curve import Served, served
-from bench.serving_load import play_on
-from bench.serving_records import ServingRecords
-from bench.shared_engine import SharedEngine, add_engine_flags, compiling
+from bench.paper.play import NotPlayed, traced_request
+from bench.paper.serving_curve import Served, served
+from bench.paper.serving_load import play_on
+from bench.paper.serving_records import ServingRecords
+from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.simulate.measured_cost import Measured, MeasuredCost, error_of, fit, measured
 from bench.trace import Trace, uniform_trace
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.simulation import Simulation
+from orca_jax.simulation.simulation import Simulation
 
 AIM = 0.15
 LOADS = (0.3, 0.6, 0.9)

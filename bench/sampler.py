@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from orca_jax.control import ADJUSTED, CONSTRAINED, neutral_sampling
-from orca_jax.flat_batch import SamplerArrays, TokenPrograms, token_programs
+from orca_jax.execution.sampling import TokenChooser
+from orca_jax.grammar.token_mask import n_words
+from orca_jax.iteration.flat_batch import SamplerArrays, TokenPrograms, token_programs
+from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, neutral_sampling
 from orca_jax.sharding.device_group import DeviceGroup, device_name
-from orca_jax.sharding.token_chooser import TokenChooser
-from orca_jax.token_words import n_words
 
 # What a batch's rows ask for, as fields of control.SAMPLING.
 FEATURES: dict[str, dict[str, float]] = {

@@ -37,16 +37,16 @@ from rich.console import Console
 from rich.table import Table
 
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.kv_manager import KVManager, round_up
-from orca_jax.local_engine import build_engine
-from orca_jax.model.presets import PRESETS
-from orca_jax.request import Request
-from orca_jax.request_pool import RequestPool
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Engine, Returned, Scheduler
+from orca_jax.families.presets import PRESETS
+from orca_jax.launch.local_engine import build_engine
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.request_pool import RequestPool
+from orca_jax.scheduling.scheduler import Engine, Returned, Scheduler
+from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
-from orca_jax.timeline import Timeline
 
 BLOCK_SIZE = 16
 CONTEXT = 32  # input tokens of a request of the increment phases
@@ -239,7 +239,7 @@ def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
     if not flags.same_gpu and "+" not in split:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_stages * tensor}"
     # What worker processes need besides, the libraries of control lines, is imported there alone.
-    module = "bench.stages_in_processes" if "+" in split else "bench.stages"
+    module = "bench.device.stages_in_processes" if "+" in split else "bench.stages"
     command = [sys.executable, "-m", module, *sys.argv[1:], "--one", split]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=flags.timeout, check=False

@@ -23,8 +23,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from bench.server_process import ServerProcess
-from orca_jax.model.presets import PRESETS
+from bench.server.server_process import ServerProcess
+from orca_jax.families.presets import PRESETS
 
 _SPLIT = re.compile(r"loaded in ([\d.]+) s, (\d+) programs compiled in ([\d.]+) s")
 _METRIC = re.compile(r"^orca_(compiles|compiles_from_disk)_total\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -75,7 +75,7 @@ def start(model: str, flags: list[str], folder: str) -> Start:
 def start_engine(preset: str, folder: str) -> Start:
     """Start the engine alone; what it says meanwhile is printed. Raises CalledProcessError."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "bench.start_engine", preset, folder]
+    command = [sys.executable, "-m", "bench.device.start_engine", preset, folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as process:
         assert process.stdout is not None
         said: dict[str, float] = {}

@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.bare_engine import BareEngine
+from bench.device.bare_engine import BareEngine
 from orca_jax.config import Dtype, ModelConfig
+from orca_jax.families.hf_config import read_config
+from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
-from orca_jax.model.presets import PRESETS
-from orca_jax.request import Request
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Scheduler
-from orca_jax.sharding.hf_config import read_config
-from orca_jax.sizes import Sizes
+from orca_jax.planning.sizes import Sizes
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.scheduler import Scheduler
 
 DEMO_MODEL = Path(__file__).parents[1] / "orca_jax" / "demo_model"
 LENGTH = 512

@@ -2,29 +2,33 @@
 
 The path of a request:
 
-1. `LLM` or an endpoint turns a prompt into token ids (tokenizer.py) and gives it to the service (service.py).
-2. The request pool (request_pool.py) gives it an arrival number; it waits there.
-3. The scheduler (scheduler.py, Algorithm 1) selects a batch anew for every iteration. A request comes in when
-   slots for all its tokens can be reserved; the K/V manager (kv_manager.py) gives it blocks and a row.
-4. The engine master (engine_master.py) makes a control message (control.py) and a flat batch (flat_batch.py).
-5. The worker (sharding/worker.py) starts the programs of its stage (sharding/stage.py, model/) and returns at
-   once. Attention looks at each request by itself, every other operation at all tokens together.
+1. `LLM` or an endpoint turns a prompt into token ids (request/tokenizer.py) and gives it to the service
+   (service/orca.py).
+2. The request pool (scheduling/request_pool.py) gives it an arrival number; it waits there.
+3. The scheduler (scheduling/scheduler.py, Algorithm 1) selects a batch anew for every iteration. A request
+   comes in when slots for all its tokens can be reserved; the K/V manager (scheduling/kv_manager.py) gives it
+   blocks and a row.
+4. The engine master (engine/engine_master.py) makes a control message (iteration/message.py) and a flat
+   batch (iteration/flat_batch.py).
+5. The worker (execution/worker.py) starts the programs of its stage (execution/stage.py, model/) and returns
+   at once. Attention looks at each request by itself, every other operation at all tokens together.
 6. The engine master waits for the tokens; the scheduler ends what is finished and gives its slots back.
-7. The pool delivers an iteration's tokens; each becomes text (tokenizer.py) in its request's `Generation`
-   (generation.py), which the user holds.
-8. Back to 3: the next iteration, with whoever is there then. timeline.py knows what happened when.
+7. The pool delivers an iteration's tokens; each becomes text (request/tokenizer.py) in its request's
+   `Generation` (service/generation.py), which the user holds.
+8. Back to 3: the next iteration, with the requests of that moment. scheduling/timeline.py records what
+   happened when.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from orca_jax.sampling_params import SamplingParams
+from orca_jax.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from orca_jax.compiled_model import compile_model
+    from orca_jax.checkpoint.convert import convert_checkpoint
+    from orca_jax.checkpoint.load import find_config
+    from orca_jax.launch.precompile import compile_model
+    from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
-    from orca_jax.sharding.convert import convert_checkpoint
-    from orca_jax.sharding.load import find_config
-    from orca_jax.worker_process import run_worker
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,19 +49,19 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "compile_model":
-        from orca_jax.compiled_model import compile_model
+        from orca_jax.launch.precompile import compile_model
 
         return compile_model
     if name == "convert_checkpoint":
-        from orca_jax.sharding.convert import convert_checkpoint
+        from orca_jax.checkpoint.convert import convert_checkpoint
 
         return convert_checkpoint
     if name == "find_config":
-        from orca_jax.sharding.load import find_config
+        from orca_jax.checkpoint.load import find_config
 
         return find_config
     if name == "run_worker":
-        from orca_jax.worker_process import run_worker
+        from orca_jax.launch.worker_process import run_worker
 
         return run_worker
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

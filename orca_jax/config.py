@@ -123,8 +123,8 @@ class ServingConfig:
     for each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
     (docs/generation.md). `overlap` issues an iteration while the one before it is still running; without it
     the scheduler is Algorithm 1 to the letter. With `coarse_buckets` an iteration is padded to one of fewer
-    sizes (buckets.py). `command_buffer_collectives` lets a GPU's command buffers hold a split layer's
-    collectives (docs/parallelism.md).
+    sizes (orca_jax/iteration/buckets.py). `command_buffer_collectives` lets a GPU's command buffers hold a
+    split layer's collectives (docs/parallelism.md).
     """
 
     max_batch_size: int = 32

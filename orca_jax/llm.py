@@ -10,6 +10,7 @@ from typing import Literal, Self, get_args
 
 import numpy as np
 
+from orca_jax.checkpoint.load import find_model
 from orca_jax.config import (
     COMPILE_CACHE,
     Attention,
@@ -20,24 +21,23 @@ from orca_jax.config import (
     RestartBound,
     WorkerOptions,
 )
+from orca_jax.engine.local_processes import supervised_pipeline
+from orca_jax.engine.remote_pipeline import WorkersBehind, remote_pipeline
 from orca_jax.errors import (
     ConfigError,
     EngineError,
     InvalidRequest,
     ServiceClosed,
 )
-from orca_jax.generation import Generation, GenerationResult
-from orca_jax.loaded_engine import local_engine
-from orca_jax.offline_prompts import listed_prompts, one_for_each, prompt_token_ids
-from orca_jax.output_rules import OutputRules
-from orca_jax.remote_pipeline import WorkersBehind, remote_pipeline
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.service import SCHEDULER_THREAD, Orca
-from orca_jax.sharding.compile_cache import keep_compiled_programs
-from orca_jax.sharding.compile_counter import CompileCounter, CompileCounts
-from orca_jax.sharding.load import find_model
-from orca_jax.sizes import Sizes
-from orca_jax.worker_processes import supervised_pipeline
+from orca_jax.execution.compile_cache import keep_compiled_programs
+from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
+from orca_jax.launch.loaded_engine import local_engine
+from orca_jax.planning.sizes import Sizes
+from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.service.generation import Generation, GenerationResult
+from orca_jax.service.orca import SCHEDULER_THREAD, Orca
+from orca_jax.service.prepared_params import OutputRules
 
 Prompt = str | Sequence[int] | np.ndarray
 

@@ -4,9 +4,9 @@
     python scripts/make_golden.py [--output tests/data/golden]
 
 needs `torch` (the CPU build does) and `transformers`; the tests that read the files need neither. Each model
-gets a directory with a checkpoint (config.json, float32 safetensors) and `golden.npz`; tests/device/golden.py
-says what is in it. Weights, prompts and therefore outputs follow from the seed below; `versions.json` holds
-the versions that made the files at hand.
+gets a directory with a checkpoint (config.json, float32 safetensors) and `golden.npz`;
+tests/device/model/golden.py says what is in it. Weights, prompts and therefore outputs follow from the seed
+below; `versions.json` holds the versions that made the files at hand.
 
 The greedy tokens are transformers' own forward pass and argmax over the whole sequence at every step: no
 cache, no batch, no padding. They are held against `generate()` and against the same model in float64 before

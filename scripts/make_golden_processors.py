@@ -3,8 +3,8 @@
 
     python scripts/make_golden_processors.py [--output tests/data/golden/processors.npz]
 
-needs `torch` (the CPU build does) and `transformers`; tests/device/golden_processors.py reads the file and
-needs neither. Everything follows from the seed below; `versions` in the file says what made it.
+needs `torch` (the CPU build does) and `transformers`; tests/device/model/golden_processors.py reads the file
+and needs neither. Everything follows from the seed below; `versions` in the file says what made it.
 
 Each row has logits, token ids of a prompt and an output, and parameters of its own, and goes alone through
 transformers' own processors in this order, those left out whose parameter is neutral:

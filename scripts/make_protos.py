@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PROTOS = {
     "server/rpc/generation.proto": ("python", "pyi", "grpc_python"),
-    "orca_jax/worker.proto": ("python", "pyi"),  # the two ends of its one method are written by hand
+    "orca_jax/control/worker.proto": ("python", "pyi"),  # the two ends of its one method are written by hand
 }
 
 

@@ -11,8 +11,9 @@ from typing import NoReturn
 
 import orca_jax
 from orca_jax.errors import EngineError, OrcaError
-from server import compile_command, convert, generate, plan, serve, worker
-from server.flags import (
+from server.commands import compile as compile_command
+from server.commands import convert, generate, plan, serve, worker
+from server.settings.flags import (
     COMPILE_OPTIONS,
     UsageError,
     add_engine_flags,

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from bench.hostile.target import ADDRESS, COMPLETIONS, Streams, Target
-from bench.http_client import get
+from bench.server.http_client import get
 
 _DRIP_SECONDS = 0.2
 _MOST_SENT = 200 << 20  # bytes of one endless connection

@@ -23,7 +23,7 @@ def _nested(n: int) -> dict[str, Any]:
     return schema
 
 
-# The costliest of tests/host/test_grammar.py, refused ones and ones that run.
+# The costliest of tests/host/grammar/test_grammar.py, refused ones and ones that run.
 _COSTLY: tuple[dict[str, Any], ...] = (
     {"guided_regex": "a?" * 2000},
     {"guided_regex": "(a|b|)" * 600},

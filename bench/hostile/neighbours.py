@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from bench.http_client import get, post
+from bench.server.http_client import get, post
 
 ADDRESS = "127.0.0.2"
 N_STREAMS = 16

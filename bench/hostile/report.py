@@ -18,7 +18,8 @@ ALLOWED_SECONDS = 0.25  # that a neighbour may wait longer than without an attac
 # What no attacker may be told, whatever it does, besides HTTP's 5xx without 503.
 FAULTS = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "had to be stopped")
 
-# What the last quarter's median may be above the second quarter's, when nothing leaks, as in bench/soak.py.
+# What the last quarter's median may be above the second quarter's, when nothing leaks, as in
+# bench/server/soak.py.
 RSS_GROWTH, RSS_SLACK = 1.08, 16e6
 FILES_SLACK, THREADS_SLACK = 24, 8
 LEAST_ROUNDS = 4  # to tell whether anything grows

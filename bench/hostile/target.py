@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from bench.http_client import post
+from bench.server.http_client import post
 
 ADDRESS = "127.0.0.1"  # attackers come from here, and gRPC's cannot come from elsewhere
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

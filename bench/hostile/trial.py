@@ -10,7 +10,7 @@ from bench.hostile.footprint import Footprint, Watched
 from bench.hostile.neighbours import Waits, neighbours
 from bench.hostile.target import Told
 from bench.other_process import OtherProcess
-from bench.server_process import ServerProcess
+from bench.server.server_process import ServerProcess
 
 FLAGS = (
     "--max-batch-tokens=512",

@@ -43,8 +43,8 @@ from bench.kernel.picture import draw
 from bench.kernel.results import HEAD, Result, figures, line
 from bench.kernel.run import all_tasks
 from bench.kernel.shapes import SECTIONS, Scale, Task, torch_cases
-from bench.pyplot import matplotlib_here
-from orca_jax.cost_model import Device
+from bench.paper.pyplot import matplotlib_here
+from orca_jax.planning.cost_model import Device
 
 NEEDS = (
     "bench.kernel needs a Hopper GPU (compute capability 9.0), for which the kernel is written; "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bench.kernel.results import Result
 from bench.kernel.shapes import Case, Subject
-from orca_jax.cost_model import Device
+from orca_jax.planning.cost_model import Device
 
 LARGE_KV_BYTES = 256 << 20
 BANDWIDTH_SHARE = 0.85

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bench.kernel.run import Compiled, all_tasks
 from bench.kernel.shapes import Scale
-from orca_jax.sharding.described_gpu import on_h200
+from orca_jax.aot.described_gpu import on_h200
 
 _N_CORES = 132
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from bench.kernel.results import Result, figures
 from bench.kernel.shapes import HEADS
-from bench.pyplot import pyplot
-from orca_jax.cost_model import Device
+from bench.paper.pyplot import pyplot
+from orca_jax.planning.cost_model import Device
 
 MARKS = {
     "kernel": "o", "static": "s", "per request": "v", "cudnn": "D", "decode_attention": "^",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.kernel.shapes import Task
-from orca_jax.cost_model import Device
+from orca_jax.planning.cost_model import Device
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from bench.kernel.peers import NoPeer, peer
 from bench.kernel.programs import Arrays, Program, drawn, pooled, sampled_errors
 from bench.kernel.shapes import SECTIONS, Case, Scale, Task, launch_cases, timed_tasks
 from bench.kernel.work import attend, plan_of, work_of, work_shape
-from orca_jax.pallas.plan import Plan
+from orca_jax.pallas.work_list.bounds import Plan
 
 _THREADS = 8
 _FEW = {"at_least": 0.0, "repeat": 1, "warm_up": 0, "alone": 1}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from orca_jax.cost_model import Device
+from orca_jax.planning.cost_model import Device
 
 Section = Literal[
     "ceilings", "correctness", "increments", "sizes", "initiation", "mixed", "peers", "launches", "torch"

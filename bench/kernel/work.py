@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from orca_jax.pallas.plan import Plan
 from orca_jax.pallas.split_attention import split_attention
-from orca_jax.pallas.work_items import work_items
+from orca_jax.pallas.work_list.bounds import Plan
+from orca_jax.pallas.work_list.work_items import work_items
 
 
 def plan_of(

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from bench.http_client import Exchange, body_of, get, post, status_of
 from bench.peers.played import Played
+from bench.server.http_client import Exchange, body_of, get, post, status_of
 from bench.trace import Trace, TracedRequest
 
 PLAY_SECONDS = 1800.0

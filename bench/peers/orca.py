@@ -10,8 +10,8 @@ import jax
 import orca_jax
 from bench.peers.child import Play, Playing, serve
 from orca_jax import LLM, SamplingParams
-from orca_jax.generation import Generation
-from orca_jax.request_pool import Delivery
+from orca_jax.scheduling.request_pool import Delivery
+from orca_jax.service.generation import Generation
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:

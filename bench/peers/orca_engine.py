@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 import orca_jax
-from bench.bare_engine import BareEngine
+from bench.device.bare_engine import BareEngine
 from bench.peers.child import Play, Playing, serve
-from orca_jax.request import Request
-from orca_jax.request_pool import Delivery
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.sharding.hf_config import read_config
-from orca_jax.sizes import Sizes
+from orca_jax.families.hf_config import read_config
+from orca_jax.planning.sizes import Sizes
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.request_pool import Delivery
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:

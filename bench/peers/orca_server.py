@@ -8,7 +8,7 @@ from typing import Any, Self
 import orca_jax
 from bench.peers.http_engine import PLAY_SECONDS, HttpEngine
 from bench.peers.played import Played
-from bench.server_process import ServerProcess
+from bench.server.server_process import ServerProcess
 from bench.trace import Trace
 
 START_SECONDS = 900.0

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.pyplot import matplotlib_here
+from bench.paper.pyplot import matplotlib_here
 from bench.simulate.cluster import Cluster
 from bench.simulate.figure_10 import (
     FIGURES,

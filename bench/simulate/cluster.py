@@ -1,6 +1,7 @@
 """The machines of the paper's evaluation (ORCA 6), each figure with its source; none is fitted.
 
-- Memory, bandwidth, matrix rate and links: orca_jax/known_devices.py (NVIDIA's A100 data sheet, ORCA 6).
+- Memory, bandwidth, matrix rate and links: orca_jax/planning/known_devices.py (NVIDIA's A100 data sheet,
+ORCA 6).
 - An all-reduce of next to nothing, 10 us for 2 GPUs to 33.7 for 8: NCCL's ring measured on a DGX A100,
   github.com/NVIDIA/nccl-tests/issues/123.
 - A step of that ring between machines, 9.6 us: NCCL 2.8's own model of itself, github.com/NVIDIA/nccl,
@@ -21,7 +22,7 @@ A bandwidth is the link's, of which a device uses its share alone; all times of 
 
 from dataclasses import dataclass
 
-from orca_jax.known_devices import GPUS, KnownDevice
+from orca_jax.planning.known_devices import GPUS, KnownDevice
 
 US = 1e-6
 # Of a ring of so many devices of one machine: seconds of an all-reduce of 8 to 128 bytes.

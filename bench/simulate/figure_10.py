@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
-from bench.serving_curve import best_of
+from bench.paper.serving_curve import best_of
 from bench.simulate.cluster import Cluster
 from bench.simulate.figures import Served
 from bench.simulate.load import curve, load_of, peak
 from bench.simulate.places import Partition, Places
 from bench.simulate.serving import DoesNotFit, System
-from orca_jax.cost_model import IterationShape
-from orca_jax.model.presets import PRESETS
+from orca_jax.families.presets import PRESETS
+from orca_jax.planning.cost_model import IterationShape
 
 FIT_PRESET, FIT_SECONDS, FIT_BATCH = "gpt3-175b", 0.095, 32
 OWN_INPUT, OWN_OUTPUT = 128, 32  # Figure 9's "orca(128)"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from orca_jax.timeline import IterationRecord, RequestRecord
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 
 EDGE = 10  # throughput is counted without the first and the last tenth of the ends
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bench.serving_records import ServingRecords
-from orca_jax.buckets import bucket_for
-from orca_jax.cost_model import IterationShape, IterationSums
+from bench.paper.serving_records import ServingRecords
+from orca_jax.iteration.buckets import bucket_for
+from orca_jax.planning.cost_model import IterationShape, IterationSums
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.pyplot import pyplot
+from bench.paper.pyplot import pyplot
 from bench.simulate.figure_10 import FIGURES, Variant
 
 

@@ -10,9 +10,17 @@ from operator import itemgetter
 
 from bench.simulate.cluster import KERNEL_GAP, KERNELS_FIRST, KERNELS_LAST, KERNELS_PER_LAYER, Cluster
 from orca_jax.config import Dtype, ModelConfig
-from orca_jax.cost_model import Device, IterationSums, Operation, floor, hop_bytes, operations, shared_bytes
-from orca_jax.stage_layers import check_split, stage_layers
-from orca_jax.stage_memory import ITEMSIZE
+from orca_jax.planning.cost_model import (
+    Device,
+    IterationSums,
+    Operation,
+    floor,
+    hop_bytes,
+    operations,
+    shared_bytes,
+)
+from orca_jax.planning.stage_layers import check_split, stage_layers
+from orca_jax.planning.stage_memory import ITEMSIZE
 
 _ORIGIN = IterationSums(0, 0, 0, 0)
 

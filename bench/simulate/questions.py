@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
-from bench.serving_curve import throughput_at
+from bench.paper.serving_curve import throughput_at
 from bench.simulate.cluster import Cluster
 from bench.simulate.figure_10 import Figure
 from bench.simulate.load import ORCA_LOAD, Load, curve, load_of, peak

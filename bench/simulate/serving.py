@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.request_level import RequestLevelScheduler
+from bench.paper.request_level import RequestLevelScheduler
 from bench.simulate.cluster import Cluster
 from bench.simulate.figures import Served, StreamedFigures
 from bench.simulate.places import Partition, Places
 from bench.simulate.workload import Workload
 from orca_jax.config import ServingConfig
-from orca_jax.kv_manager import KVManager
-from orca_jax.plan import Plan, Wanted, make_plan
-from orca_jax.request_pool import Delivery, RequestPool
-from orca_jax.simulated_engine import SimulatedEngine, VirtualClock
-from orca_jax.simulation import Simulation, arrive, steps
-from orca_jax.sizes import Sizes
-from orca_jax.timeline import Timeline
+from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.sizes import Sizes
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.timeline import Timeline
+from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
+from orca_jax.simulation.simulation import Simulation, arrive, steps
 
 KEPT = 16  # records of a timeline: enough for what is in flight
 BLOCK_SIZE = 16

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from bench.serving_curve import throughput_at
+from bench.paper.serving_curve import throughput_at
 from bench.simulate.figure_10 import Variant
 from bench.simulate.figures import Served
 from bench.simulate.load import peak

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.trace import PAPER_INPUTS, PAPER_OUTPUTS
-from orca_jax.request import Request
-from orca_jax.sampling_params import SamplingParams
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
 
 Lengths = npt.NDArray[np.int64]
 _ARRIVALS = 1  # bench/trace.py: the second stream of a seed

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from orca_jax.errors import ConfigError
 from orca_jax.pallas.kernel_shape import KernelShape, unsupported
-from orca_jax.pallas.plan import Plan
-from orca_jax.pallas.work_items import N_COLUMNS
+from orca_jax.pallas.work_list.bounds import Plan
+from orca_jax.pallas.work_list.work_items import N_COLUMNS
 
 
 def kernel_shape(

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from orca_jax.pallas.balance import CORE
 from orca_jax.pallas.thread_block import ThreadBlock
-from orca_jax.pallas.work_items import ITEM
+from orca_jax.pallas.work_list.balance import CORE
+from orca_jax.pallas.work_list.work_items import ITEM
 
 
 class CoreItem(NamedTuple):

@@ -20,7 +20,7 @@ from orca_jax.pallas.ring import fetch_item, n_steps, pass_over
 from orca_jax.pallas.running_softmax import Carry, attend, attend_masked, nothing_yet
 from orca_jax.pallas.staging import load_queries, stage
 from orca_jax.pallas.thread_block import ThreadBlock
-from orca_jax.pallas.work_items import ITEM
+from orca_jax.pallas.work_list.work_items import ITEM
 
 
 def fetch_entry(here: ThreadBlock, i: Any, step: Any) -> Any:

@@ -6,7 +6,7 @@ slot of the ring in shared memory.
 
 from dataclasses import dataclass
 
-from orca_jax.pallas.plan import Plan
+from orca_jax.pallas.work_list.bounds import Plan
 
 Q = 64
 HEAD_SIZES = (64, 80, 96, 128, 256)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orca_jax.pallas.plan import TILE, Plan
-from orca_jax.pallas.work_items import MERGE
+from orca_jax.pallas.work_list.bounds import TILE, Plan
+from orca_jax.pallas.work_list.work_items import MERGE
 
 
 def merge_rows(

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from orca_jax.pallas.core_items import CoreItem
 from orca_jax.pallas.thread_block import ThreadBlock
-from orca_jax.pallas.work_items import ITEM
+from orca_jax.pallas.work_list.work_items import ITEM
 
 
 def n_steps(here: ThreadBlock, item: CoreItem) -> Any:

@@ -1,7 +1,8 @@
 """Split attention over the K/V blocks in one launch of a Mosaic GPU kernel (ORCA 3.2, section 5).
 
 Every request of an iteration, whatever its phase and length, is cut into items, and each thread block of one
-launch, one for each core of the chip, has a list of items of its own (`work_items.py`). An item is either
+launch, one for each core of the chip, has a list of items of its own
+(`orca_jax/pallas/work_list/work_items.py`). An item is either
 
   - a tile (`tiles.py`): up to 2 * Q query tokens of one row, one head; or
   - an entry (`entries.py`): the query of an increment-phase row, all heads of one key/value head.
@@ -33,11 +34,11 @@ from orca_jax.pallas.entries import compute_entry, fetch_entry
 from orca_jax.pallas.kernel_shape import KernelShape, Q
 from orca_jax.pallas.merge import merge_rows, merge_tiles
 from orca_jax.pallas.mosaic_forms import InterpretGPUParams
-from orca_jax.pallas.plan import TILE, Plan
 from orca_jax.pallas.ring import see_all_freed
 from orca_jax.pallas.thread_block import ThreadBlock, scratch_types
 from orca_jax.pallas.tiles import compute_tile, fetch_tile
-from orca_jax.pallas.work_items import N_COLUMNS, never_cut, work_items
+from orca_jax.pallas.work_list.bounds import TILE, Plan
+from orca_jax.pallas.work_list.work_items import N_COLUMNS, never_cut, work_items
 
 
 def split_attention(

@@ -6,16 +6,17 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 import orca_jax
-from server.api_keys import ApiKeys
-from server.config import EndpointOptions
-from server.gateway import Gateway
-from server.http import chat, completions, models, status, tokenization
+from server.gateway.gateway import Gateway
+from server.http import models, status, tokenization
 from server.http.authentication import Authentication
-from server.http.body_limit import BodyLimit
-from server.http.errors import handle_errors
+from server.http.bodies.errors import handle_errors
+from server.http.connections.body_limit import BodyLimit
+from server.http.generation import chat, completions
 from server.http.observation import Observation
 from server.http.openapi import describe
-from server.metrics import Metrics
+from server.metrics.metrics import Metrics
+from server.settings.api_keys import ApiKeys
+from server.settings.config import EndpointOptions
 
 _DESCRIPTION = "Iteration-level scheduling and selective batching (ORCA, OSDI 2022), by OpenAI's API."
 

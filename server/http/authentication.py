@@ -2,10 +2,10 @@
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.addresses import owner_at
-from server.api_keys import ApiKeys
 from server.errors import Unauthorized
-from server.http.errors import error_response
+from server.http.bodies.errors import error_response
+from server.process.addresses import owner_at
+from server.settings.api_keys import ApiKeys
 
 # All else needs a key, so that a new route is never open by mistake.
 OPEN_PATHS = frozenset(
@@ -21,7 +21,7 @@ class Authentication:
         self._api_keys = api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through or answer it. Routes find in its state who the owner is (state.py)."""
+        """Let the request through or answer it. generation/state.py tells routes whose it is."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
                 key = self._api_keys.check(_authorization(scope))

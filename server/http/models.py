@@ -5,9 +5,9 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from server.http.errors import error_responses
-from server.http.state import GatewayOf
-from server.served_model import ServedModel
+from server.gateway.served_model import ServedModel
+from server.http.bodies.errors import error_responses
+from server.http.generation.state import GatewayOf
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=error_responses(503))
 

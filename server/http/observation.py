@@ -5,17 +5,17 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.access_log import log_access
-from server.config import AccessLog
 from server.http.request_id import HEADER, request_id
-from server.metrics import Metrics
+from server.metrics.access_log import log_access
+from server.metrics.metrics import Metrics
+from server.settings.config import AccessLog
 
 _CLIENT_LEFT = 499  # what nginx made customary
 _PROBES = frozenset(("/health", "/ready", "/metrics"))
 
 
 class Observation:
-    """ASGI middleware. Routes find the id and the facts for the log in the scope's state (state.py)."""
+    """ASGI middleware. Routes find the id and the facts for the log in the scope (generation/state.py)."""
 
     def __init__(self, app: ASGIApp, *, access_log: AccessLog, metrics: Metrics) -> None:
         self._app = app

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from server.http.authentication import OPEN_PATHS
-from server.http.errors import error_responses
+from server.http.bodies.errors import error_responses
 
 _OF_BODIES = (400, 408, 413, 415)
 _SCHEME = "bearer"

@@ -7,9 +7,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 import orca_jax
-from server.gateway import Phase
-from server.http.errors import NOT_READY_SECONDS
-from server.http.state import GatewayOf
+from server.gateway.gateway import Phase
+from server.http.bodies.errors import NOT_READY_SECONDS
+from server.http.generation.state import GatewayOf
 
 router = APIRouter(tags=["status"])
 

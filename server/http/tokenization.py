@@ -6,14 +6,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, TokenOutOfRange
-from server.beside import reading
-from server.http.chat_protocol import ChatMessage
-from server.http.conversation import text_of
-from server.http.errors import error_responses
-from server.http.json_answer import as_json
-from server.http.json_body import JsonRoute
-from server.http.state import GatewayOf
-from server.http.strict import FirstFault, Strict
+from server.gateway.side_threads import reading
+from server.http.bodies.errors import error_responses
+from server.http.bodies.json_answer import as_json
+from server.http.bodies.json_body import JsonRoute
+from server.http.fields.chat import ChatMessage
+from server.http.fields.strict import FirstFault, Strict
+from server.http.generation.conversation import text_of
+from server.http.generation.state import GatewayOf
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute, responses=error_responses(404, 503))
 

@@ -13,15 +13,15 @@ from urllib.parse import unquote
 import grpc
 
 from orca_jax.errors import EngineError, InvalidRequest, OrcaError, OutputFailed, QueueFull
-from server.access_log import log_access
-from server.addresses import owner_at
-from server.api_keys import ApiKeys
-from server.config import AccessLog
 from server.errors import Unauthorized, meaning
-from server.gateway import Gateway
-from server.metrics import Metrics
-from server.retry_after import retry_after_seconds
+from server.gateway.gateway import Gateway
+from server.gateway.retry_after import retry_after_seconds
+from server.metrics.access_log import log_access
+from server.metrics.metrics import Metrics
+from server.process.addresses import owner_at
 from server.rpc.deadline import Deadline
+from server.settings.api_keys import ApiKeys
+from server.settings.config import AccessLog
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_CHARACTERS = 500  # of a status message: it travels as a header, and clients take 8 KiB of those

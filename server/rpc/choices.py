@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from orca_jax.errors import OrcaError
-from orca_jax.output_rules import OutputRules
-from orca_jax.request import FinishReason
-from server.beside import beside
-from server.gateway import Gateway, LiveRequest
+from orca_jax.request.request import FinishReason
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.gateway import Gateway, LiveRequest
+from server.gateway.side_threads import beside
+from server.gateway.submissions import Submission, submitted
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
-from server.submissions import Submission, submitted
 
 _TOLD = 100  # as many characters as one token's log-probabilities take
 

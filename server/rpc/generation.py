@@ -7,16 +7,16 @@ from typing import Any
 import grpc
 
 from orca_jax.errors import InvalidRequest, RequestTimedOut
-from orca_jax.request import FinishReason
-from orca_jax.sampling_params import SamplingParams
-from server.beside import reading
-from server.gateway import Gateway
+from orca_jax.request.request import FinishReason
+from orca_jax.request.sampling_params import SamplingParams
+from server.gateway.gateway import Gateway
+from server.gateway.served_model import ServedModel
+from server.gateway.side_threads import reading
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
 from server.rpc.calls import Calls, Context
 from server.rpc.choices import Choice, choices_of, end_all, write_all
 from server.rpc.deadline import Deadline
-from server.served_model import ServedModel
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 

@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
-from server.gateway import Gateway, Phase
+from server.gateway.gateway import Gateway, Phase
 from server.rpc.calls import Context
 
 _LOOK_SECONDS = 0.25

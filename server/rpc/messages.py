@@ -9,14 +9,14 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
-from orca_jax.generation import Piece
-from orca_jax.request import FinishReason
-from orca_jax.sampled import TokenLogprobs
-from orca_jax.sampling_params import SamplingParams
-from server.gateway import LiveRequest
+from orca_jax.request.request import FinishReason
+from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.service.generation import Piece
+from server.gateway.gateway import LiveRequest
+from server.gateway.served_model import ServedModel
 from server.rpc import generation_pb2 as pb
 from server.rpc.field_count import MAX_FIELDS, has_too_many_fields
-from server.served_model import ServedModel
 
 M = TypeVar("M", bound=Message)
 

@@ -8,15 +8,15 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 
 from orca_jax.errors import ConfigError
-from server.addresses import bound_socket, in_url
-from server.api_keys import ApiKeys
-from server.config import EndpointOptions
-from server.gateway import Gateway
-from server.metrics import Metrics
+from server.gateway.gateway import Gateway
+from server.metrics.metrics import Metrics
+from server.process.addresses import bound_socket, in_url
 from server.rpc.call_limits import CallLimits
 from server.rpc.calls import Calls, KeyCheck
 from server.rpc.generation import SERVICE, Generation
 from server.rpc.health import Health
+from server.settings.api_keys import ApiKeys
+from server.settings.config import EndpointOptions
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 

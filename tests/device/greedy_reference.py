@@ -8,8 +8,8 @@ import numpy as np
 
 from orca_jax.config import ModelConfig
 from orca_jax.model import reference
-from orca_jax.request import Request
-from tests.device.golden import MARGIN
+from orca_jax.request.request import Request
+from tests.device.model.golden import MARGIN
 
 
 class GreedyReference:

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 import jax
 
-from orca_jax.admission import admissible
-from orca_jax.batch_sizes import serving_buckets
 from orca_jax.config import Attention, ModelConfig, ServingConfig
-from orca_jax.kv_manager import KVManager
-from orca_jax.local_engine import build_engine
+from orca_jax.control.batch_sizes import serving_buckets
+from orca_jax.execution.worker import Worker
+from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import Parameters
-from orca_jax.request import FinishReason, Request
-from orca_jax.request_pool import Delivery, RequestPool
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Scheduler
+from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import admissible
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.scheduler import Scheduler
+from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import StagePart, split_model
-from orca_jax.sharding.worker import Worker
-from orca_jax.timeline import Timeline
 
 
 @dataclass

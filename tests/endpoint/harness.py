@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.request import Request
-from orca_jax.scheduler import Engine
-from orca_jax.service import Orca
-from orca_jax.tokenizer import Tokenizer
-from server.api_keys import ApiKeys
-from server.chat_template import ChatTemplate
-from server.config import EndpointOptions
-from server.endpoints import Endpoints
-from server.gateway import Gateway
-from server.metrics import Metrics
-from server.served_model import ServedModel
+from orca_jax.request.request import Request
+from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.scheduling.scheduler import Engine
+from orca_jax.service.orca import Orca
+from server.commands.endpoints import Endpoints
+from server.gateway.chat_template import ChatTemplate
+from server.gateway.gateway import Gateway
+from server.gateway.served_model import ServedModel
+from server.metrics.metrics import Metrics
+from server.settings.api_keys import ApiKeys
+from server.settings.config import EndpointOptions
 from tests.endpoint.obedient import obedient
 from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
 

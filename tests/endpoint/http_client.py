@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from server import endpoints
-from server.addresses import bound_socket
+from server.commands import endpoints
+from server.process.addresses import bound_socket
 from tests.endpoint.harness import Server
 from tests.host.engines import SOON
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from orca_jax.request import Request
+from orca_jax.request.request import Request
 
 
 def obedient(token: Callable[[Request, int], int], vocab_size: int) -> Callable[[Request, int], int]:

@@ -2,7 +2,7 @@
 
 from openai import AsyncOpenAI, OpenAI
 
-from orca_jax.request import Request
+from orca_jax.request.request import Request
 from tests.endpoint.harness import Server
 from tests.host.engines import SOON
 

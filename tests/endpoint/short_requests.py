@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import openai
 
-from orca_jax.timeline import Timeline
+from orca_jax.scheduling.timeline import Timeline
 from tests.host.engines import SOON
 
 

@@ -8,12 +8,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax.config import ModelConfig, ServingConfig
-from orca_jax.kv_manager import KVManager
-from orca_jax.request import Request
-from orca_jax.scheduler import Engine, Returned
-from orca_jax.service import Orca
-from orca_jax.simulated_engine import SimulatedEngine, VirtualClock, returned
-from orca_jax.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from orca_jax.request.request import Request
+from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.scheduler import Engine, Returned
+from orca_jax.service.orca import Orca
+from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, returned
 
 SOON = 30.0  # seconds that nothing here takes
 EOS = 99

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from orca_jax.errors import WorkerLost
-from orca_jax.request import Request
-from orca_jax.scheduler import Returned
+from orca_jax.request.request import Request
+from orca_jax.scheduling.scheduler import Returned
 from tests.host.engines import GatedEngine, counting
 
 LOST = WorkerLost(1, "its process died")

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 
 from orca_jax.config import ServingConfig
-from orca_jax.kv_manager import KVManager
-from orca_jax.request import FinishReason, Request, RequestState
-from orca_jax.request_pool import Delivery, RequestPool
-from orca_jax.sampling_params import SamplingParams
-from orca_jax.scheduler import Returned, Scheduler
-from orca_jax.timeline import Timeline
+from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.scheduler import Returned, Scheduler
+from orca_jax.scheduling.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
 STOP_TOKEN = 1

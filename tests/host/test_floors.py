@@ -9,114 +9,73 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.places import ROOT
+
 SOURCES = ("orca_jax", "server", "bench", "scripts", "examples", "tests")
 
-# The host floor, lowest layer first: a room imports from the layers below its own, never from beside it.
-LAYERS = (
-    ("errors", "token_words", "rust_panic", "stop_strings", "bad_words", "grammar_memory"),
-    ("config", "sampling_params", "words_box"),
-    ("stage_layers", "stage_memory"),
-    ("sampled", "request_weight"),
-    (
-        "request",
-        "buckets",
-        "kv_manager",
-        "control",
-        "frame_queue",
-        "worker_pb2",
-        "supervised_process",
-        "channel",
-        "remote_counters",
-    ),
-    (
-        "model.presets",
-        "grammar_text",
-        "tokenizer",
-        "request_pool",
-        "flat_batch",
-        "cost_model",
-        "control_frame",
-        "control_wire",
-        "sampled_wire",
-    ),
-    (
-        *(
-            "grammar",
-            "timeline",
-            "generation",
-            "control_join",
-            "offline_prompts",
-            "control_start",
-            "batch_sizes",
-        ),
-        *("sizes", "known_devices", "quarantine"),
-    ),
-    ("scheduler", "admission", "constraint", "plan", "xla_question"),
-    ("output_rules", "simulated_tokens"),
-    (
-        *("engine_master", "simulated_engine", "supervisor", "worker_environment", "recovery"),
-        *("remote_workers", "worker_controller", "control_line", "control_port"),
-    ),
-    ("simulation", "service", "remote_engine", "control_channel", "built_engine"),
-    ("simulated_lines",),
-    ("simulated_workers", "remote_pipeline"),
-    ("fault_simulation", "worker_processes"),
-)
-# The device floor: what each room may import of the package. The model and the kernels know no other of them.
-DATA = {"errors", "config", "sampling_params", "sampled", "token_words", "control"}
-DEVICE_ROOMS = {
-    "model": {"errors", "config", "model.presets"},
+FACE = "__init__"  # orca_jax/__init__.py
+# What each room may import of the package; a folder is a room, and so is each file beside them. JAX-free
+# ones, lowest first. What a room may know, it need not.
+HOST_ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "request": {"errors", "config"},
+    "families": {"errors", "config"},
+}
+HOST_ROOMS["grammar"] = {"errors", "config", "request"}
+HOST_ROOMS["iteration"] = {"errors", "config", "request", "grammar"}
+HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration"}
+HOST_ROOMS["control"] = HOST_ROOMS["iteration"] | {"iteration"}
+HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling"}
+HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling", "control", "families"}
+HOST_ROOMS["workers"] = HOST_ROOMS["planning"] | {"planning"}
+HOST_ROOMS["engine"] = HOST_ROOMS["workers"] | {"workers"}
+HOST_ROOMS["simulation"] = HOST_ROOMS["engine"] | {"engine", "service"}
+# Those that may know JAX. The model and the kernels do not know each other.
+DEVICE_ROOMS: dict[str, set[str]] = {
+    "model": {"errors", "config", "request", "grammar", "iteration"},
     "pallas": {"errors", "config"},
     "native": set(),
     "cudnn": set(),
-    "sharding": {
-        *DATA,
-        *(
-            "flat_batch",
-            "batch_sizes",
-            "control_wire",
-            "control_start",
-            "worker_controller",
-            "frame_queue",
-            "words_box",
-        ),
-        *("cost_model", "kv_manager", "stage_layers", "stage_memory", "tokenizer"),
-        *("known_devices", "worker_environment"),
-        *("model", "model.presets", "pallas", "native", "cudnn"),
-    },
 }
-HOST_ROOMS = {room for layer in LAYERS for room in layer}
-FACE = "__init__"  # orca_jax/__init__.py
-# They know both floors, and each those before it.
-COMPOSITION = ("local_engine", "loaded_engine", "compiled_model", "worker_process", "llm")
-LAZY = {"compiled_model", "llm", "sharding", "worker_process"}  # where the face's lazy names are from
+DEVICE_ROOMS["sharding"] = {"errors", "config", "planning", "model"}
+DEVICE_ROOMS["execution"] = {
+    *("errors", "config", "request", "grammar", "iteration", "scheduling", "control", "workers", "planning"),
+    *DEVICE_ROOMS,
+}
+DEVICE_ROOMS["checkpoint"] = {*("errors", "config", "request", "families", "planning"), *DEVICE_ROOMS}
+DEVICE_ROOMS["aot"] = {"errors", "config", "iteration", "control", "planning", *DEVICE_ROOMS}
+DEVICE_ROOMS["aot"].discard("checkpoint")
+# They know both kinds, and each those before it.
+COMPOSITION = ("launch", "llm")
+LAZY = {"checkpoint", *COMPOSITION}  # where the face's lazy names are from
 
 MAY_IMPORT: dict[str, set[str]] = {
-    **{room: {r for lower in LAYERS[:i] for r in lower} for i, layer in enumerate(LAYERS) for room in layer},
+    **HOST_ROOMS,
     **DEVICE_ROOMS,
-    **{room: HOST_ROOMS | set(DEVICE_ROOMS) | set(COMPOSITION[:i]) for i, room in enumerate(COMPOSITION)},
-    FACE: HOST_ROOMS | LAZY,  # the latter inside __getattr__ alone
+    **{room: {*HOST_ROOMS, *DEVICE_ROOMS, *COMPOSITION[:i]} for i, room in enumerate(COMPOSITION)},
+    FACE: {*HOST_ROOMS, *LAZY},  # the latter inside __getattr__ alone
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 KNOWS_JAX = {*DEVICE_ROOMS, *COMPOSITION}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
-# Libraries that one or two rooms of the host floor may know besides: the two ends of a control line, ...
-LIBRARIES_OF = {
-    "grammar": "llguidance",
-    "grammar_text": "llguidance",
-    "control_line": "grpc",
-    "control_port": "grpc",
-    "worker_pb2": "google",
+LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
+    "grammar.grammar": "llguidance",
+    "grammar.source": "llguidance",
+    "control.line": "grpc",
+    "control.port": "grpc",
+    "control.worker_pb2": "google",
 }
+MAX_FILES = 15  # of a room; its __init__.py does not count
+MAX_ROOMS = 25
 
 # The server: its two endpoints do not know each other, and nothing below knows what puts them together.
 ENDPOINTS = ("server.http", "server.rpc")
-PUTS_TOGETHER = {"server.endpoints", "server.banner", "server.serve", "server.cli"}
+PUTS_TOGETHER = {"server.commands.endpoints", "server.commands.banner", "server.commands.serve", "server.cli"}
 
 MAX_LINES = 400
 SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}
@@ -171,9 +130,8 @@ def module_of(path: str) -> str:
 
 
 def room_of(module: str) -> str:
-    """The room of a module of orca_jax: a file of the host floor, or a package of the device floor."""
-    inner = module.removeprefix("orca_jax").removeprefix(".")
-    return inner if inner in MAY_IMPORT else inner.split(".")[0] or FACE
+    """The room of a module of orca_jax: its folder, or itself where it lies in none."""
+    return module.removeprefix("orca_jax").removeprefix(".").split(".")[0] or FACE
 
 
 def broken_rules(sources: Mapping[str, str]) -> list[str]:
@@ -230,11 +188,11 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
     if target_top in SOURCES:
         return f"{room} must not know {target_top}"
     if target_top in JAX and room not in KNOWS_JAX:
-        return f"{room} is on the host floor, which knows no {target_top}"
+        return f"{room} is a room without JAX, and so without {target_top}"
     known = target_top in sys.stdlib_module_names or target_top in HOST_LIBRARIES
-    known = known or LIBRARIES_OF.get(room) == target_top
-    if not known and room in HOST_ROOMS | {FACE}:
-        return f"{room} imports {target_top}, which is no library of the host floor"
+    known = known or LIBRARIES_OF.get(here.removeprefix("orca_jax.")) == target_top
+    if not known and (room in HOST_ROOMS or room == FACE):
+        return f"{room} imports {target_top}, which is no library of the rooms without JAX"
     return None
 
 
@@ -270,9 +228,38 @@ def test_the_house_keeps_its_rules() -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_host_floor_imports_where_there_is_no_jax() -> None:
-    rooms = sorted(path.stem for path in (ROOT / "orca_jax").glob("*.py") if path.stem not in COMPOSITION)
-    names = ["orca_jax" if room == FACE else f"orca_jax.{room}" for room in rooms]
+def rooms() -> dict[str, list[str]]:
+    """Each folder of the package that holds Python, and the names of its files."""
+    package = ROOT / "orca_jax"
+    folders = {path.parent for path in package.rglob("*.py")}
+    return {
+        folder.relative_to(package).as_posix(): sorted(
+            path.stem for path in folder.glob("*.py") if path.stem != FACE
+        )
+        for folder in folders
+    }
+
+
+def test_no_room_is_crowded() -> None:
+    found = rooms()
+    assert len(found) <= MAX_ROOMS, sorted(found)
+    crowded = {room: len(files) for room, files in found.items() if len(files) > MAX_FILES}
+    assert not crowded
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    for room in rooms():
+        text = ast.get_docstring(ast.parse((ROOT / "orca_jax" / room / "__init__.py").read_text("utf-8")))
+        assert text, room
+        assert room in (".", "model") or len(text.splitlines()) <= 6, room  # model has the letters of shapes
+
+
+def test_rooms_without_jax_import_where_there_is_none() -> None:
+    names = ["orca_jax", "orca_jax.config", "orca_jax.errors"]
+    names += [
+        f"orca_jax.{room}.{file}" for room, files in rooms().items() if room in HOST_ROOMS for file in files
+    ]
+    assert len(names) > 60
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(JAX)})); import {', '.join(names)}"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
@@ -284,52 +271,83 @@ def test_the_host_floor_imports_where_there_is_no_jax() -> None:
     ("path", "text", "complaint"),
     [
         # floors
-        ("orca_jax/scheduler.py", "import jax.numpy as jnp", "scheduler is on the host floor"),
-        ("orca_jax/scheduler.py", "from flax import nnx", "scheduler is on the host floor"),
-        ("orca_jax/scheduler.py", "try:\n    import orbax\nexcept ImportError:\n    pass", "host floor"),
-        ("orca_jax/scheduler.py", "import requests", "no library of the host floor"),
-        ("orca_jax/control_channel.py", "import grpc", "no library of the host floor"),
-        ("orca_jax/__init__.py", "import jax", "__init__ is on the host floor"),
-        ("orca_jax/model/presets.py", "import jax", "model.presets is on the host floor"),
+        ("orca_jax/scheduling/scheduler.py", "import jax.numpy as jnp", "scheduling is a room without JAX"),
+        ("orca_jax/scheduling/scheduler.py", "from flax import nnx", "scheduling is a room without JAX"),
+        (
+            "orca_jax/scheduling/scheduler.py",
+            "try:\n    import orbax\nexcept ImportError:\n    pass",
+            "a room without JAX",
+        ),
+        ("orca_jax/scheduling/scheduler.py", "import requests", "no library of the rooms without JAX"),
+        ("orca_jax/engine/grpc_channel.py", "import grpc", "no library of the rooms without JAX"),
+        ("orca_jax/__init__.py", "import jax", "__init__ is a room without JAX"),
+        ("orca_jax/families/presets.py", "import jax", "families is a room without JAX"),
         ("server/cli.py", "import jax", "the server imports jax"),
         ("server/cli.py", "from orca_jax.sharding import worker", "the server imports orca_jax.sharding"),
         ("tests/host/test_x.py", "from orca_jax.model.gpt import forward", "a host test imports"),
         # downward
-        ("server/gateway.py", "from server.http.app import create_app", "must not know server.http.app"),
+        (
+            "server/gateway/gateway.py",
+            "from server.http.app import create_app",
+            "must not know server.http.app",
+        ),
         ("server/http/app.py", "from server.rpc import messages", "must not know server.rpc"),
-        ("server/rpc/server.py", "from server.endpoints import Endpoints", "must not know server.endpoints"),
+        (
+            "server/rpc/server.py",
+            "from server.commands.endpoints import Endpoints",
+            "must not know server.commands.endpoints",
+        ),
         ("orca_jax/errors.py", "from orca_jax.config import ModelConfig", "errors must not know config"),
-        ("orca_jax/config.py", "from orca_jax.request import Request", "config must not know request"),
-        ("orca_jax/scheduler.py", "from orca_jax import engine_master", "must not know engine_master"),
-        ("orca_jax/scheduler.py", "from orca_jax import LLM", "scheduler must not know __init__"),
-        ("orca_jax/service.py", "import orca_jax.sharding.worker", "service must not know sharding"),
+        (
+            "orca_jax/config.py",
+            "from orca_jax.request.request import Request",
+            "config must not know request",
+        ),
+        (
+            "orca_jax/scheduling/scheduler.py",
+            "from orca_jax.engine import engine_master",
+            "must not know engine",
+        ),
+        ("orca_jax/scheduling/scheduler.py", "from orca_jax import LLM", "scheduling must not know __init__"),
+        ("orca_jax/service/orca.py", "import orca_jax.execution.worker", "service must not know execution"),
         ("orca_jax/model/gpt.py", "import orca_jax.pallas.split_attention", "model must not know pallas"),
         ("orca_jax/pallas/kernel.py", "import orca_jax.model.gpt", "pallas must not know model"),
         ("orca_jax/model/gpt.py", "import orca_jax.sharding.mesh", "model must not know sharding"),
-        ("orca_jax/sharding/stage.py", "import orca_jax.scheduler", "sharding must not know scheduler"),
+        ("orca_jax/execution/stage.py", "import orca_jax.service.orca", "execution must not know service"),
         ("orca_jax/llm.py", "from server.cli import main", "llm must not know server"),
         ("orca_jax/model/gpt.py", "import bench.kernels", "model must not know bench"),
-        ("orca_jax/novelty.py", "import math", "novelty has no place yet"),
+        ("orca_jax/novelty/new.py", "import math", "novelty has no place yet"),
         # no dodging
         ("orca_jax/llm.py", "def f():\n    import jax", "import of jax inside f"),
         ("orca_jax/llm.py", "class A:\n    async def f(self):\n        import jax", "inside f"),
         ("server/cli.py", "class A:\n    from math import pi", "import of math inside A"),
         ("orca_jax/__init__.py", "from orca_jax.llm import LLM", "imports llm at once"),
-        ("orca_jax/__init__.py", "from orca_jax.sharding import worker", "imports sharding at once"),
+        ("orca_jax/__init__.py", "from orca_jax.checkpoint import load", "imports checkpoint at once"),
         ("orca_jax/__init__.py", "def g():\n    from orca_jax.llm import LLM", "inside g"),
         ("orca_jax/errors.py", "if TYPE_CHECKING:\n    import orca_jax.config", "must not know config"),
-        ("orca_jax/scheduler.py", "importlib.import_module('jax')", "import_module() hides an import"),
-        ("orca_jax/scheduler.py", "x = __import__('jax')", "__import__() hides an import"),
+        (
+            "orca_jax/scheduling/scheduler.py",
+            "importlib.import_module('jax')",
+            "import_module() hides an import",
+        ),
+        ("orca_jax/scheduling/scheduler.py", "x = __import__('jax')", "__import__() hides an import"),
         ("orca_jax/model/gpt.py", "from . import layers", "relative import"),
         ("orca_jax/model/gpt.py", "from ..config import ModelConfig", "relative import"),
         # files
         ("orca_jax/model/utils.py", "", "the name utils says nothing"),
         ("bench/common/tables.py", "", "the name common says nothing"),
-        ("orca_jax/scheduler.py", "x = 1\n" * 401, "401 lines"),
+        ("orca_jax/scheduling/scheduler.py", "x = 1\n" * 401, "401 lines"),
     ],
 )
 def test_a_broken_rule_is_found(path: str, text: str, complaint: str) -> None:
-    modules = ("config", "engine_master", "request", "model/gpt", "sharding/worker", "sharding/mesh")
+    modules = (
+        "config",
+        "engine/engine_master",
+        "request/request",
+        "model/gpt",
+        "checkpoint/load",
+        "sharding/mesh",
+    )
     around = {f"orca_jax/{name}.py": "" for name in modules}
     found = broken_rules({**around, path: text})
     assert len(found) == 1, found
@@ -352,18 +370,24 @@ def test_a_cycle_is_found() -> None:
     [
         ("orca_jax/__init__.py", "def __getattr__(name):\n    from orca_jax.llm import LLM\n    return LLM"),
         ("orca_jax/__init__.py", "if TYPE_CHECKING:\n    from orca_jax.llm import LLM"),
-        ("orca_jax/scheduler.py", "import numpy as np\nfrom orca_jax.request import Request"),
-        ("orca_jax/control_line.py", "import grpc"),
-        ("orca_jax/llm.py", "import jax\nfrom orca_jax.sharding.worker import Worker"),
+        (
+            "orca_jax/scheduling/scheduler.py",
+            "import numpy as np\nfrom orca_jax.request.request import Request",
+        ),
+        ("orca_jax/control/line.py", "import grpc"),
+        ("orca_jax/llm.py", "import jax\nfrom orca_jax.execution.worker import Worker"),
         ("orca_jax/model/gpt.py", "import jax\nfrom orca_jax.model.layers import linear"),
-        ("orca_jax/sharding/stage.py", "from orca_jax.pallas.split_attention import split_attention"),
+        ("orca_jax/execution/stage.py", "from orca_jax.pallas.split_attention import split_attention"),
         ("server/cli.py", "if typing.TYPE_CHECKING:\n    from orca_jax import LLM"),
         ("server/cli.py", "import rich\nfrom orca_jax import LLM, SamplingParams"),
-        ("server/endpoints.py", "import server.http.app\nimport server.rpc.server"),
-        ("server/http/chat.py", "from server.http.errors import x\nfrom server.gateway import Gateway"),
-        ("tests/host/test_x.py", "from orca_jax.model.presets import PRESETS"),
+        ("server/commands/endpoints.py", "import server.http.app\nimport server.rpc.server"),
+        (
+            "server/http/generation/chat.py",
+            "from server.http.bodies.errors import x\nfrom server.gateway.gateway import Gateway",
+        ),
+        ("tests/host/test_x.py", "from orca_jax.families.presets import PRESETS"),
         ("bench/iteration.py", "import jax\nimport orca_jax.model.gpt"),
-        ("orca_jax/scheduler.py", "x = 1\n" * 400),
+        ("orca_jax/scheduling/scheduler.py", "x = 1\n" * 400),
     ],
 )
 def test_what_is_allowed_passes(path: str, text: str) -> None:

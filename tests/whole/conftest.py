@@ -8,8 +8,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax import LLM
-from orca_jax.tokenizer import _BYTE_OF_CHARACTER
-from tests.device.tiny_checkpoint import GPT2, gpt2_tensors, write_checkpoint
+from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER
+from tests.device.checkpoint.tiny_checkpoint import GPT2, gpt2_tensors, write_checkpoint
 
 END = 256
 CONFIG = GPT2 | {

@@ -1,0 +1,174 @@
+"""`orca plan` by arithmetic against what XLA compiles, for every preset: bytes of one device of each stage.
+
+    JAX_PLATFORMS=cpu python -m bench.compiled.plan_check \
+        [--devices h200,a100-40gb] [--models gpt2,...] [--layers N]
+
+The programs are compiled for GPUs that need not be there (`pip install 'orca_jax[cuda]'`); nothing is run.
+Each distinct stage of a partition is compiled with the sizes that the plan chose. `--layers` cuts stages to
+so many layers, with the same slots for each: XLA's time grows with them. A row is printed as soon as it
+is there; last comes a table, and one line of JSON.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from bench.compiled.partitions import PARTITIONS, distinct_stages
+from orca_jax.aot.described_gpu import described_devices
+from orca_jax.aot.memory_plan import compiled_memory
+from orca_jax.config import ModelConfig
+from orca_jax.families.presets import PRESETS
+from orca_jax.planning.known_devices import GPUS
+from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.sizes import Sizes, n_rows
+from orca_jax.sharding.partition import split_model
+
+DTYPE = "bfloat16"
+WITHIN = 0.05  # what the plan may be off by
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage: what the plan says of each of its devices, and what the compiled programs say; bytes.
+
+    `planned` and `compiled` are weights, keys and values, and temporaries together.
+    """
+
+    gpu: str
+    model: str
+    n_stages: int
+    tensor: int
+    layers: tuple[int, int]
+    slots: int
+    planned_arguments: int
+    compiled_arguments: int
+    planned_temporaries: int
+    compiled_temporaries: int
+    seconds: float
+
+    @property
+    def planned(self) -> int:
+        """By the plan."""
+        return self.planned_arguments + self.planned_temporaries
+
+    @property
+    def compiled(self) -> int:
+        """By XLA."""
+        return self.compiled_arguments + self.compiled_temporaries
+
+    @property
+    def off(self) -> float:
+        """The plan's error, as a part of what XLA says."""
+        return self.planned / self.compiled - 1
+
+
+def wanted(gpu: str, model: ModelConfig, n_stages: int, tensor: int, n_slots: int | None = None) -> Wanted:
+    """The plan's question, with everything else as it is by default."""
+    return Wanted(
+        config=model,
+        device=GPUS[gpu],
+        said=Sizes(n_slots=n_slots),
+        dtype=DTYPE,
+        context=model.n_positions // 2,
+        pipeline_parallel=n_stages,
+        tensor_parallel=tensor,
+    )
+
+
+def compare(gpu: str, name: str, plan: Plan) -> Iterator[Row]:
+    """The distinct stages of a plan that fits."""
+    asked = plan.wanted
+    n_stages, tensor = asked.pipeline_parallel, asked.tensor_parallel
+    devices = described_devices(gpu, n_stages * tensor)
+    parts = split_model(asked.model, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
+    rows = n_rows(plan.serving.max_batch_size, n_workers=n_stages)
+    for i in distinct_stages(parts):
+        start = time.perf_counter()
+        found = compiled_memory(asked.model, parts[i], plan.serving, n_rows=rows, dtype=jnp.dtype(DTYPE))
+        memory = plan.stages[i].memory
+        n_slots = plan.serving.n_blocks * plan.serving.block_size
+        yield Row(
+            gpu=gpu,
+            model=name,
+            n_stages=n_stages,
+            tensor=tensor,
+            layers=(parts[i].layers.start + 1, parts[i].layers.stop),
+            slots=n_slots,
+            planned_arguments=memory.weights + n_slots * memory.slot,
+            compiled_arguments=found.arguments,
+            planned_temporaries=memory.temporaries,
+            compiled_temporaries=found.temporaries,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The stages."""
+    made = Table(title=f"{DTYPE}, planned / compiled, bytes of one device; jax {jax.__version__}")
+    for column in (
+        *("GPU", "model", "stages x parts", "layers", "slots", "weights and slots, GB"),
+        *("temporaries, MB", "together, GB", "off", "compile s"),
+    ):
+        made.add_column(column, justify="right")
+    for row in rows:
+        made.add_row(
+            row.gpu,
+            row.model,
+            f"{row.n_stages} x {row.tensor}",
+            f"{row.layers[0]} to {row.layers[1]}",
+            f"{row.slots:,}",
+            f"{row.planned_arguments / 1e9:.3f} / {row.compiled_arguments / 1e9:.3f}",
+            f"{row.planned_temporaries / 1e6:,.1f} / {row.compiled_temporaries / 1e6:,.1f}",
+            f"{row.planned / 1e9:.3f} / {row.compiled / 1e9:.3f}",
+            f"{row.off:+.2%}",
+            f"{row.seconds:.0f}",
+        )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; status 1 where a plan is off by more than WITHIN."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compiled.plan_check", description=__doc__)
+    parser.add_argument("--devices", default="h200,a100-40gb")
+    parser.add_argument("--models", default=",".join(PRESETS))
+    parser.add_argument("--layers", type=int, help="compile no more layers than this of each stage")
+    flags = parser.parse_args(argv)
+    console, rows, not_there = Console(stderr=True), list[Row](), list[dict[str, Any]]()
+    for gpu in flags.devices.split(","):
+        partitions = [(name, 1, 1) for name in PRESETS]
+        for one in (*PARTITIONS["a100-40gb"], *PARTITIONS.get(gpu, ())):  # the paper's, and this GPU's
+            if one not in partitions:
+                partitions.append(one)
+        for name, n_stages, tensor in partitions:
+            if name not in flags.models.split(","):
+                continue
+            plan = make_plan(wanted(gpu, PRESETS[name], n_stages, tensor))
+            if not plan.fits:
+                problem = plan.stages[0].problem or plan.stages[-1].problem
+                console.out(f"{gpu}, {name}, {n_stages} x {tensor}: {problem}; {plan.hint}")
+                not_there.append({"gpu": gpu, "model": name, "n_stages": n_stages, "tensor": tensor})
+                continue
+            if flags.layers is not None:
+                fewer = replace(PRESETS[name], n_layers=min(PRESETS[name].n_layers, flags.layers * n_stages))
+                plan = make_plan(wanted(gpu, fewer, n_stages, tensor, plan.serving.n_slots))
+            for row in compare(gpu, name, plan):
+                rows.append(row)
+                console.out(json.dumps(vars(row)))
+    Console(width=190).print(table(rows))
+    worst = max((abs(row.off) for row in rows), default=0.0)
+    result = {"benchmark": "plan_check", "jax": jax.__version__, "layers": flags.layers, "worst": worst}
+    print(json.dumps(result | {"does_not_fit": not_there, "stages": [vars(row) for row in rows]}))
+    return 0 if worst <= WITHIN else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Parts of an iteration's measurement that other benchmarks share."""

@@ -1,0 +1,91 @@
+"""The device's parts of an iteration, each timed by itself, on the engine's own weights and caches."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.aot.measured_device import seconds
+from orca_jax.config import ModelConfig
+from orca_jax.execution.attention_backend import AttentionPath
+from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import Matmul, activate
+from orca_jax.model.sampler import greedy
+
+
+def filled(caches: Sequence[LayerCache]) -> list[LayerCache]:
+    """The same memory with random numbers in it: nothing is to be timed on the zeros of fresh caches."""
+
+    @partial(jax.jit, donate_argnums=0, static_argnames="place")
+    def fill(old: jax.Array, key: jax.Array, place: jax.sharding.Sharding) -> jax.Array:
+        drawn = jax.random.normal(key, old.shape, old.dtype)
+        return jax.lax.with_sharding_constraint(drawn, place)
+
+    def one(cache: LayerCache, key: jax.Array) -> LayerCache:
+        keys = jax.random.split(key)
+        return LayerCache(*(fill(old, k, old.sharding) for old, k in zip(cache, keys, strict=True)))
+
+    return [one(cache, jax.random.key(i)) for i, cache in enumerate(caches)]
+
+
+def time_parts(
+    model: ModelConfig,
+    p: Mapping[str, jax.Array],
+    caches: Sequence[LayerCache],
+    path: AttentionPath,
+    matmul: Matmul,
+    *,
+    n_tokens: int,
+    n_rows: int,
+    kv_length: int,
+    repeat: int,
+) -> dict[str, float]:
+    """Seconds of each: `n_rows` requests of `kv_length` tokens, `n_tokens` query tokens together.
+
+    `caches` are [n_blocks, K, B, D] each and are read alone; no iteration may run meanwhile.
+    """
+    dtype = p["token_embedding"].dtype
+    block_size = caches[0].keys.shape[2]
+    n_blocks = -(-kv_length // block_size)
+    assert n_rows * n_blocks <= caches[0].keys.shape[0]
+    layout = FlatLayout(n_tokens, n_rows, n_blocks)
+    batch = layout.split(np.zeros(layout.size, np.int32))
+    batch.row_start[:] = np.arange(n_rows + 1) * (n_tokens // n_rows)
+    batch.kv_length[:] = kv_length
+    batch.block_table[:] = np.arange(n_rows * n_blocks).reshape(n_rows, n_blocks)
+    words, tables = jnp.asarray(path.words(layout, batch)), jax.tree.map(jnp.asarray, batch)
+    x = jax.random.normal(jax.random.key(1), (n_tokens, model.hidden_size), dtype)
+
+    @jax.jit
+    def linear(p: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+        for i in range(model.n_layers):
+            qkv = matmul(x, p[f"layers.{i}.qkv.weight"].reshape(-1, model.hidden_size))
+            x = x + matmul(qkv[:, : model.hidden_size], p[f"layers.{i}.out.weight"])
+            up = activate(matmul(x, p[f"layers.{i}.up.weight"]), model.activation)
+            x = x + matmul(up, p[f"layers.{i}.down.weight"])
+        return x
+
+    @jax.jit
+    def attention(qkv: jax.Array, caches: Sequence[LayerCache]) -> jax.Array:
+        attend = path.bind(layout, tables, words)
+        for cache in caches:
+            # One layer's result is the next one's queries, so that none runs beside another.
+            qkv = qkv.at[:, 0].set(attend(qkv, cache))
+        return qkv
+
+    head_weight = p["token_embedding"] if model.tie_embeddings else p["head.weight"]
+    head = jax.jit(lambda x, w: matmul(x, w).astype(jnp.float32))
+    heads = x.reshape(n_tokens, 1, model.n_heads, model.head_size)
+    qkv = jnp.broadcast_to(heads, (n_tokens, 3, model.n_heads, model.head_size))
+    logits = head(x[:n_rows], head_weight)
+    choose = jax.jit(greedy)
+    return {
+        "linear": median(seconds(lambda: linear(p, x), repeat=repeat)),
+        "attention": median(seconds(lambda: attention(qkv, caches), repeat=repeat)),
+        "head": median(seconds(lambda: head(x[:n_rows], head_weight), repeat=repeat)),
+        "sampler": median(seconds(lambda: choose(logits), repeat=repeat)),
+    }

@@ -1,0 +1,63 @@
+"""One split of `bench.stages` whose stages have processes of their own. Not to be run by hand."""
+
+import json
+from dataclasses import asdict
+
+from bench.stages import BLOCK_SIZE, Built, SplitBench, measure_split, numbers, parse, sizes_of
+from orca_jax.config import Deadlines, RestartBound, ServingConfig, WorkerOptions
+from orca_jax.engine.local_processes import supervised_pipeline
+from orca_jax.families.presets import PRESETS
+from orca_jax.planning.sizes import Sizes
+from orca_jax.scheduling.kv_manager import round_up
+
+
+class StagesInProcesses:
+    """The engine of a preset whose stages have processes of their own; one for all batches up to `rows`."""
+
+    def __init__(self, preset: str, split: str, rows: int) -> None:
+        self.n_stages, tensor = sizes_of(split)
+        self.model = PRESETS[preset]
+        self._built = supervised_pipeline(
+            preset,
+            self.model,
+            Sizes(
+                max_batch_size=rows,
+                n_slots=rows * self.n_stages * round_up(self.model.n_positions, BLOCK_SIZE),
+                block_size=BLOCK_SIZE,
+            ),
+            WorkerOptions(
+                model=preset,
+                stage=0,
+                n_stages=self.n_stages,
+                listen="",
+                tensor_parallel=tensor,
+                load_format="dummy",
+                forward_ahead=not split.endswith("+after"),
+            ),
+            restarts=RestartBound(restarts=0),
+            deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
+            on_event=lambda line: None,
+        )
+
+    def build(self, serving: ServingConfig) -> Built:
+        """The engine; its programs for a batch of `serving` are those that an engine of that size has."""
+        assert serving.max_batch_size <= self._built.serving.max_batch_size
+        return Built(self._built.engine, self._built.kv, self._built.device)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._built.close()
+
+
+def main() -> None:
+    """Measure the split that --one names, and print it as a line of JSON."""
+    flags = parse()
+    stages = StagesInProcesses(flags.preset, flags.one, max(numbers(flags.rows)))
+    try:
+        print(json.dumps(asdict(measure_split(flags, SplitBench(stages)))))
+    finally:
+        stages.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The baseline: request-level scheduling, on our engine, so that only the scheduling differs (ORCA 2, 6).
+
+The paper compares with FasterTransformer behind a queue that forms batches of at most `max_bs` requests,
+first come, first served. A batch runs to its longest request; only then is anything returned, and the next
+batch formed: who finished early waits for it, and who came late waits for it. A batch has one input length,
+that of its shortest input: the first iteration takes so many tokens of every request, and what is left of
+longer inputs is fed one token an iteration, in the place of the one that was sampled (6.2). Keys and values
+are reserved for the model's maximum length (6.1). Over inter-layer partitions the batch goes as microbatches
+of `mbs` requests, one behind the other (4.2).
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+
+from orca_jax.request.request import Request, RequestState
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.scheduler import Engine, input_length, never
+from orca_jax.scheduling.timeline import Timeline
+
+
+class RowWork(StrEnum):
+    """What an iteration is good for in one of its rows."""
+
+    GENERATING = "generating"  # the token that it computes is of the request's output
+    FED = "fed"  # its token is thrown away: the one of the input that stands there comes next
+    DONE = "done"  # computed for nothing: the request has all its tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRecord:
+    """The rows of one iteration of the timeline, the one of the same `number`, in its order."""
+
+    number: int
+    batch: int  # counts the batches of requests
+    rows: tuple[RowWork, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A request in its batch. The engine sees `inner`: the cut prompt, and behind it whatever comes next."""
+
+    outer: Request
+    inner: Request
+
+    def next_work(self) -> RowWork:
+        """What the next iteration is good for."""
+        place = self.inner.n_tokens_issued  # that of the token which it computes
+        if place < len(self.outer.prompt_ids):
+            return RowWork.FED
+        return RowWork.GENERATING if place < self.outer.max_tokens else RowWork.DONE
+
+    def fed_token(self) -> int | None:
+        """What goes into the next iteration, if it is a token of the input, and alone."""
+        place = self.inner.n_tokens_issued - 1
+        first = self.inner.state is RequestState.INITIATION
+        return None if first or place >= len(self.outer.prompt_ids) else self.outer.prompt_ids[place]
+
+    def take(self, token_id: int) -> None:
+        """The token of a returned iteration, or the one of the input that stands in its place."""
+        inner, prompt_ids = self.inner, self.outer.prompt_ids
+        place = inner.n_tokens
+        inner.output_ids.append(prompt_ids[place] if place < len(prompt_ids) else token_id)
+        inner.n_in_flight -= 1
+        if not inner.n_in_flight:
+            inner.state = RequestState.INCREMENT
+
+    def output_ids(self) -> list[int]:
+        """The request's output, of all that was computed."""
+        n_cut = len(self.inner.prompt_ids)
+        return self.inner.output_ids[len(self.outer.prompt_ids) - n_cut : self.outer.max_tokens - n_cut]
+
+
+class RequestLevelScheduler:
+    """Batches of requests, each run to its end; `step` is a turn as `Scheduler.step` is one.
+
+    `max_length` is the slots reserved for each request, and the most tokens, input and output, that one may
+    have; a batch has as many requests as there is room for, `max_bs` at most. The engine needs the token
+    that goes in from the host: an EngineMaster with `keeps_tokens=False`. Or it keeps tokens and is told by
+    `feed(row, token_id)` of those that go in instead: then a microbatch is issued once more while it is in
+    flight, as ORCA's scheduler does with overlap. Requests end by length or by an end token; those that are
+    asked to end go on. `iterations` says of the timeline's what their rows were good for, and of as many.
+    """
+
+    def __init__(
+        self,
+        pool: RequestPool,
+        engine: Engine,
+        kv: KVManager,
+        *,
+        max_bs: int,
+        mbs: int,
+        max_length: int,
+        timeline: Timeline,
+        feed: Callable[[int, int], None] | None = None,
+    ) -> None:
+        assert 1 <= mbs <= max_bs, f"microbatches of {mbs} of batches of {max_bs}"
+        self.pool = pool
+        self.engine = engine
+        self.kv = kv
+        self.max_bs = max_bs
+        self.mbs = mbs
+        self.max_length = max_length
+        self.timeline = timeline
+        self.iterations: deque[RowsRecord] = deque(maxlen=timeline.iterations.maxlen)
+        self.n_batches = 0
+        self._batch: list[_Place] = []
+        self._longest = 0  # tokens of its longest request: how far every row goes
+        self._to_issue: deque[list[_Place]] = deque()  # microbatches with iterations left, in turn
+        self._in_flight: deque[list[_Place]] = deque()
+        self._feed = feed
+        self._most_ahead = 1 if feed is None else 2  # iterations in flight of one microbatch,
+        self._most_in_flight = engine.n_workers + self._most_ahead - 1  # and of all
+
+    def step(self) -> bool:
+        """Issue a microbatch if one may be, and take the oldest back if no other may; False if none is live.
+
+        Raises what the engine raises.
+        """
+        if not self._batch and not self._form_batch():
+            return False
+        if self._may_issue():
+            self._issue()
+        if not self._may_issue():
+            self._take_return()
+        if not self._to_issue and not self._in_flight:
+            self._end_batch()
+        return True
+
+    def _may_issue(self) -> bool:
+        """Whether the microbatch whose turn it is has come back, or may be in flight twice."""
+        if not self._to_issue or len(self._in_flight) == self._most_in_flight:
+            return False
+        return self._to_issue[0][0].inner.n_in_flight < self._most_ahead
+
+    def _form_batch(self) -> bool:
+        """The oldest waiting requests, as many as may be; whether there are any."""
+        assert self.kv.n_free_rows == self.kv.n_rows, "the batch before has ended"
+        blocks_each = -(-self.max_length // self.kv.block_size)
+        room = min(self.max_bs, self.kv.n_rows, self.kv.n_blocks // blocks_each)
+        assert room, f"{self.kv.n_blocks} blocks do not hold {self.max_length} tokens"
+        outer = list(islice(self.pool.in_arrival_order(), room))
+        if not outer:
+            return False
+        self.pool.admit(outer)
+        shortest = min(len(req.prompt_ids) for req in outer)
+        self._longest = max(req.max_tokens for req in outer)
+        assert self._longest <= self.max_length, f"a request of {self._longest} tokens"
+        self._batch = [_Place(req, self._inner(req, shortest)) for req in outer]
+        self._to_issue.extend(
+            self._batch[start : start + self.mbs] for start in range(0, len(outer), self.mbs)
+        )
+        self.n_batches += 1
+        return True
+
+    def _inner(self, req: Request, n_input: int) -> Request:
+        """What the engine sees of `req`, with a row and slots for the longest that there may be."""
+        req.state = RequestState.RUNNING
+        return Request(
+            request_id=req.request_id,
+            prompt_ids=req.prompt_ids[:n_input],
+            max_tokens=self.max_length,
+            sampling=req.sampling,
+            seed=req.seed,
+            arrival=req.arrival,
+            row=self.kv.reserve(self.max_length),
+        )
+
+    def _issue(self) -> None:
+        """One iteration of the microbatch whose turn it is; it goes on behind the others to the batch's end,
+        done or not.
+        """
+        places = self._to_issue.popleft()
+        batch = [place.inner for place in places]
+        self.timeline.issued(batch, [input_length(req) for req in batch])
+        number = self.timeline.iterations[-1].number
+        rows = tuple([place.next_work() for place in places])
+        self.iterations.append(RowsRecord(number, self.n_batches - 1, rows))
+        if self._feed is not None:
+            for place in places:
+                if (known := place.fed_token()) is not None:
+                    self._feed(place.inner.row, known)
+        self.engine.issue(batch)
+        for place in places:
+            place.inner.state = RequestState.RUNNING
+            place.inner.n_iterations += 1
+            place.inner.n_in_flight += 1
+            place.outer.n_iterations += 1
+        self._in_flight.append(places)
+        if batch[0].n_tokens_issued < self._longest:
+            self._to_issue.append(places)
+
+    def _take_return(self) -> None:
+        """The oldest microbatch in flight comes back."""
+        returned = self.engine.wait(never)
+        assert returned is not None, "nothing interrupts a batch"
+        self.timeline.returned()
+        for place, token_id in zip(self._in_flight.popleft(), returned.token_ids, strict=True):
+            place.take(int(token_id))
+
+    def _end_batch(self) -> None:
+        """Everything is delivered, and every slot is free again."""
+        deliveries: list[Delivery] = []
+        for place in self._batch:
+            req = place.outer
+            for token_id in place.output_ids():
+                reason = req.accept(token_id)
+                deliveries.append(Delivery(req, token_id, reason))
+                if reason is not None:
+                    break
+            req.state = RequestState.FINISHED
+            req.finish_reason = deliveries[-1].finish_reason
+            place.inner.state = RequestState.FINISHED
+            self.kv.release(place.inner.row)
+            self.pool.remove(req)
+        self._batch.clear()
+        self.timeline.delivered(deliveries)
+        self.pool.deliver(deliveries)
+
+
+def most_tokens_at_once(input_lengths: Sequence[int], mbs: int) -> int:
+    """The most tokens that an iteration of the baseline takes, of requests with these inputs, oldest first.
+
+    A microbatch is of requests that stand side by side, and each takes as many as the shortest has.
+    """
+    most = 0
+    for start, shortest in enumerate(input_lengths):
+        for n, length in enumerate(input_lengths[start : start + mbs], 1):
+            shortest = min(shortest, length)
+            most = max(most, n * shortest)
+    return most

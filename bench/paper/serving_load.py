@@ -1,0 +1,167 @@
+"""Systems under load: the same requests at ascending rates, on every system in turn (ORCA 6.2)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from bench.paper.play import MakeScheduler, play
+from bench.paper.serving_curve import Served, served
+from bench.paper.serving_records import ServingRecords
+from bench.paper.shared_engine import SharedEngine
+from bench.trace import Trace, homogeneous_trace, mean_lengths, mean_rate, scaled
+
+PLAY_SECONDS = 900.0  # one playing
+ALONE = 5  # requests that are measured alone
+FURTHER, STEP = 6, 1.5  # rates beyond those that were asked for
+HONEST_REQUESTS = 8  # played at once, where batches have one request
+
+Told = Callable[[str, int, int], object]  # what is played, requests done, requests in all
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is measured: a scheduler with its sizes, on the one engine. The label is the paper's."""
+
+    label: str
+    is_orca: bool
+    make: MakeScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Playing:
+    """A system at a rate, in requests a second."""
+
+    system: System
+    rate: float
+    records: ServingRecords
+    figures: Served
+
+
+@dataclass(slots=True)
+class Load:
+    """How the load ascends: `requests` at each rate, or what arrives in `seconds` if that is more.
+
+    A system whose median normalized latency passed `until`, in seconds, is not played at higher rates; at
+    `reach` systems are compared.
+    """
+
+    trace: Trace  # arrivals at one request a second, or recorded ones
+    recorded: bool
+    requests: int
+    seconds: float
+    until: float
+    reach: float
+    playings: list[Playing] = field(default_factory=list[Playing])
+
+    def at_rate(self, rate: float) -> Trace:
+        """The trace's first requests, at `rate`; of a recorded trace all."""
+        if self.recorded:
+            return scaled(self.trace, mean_rate(self.trace) / rate)
+        n = min(len(self.trace), max(self.requests, round(rate * self.seconds)))
+        return scaled(self.trace[:n], 1 / rate)
+
+    def climb(
+        self, shared: SharedEngine, systems: Sequence[System], rates: Sequence[float], told: Told
+    ) -> None:
+        """Play every rate on every system in turn, so that what disturbs one disturbs all.
+
+        Systems that have not come to `reach` then go on alone, to six rates more, each half as much again.
+        """
+        for rate in sorted(rates):
+            self._play(shared, [one for one in systems if self._last(one) <= self.until], rate, told)
+        rate = max(rates)
+        for _ in range(FURTHER):
+            rate *= STEP
+            if not self.recorded:
+                self._play(shared, [one for one in systems if self._last(one) < self.reach], rate, told)
+
+    def _play(self, shared: SharedEngine, systems: Sequence[System], rate: float, told: Told) -> None:
+        trace = self.at_rate(rate)
+        for one in systems:
+            records = play_on(shared, one.make, trace, f"{one.label} at {rate:.3g} req/s", told)
+            figures = served(records)
+            self.playings.append(Playing(one, rate, records, figures))
+            print(
+                f"{one.label} at {rate:.3g} req/s: {figures.req_s:.3g} req/s, median normalized latency "
+                f"{figures.normalized_median * 1e3:.1f} ms a token",
+                flush=True,
+            )
+
+    def _last(self, system: System) -> float:
+        """Its median normalized latency at the highest rate so far."""
+        return max((one.normalized_median for one in self.curve(system)[-1:]), default=0.0)
+
+    def curve(self, system: System) -> list[Served]:
+        """Its figures by ascending rate."""
+        return [one.figures for one in self.playings if one.system is system]
+
+
+@dataclass(frozen=True, slots=True)
+class Honesty:
+    """The same requests, all there at once, on both: what each finishes a second, ORCA over the baseline.
+
+    One ratio for each round, of ORCA with overlap and without.
+    """
+
+    case: str
+    overlap: list[float]
+    no_overlap: list[float]
+
+
+def play_on(shared: SharedEngine, make: MakeScheduler, trace: Trace, name: str, told: Told) -> ServingRecords:
+    """Play a trace on the engine. Raises NotPlayed."""
+    n_done = 0
+
+    def finished(n: int) -> None:
+        nonlocal n_done
+        n_done += n
+        told(name, n_done, len(trace))
+
+    told(name, 0, len(trace))
+    return play(
+        trace,
+        make,
+        deadline=PLAY_SECONDS,
+        check=shared.check,
+        bucket_sizes=shared.buckets,
+        on_finished=finished,
+    )
+
+
+def own_execution(shared: SharedEngine, make: MakeScheduler, trace: Trace, told: Told) -> tuple[float, float]:
+    """Of a request of the trace's mean lengths, alone: its seconds, and these over its generated tokens."""
+    n_input, n_output = mean_lengths(trace)
+    seconds: list[float] = []
+    for i in range(ALONE + 1):
+        one = homogeneous_trace(
+            1, n_input=n_input, n_output=n_output, vocab_size=shared.model.vocab_size, seed=i
+        )
+        figures = served(play_on(shared, make, one, "one request alone", told))
+        seconds.extend([figures.seconds] * (i > 0))  # the first warms up
+    return median(seconds), median(seconds) / n_output
+
+
+def honesty(shared: SharedEngine, trace: Trace, max_bs: int, rounds: int, told: Told) -> list[Honesty]:
+    """Where scheduling makes no difference: batches of one request, and equal ones in batches of `max_bs`.
+
+    In each round ORCA, ORCA without overlap and the baseline play in turn; a first one is not counted.
+    """
+    n_input, n_output = mean_lengths(trace)
+    vocab_size = shared.model.vocab_size
+    equal = homogeneous_trace(2 * max_bs, n_input=n_input, n_output=n_output, vocab_size=vocab_size)
+    found: list[Honesty] = []
+    for case, n, requests in (
+        ("max_bs 1", 1, scaled(trace[:HONEST_REQUESTS], 0)),
+        (f"equal requests, max_bs {max_bs}", max_bs, equal),
+    ):
+        one = Honesty(case, [], [])
+        systems = (shared.orca(n), shared.orca(n, overlap=False), shared.baseline(n, n))
+        for i in range(rounds + 1):
+            overlap, no_overlap, baseline = (
+                served(play_on(shared, make, requests, case, told)).req_s for make in systems
+            )
+            if i:
+                one.overlap.append(overlap / baseline)
+                one.no_overlap.append(no_overlap / baseline)
+        found.append(one)
+    return found

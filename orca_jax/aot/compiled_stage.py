@@ -1,0 +1,117 @@
+"""A stage's forward program, compiled for devices that may be described only; nothing is run."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import jax.stages
+from jax.typing import DTypeLike
+
+from orca_jax.config import ModelConfig
+from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.matmul_backend import choose_products
+from orca_jax.execution.stage import SCORED, Stage
+from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.model.gpt import parameter_shapes
+from orca_jax.model.kv_cache import LayerCache, cache_shape
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.specs import CACHE_SPEC
+
+BLOCK_SIZE = 16
+DTYPE = jnp.dtype("bfloat16")
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """A program, and of one device's memory the bytes of its weights and of all its arguments.
+
+    `score` is the last stage's program that scores a prompt's tokens, lowered.
+    """
+
+    program: jax.stages.Compiled
+    attention: str
+    weights: int
+    arguments: int
+    score: jax.stages.Lowered | None
+
+
+def described_array(
+    shape: tuple[int, ...], place: jax.sharding.Sharding, dtype: DTypeLike = DTYPE
+) -> jax.Array:
+    """What stands for an array wherever nothing is run."""
+    return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=place))
+
+
+def placed_parameters(model: ModelConfig, part: StagePart, dtype: DTypeLike = DTYPE) -> dict[str, jax.Array]:
+    """A stage's parameters, by shape and place alone."""
+    shapes = parameter_shapes(model)
+    placement = part.placement(model)
+    return {name: described_array(shapes[name], place, dtype) for name, place in placement.items()}
+
+
+def compile_stage(
+    model: ModelConfig,
+    part: StagePart,
+    bucket: int,
+    *,
+    max_bs: int,
+    n_blocks: int,
+    n_rows: int | None = None,
+    block_size: int = BLOCK_SIZE,
+    dtype: DTypeLike = DTYPE,
+    deterministic: bool = False,
+    command_buffer_collectives: bool = False,
+    compiler_options: Mapping[str, str | bool] | None = None,
+) -> CompiledStage:
+    """Compile one bucket with the attention that is chosen for the devices of `part`.
+
+    `n_rows` are the places of all admitted requests: twice `max_bs` unless said. `compiler_options` are
+    XLA's, on top of the stage's own.
+    """
+    group = part.group
+    chosen = choose_attention(
+        group.devices[0],
+        model,
+        n_heads=model.n_heads // len(group),
+        block_size=block_size,
+        dtype=dtype,
+        deterministic=deterministic,
+    )
+    products = choose_products(group.devices[0], dtype, deterministic=deterministic)
+    parameters = placed_parameters(model, part, dtype)
+    stage = Stage(
+        model,
+        parameters,
+        part,
+        attention=chosen.path,
+        products=products,
+        command_buffer_collectives=command_buffer_collectives,
+    )
+    layout = FlatLayout(bucket, min(bucket, max_bs), -(-model.n_positions // block_size))
+    shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
+    cache = described_array(shape, group.place(CACHE_SPEC), dtype)
+    caches = [LayerCache(cache, cache) for _ in part.layers]
+    hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
+    last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)
+    arrived = last_token if part.first else hidden
+    buffer = described_array((layout.size + chosen.path.n_words(layout),), group.place(), jnp.int32)
+    lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
+    score = None
+    if part.last:
+        at = described_array((SCORED,), group.place(), jnp.int32)
+        score = stage.score.lower(stage.weights, hidden, at, at)
+    weights = device_bytes(stage.weights)
+    arguments = weights + device_bytes((caches, arrived, buffer))
+    program = lowered.compile(dict(compiler_options or {}))
+    return CompiledStage(program, chosen.said, weights, arguments, score)
+
+
+def device_bytes(arrays: object) -> int:
+    """The bytes that a tree of arrays takes on each of its devices."""
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(arrays)
+    )

@@ -1,0 +1,124 @@
+"""XLA's own plan of the memory that a stage's programs need, for devices that need not be there.
+
+    python -m orca_jax.aot.memory_plan < question.json
+
+is what planning/ask_xla.py runs: a question in JSON on stdin, and the answer as the last line on stdout.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.stages
+
+from orca_jax.aot.compiled_stage import compile_stage, described_array
+from orca_jax.aot.described_gpu import described_devices
+from orca_jax.aot.measured_device import measure_device
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.model.sampler import sample
+from orca_jax.planning.known_devices import CPU
+from orca_jax.planning.stage_memory import result_bytes
+from orca_jax.sharding.partition import StagePart, split_model
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledMemory:
+    """Of a stage's programs, in bytes of each device.
+
+    `arguments` are the weights, the keys and values and an iteration's buffer. `temporaries` are the most
+    that one program needs, and the results that are kept.
+    """
+
+    arguments: int
+    temporaries: int
+
+
+def compiled_memory(
+    model: ModelConfig, part: StagePart, serving: ServingConfig, *, n_rows: int, dtype: jnp.dtype
+) -> CompiledMemory:
+    """What XLA plans for a stage's programs.
+
+    They are the forward pass of the largest bucket, and on the last stage the scoring of a prompt and
+    the full sampler.
+    """
+    compiled = compile_stage(
+        model,
+        part,
+        serving.max_batch_tokens,
+        max_bs=serving.max_batch_size,
+        n_blocks=serving.n_blocks,
+        n_rows=n_rows,
+        block_size=serving.block_size,
+        dtype=dtype,
+        deterministic=serving.deterministic,
+        command_buffer_collectives=serving.command_buffer_collectives,
+    )
+    programs = [compiled.program]
+    if compiled.score is not None:
+        programs += [compiled.score.compile(), _sampler(model, part, serving.max_batch_size)]
+    needed = max(_temporaries(program) for program in programs)
+    memory = compiled.program.memory_analysis()
+    assert memory is not None
+    return CompiledMemory(
+        arguments=memory.argument_size_in_bytes,
+        temporaries=needed + result_bytes(model, part.layers, serving, dtype.itemsize),
+    )
+
+
+def alike_stages(parts: tuple[StagePart, ...]) -> Iterator[tuple[int, int]]:
+    """Each stage's index, and that of the first one that is like it: as many layers, first or last alike."""
+    seen: dict[tuple[int, bool, bool], int] = {}
+    for i, part in enumerate(parts):
+        yield i, seen.setdefault((len(part.layers), part.first, part.last), i)
+
+
+def _sampler(model: ModelConfig, part: StagePart, n_rows: int) -> jax.stages.Compiled:
+    place = part.group.place()
+    row = partial(described_array, (n_rows,), place)
+    logits = described_array((n_rows, model.vocab_size), place, jnp.float32)
+    real, whole = row(jnp.float32), row(jnp.int32)
+    full = jax.jit(partial(sample, cut=True))
+    return full.lower(logits, real, whole, real, real, whole, whole, whole).compile()
+
+
+def _temporaries(program: jax.stages.Compiled) -> int:
+    memory = program.memory_analysis()
+    assert memory is not None, "XLA plans the memory of every program"
+    return memory.temp_size_in_bytes
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    if "measure" in question:
+        device = measure_device(jnp.dtype(question["measure"]))
+        return {"bandwidth": device.bandwidth, "matrix_rate": device.matrix_rate}
+    model = ModelConfig(**{**question["model"], "eos_token_ids": tuple(question["model"]["eos_token_ids"])})
+    serving = ServingConfig(**question["serving"])
+    n_stages, n_parts = question["pipeline_parallel"], question["tensor_parallel"]
+    kind = question["device"]
+    devices = jax.devices() if kind == CPU else described_devices(kind, n_stages * n_parts)
+    parts = split_model(model, devices, pipeline_parallel=n_stages, tensor_parallel=n_parts)
+    temporaries: list[int] = []
+    for i, like in alike_stages(parts):
+        if like < i:
+            temporaries.append(temporaries[like])
+            continue
+        n_rows = question["n_rows"]
+        dtype = jnp.dtype(question["dtype"])
+        found = compiled_memory(model, parts[i], serving, n_rows=n_rows, dtype=dtype)
+        temporaries.append(found.temporaries)
+    return {"temporaries": temporaries, "jax": jax.__version__}
+
+
+def main() -> int:
+    """One question, one answer."""
+    print(json.dumps(_answer(json.load(sys.stdin))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""From safetensors to Orbax and back, one parameter at a time."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from orca_jax.checkpoint import orbax as orbax_checkpoint
+from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.huggingface import INDEX
+from orca_jax.checkpoint.locate import find_directory
+from orca_jax.checkpoint.orca_json import ORCA_JSON
+from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
+from orca_jax.checkpoint.shard_reader import Box, Parts, stacked_shape
+from orca_jax.config import Dtype, ModelConfig
+from orca_jax.errors import ConfigError
+from orca_jax.families.hf_config import ModelType, hf_config_of, read_hf_config
+from orca_jax.families.strict_json import shown
+from orca_jax.families.tensor_names import PREFIXES, source
+from orca_jax.model.gpt import parameter_shapes
+
+Format = Literal["safetensors", "orbax"]
+
+MAX_FILE_BYTES = 5_000_000_000
+_DTYPES = {"float32": np.dtype("f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2")}
+_BESIDE = ("*.json", "*.jinja", "*.txt")  # tokenizer, chat template, what else describes the model
+_NOT_COPIED = {INDEX, ORCA_JSON, "commit_success.txt"}
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json
+
+
+def convert_checkpoint(
+    source_path: str | Path,
+    destination: str | Path,
+    *,
+    dtype: Dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Format:
+    """Write a Hugging Face checkpoint as an Orbax one with our names, or the other way round; gives which.
+
+    The destination must not exist, or be empty; it appears when all of it is written. `dtype` converts;
+    without it each parameter keeps its own. safetensors get the names and the layout of their model type in
+    files of at most `max_file_bytes`; config.json, the tokenizer and the chat template come along.
+    `on_bytes(done, total)` is told the progress in bytes read. The host holds one parameter at a time.
+
+    Raises ConfigError or a CheckpointError.
+    """
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}")
+    directory = find_directory(source_path)
+    target = Path(destination).expanduser()
+    model, parts = find_parameters(directory)
+    to: Format = "safetensors" if orbax_checkpoint.is_orbax(directory) else "orbax"
+    shapes = parameter_shapes(model)
+    dtypes = {name: _DTYPES[dtype] if dtype else _own_dtype(parts[name]) for name in shapes}
+    reader = _Reader(parts, shapes, dtypes, on_bytes)
+    try:
+        _refuse_what_is_there(target)
+        target.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{target.name}.", dir=target.absolute().parent, ignore_cleanup_errors=True
+        ) as work:
+            place = Path(work) / target.name
+            place.mkdir()
+            if to == "orbax":
+                orbax_checkpoint.write(place, ((name, reader.whole(name)) for name in shapes))
+                config = _described(directory)
+            else:
+                config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _described(directory)
+                model_type: ModelType = config["model_type"]
+                write_files(place, [*_tensors(model, model_type, dtypes, reader)], max_file_bytes)
+            _copy_beside(directory, place)
+            for key in _DTYPE_KEYS:
+                if dtype is not None and key in config:
+                    config[key] = dtype
+            text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+            (place / "config.json").write_text(text, encoding="utf-8")
+            place.replace(target)
+    except OSError as error:
+        raise ConfigError(f"{shown(target)} cannot be written: {error.strerror}") from error
+    return to
+
+
+def _described(directory: Path) -> dict[str, Any]:
+    hf_config = read_hf_config(directory)
+    return json.loads(hf_config.path.read_text(encoding="utf-8"))
+
+
+def _refuse_what_is_there(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{shown(target)} is there already and not an empty directory; name another")
+
+
+def _own_dtype(parts: Parts) -> np.dtype:
+    """What a parameter is stored in; float32 where its tensors differ."""
+    elements = {tensor.element for tensor in parts.tensors}
+    return elements.pop() if len(elements) == 1 else _DTYPES["float32"]
+
+
+class _Reader:
+    """Reads parameters and counts their bytes."""
+
+    def __init__(
+        self,
+        parts: dict[str, Parts],
+        shapes: dict[str, tuple[int, ...]],
+        dtypes: dict[str, np.dtype],
+        on_bytes: Callable[[int, int], None] | None,
+    ) -> None:
+        self._parts, self._shapes, self._dtypes, self._on_bytes = parts, shapes, dtypes, on_bytes
+        self._done = 0
+        self._total = sum(parts[name].n_bytes(shape, _all(shape)) for name, shape in shapes.items())
+
+    def whole(self, name: str) -> np.ndarray:
+        """A parameter."""
+        shape = self._shapes[name]
+        return self._counted(name, shape, _all(shape))
+
+    def rows(self, name: str, first: int, end: int, *, transpose: bool) -> np.ndarray:
+        """Rows of a parameter with its leading axes taken as one, turned around with `transpose`."""
+        shape = stacked_shape(name, self._shapes[name])
+        values = self._counted(name, shape, ((first, end), *_all(shape[1:])))
+        return values.T if transpose else values
+
+    def _counted(self, name: str, shape: tuple[int, ...], box: Box) -> np.ndarray:
+        values = self._parts[name].read(shape, self._dtypes[name], box)
+        self._done += self._parts[name].n_bytes(shape, box)
+        if self._on_bytes is not None:
+            self._on_bytes(self._done, self._total)
+        return values
+
+
+def _all(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def _tensors(
+    model: ModelConfig, model_type: ModelType, dtypes: dict[str, np.dtype], reader: _Reader
+) -> Iterator[Tensor]:
+    """The Hugging Face tensors of all parameters, in the order of the parameters."""
+    for parameter, shape in parameter_shapes(model).items():
+        wanted = source(parameter, model_type, PREFIXES[model_type][0])
+        n_rows, *columns = stacked_shape(parameter, shape)
+        part = n_rows // len(wanted.names)
+        for i, name in enumerate(wanted.names):
+            theirs = (part, *columns)[:: -1 if wanted.transpose else 1]
+            read = partial(reader.rows, parameter, i * part, (i + 1) * part, transpose=wanted.transpose)
+            yield Tensor(name, theirs, dtypes[parameter], read)
+
+
+def _copy_beside(directory: Path, place: Path) -> None:
+    for pattern in _BESIDE:
+        for path in sorted(directory.glob(pattern)):
+            if path.is_file() and path.name not in _NOT_COPIED:
+                shutil.copyfile(path, place / path.name)

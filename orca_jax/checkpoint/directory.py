@@ -1,0 +1,117 @@
+"""A checkpoint's directory: its named parameters, onto the devices that are to have them.
+
+A directory is a Hugging Face one of GPT-2 or OPT with safetensors, or one that Orbax wrote. All that the
+files say of themselves and of each other is checked before the first weight is read. Then each parameter is
+read shard by shard, so that the host holds one shard more than what is placed, and only what is asked for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+
+from orca_jax.checkpoint import huggingface as hf_checkpoint
+from orca_jax.checkpoint import orbax as orbax_checkpoint
+from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
+from orca_jax.config import ModelConfig
+from orca_jax.errors import ConfigError
+from orca_jax.families.hf_config import read_config, read_hf_config
+from orca_jax.model.gpt import parameter_shapes
+
+_DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
+
+Placement = Mapping[str, jax.sharding.Sharding]  # where a stage has its parameters, by name
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on its devices: for each stage its parameters by name, of `parameter_shapes(config)`."""
+
+    config: ModelConfig
+    stages: list[dict[str, jax.Array]]
+    directory: Path
+
+    @property
+    def parameters(self) -> dict[str, jax.Array]:
+        """Those of the only stage."""
+        (parameters,) = self.stages
+        return parameters
+
+
+def load_directory(
+    directory: Path,
+    *,
+    dtype: DTypeLike,
+    vocab_multiple: int = 1,
+    placements: Sequence[Placement] | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Checkpoint:
+    """Read a checkpoint and put its parameters onto devices.
+
+    The directory has config.json and either model.safetensors or model.safetensors.index.json and its files
+    (where both are there the single file is read, as transformers does); or it is Orbax's, with orca.json or
+    config.json. `dtype` is float32, bfloat16 or float16; what is stored is converted. `vocab_multiple` pads
+    the vocabulary's rows with zeros (ModelConfig).
+
+    `placements` has one mapping for each stage of this process, from names of parameters to shardings. What
+    no stage names is not read; what several name (a tied embedding) is read once. Without it there is one
+    stage, and all is on the default device. `on_bytes(done, total)` is told the progress in bytes read.
+
+    Raises a CheckpointError: NotACheckpoint, UnsafeFile, CorruptFile, BadModelConfig, UnsupportedModel or
+    TensorMismatch; ConfigError where `dtype` is none of the three.
+    """
+    target = np.dtype(dtype)
+    if target not in _DTYPES:
+        raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
+    model, parts = find_parameters(directory)
+    config = replace(model, vocab_multiple=vocab_multiple)
+    shapes = parameter_shapes(config)
+
+    wanted: dict[str, dict[int, Place]] = {name: {0: None} for name in shapes}
+    if placements is not None:
+        unknown = {name for placement in placements for name in placement} - set(shapes)
+        assert not unknown, unknown
+        wanted = {
+            name: {i: placement[name] for i, placement in enumerate(placements) if name in placement}
+            for name in shapes
+        }
+    n_bytes = {
+        name: bytes_read(parts[name], shapes[name], [*places.values()]) for name, places in wanted.items()
+    }
+    total, done = sum(n_bytes.values()), 0
+    stages: list[dict[str, jax.Array]] = [{} for _ in placements or [None]]
+    for name, places in wanted.items():
+        if not places:
+            continue
+        arrays = put(parts[name], shapes[name], target, [*places.values()])
+        for i, array in zip(places, arrays, strict=True):
+            stages[i][name] = array
+        done += n_bytes[name]
+        if on_bytes is not None:
+            on_bytes(done, total)
+    return Checkpoint(config, stages, directory)
+
+
+def find_parameters(directory: Path) -> tuple[ModelConfig, dict[str, Parts]]:
+    """The model in a directory, and what each of its parameters is stored as; all checked, no weight read.
+
+    Raises a CheckpointError.
+    """
+    if orbax_checkpoint.is_orbax(directory):
+        return orbax_checkpoint.find_parameters(directory)
+    hf_config = read_hf_config(directory)
+    return hf_config.model, hf_checkpoint.match(hf_config, hf_checkpoint.find_tensors(directory))
+
+
+def model_config(directory: Path) -> ModelConfig:
+    """The model in a directory by what its JSON says, whether or not weights are there.
+
+    Raises a CheckpointError.
+    """
+    if orbax_checkpoint.is_orbax(directory):
+        return orbax_checkpoint.read_description(directory).model
+    return read_config(directory)

@@ -1,0 +1,174 @@
+"""A Hugging Face directory's tensors: found, in one file or in many, and matched to our parameters."""
+
+import os.path
+import re
+from pathlib import Path
+
+from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, StoredTensor, read_header, same_values
+from orca_jax.checkpoint.shard_reader import Parts, stacked_shape
+from orca_jax.errors import (
+    BadModelConfig,
+    CheckpointError,
+    CorruptFile,
+    NotACheckpoint,
+    TensorMismatch,
+    UnsafeFile,
+)
+from orca_jax.families.hf_config import HFConfig
+from orca_jax.families.strict_json import read_object, shown
+from orca_jax.families.tensor_names import HEAD, PREFIXES, Source, is_buffer, layer_number, source
+from orca_jax.model.gpt import parameter_shapes
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+_MAX_INDEX_BYTES = 100_000_000
+_FILE_NAME = re.compile(r"[\w][\w.-]*\.safetensors", re.ASCII)
+
+
+def find_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint by its name, from one file or from all that the index names."""
+    single, index = directory / SINGLE, directory / INDEX
+    if os.path.exists(single):  # which, unlike Path.exists, raises nothing
+        return read_header(single)
+    if os.path.exists(index):
+        return _indexed(directory, index)
+    try:
+        found = sorted(directory.iterdir())
+    except OSError as error:
+        raise NotACheckpoint(f"{shown(directory)} cannot be read: {error.strerror}") from error
+    pickles = [path for path in found if path.suffix in PICKLES]
+    others = [path for path in found if path.suffix == ".safetensors"]
+    if pickles and not others:
+        raise refuse_pickle(pickles[0])
+    hint = f"; it has {', '.join(shown(path.name) for path in others[:3])}, but no index" if others else ""
+    raise NotACheckpoint(
+        f"{shown(directory)} has neither model.safetensors nor model.safetensors.index.json{hint}"
+    )
+
+
+def refuse_pickle(path: Path) -> UnsafeFile:
+    """The error for a pickle: what to do instead."""
+    return UnsafeFile(
+        f"{shown(path)} is a pickle: reading one can run any code, so only safetensors is read. Where you "
+        "trust it, load it with transformers and save it again with save_pretrained, which writes safetensors"
+    )
+
+
+def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
+    weight_map = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptFile(
+            f"{shown(index)}: weight_map: expected an object of tensor and file names, "
+            f"found {shown(weight_map)}"
+        )
+    for name, file in weight_map.items():
+        # A name alone, so that no index can lead out of its directory.
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise CorruptFile(
+                f"{shown(index)}: tensor '{shown(name)}': expected the name of a .safetensors file in "
+                f"the same directory, found {shown(file)}"
+            )
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        if not os.path.exists(directory / file):
+            n = sum(value == file for value in weight_map.values())
+            raise NotACheckpoint(
+                f"{shown(directory / file)} is missing; by {shown(index)} it holds {n} tensors"
+            )
+        for name, tensor in read_header(directory / file).items():
+            if weight_map.get(name) != file:
+                raise TensorMismatch(f"{tensor}: {shown(index)} has it in {shown(weight_map.get(name))}")
+            tensors[name] = tensor
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise TensorMismatch(
+                f"{shown(directory / file)}: tensor '{shown(name)}' is missing; {shown(index)} has it there"
+            )
+    return tensors
+
+
+def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Parts]:
+    """For each parameter the tensors it is made of, all there and of the right kind, and none left over.
+
+    Raises TensorMismatch or BadModelConfig.
+    """
+    if not stored:
+        raise TensorMismatch(f"the files beside {shown(hf_config.path)} hold no tensor at all")
+    model_type = hf_config.model_type
+    prefix = next(
+        (
+            prefix
+            for prefix in PREFIXES[model_type]
+            if source("token_embedding", model_type, prefix).names[0] in stored
+        ),
+        PREFIXES[model_type][0],
+    )
+    found: dict[str, list[StoredTensor]] = {}
+    parts: dict[str, Parts] = {}
+    for parameter, shape in parameter_shapes(hf_config.model).items():
+        wanted = source(parameter, model_type, prefix)
+        n_rows, *columns = stacked_shape(parameter, shape)
+        part = (n_rows // len(wanted.names), *columns)
+        found[parameter] = _of_shape(hf_config, stored, wanted, part)
+        parts[parameter] = Parts(tuple(found[parameter]), wanted.transpose)
+    used = {tensor.name for tensors in found.values() for tensor in tensors}
+    left = [
+        tensor
+        for name, tensor in stored.items()
+        if name not in used and not is_buffer(name, model_type, prefix)
+    ]
+    for tensor in left:
+        embedding = found["token_embedding"][0]
+        if tensor.name != HEAD or not hf_config.model.tie_embeddings:
+            raise _left_over(hf_config, tensor, prefix, len(left))
+        if tensor.dtype != embedding.dtype or not same_values(tensor, embedding):
+            raise BadModelConfig(
+                f"two files disagree: {shown(hf_config.path)} says tie_word_embeddings true, {tensor} "
+                f"differs from '{shown(embedding.name)}'; say false in the former if the head is meant"
+            )
+    return parts
+
+
+def _of_shape(
+    hf_config: HFConfig, stored: dict[str, StoredTensor], wanted: Source, shape: tuple[int, ...]
+) -> list[StoredTensor]:
+    shape = tuple(reversed(shape)) if wanted.transpose else shape
+    tensors: list[StoredTensor] = []
+    for name in wanted.names:
+        if name not in stored:
+            files = sorted({shown(tensor.file) for tensor in stored.values()})
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            raise TensorMismatch(
+                f"{files[0]}{more}: tensor {name!r} is missing: expected {list(shape)} "
+                f"by {shown(hf_config.path)}, found none"
+            )
+        tensor = stored[name]
+        if tensor.shape != shape:
+            raise TensorMismatch(
+                f"{tensor}: expected shape {list(shape)} by {shown(hf_config.path)}, "
+                f"found {shown(list(tensor.shape))}"
+            )
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise TensorMismatch(
+                f"{tensor}: expected dtype {', '.join(FLOAT_DTYPES)}, found {tensor.dtype}; "
+                "quantized weights are not supported"
+            )
+        tensors.append(tensor)
+    return tensors
+
+
+def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:
+    """A tensor that nothing uses would mean computing another model than the one that was saved."""
+    layer = layer_number(tensor.name, hf_config.model_type, prefix)
+    if layer is not None and layer >= hf_config.model.n_layers:
+        return BadModelConfig(
+            f"two files disagree: {shown(hf_config.path)} says {hf_config.model.n_layers} layers, "
+            f"{tensor} belongs to layer {layer}, counted from 0"
+        )
+    more = f" ({n} such tensors)" if n > 1 else ""
+    return TensorMismatch(
+        f"{tensor}{more}: expected no such tensor by {shown(hf_config.path)}, found {tensor.dtype} "
+        f"{shown(list(tensor.shape))}; a model that has it computes something else"
+    )

@@ -1,0 +1,172 @@
+"""orca.json: what an Orbax directory has to say for its weights to be served.
+
+    {"model": {"vocab_size": 256, ...},             the fields of orca_jax.config.ModelConfig
+     "checkpoint": "40/default",                    where below this directory the arrays lie; "." unless said
+     "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
+     "ignore": ["opt_state.*"]}                     arrays that are no weights
+
+`names` is left out where the arrays have our names. docs/checkpoints.md explains it to users.
+"""
+
+import fnmatch
+import os.path
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from orca_jax.config import ModelConfig
+from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
+from orca_jax.families.hf_config import check_tokenizer, read_config
+from orca_jax.families.strict_json import read_object, shown
+from orca_jax.model.gpt import parameter_shapes
+
+ORCA_JSON = "orca.json"
+_MAX_BYTES = 1_000_000
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+# What a field's value must be; what is allowed beyond its type, ModelConfig says itself.
+_FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(
+        ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size"),
+        ((int,), "a whole number"),
+    ),
+    **dict.fromkeys(("position_offset", "embedding_size"), ((int,), "a whole number")),
+    **dict.fromkeys(("activation", "norm"), ((str,), "text")),
+    **dict.fromkeys(("final_norm", "use_bias", "tie_embeddings"), ((bool,), "true or false")),
+    "layer_norm_eps": ((int, float), "a number"),
+    "bos_token_id": ((int, type(None)), "a token id or null"),
+    "eos_token_ids": ((list,), "a list of token ids"),
+}
+_NEEDED = ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredName:
+    """What a parameter is called in the checkpoint.
+
+    `names`: one array, or several that lie one above the other. `transpose`: each is stored [in, out].
+    `reshape`: it has more axes, of which neighbours are to be taken as one.
+    """
+
+    names: tuple[str, ...]
+    transpose: bool = False
+    reshape: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model in an Orbax directory: its shape, where the arrays lie and what they are called."""
+
+    path: Path  # the file that says so
+    model: ModelConfig
+    checkpoint: Path
+    names: dict[str, StoredName]
+    ignore: tuple[str, ...] = ()
+
+    def ignores(self, name: str) -> bool:
+        """Whether an array is known to be no weight."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
+
+
+def read_description(directory: Path) -> Description:
+    """What orca.json says, or where there is none config.json of a Hugging Face style directory.
+
+    Raises NotACheckpoint where neither is there; CorruptFile; BadModelConfig; UnsupportedModel.
+    """
+    path = directory / ORCA_JSON
+    if not os.path.exists(path):
+        if not os.path.exists(directory / "config.json"):
+            raise NotACheckpoint(
+                f"{shown(directory)} is an Orbax checkpoint, but has neither {ORCA_JSON} nor config.json to "
+                "say which model it is"
+            )
+        model = read_config(directory)
+        return Description(directory / "config.json", model, directory, _same_names(model))
+    values = read_object(path, _MAX_BYTES)
+    _known(path, "", values, {"model", "checkpoint", "names", "ignore"})
+    model = _model(path, values.get("model"))
+    check_tokenizer(model, path, directory / "tokenizer.json")
+    names = _same_names(model) if "names" not in values else _names(path, model, values["names"])
+    ignore = values.get("ignore", [])
+    if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
+        raise _bad(path, "ignore", "a list of patterns", ignore)
+    where = values.get("checkpoint", ".")
+    if not isinstance(where, str) or "\0" in where or not _is_below(where):
+        raise _bad(path, "checkpoint", "the path of a directory below this one", where)
+    return Description(path, model, directory / where, names, tuple(ignore))
+
+
+def _is_below(where: str) -> bool:
+    path = PurePosixPath(where)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _bad(path: Path, name: str, rule: str, value: object) -> BadModelConfig:
+    return BadModelConfig(f"{shown(path)}: {shown(name)}: expected {rule}, found {shown(value)}")
+
+
+def _known(path: Path, where: str, values: dict[str, Any], allowed: set[str]) -> None:
+    for name in values:
+        if name not in allowed:
+            raise _bad(path, where + name, f"one of {', '.join(sorted(allowed))}", name)
+
+
+def _model(path: Path, values: object) -> ModelConfig:
+    if not isinstance(values, dict):
+        raise _bad(path, "model", f"an object with {', '.join(_NEEDED)} at least", values)
+    _known(path, "model.", values, set(_FIELDS))
+    for name in _NEEDED:
+        if name not in values:
+            raise _bad(path, f"model.{name}", "a whole number", None)
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        kinds, rule = _FIELDS[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise _bad(path, f"model.{name}", rule, value)
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    if fields.get("embedding_size", 1) < 1:  # 0 would mean the hidden size to ModelConfig
+        raise _bad(path, "model.embedding_size", "at least 1", fields["embedding_size"])
+    try:
+        return ModelConfig(**fields)
+    except ConfigError as error:
+        raise BadModelConfig(f"{shown(path)}: model: {shown(str(error))}") from error
+
+
+def _same_names(model: ModelConfig) -> dict[str, StoredName]:
+    return {name: StoredName((name,)) for name in parameter_shapes(model)}
+
+
+def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredName]:
+    """For each parameter what it is called, by its own entry or by the one of its kind in all layers."""
+    if not isinstance(values, dict):
+        raise _bad(path, "names", "an object of our names and the checkpoint's", values)
+    names: dict[str, StoredName] = {}
+    used: set[str] = set()
+    for parameter in parameter_shapes(model):
+        layer = _LAYER.match(parameter)
+        pattern = _LAYER.sub("layers.{i}.", parameter)
+        key = parameter if parameter in values else pattern
+        if key not in values:
+            raise _bad(path, "names", f"an entry for {pattern}", sorted(values))
+        names[parameter] = _stored(path, key, values[key], layer[1] if layer else "")
+        used.add(key)
+    for key in values:
+        if key not in used:
+            raise _bad(path, "names", "no names but those of this model's parameters", key)
+    return names
+
+
+def _stored(path: Path, key: str, value: object, layer: str) -> StoredName:
+    entry: dict[str, Any] = value if isinstance(value, dict) else {"name": value}
+    _known(path, f"names.{key}.", entry, {"name", "transpose", "reshape"})
+    named = entry.get("name")
+    listed: list[Any] = named if isinstance(named, list) else [named]
+    if not listed or not all(isinstance(name, str) for name in listed):
+        raise _bad(path, f"names.{key}", "a name or a list of names", named)
+    for option in ("transpose", "reshape"):
+        if not isinstance(entry.get(option, False), bool):
+            raise _bad(path, f"names.{key}.{option}", "true or false", entry[option])
+    names = tuple(name.replace("{i}", layer) for name in listed)
+    return StoredName(names, entry.get("transpose", False), entry.get("reshape", False))

@@ -1,0 +1,79 @@
+"""Writing safetensors: the header says all sizes first, so the tensors can follow one at a time."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from orca_jax.checkpoint.huggingface import INDEX, SINGLE
+from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES
+
+_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One to be written; `read` makes its elements when its turn has come: `shape`, of `dtype`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def n_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_files(directory: Path, tensors: Sequence[Tensor], max_bytes: int) -> None:
+    """Write model.safetensors, or several files of at most `max_bytes` of tensors each and their index.
+
+    A tensor larger than that has a file of its own. Raises OSError.
+    """
+    files = [*_files(tensors, max_bytes)]
+    if len(files) == 1:
+        _write(directory / SINGLE, files[0])
+        return
+    weight_map: dict[str, str] = {}
+    for i, file in enumerate(files):
+        name = f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        _write(directory / name, file)
+        weight_map |= {tensor.name: name for tensor in file}
+    metadata = {"total_size": sum(tensor.n_bytes for tensor in tensors)}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _files(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    file: list[Tensor] = []
+    for tensor in tensors:
+        if file and sum(one.n_bytes for one in file) + tensor.n_bytes > max_bytes:
+            yield file
+            file = []
+        file.append(tensor)
+    yield file
+
+
+def _write(path: Path, tensors: Sequence[Tensor]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    offset = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.n_bytes],
+        }
+        offset += tensor.n_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for tensor in tensors:
+            values = np.ascontiguousarray(tensor.read())
+            assert (values.shape, values.dtype) == (tensor.shape, tensor.dtype), tensor.name
+            file.write(values.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,236 @@
+"""The answering end of control lines: a worker's port, with one stream from each of its two peers at most.
+
+The peers are the engine master and the worker of the stage before. Who does not know the secret, or states
+other terms, is refused and changes nothing.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, cast
+
+import grpc
+
+from orca_jax.control.bounded_queue import FrameQueue
+from orca_jax.control.handshake import (
+    JOINED,
+    MASTER,
+    MAX_MESSAGE,
+    MAX_SECRET,
+    METHOD,
+    OPTIONS,
+    PREVIOUS,
+    JoinTerms,
+    WorkerAbout,
+    about_metadata,
+    control_address,
+    data_address_of,
+    disagreement,
+    from_message,
+    has_secret,
+    role_of,
+    to_message,
+)
+from orca_jax.errors import ConfigError
+
+_CALLS = 8  # at once, with those that are about to be refused
+_STOP_SECONDS = 5.0
+_PROBE_SECONDS = 1.0  # to see whether somebody listens at a unix socket; locally that is known at once
+
+
+class _Peer:
+    """A stream that was taken: the frames that go out, and why this end breaks it."""
+
+    def __init__(self, frames: int, data_address: str) -> None:
+        self.data_address = data_address
+        self.outbox = FrameQueue[bytes](frames, weigh=len)
+        self.why = ""
+
+    def end(self, why: str = "") -> None:
+        """End the stream; the first reason counts."""
+        self.why = self.why or why
+        self.outbox.end()
+
+
+class ControlPort:
+    """A worker's gRPC server at `address`: "host:port", "[v6]:port" or "unix:/absolute/path".
+
+    The address is had once this is made, and `address` is the real one where port 0 was asked for; callers
+    wait, and try again, until `open`. `deliver` takes each frame that comes, without waiting, on the peer's
+    own thread; False, when there is no room for it, breaks that peer's line. `frames` bounds what waits to be
+    sent to one peer. Raises ConfigError for an address that cannot be had or read, or for one that others can
+    reach without a secret.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        terms: JoinTerms,
+        secret: str,
+        deliver: Callable[[bytes], bool],
+        frames: int = 4096,
+    ) -> None:
+        assert terms.dtype is not None, "a worker has a dtype"
+        at = control_address(address)
+        if len(secret.encode()) > MAX_SECRET:
+            raise ConfigError(
+                f"the control plane's secret has more than {MAX_SECRET} bytes; take a shorter one"
+            )
+        if not secret and not at.is_local():
+            message = (
+                f"a worker that listens on {at.host!r} can be reached by others, and there is no secret; "
+            )
+            raise ConfigError(message + "set one, the same for the server and all workers")
+        self._terms = terms
+        self._secret = secret
+        self._deliver = deliver
+        self._frames = frames
+        self._about: WorkerAbout | None = None  # None: callers are not taken
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._readers: set[threading.Thread] = set()
+        self._pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="control port")
+        self._server: Any = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=_CALLS)
+        self._started = False
+        service, method = METHOD.strip("/").split("/")
+        handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer, from_message, to_message)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+        try:
+            if at.path and _is_listened_at(at.path):  # gRPC would take it away from who listens
+                raise RuntimeError("another process listens there")
+            port: int = self._server.add_insecure_port(str(at))
+        except RuntimeError as error:
+            self._pool.shutdown()
+            message = f"a worker cannot listen on {at}: {error}; choose another address or port"
+            raise ConfigError(message) from error
+        self.address = str(at if at.path else at._replace(port=port))
+
+    def open(self, about: WorkerAbout) -> None:
+        """Take callers from now on; each is told `about`."""
+        assert not self._started, "a port is opened once"
+        self._about = about
+        self._start()
+
+    def data_address_of_previous(self) -> str:
+        """Where the hidden states of the stage before are to be had; "" while its worker has not joined."""
+        with self._lock:
+            peer = self._peers.get(PREVIOUS)
+        return "" if peer is None else peer.data_address
+
+    def report(self, data: bytes) -> None:
+        """Send a frame to the engine master without waiting; dropped while there is none."""
+        with self._lock:
+            peer = self._peers.get(MASTER)
+        if peer is None:
+            return
+        if len(data) > MAX_MESSAGE:
+            peer.end(f"a frame of {len(data)} bytes was to be sent; up to {MAX_MESSAGE} are allowed")
+        elif not peer.outbox.put(data):
+            peer.end(f"{len(peer.outbox)} frames wait to be sent, and the engine master takes none")
+
+    def close(self) -> None:
+        """End all streams and threads, within some seconds; what was not sent is dropped."""
+        if not self._started:
+            self._start()  # gRPC gives an address back only where it was served
+        stopped = self._server.stop(None)
+        with self._lock:
+            peers, readers = list(self._peers.values()), list(self._readers)
+        for peer in peers:
+            peer.end()
+        stopped.wait(_STOP_SECONDS)
+        for reader in readers:
+            reader.join(_STOP_SECONDS)
+        self._pool.shutdown(wait=False)
+
+    def _start(self) -> None:
+        self._started = True
+        self._server.start()
+
+    def _answer(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        about = self._about
+        if about is None:
+            _refuse(context, grpc.StatusCode.UNAVAILABLE, "this worker ended before it was ready")
+        role, peer = self._admit(context)
+
+        def over() -> None:
+            peer.end()
+            with self._lock:
+                if self._peers.get(role) is peer:
+                    del self._peers[role]
+
+        if not context.add_callback(over):
+            over()  # it is over already
+            return
+        reader = threading.Thread(
+            target=self._read, args=(requests, peer), name=f"control port, from {role}", daemon=True
+        )
+        with self._lock:
+            self._readers.add(reader)
+        reader.start()
+        context.send_initial_metadata(about_metadata(about))
+        yield JOINED
+        yield from peer.outbox
+        if peer.why:
+            _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, peer.why)
+
+    def _admit(self, context: Any) -> tuple[str, _Peer]:
+        """Take the caller, or end its call with a status that says why not."""
+        found: dict[str, str | bytes] = dict(context.invocation_metadata())
+        if not has_secret(found, self._secret):
+            why = "the control plane's secret is wrong; give the server and all workers the same"
+            _refuse(context, grpc.StatusCode.UNAUTHENTICATED, why)
+        if why := disagreement(found, self._terms):
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        role = role_of(found)
+        allowed = (MASTER, PREVIOUS) if self._terms.stage else (MASTER,)
+        if role not in allowed:
+            why = f"role: this worker takes {' or '.join(allowed)}, and the caller is {role[:100]!r}"
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        data_address = data_address_of(found) if role == PREVIOUS else ""
+        if data_address is None:
+            why = "the caller sent no data address that can be read; run the same orca_jax everywhere"
+            _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        peer = _Peer(self._frames, data_address)
+        with self._lock:
+            taken = role in self._peers
+            if not taken:
+                self._peers[role] = peer
+        if taken:
+            who = "an engine master" if role == MASTER else "the worker of the stage before"
+            why = f"{who} has joined this worker already; end that one first"
+            _refuse(context, grpc.StatusCode.ALREADY_EXISTS, why)
+        return role, peer
+
+    def _read(self, requests: Iterator[bytes], peer: _Peer) -> None:
+        try:
+            for data in requests:
+                if not self._deliver(data):
+                    peer.end("more frames came than this worker has room for")
+                    return
+            peer.end()  # the caller sends no more
+        except grpc.RpcError:
+            pass  # the stream broke; `over` is told
+        finally:
+            with self._lock:
+                self._readers.discard(threading.current_thread())
+
+
+def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
+    context.abort(code, why)
+    raise AssertionError("abort raises")
+
+
+def _is_listened_at(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_SECONDS)
+        try:
+            probe.connect(path)
+        except (BlockingIOError, TimeoutError):
+            pass  # somebody does, and has many callers
+        except OSError:
+            return False  # nothing, or what a killed process left behind
+    return True

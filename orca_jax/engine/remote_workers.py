@@ -1,0 +1,382 @@
+"""The engine master's side of workers in processes of their own: iterations out, tokens in, and what is lost.
+
+ORCA 4.1, Figure 7, with the faults that the paper leaves out. What a worker says is believed if it fits
+what it was asked. Any loss ends the epoch: all stages give up, and begin a new one with new caches.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from orca_jax.config import Deadlines
+from orca_jax.control.frame import (
+    DONE,
+    MAX_EPOCH,
+    MESSAGE,
+    PASSED,
+    READY,
+    RECEIVED,
+    START,
+    TOKENS,
+    TROUBLE,
+    WORDS,
+    Frame,
+    decode_frame,
+    decode_stage_time,
+    encode_frame,
+)
+from orca_jax.control.sampled_wire import Asked, asked, decode_sampled
+from orca_jax.control.start_order import StartOrder, encode_start
+from orca_jax.engine.channel import Arrival, Channel
+from orca_jax.engine.stage_counters import MAX_TIMES, IterationTimes, RemoteCounters, StageCounters
+from orca_jax.errors import BadFrame, EngineError, WorkerLost
+from orca_jax.iteration.message import ControlMessage, MakeWords
+from orca_jax.request.sampled import Sampled
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    iteration: int
+    asked: Asked
+    sent: float
+    payload: bytes = b""  # what came
+    sampled: Sampled | None = None  # the same, read
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A new epoch on its way: when it began, when to ask again, who is ready."""
+
+    began: float
+    ask_at: float
+    hurry_at: float  # when those that should be ready by now are suspected
+    ready: set[int] = field(default_factory=set[int])
+
+
+class RemoteTokens:
+    """PendingTokens of an iteration that runs elsewhere. Both methods raise WorkerLost."""
+
+    def __init__(self, workers: "RemoteWorkers", flight: _Flight) -> None:
+        self._workers = workers
+        self._flight = flight
+
+    def is_ready(self) -> bool:
+        """Whether they are here; looks at all that came, and at the deadline."""
+        if self._flight.sampled is None:
+            self._workers.look()
+        return self._flight.sampled is not None
+
+    def fetch(self) -> Sampled:
+        """Wait for them, no longer than the deadline allows."""
+        while not self.is_ready():
+            self._workers.wait()
+        assert self._flight.sampled is not None
+        return self._flight.sampled
+
+
+class RemoteWorkers:
+    """All stages of a pipeline, as the engine master sees them. For one thread.
+
+    `orders[i]` is what stage i is told at the start of an epoch. `first_epoch` should be above every epoch
+    that these workers have known from a master before this one: the time will do. Where a clock was set back
+    a worker says which epoch it has known, and a later one is begun. Until `recover` has brought an epoch up,
+    `issue` raises WorkerLost.
+
+    `on_suspect` is told of each stage whose worker may not come back by itself: it missed a deadline,
+    answered rubbish, its line broke, or it has no new caches within `worker_seconds`, which a process that is
+    only starting has not either. `on_ready` hears of each that is ready for a new epoch. Neither may wait.
+    `failure` says why the workers will never come up again; what it returns is raised.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        orders: Sequence[StartOrder],
+        *,
+        clock: Callable[[], float],
+        deadlines: Deadlines,
+        first_epoch: int = 1,
+        on_suspect: Callable[[int], None] = lambda stage: None,
+        on_ready: Callable[[int], None] = lambda stage: None,
+        failure: Callable[[], EngineError | None] = lambda: None,
+    ) -> None:
+        n_stages = len(orders)
+        assert n_stages >= 1 and first_epoch >= 1
+        self.counters = RemoteCounters()
+        self.stages = [StageCounters() for _ in orders]
+        self.epoch = first_epoch - 1
+        self._channel = channel
+        self._wire = orders[0].wire
+        assert all(order.wire == self._wire for order in orders), "one engine has one wire"
+        self._orders = [encode_start(order) for order in orders]
+        self._n_stages = n_stages
+        self._clock = clock
+        self._deadlines = deadlines
+        self._on_suspect = on_suspect
+        self._on_ready = on_ready
+        self._failure = failure
+        self._attempt: _Attempt | None = None
+        self._lost: WorkerLost | None = WorkerLost(0, "the workers were not brought up yet")
+        self._in_flight: deque[_Flight] = deque()  # issued, and not all before it returned
+        self._unsaid: deque[tuple[int, MakeWords]] = deque()
+        self._n_issued = 0  # in this epoch
+        self._moved = 0.0  # when the oldest in flight became the oldest
+        self._received = [-1] * n_stages  # the newest iteration that each stage said so of
+        self._done = [-1] * n_stages
+        self._received_at = [dict[int, float]() for _ in orders]  # of iterations that are not done
+
+    def issue(self, message: ControlMessage, words: MakeWords) -> RemoteTokens:
+        """Send one iteration to worker 1, and what its constrained rows allow straight to worker n.
+
+        The latter as soon as it can be said. Raises as `look`.
+        """
+        self.look()
+        payload = self._wire.encode(message)
+        now = self._clock()
+        flight = _Flight(self._n_issued, asked(message), now)
+        if not self._in_flight:
+            self._moved = now
+        self._in_flight.append(flight)
+        self._n_issued += 1
+        self.counters.messages += 1
+        self.counters.message_bytes += len(payload)
+        self._channel.send(0, encode_frame(Frame(MESSAGE, self.epoch, flight.iteration, 0, payload)))
+        if message.constrained.any():
+            self._unsaid.append((flight.iteration, words))
+            self._say_words()
+        return RemoteTokens(self, flight)
+
+    def look(self) -> None:
+        """Take in all that came, without waiting.
+
+        Raises WorkerLost, from then on until `recover`, or what `failure` returns.
+        """
+        self._see_failure()
+        if self._lost is not None:
+            raise self._lost
+        self._say_words()
+        while (arrival := self._channel.receive(0.0)) is not None:
+            self._take(arrival)
+            self._see_failure()
+        if self._in_flight and self._clock() >= self._due():
+            stage, why = self._who_is_behind()
+            self._lose(stage, why, suspects=(stage,))
+
+    def _say_words(self) -> None:
+        """Send what constrained rows allow, in the order of iterations, as far as it is known."""
+        while self._unsaid:
+            iteration, make_words = self._unsaid[0]
+            words = make_words()
+            if words is None:
+                return
+            self._unsaid.popleft()
+            bits = words.astype("<i4", copy=False).tobytes()
+            self.counters.word_bytes += len(bits)
+            self._channel.send(self._n_stages - 1, encode_frame(Frame(WORDS, self.epoch, iteration, 0, bits)))
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until something came, `seconds` at most; raises WorkerLost."""
+        if self._lost is not None:
+            raise self._lost
+        limit = self._deadlines.look_seconds if seconds is None else seconds
+        if self._in_flight:
+            limit = min(limit, max(0.0, self._due() - self._clock()))
+        arrival = self._channel.receive(limit)
+        if arrival is not None:
+            self._take(arrival)
+
+    def recover(self, interrupted: Callable[[], bool]) -> bool:
+        """Bring a new epoch up, in which every stage has new caches; False if interrupted before.
+
+        The next call goes on with the same epoch then. Raises WorkerLost when a stage is not ready within
+        `ready_seconds` or is lost again; the next call begins another epoch. Raises what `failure` returns.
+        """
+        attempt = self._attempt or self._begin()
+        deadline = attempt.began + self._deadlines.ready_seconds
+        while len(attempt.ready) < self._n_stages:
+            self._see_failure()
+            now = self._clock()
+            if now >= deadline:
+                missing = sorted(set(range(self._n_stages)) - attempt.ready)
+                names = " and ".join(f"stage {stage + 1}" for stage in missing[1:])
+                also = f"; nor was {names}" if names else ""
+                why = f"was not ready within {self._deadlines.ready_seconds:g} seconds{also}"
+                self._lose(missing[0], why, suspects=missing)
+            if interrupted():
+                return False
+            if now >= attempt.hurry_at:
+                attempt.hurry_at = math.inf
+                for stage in sorted(set(range(self._n_stages)) - attempt.ready):
+                    self._on_suspect(stage)
+            if now >= attempt.ask_at:
+                attempt.ask_at = now + self._deadlines.retry_seconds
+                for stage, order in enumerate(self._orders):
+                    if stage not in attempt.ready:
+                        self._channel.send(stage, encode_frame(Frame(START, self.epoch, payload=order)))
+            next_at = min(deadline, attempt.ask_at, attempt.hurry_at)
+            limit = min(self._deadlines.look_seconds, next_at - now)
+            arrival = self._channel.receive(max(0.0, limit))
+            if arrival is not None:
+                self._take(arrival)
+        self._attempt = None
+        self._lost = None
+        return True
+
+    def close(self) -> None:
+        """End the lines to all workers."""
+        self._channel.close()
+
+    def _begin(self) -> _Attempt:
+        while (arrival := self._channel.receive(0.0)) is not None:
+            if arrival.data is None:  # it is told once
+                self._on_suspect(arrival.stage)
+            # All else was said before the new epoch, and is stale.
+        self.epoch += 1
+        self._in_flight.clear()
+        self._unsaid.clear()
+        self._n_issued = 0
+        self._received = [-1] * self._n_stages
+        self._done = [-1] * self._n_stages
+        for received_at in self._received_at:
+            received_at.clear()
+        now = self._clock()
+        self._attempt = _Attempt(began=now, ask_at=now, hurry_at=now + self._deadlines.worker_seconds)
+        return self._attempt
+
+    def _due(self) -> float:
+        return max(self._in_flight[0].sent, self._moved) + self._deadlines.iteration_seconds
+
+    def _see_failure(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            raise failure
+
+    def _lose(self, stage: int, why: str, *, suspects: Sequence[int] = ()) -> NoReturn:
+        self._attempt = None
+        self._in_flight.clear()
+        self._unsaid.clear()
+        self._lost = WorkerLost(stage, why)
+        for suspect in suspects:
+            self._on_suspect(suspect)
+        raise self._lost
+
+    def _who_is_behind(self) -> tuple[int, str]:
+        """The first stage that has not taken the oldest iteration, or else not finished it."""
+        iteration = self._in_flight[0].iteration
+        late = f"within {self._deadlines.iteration_seconds:g} seconds (epoch {self.epoch})"
+        for stage, received in enumerate(self._received):
+            if received < iteration:
+                return stage, f"did not take iteration {iteration} {late}"
+        for stage, done in enumerate(self._done):
+            if done < iteration:
+                return stage, f"did not finish iteration {iteration} {late}"
+        return self._n_stages - 1, f"did not return the tokens of iteration {iteration} {late}"
+
+    def _take(self, arrival: Arrival) -> None:
+        stage = arrival.stage
+        assert 0 <= stage < self._n_stages
+        if arrival.data is None:
+            if self._attempt is None or stage in self._attempt.ready:
+                self._lose(stage, f"its line broke: {arrival.why}", suspects=(stage,))
+            # One that is not ready yet is asked until it is, or too late; but it may be one that was stopped.
+            self._on_suspect(stage)
+            return
+        try:
+            frame = decode_frame(arrival.data)
+            if frame.stage != stage:
+                raise BadFrame(f"it speaks as stage {frame.stage + 1}")
+            if frame.epoch < self.epoch:
+                self.counters.stale += 1
+                return
+            self._take_current(frame)
+        except BadFrame as error:
+            self.counters.rubbish += 1
+            self._lose(stage, f"answered rubbish: {error}", suspects=(stage,))
+
+    def _take_current(self, frame: Frame) -> None:
+        """Raises BadFrame for what no worker of this epoch may say, WorkerLost for what it should not."""
+        kind, stage = frame.kind, frame.stage
+        if kind is PASSED:
+            self._take_passed(frame.epoch)
+        elif frame.epoch > self.epoch:
+            raise BadFrame(f"it speaks of epoch {frame.epoch}, and this is {self.epoch}")
+        elif kind is TROUBLE:
+            # It says so itself, and waits for the next epoch: it is no suspect.
+            self._lose(stage, frame.payload.decode("utf-8", "replace")[:1000])
+        elif kind is READY:
+            ready = None if self._attempt is None else self._attempt.ready
+            if ready is None or stage in ready:
+                self.counters.duplicates += 1
+            else:
+                ready.add(stage)
+                self._on_ready(stage)
+        elif kind in (RECEIVED, DONE, TOKENS):
+            if frame.iteration >= self._n_issued:
+                raise BadFrame(f"it speaks of iteration {frame.iteration}, which was not issued")
+            if kind is TOKENS:
+                self._take_tokens(frame)
+            else:
+                self._take_time(frame)
+        else:
+            raise BadFrame(f"it sent {kind.name}, which only an engine master sends")
+
+    def _take_passed(self, epoch: int) -> None:
+        """A worker has known this epoch: one that is asked for has to be above it."""
+        if epoch >= MAX_EPOCH:
+            raise BadFrame(f"it speaks of epoch {epoch}")
+        if epoch == self.epoch:  # an old START came to it late
+            self.counters.duplicates += 1
+            return
+        if self._attempt is None:
+            raise BadFrame(f"it speaks of epoch {epoch}, and this is {self.epoch}")
+        self.epoch = epoch + 1
+        self._attempt.ready.clear()
+        self._attempt.ask_at = self._clock()
+
+    def _take_time(self, frame: Frame) -> None:
+        stage, iteration = frame.stage, frame.iteration
+        seconds, link_bytes = decode_stage_time(frame.payload)
+        newest = self._received if frame.kind is RECEIVED else self._done
+        if iteration <= newest[stage]:
+            self.counters.duplicates += 1
+            return
+        newest[stage] = iteration
+        counters, received_at = self.stages[stage], self._received_at[stage]
+        if frame.kind is RECEIVED:
+            counters.received += 1
+            received_at[iteration] = seconds
+            if len(received_at) > MAX_TIMES:  # of a worker that is never done, and yet returns tokens
+                del received_at[next(iter(received_at))]
+            return
+        counters.done += 1
+        counters.link_bytes += link_bytes
+        if stage != self._n_stages - 1:
+            self._note_times(stage, iteration, done=seconds)
+
+    def _note_times(self, stage: int, iteration: int, *, done: float) -> None:
+        received = self._received_at[stage].pop(iteration, math.nan)
+        times = IterationTimes(self.epoch, iteration, stage, received, done)
+        self.stages[stage].times.append(times)
+
+    def _take_tokens(self, frame: Frame) -> None:
+        if frame.stage != self._n_stages - 1:
+            raise BadFrame("it sent tokens, which only the last stage has")
+        oldest = self._in_flight[0].iteration if self._in_flight else self._n_issued
+        if frame.iteration < oldest:
+            self.counters.duplicates += 1
+            return
+        flight = self._in_flight[frame.iteration - oldest]
+        sampled = decode_sampled(frame.payload, flight.asked, vocab_size=self._wire.vocab_size)
+        if flight.sampled is not None:
+            if flight.payload != frame.payload:
+                raise BadFrame(f"it returned iteration {frame.iteration} twice, with other tokens")
+            self.counters.duplicates += 1
+            return
+        flight.sampled, flight.payload = sampled, frame.payload
+        self._note_times(frame.stage, frame.iteration, done=math.nan)
+        # Those that came out of order wait here for the ones before them.
+        while self._in_flight and self._in_flight[0].sampled is not None:
+            self._in_flight.popleft()
+            self._moved = self._clock()

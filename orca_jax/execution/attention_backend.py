@@ -1,0 +1,351 @@
+"""Which split attention a stage's forward program runs: chosen here and nowhere else.
+
+A CPU with AVX-512 and a C compiler runs it in C (native/), another one in pure JAX that follows the real
+lengths. What GPUs take is in GPU_PATHS. A path has two halves: what the host prepares once per iteration, as
+words behind the flat batch's buffer, and what is traced into the forward program.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.config import Attention, ModelConfig
+from orca_jax.cudnn import paged_attention as cudnn
+from orca_jax.cudnn import split_attention as by_cudnn
+from orca_jax.cudnn.tiles import TilePlan, tile_words
+from orca_jax.errors import ConfigError
+from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
+from orca_jax.model import attention as pure_jax
+from orca_jax.model.gpt import Attend
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.native import split_attention as native
+from orca_jax.native.compiler import NotBuilt
+from orca_jax.pallas.kernel_shape import unsupported
+from orca_jax.pallas.split_attention import split_attention
+from orca_jax.pallas.work_list.bounds import Plan
+from orca_jax.pallas.work_list.work_items import N_COLUMNS, work_items
+
+_FOLLOWING = "pure JAX, following the real lengths"
+_STATIC = "pure JAX, static shapes"
+_NO_WORDS = np.zeros(0, np.int32)
+
+Device = Any  # a jax.Device
+
+
+class AttentionPath(Protocol):
+    """One way to run split attention."""
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """32-bit words that the host prepares for a bucket."""
+        ...
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """Them [n_words], for one iteration; `batch` holds numpy arrays."""
+        ...
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """Attention with this iteration's tables bound; `batch` and `words` [n_words] are traced."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PureJax:
+    """XLA's own operations (model/attention.py)."""
+
+    follow_lengths: bool
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """None: the work is cut up on the device."""
+        return 0
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """[0]."""
+        return _NO_WORDS
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """The tiles of both phases are made once, and used by every layer."""
+        work = pure_jax.attention_work(
+            batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
+        )
+
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+            return pure_jax.split_attention(
+                qkv[:, 0],
+                cache,
+                batch.block_table,
+                batch.row_start,
+                batch.kv_length,
+                work,
+                follow_lengths=self.follow_lengths,
+            )
+
+        return attend
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """One call a layer of what native/split_attention.c does."""
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """None: it reads the batch's own tables."""
+        return 0
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """[0]."""
+        return _NO_WORDS
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """The same tables for every layer."""
+
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+            return native.native_split_attention(
+                qkv[:, 0], cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
+            )
+
+        return attend
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The Mosaic GPU kernel (pallas/split_attention.py): one launch a layer, its list made on the host.
+
+    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors; K/V blocks of
+    `block_size` slots. With `fixed` rows are cut at fixed places. `interpret` runs it on the CPU, for tests.
+    """
+
+    n_kv_heads: int
+    group: int
+    n_cores: int
+    block_size: int
+    fixed: bool = False
+    interpret: bool = False
+
+    def _plan(self, layout: FlatLayout) -> Plan:
+        heads = (self.n_kv_heads, self.group)
+        plan = Plan(layout.n_tokens, layout.n_rows, *heads, self.block_size, n_cores=self.n_cores)
+        return plan.fixed(layout.max_blocks * self.block_size) if self.fixed else plan
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """Those of the list of work."""
+        return self._plan(layout).n_records * N_COLUMNS
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """The list, flat."""
+        return work_items(batch.row_start, batch.kv_length, self._plan(layout)).ravel()
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """The same list for every layer."""
+        plan = self._plan(layout)
+        work = words.reshape(plan.n_records, N_COLUMNS)
+
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+            return split_attention(
+                qkv,
+                cache.keys,
+                cache.values,
+                batch.block_table,
+                batch.row_start,
+                batch.kv_length,
+                work=work,
+                plan=plan,
+                interpret=self.interpret,
+            )
+
+        return attend
+
+
+@dataclass(frozen=True, slots=True)
+class Cudnn:
+    """cuDNN's paged attention (cudnn/split_attention.py) over blocks of `block_size` slots.
+
+    `call` is its reference in tests, which have no such GPU.
+    """
+
+    block_size: int
+    call: by_cudnn.PagedAttention = cudnn.paged_attention
+
+    def _plan(self, layout: FlatLayout) -> TilePlan:
+        return TilePlan(layout.n_tokens, layout.n_rows)
+
+    def n_words(self, layout: FlatLayout) -> int:
+        """Those of the tiles, and where each token's result will be."""
+        return self._plan(layout).n_words
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """Them, flat."""
+        return tile_words(batch.row_start, self._plan(layout))
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        """The same tables for every layer."""
+        work = by_cudnn.attention_work(
+            batch.block_table,
+            batch.row_start,
+            batch.kv_length,
+            words,
+            plan=self._plan(layout),
+            block_size=self.block_size,
+        )
+
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+            return by_cudnn.split_attention(qkv[:, 0], cache.keys, cache.values, work, call=self.call)
+
+        return attend
+
+
+class GpuPath(NamedTuple):
+    """What GPUs of some compute capabilities take: the first of these that can serve the model."""
+
+    gpus: str
+    capabilities: tuple[str, ...]  # empty: any other
+    takes: tuple[Attention, ...]
+    tested: str
+
+
+_PLANNED = "planned by cuDNN 9.28 for a described {}; its mapping on the CPU; never run on one"
+GPU_PATHS = (
+    GpuPath(
+        "Hopper: H100, H200",
+        ("9.0",),
+        ("kernel", "cudnn", "static"),
+        "the kernel interpreted on the CPU, compiled for an H200; cuDNN as with the others",
+    ),
+    GpuPath("Ampere: A100", ("8.0",), ("cudnn", "static"), _PLANNED.format("A100")),
+    GpuPath("Ada: L40S, L4", ("8.9",), ("cudnn", "static"), _PLANNED.format("L40S")),
+    GpuPath("Blackwell: B200", ("10.0",), ("cudnn", "static"), _PLANNED.format("B200")),
+    GpuPath(
+        "other Ampere and Blackwell",
+        ("8.6", "8.7", "10.3", "12.0", "12.1"),
+        ("cudnn", "static"),
+        "planned by cuDNN 9.28 for a described 8.6, 10.3 and 12.0; never run on one",
+    ),
+    GpuPath("any other GPU or TPU", (), ("static",), "on the CPU; never compiled or run there"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """A path, what kind it is, and what to say of it at start-up."""
+
+    path: AttentionPath
+    kind: Attention
+    said: str
+
+
+def choose_attention(
+    device: Device,
+    config: ModelConfig,
+    *,
+    n_heads: int,
+    block_size: int,
+    dtype: Any,
+    forced: Attention | None = None,
+    deterministic: bool = False,
+) -> AttentionChoice:
+    """The attention for K/V blocks of `block_size` slots of `dtype` on a device, or the one that is `forced`.
+
+    `n_heads` are those that the device has of the model's. `deterministic`: rows are split at fixed places.
+
+    Raises ConfigError where the forced one cannot run there.
+    """
+    model = _OnDevice(device, config.head_size, block_size, np.dtype(dtype).name, n_heads, deterministic)
+    reasons: list[str] = []
+    for kind in (forced,) if forced is not None else _preferred(device):
+        reason = model.against(kind)
+        if reason is None:
+            path, said = model.path(kind)
+            return AttentionChoice(path, kind, ": ".join([said, *reasons][:2]))
+        if forced is not None:
+            raise ConfigError(
+                f"attention is {forced!r}, but {reason}; leave it out, and what can run here is chosen"
+            )
+        reasons = ["; ".join([*reasons, reason])]
+    raise AssertionError(f"{_preferred(device)} ends in one that runs anywhere")
+
+
+def _preferred(device: Device) -> tuple[Attention, ...]:
+    if device.platform == "cpu":
+        return "native", "follow_lengths"
+    found = _capability(device)
+    return next(path.takes for path in GPU_PATHS if found in path.capabilities or not path.capabilities)
+
+
+def _capability(device: Device) -> str:
+    """The compute capability, "8.0"; that of other makers' devices is of another form, or none."""
+    return str(getattr(device, "compute_capability", None))
+
+
+class _OnDevice(NamedTuple):
+    """A model's sizes, and the device that it is to run on."""
+
+    device: Device
+    head_size: int
+    block_size: int
+    dtype: str
+    n_heads: int
+    deterministic: bool
+
+    def path(self, kind: Attention) -> tuple[AttentionPath, str]:
+        """The path of a kind that can run, and what to say of it."""
+        if kind == "native":
+            return Native(), "native split attention"
+        if kind == "follow_lengths":
+            return PureJax(follow_lengths=True), _FOLLOWING
+        if kind == "static":
+            return PureJax(follow_lengths=False), _STATIC
+        if kind == "cudnn":
+            return Cudnn(self.block_size), "cuDNN's paged attention"
+        n_cores = getattr(self.device, "core_count", 2)
+        kernel = Kernel(self.n_heads, 1, n_cores, self.block_size, fixed=self.deterministic)
+        if kind == "kernel":
+            return kernel, "split-attention kernel"
+        return replace(kernel, n_cores=1, interpret=True), "split-attention kernel, interpreted"
+
+    def against(self, kind: Attention) -> str | None:
+        """Why a kind cannot run, as a clause for a sentence."""
+        sizes = (self.head_size, self.block_size, self.dtype, self.n_heads, self.n_heads)
+        if kind == "native":
+            return self._not_native(sizes)
+        if kind == "kernel":
+            return self._not_of("9.0", "no Hopper GPU (9.0), for which the kernel is written") or unsupported(
+                *sizes
+            )
+        if kind == "interpreted":
+            return unsupported(*sizes)
+        if kind == "cudnn":
+            return self._not_cudnn(sizes)
+        return None
+
+    def _not_native(self, sizes: tuple[int, int, str, int, int]) -> str | None:
+        if self.device.platform != "cpu":
+            return f"{self.device.device_kind} is no CPU"
+        reason = native.unsupported(*sizes)
+        if reason is None:
+            try:
+                native.attention_target(self.head_size, self.block_size)
+            except NotBuilt as error:
+                return str(error)
+        return reason
+
+    def _not_cudnn(self, sizes: tuple[int, int, str, int, int]) -> str | None:
+        known = [one for path in GPU_PATHS if "cudnn" in path.takes for one in path.capabilities]
+        reason = self._not_of(*known, "none of the GPUs that cuDNN's attention is for")
+        if reason is None and self.deterministic:
+            # By its documents it computes alike from run to run. But where it splits a row's keys is its own
+            # affair, and may depend on the lengths of others.
+            reason = "cuDNN does not say where it splits a row, which --deterministic must know"
+        if reason is None:
+            reason = cudnn.unsupported(*sizes)
+        if reason is None and isinstance(self.device, jax.Device):
+            reason = cudnn.refusal(self.device, *sizes)
+        return reason
+
+    def _not_of(self, *capabilities_and_name: str) -> str | None:
+        *capabilities, name = capabilities_and_name
+        found = _capability(self.device)
+        if found in capabilities:
+            return None
+        has = "" if found == "None" else f" has compute capability {found} and"
+        return f"{self.device.device_kind}{has} is {name}"

@@ -1,0 +1,131 @@
+"""What a stage's devices have room for."""
+
+import os
+
+import numpy as np
+
+from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.errors import ConfigError
+from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.planning.known_devices import MODEST_KV_BYTES
+from orca_jax.planning.stage_memory import StageRoom, stage_weight_bytes
+from orca_jax.planning.stage_memory import slot_bytes as stage_slot_bytes
+from orca_jax.sharding.partition import StagePart
+from orca_jax.workers.environment import held_fraction
+
+# Where nobody says how much: on a CPU, and on a device that does not say what it has.
+DEFAULT_KV_BYTES = MODEST_KV_BYTES
+_WITH_WEIGHTS = 64 << 20  # what else may be in use of a device when its weights are loaded
+_BLOCK_SIZE = ServingConfig().block_size
+
+
+def stage_room(
+    config: ModelConfig,
+    dtype: np.dtype,
+    part: StagePart,
+    *,
+    n_devices: int,
+    block_size: int = _BLOCK_SIZE,
+    attention: Attention | None = None,
+    memory_fraction: float | None = None,
+) -> StageRoom:
+    """What a stage's devices have left beside its weights, loaded or not, for n_slots to be chosen by.
+
+    `dtype` is that of weights, keys and values. `n_devices` are those of all stages: where they are a CPU's,
+    they share the machine's memory. `attention` is chosen by device and model unless given. `memory_fraction`
+    is the share that this engine may take of each device's memory: by default all that JAX holds of a GPU's,
+    and of a CPU's a modest part. Raises ConfigError for more than JAX holds, and as `choose_attention`.
+    """
+    device = part.group.devices[0]
+    cpu = device.platform == "cpu"
+    free = _left(config, dtype.itemsize, part, n_devices, memory_fraction)
+    chosen = choose_attention(
+        device,
+        config,
+        n_heads=config.n_heads // len(part.group),
+        block_size=block_size,
+        dtype=dtype,
+        forced=attention,
+    )
+    modest = DEFAULT_KV_BYTES // n_devices if free is None or (cpu and memory_fraction is None) else None
+    return StageRoom(
+        layers=part.layers,
+        n_devices=len(part.group),
+        itemsize=dtype.itemsize,
+        attention=chosen.kind,
+        free=free,
+        modest=modest,
+    )
+
+
+def check_slots(
+    config: ModelConfig, room: StageRoom, serving: ServingConfig, *, n_rows: int, n_devices: int
+) -> None:
+    """Refuse more slots than there is memory for in a stage's `room`. Raises ConfigError."""
+    memory = room.memory(config, serving, n_rows)
+    what = f"the keys and values of n_slots = {serving.n_slots}"
+    _refuse(what, serving.n_slots * memory.slot, room.kv_bytes(memory), n_devices)
+
+
+def check_weights(config: ModelConfig, itemsize: int, part: StagePart, *, n_devices: int) -> None:
+    """Refuse what can never fit, before the machine grinds to a halt over it. Raises ConfigError."""
+    n_bytes = stage_weight_bytes(config, part.layers, len(part.group), itemsize)
+    _refuse("the weights", n_bytes, _free_bytes(part, n_devices), n_devices)
+
+
+def slot_bytes(config: ModelConfig, itemsize: int, part: StagePart) -> int:
+    """Bytes that one slot takes on each of a stage's devices."""
+    return stage_slot_bytes(config, part.layers, len(part.group), itemsize)
+
+
+def _refuse(what: str, n_bytes: int, free: int | None, n_devices: int) -> None:
+    if free is not None and n_bytes > free:
+        of = " of each device; it has" if n_devices > 1 else "; the device has"
+        raise ConfigError(f"{what} take {n_bytes / 1e9:.1f} GB{of} {free / 1e9:.1f} GB for them")
+
+
+def _left(
+    config: ModelConfig, itemsize: int, part: StagePart, n_devices: int, memory_fraction: float | None
+) -> int | None:
+    """What each device has for all but the weights, within the fraction; None where it does not say.
+
+    The same at each start and before the weights are loaded, so that programs compiled then are found again:
+    what is in use counts only where it is more than the weights and what comes with them.
+    """
+    memory = _whole(part, n_devices, memory_fraction)
+    if memory is None:
+        return None
+    weights = stage_weight_bytes(config, part.layers, len(part.group), itemsize)
+    in_use = _in_use(part)
+    return max(0, memory - (in_use if in_use > weights + _WITH_WEIGHTS else weights))
+
+
+def _free_bytes(part: StagePart, n_devices: int) -> int | None:
+    """What the memory of each of a stage's devices still holds, None where they do not say."""
+    memory = _whole(part, n_devices, None)
+    return None if memory is None else max(0, memory - _in_use(part))
+
+
+def _in_use(part: StagePart) -> int:
+    """Bytes that JAX's allocator has given out on each device; 0 where it does not say."""
+    return (part.group.devices[0].memory_stats() or {}).get("bytes_in_use", 0)
+
+
+def _whole(part: StagePart, n_devices: int, memory_fraction: float | None) -> int | None:
+    """The memory of each of a stage's devices that may be taken, None where they do not say."""
+    device = part.group.devices[0]
+    if device.platform == "cpu":
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_devices
+        return whole if memory_fraction is None else int(whole * memory_fraction)
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    limit, held = stats["bytes_limit"], held_fraction(os.environ)
+    if memory_fraction is not None and held is not None:
+        if memory_fraction > held + 0.005:
+            raise ConfigError(
+                f"memory_fraction is {memory_fraction:g}, and JAX holds {held:g} of a GPU's memory in this "
+                f"process; set XLA_CLIENT_MEM_FRACTION={memory_fraction:g} before JAX starts, or lower it"
+            )
+        limit = int(limit * min(1.0, memory_fraction / held))
+    return limit

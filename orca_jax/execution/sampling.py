@@ -1,0 +1,242 @@
+"""The last stage's choice of next tokens: its programs, and what they keep on the device by row.
+
+A few programs for each number of rows R, whatever the bucket was and whatever is asked for: biases and
+penalties, constraints, three samplers, log-probabilities. An iteration runs those that its rows need
+(`flat_batch.TokenPrograms`), so that greedy rows pay for the greedy sampler alone.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from orca_jax.execution.programs import Program, ToCompile
+from orca_jax.grammar.token_mask import n_words
+from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
+from orca_jax.iteration.message import ADJUSTED, ControlMessage
+from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
+from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records
+from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
+
+
+class Tables(NamedTuple):
+    """What is kept for rows that have biases or penalties; of other rows whatever was there."""
+
+    seen: jax.Array  # [n_rows, V] int32: how often the output has a token, and IN_PROMPT
+    bias: jax.Array  # [n_rows, V] float32
+
+
+class RowStart(NamedTuple):
+    """A row's part of the tables as its initiation finds it."""
+
+    row: int
+    seen: npt.NDArray[np.int32]  # [V]
+    bias: npt.NDArray[np.float32]  # [V]
+
+
+class DeviceTokens:
+    """What an issued iteration samples, on its way to the host; `prompts` by place in the batch, in parts."""
+
+    def __init__(
+        self,
+        tokens: jax.Array,
+        logprobs: jax.Array | None = None,
+        prompts: Mapping[int, Sequence[tuple[jax.Array, int]]] | None = None,
+    ) -> None:
+        self._tokens, self._logprobs, self._prompts = tokens, logprobs, prompts or {}
+        for array in self._arrays():
+            array.copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Whether `fetch` would return at once."""
+        # jax's stub lacks it.
+        return all(array.is_ready() for array in self._arrays())  # pyright: ignore[reportAttributeAccessIssue]
+
+    def fetch(self) -> Sampled:
+        """All of it, after waiting for the device; what failed there is raised here."""
+        nothing = np.zeros((0, LOGPROB_WORDS), np.int32)  # of a prompt of one token
+        prompts = {
+            place: as_records(np.concatenate([nothing, *(np.asarray(part)[:n] for part, n in parts)]))
+            for place, parts in self._prompts.items()
+        }
+        records = None if self._logprobs is None else as_records(np.asarray(self._logprobs))
+        return Sampled(np.asarray(self._tokens), records, prompts)
+
+    def _arrays(self) -> Iterator[jax.Array]:
+        yield self._tokens
+        if self._logprobs is not None:
+            yield self._logprobs
+        for parts in self._prompts.values():
+            for part, _ in parts:
+                yield part
+
+
+class TokenChooser:
+    """Chooses the next tokens of rows from their logits; made anew it has seen nothing.
+
+    V is the model's vocabulary, `n_rows` the places of all admitted requests, `place` where arrays lie.
+    """
+
+    def __init__(self, vocab_size: int, n_rows: int, place: jax.sharding.Sharding) -> None:
+        self._vocab_size, self._n_rows, self._place = vocab_size, n_rows, place
+        shape = (n_rows, vocab_size)
+
+        def no_tokens() -> tuple[jax.Array, Tables]:
+            tables = Tables(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+            return jnp.zeros(n_rows, jnp.int32), tables
+
+        def by_rows(logits: jax.Array, *others: Any, sampler: Sampler | None = None) -> Hashable:
+            return logits.shape[0], sampler
+
+        self._empty = Program(jax.jit(no_tokens, out_shardings=place), key=lambda: ())
+        self._set_row = Program(jax.jit(_set_row, donate_argnames="tables"), key=lambda *_: ())
+        self._adjust = Program(jax.jit(_adjust, donate_argnames="tables"), key=by_rows)
+        self._allow = Program(jax.jit(allow), key=by_rows)
+        self._choose = Program(
+            jax.jit(_choose, static_argnames="sampler", donate_argnames="last_token"), key=by_rows
+        )
+        self._logprobs = Program(jax.jit(packed_logprobs), key=by_rows)
+        self.last_token: jax.Array  # [n_rows] int32
+        self._tables: Tables
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget every row."""
+        self.last_token, self._tables = self._empty()
+
+    def choose(
+        self,
+        logits: jax.Array,
+        rows: jax.Array,
+        message: ControlMessage,
+        flat: FlatBatch,
+        words: npt.NDArray[np.int32] | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The next token of each row [R] int32, and LOGPROBS as words where they are asked for.
+
+        logits [R, V] float32, rows the buffer's SamplerArrays [n, R]; words as in `Worker.choose`.
+        """
+        for start in row_starts(message, self._vocab_size):
+            parts = jax.device_put((np.int32(start.row), start.seen, start.bias), self._place)
+            self._tables = self._set_row(self._tables, *parts)
+        given = None
+        if flat.programs.allow:
+            given = np.full((flat.layout.n_rows, n_words(self._vocab_size)), -1, np.int32)
+            assert words is not None
+            given[np.flatnonzero(message.constrained)] = words
+        return self._run(logits, rows, flat.programs, given)
+
+    def programs(self, n_rows: Iterable[int]) -> Iterator[ToCompile]:
+        """All that may be asked for with batches of each of these numbers of rows R."""
+
+        def array(dtype: Any, *shape: int) -> Any:  # it stands for an array
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._place)
+
+        int32, float32, vocabulary = jnp.int32, jnp.float32, self._vocab_size
+        last_token = array(int32, self._n_rows)
+        tables = Tables(array(int32, self._n_rows, vocabulary), array(float32, self._n_rows, vocabulary))
+        row = array(int32), array(int32, vocabulary), array(float32, vocabulary)
+        yield ToCompile("no tokens seen", self._empty.compile)
+        yield ToCompile("a row's start", partial(self._set_row.compile, tables, *row))
+        for r in n_rows:
+            logits, rows = array(float32, r, vocabulary), array(int32, len(SamplerArrays._fields), r)
+            words, tokens = array(int32, r, n_words(vocabulary)), array(int32, r)
+            said = f"{r} rows" if r > 1 else "1 row"
+            yield ToCompile(
+                f"biases and penalties, {said}",
+                partial(self._adjust.compile, logits, rows, tables, last_token),
+            )
+            yield ToCompile(f"constraints, {said}", partial(self._allow.compile, logits, words))
+            for sampler in get_args(Sampler):
+                choose = partial(self._choose.compile, logits, rows, last_token, sampler=sampler)
+                yield ToCompile(f"{sampler} sampler, {said}", choose)
+            yield ToCompile(f"log-probabilities, {said}", partial(self._logprobs.compile, logits, tokens))
+
+    def _run(
+        self, raw: jax.Array, rows: jax.Array, programs: TokenPrograms, words: npt.NDArray[np.int32] | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        logits = raw
+        if programs.adjust:
+            logits, self._tables = self._adjust(logits, rows, self._tables, self.last_token)
+        if words is not None:
+            logits = self._allow(logits, jax.device_put(words, self._place))
+        tokens, self.last_token = self._choose(logits, rows, self.last_token, sampler=programs.sampler)
+        return tokens, self._logprobs(raw, tokens) if programs.logprobs else None
+
+
+def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:
+    """The rows with biases or penalties that are in their initiation."""
+    first = message.initiation & ((message.sampling["flags"] & ADJUSTED) > 0)
+    starts: list[RowStart] = []
+    ends = np.cumsum(message.input_length)
+    for i in np.flatnonzero(first):
+        tokens = message.token_ids[ends[i] - message.input_length[i] : ends[i]]
+        prompt, output = np.split(tokens, [message.n_prompt[i]])
+        seen = np.bincount(output, minlength=vocab_size).astype(np.int32)
+        seen[prompt] |= IN_PROMPT
+        bias = np.zeros(vocab_size, np.float32)
+        own = message.bias[message.bias["index"] == i]
+        bias[own["token_id"]] = own["value"]
+        starts.append(RowStart(int(message.row[i]), seen, bias))
+    return starts
+
+
+def packed_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """sampled.LOGPROBS as words [R, LOGPROB_WORDS]: logits [R, V] float32, tokens [R] int32."""
+    chosen, ids, top = logprobs(logits, tokens, MAX_TOP_LOGPROBS)
+    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    return jnp.concatenate([tokens[:, None], bits(chosen)[:, None], ids, bits(top)], axis=1)
+
+
+def _set_row(tables: Tables, row: jax.Array, seen: jax.Array, bias: jax.Array) -> Tables:
+    return Tables(tables.seen.at[row].set(seen, mode="drop"), tables.bias.at[row].set(bias, mode="drop"))
+
+
+def _adjust(
+    logits: jax.Array, rows: jax.Array, tables: Tables, last_token: jax.Array
+) -> tuple[jax.Array, Tables]:
+    """Count each row's token of the iteration before, then let biases and penalties act."""
+    batch = SamplerArrays(*rows)
+    last = last_token.at[batch.row].get(mode="clip")
+    seen = tables.seen.at[batch.row, last].add(batch.adjusted == 2, mode="drop")
+    has = (batch.adjusted > 0)[:, None]
+    adjusted = adjust(
+        logits,
+        jnp.where(has, seen.at[batch.row].get(mode="clip"), 0),
+        jnp.where(has, tables.bias.at[batch.row].get(mode="clip"), 0.0),
+        _real(batch.repetition),
+        _real(batch.frequency),
+        _real(batch.presence),
+    )
+    return adjusted, Tables(seen, tables.bias)
+
+
+def _choose(
+    logits: jax.Array, rows: jax.Array, last_token: jax.Array, *, sampler: Sampler
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of each row [R] int32, and last_token with them in their places."""
+    batch = SamplerArrays(*rows)
+    if sampler == "greedy":
+        tokens = greedy(logits)
+    else:
+        tokens = sample(
+            logits,
+            _real(batch.temperature),
+            batch.top_k,
+            _real(batch.top_p),
+            _real(batch.min_p),
+            batch.seed_low,
+            batch.seed_high,
+            batch.token_index,
+            cut=sampler == "full",
+        )
+    return tokens, last_token.at[batch.row].set(tokens, mode="drop")
+
+
+def _real(bits: Any) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)

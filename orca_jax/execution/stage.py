@@ -1,0 +1,163 @@
+"""The jitted programs of one stage: a forward pass for each bucket, and the scoring of a prompt's tokens.
+
+The choice of tokens is apart (sampling.py), so that a forward pass can go ahead while the choice still
+waits for the host. What one iteration needs from the host comes as a single int32 buffer.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from orca_jax.config import ModelConfig
+from orca_jax.execution.attention_backend import AttentionPath
+from orca_jax.execution.matmul_backend import Products
+from orca_jax.execution.programs import Program
+from orca_jax.execution.ptxas_version import ask_ptxas_once
+from orca_jax.execution.sampling import packed_logprobs
+from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.model.gpt import GPT, Parameters
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.specs import CACHE_SPEC
+
+SCORED = 128  # tokens of a prompt that are scored at a time
+
+_GPU_OPTIONS: dict[str, str | bool] = {
+    # Where weights and caches fill most of the memory XLA would compute products twice, to save temporaries
+    # that are small anyway.
+    "xla_disable_hlo_passes": "rematerialization",
+    # XLA would give the attention kernel slices of the buffer in place of copies (by default from jax 0.11),
+    # and a Mosaic kernel refuses, at run time, an array that does not begin at a multiple of 256 bytes.
+    "xla_gpu_enable_dynamic_slice_fusion": False,
+}
+# What XLA records into command buffers (CUDA graphs) unless told otherwise; an option replaces all of it.
+_RECORDED = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION"
+
+
+class Last(NamedTuple):
+    """What the last stage's forward pass gives."""
+
+    logits: jax.Array  # [R, V] float32
+    rows: jax.Array  # the buffer's SamplerArrays [n, R] int32
+    hidden: jax.Array  # [T, H]
+
+
+class Stage:
+    """The programs of one stage's layers on its devices.
+
+    `parameters` are those of `part.placement`, where that says, as arrays, or as jax.ShapeDtypeStruct with a
+    sharding to compile without them. The buffer of an iteration is that of its FlatLayout with `attention`'s
+    words behind it. With `command_buffer_collectives` a GPU's command buffers hold the forward pass's
+    collectives too.
+
+    `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
+    [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out` is the
+    hidden array [T, H], or Last from the last stage.
+
+    `score(weights, hidden, at, targets)` is the last stage's: LOGPROBS as words, [SCORED, LOGPROB_WORDS], of
+    the tokens `targets` behind the tokens `at` of the batch, both [SCORED] int32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        part: StagePart,
+        *,
+        attention: AttentionPath,
+        products: Products,
+        command_buffer_collectives: bool = False,
+    ) -> None:
+        self.part = part
+        graph, state = nnx.split(GPT(config, parameters, part.layers))
+        # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
+        self.weights, tree = jax.tree.flatten(state)
+        group = part.group
+
+        def one_part(
+            weights: list[jax.Array],
+            caches: list[LayerCache],
+            arrived: jax.Array,
+            buffer: jax.Array,
+            *,
+            layout: FlatLayout,
+        ) -> tuple[Any, list[LayerCache]]:
+            """What one device of the stage computes."""
+            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), group.shard()
+            batch = layout.split(buffer)
+            product = products.bind(batch.row_start[-1:])
+            if part.first:
+                last = arrived.at[batch.last_row].get(mode="clip")
+                token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
+                x = model.embed(token_ids, batch.positions, shard, product)
+            else:
+                x = arrived
+            attend = attention.bind(layout, batch, buffer[layout.size :])
+            x, caches = model.through(x, batch.slot_of_token, caches, attend, shard, product)
+            if part.last:
+                last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)
+                # As many rows as tokens is enough: each row has one at least.
+                return (model.logits(x, last_token_index, shard, product), x), caches
+            return x, caches
+
+        def score_part(
+            weights: list[jax.Array], hidden: jax.Array, at: jax.Array, targets: jax.Array
+        ) -> jax.Array:
+            model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+            return packed_logprobs(model.logits(hidden, at, group.shard(), products.bind(None)), targets)
+
+        def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
+            if len(group) == 1:
+                return compute
+            specs = [weight.sharding.spec for weight in self.weights]
+            # Not checked (check_vma): Pallas kernels and what is gathered do not say over which axes
+            # their results vary.
+            return jax.shard_map(
+                compute,
+                mesh=group.mesh,
+                in_specs=(specs, *in_specs),
+                out_specs=out_specs,
+                check_vma=False,
+            )
+
+        def forward(*arrays: Any, layout: FlatLayout) -> tuple[Any, list[LayerCache]]:
+            compute = on_each(partial(one_part, layout=layout), (CACHE_SPEC, P(), P()), (P(), CACHE_SPEC))
+            out, caches = compute(*arrays)
+            if part.last:
+                logits, hidden = out
+                return Last(logits, layout.split(arrays[-1]).sampler, hidden), caches
+            return out, caches
+
+        options = None
+        if group.devices[0].platform != "cpu":
+            ask_ptxas_once()
+            options = _gpu_options(command_buffer_collectives=command_buffer_collectives)
+        self.forward = Program(
+            jax.jit(
+                forward,
+                static_argnames="layout",
+                donate_argnums=1,  # the caches
+                compiler_options=options,
+            ),
+            key=lambda *arrays, layout: layout,
+        )
+        self.score = Program(
+            jax.jit(on_each(score_part, (P(), P(), P()), P())),
+            key=lambda weights, hidden, at, targets: hidden.shape[0],
+        )
+
+
+def _gpu_options(*, command_buffer_collectives: bool) -> dict[str, str | bool]:
+    """XLA's options for a forward program on GPUs."""
+    options = dict(_GPU_OPTIONS)
+    if command_buffer_collectives:
+        options["xla_gpu_enable_command_buffer"] = f"{_RECORDED},COLLECTIVES"
+        if jax.__version_info__ >= (0, 11):
+            # XLA's own kernels for small all-reduces are never recorded there; NCCL's are.
+            options["xla_gpu_experimental_use_collective_kernels"] = ""
+    return options

@@ -1,0 +1,237 @@
+"""A stage's devices as its controller sees them: what is to be run goes in, what has happened comes back.
+
+A thread of its own issues the work, because a device may hold its caller; another waits for the results.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.config import Attention, ModelConfig, OnCompile, ServingConfig
+from orca_jax.control.batch_sizes import BatchSizes, batch_sizes
+from orca_jax.control.bounded_queue import FrameQueue
+from orca_jax.control.message_wire import ControlWire
+from orca_jax.control.start_order import StartOrder
+from orca_jax.errors import BadFrame
+from orca_jax.execution.capacity import check_slots, stage_room
+from orca_jax.execution.compile_counter import CompileCounter
+from orca_jax.execution.programs import compile_all
+from orca_jax.execution.sampling import DeviceTokens
+from orca_jax.execution.worker import Worker
+from orca_jax.grammar.token_mask import n_words
+from orca_jax.iteration.message import ControlMessage
+from orca_jax.model.gpt import Parameters
+from orca_jax.sharding.link import ProcessLink
+from orca_jax.sharding.partition import StagePart
+from orca_jax.workers.controller import Controller
+from orca_jax.workers.mask_inbox import WordsBox
+
+News = Callable[[Controller], None]  # to be told on the controller's thread
+_THREAD = "stage device"
+_MAX_JOBS = 4096
+_CLOSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageModel:
+    """A stage with its weights on its devices; `n_devices` are those of all stages."""
+
+    config: ModelConfig
+    parameters: Parameters
+    part: StagePart
+    stage: int
+    n_devices: int
+    attention: Attention | None = None
+    on_compile: OnCompile = "warn"
+    command_buffer_collectives: bool = False
+
+
+class JaxStageDevice:
+    """A worker_controller.StageDevice.
+
+    `link` is None where there is no other stage. `post` takes news without waiting. `address_before` is
+    where the stage before offers its hidden states. `over` is looked at by the process.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        link: ProcessLink | None,
+        *,
+        post: Callable[[News], object],
+        address_before: Callable[[], str],
+    ) -> None:
+        self.over: str | None = None  # why the process must start again
+        self._model = model
+        self._link = link
+        self._post = post
+        self._address_before = address_before
+        self._wire: ControlWire | None = None  # that the programs are made for, or will be
+        self._words = WordsBox()
+        self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
+        self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
+        self._compiles = CompileCounter()
+        # For the thread alone:
+        self._worker: Worker | None = None
+        self._worker_wire: ControlWire | None = None
+        self._sizes: BatchSizes
+        self._epoch = 0
+        self._connected = False
+        self._results = FrameQueue[Callable[[], None]](_MAX_JOBS)  # of this epoch
+        self._thread.start()
+
+    def start(self, epoch: int, order: StartOrder) -> bool:
+        """StageDevice."""
+        if self._wire is not None and self._link is not None and not self._link.outlives_a_loss:
+            self.over = "a worker was lost, and over this link all of them start again then"
+        makes_programs = order.wire != self._wire
+        self._wire = order.wire
+        self._words.begin(epoch, order.worker_seconds)
+        self._put(partial(self._start, epoch, order.wire))
+        return makes_programs
+
+    def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
+        """StageDevice."""
+        self._words.put(epoch, iteration, words)
+
+    def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
+        """StageDevice."""
+        self._put(partial(self._run, epoch, iteration, message))
+
+    def close(self) -> None:
+        """End the threads; one that a device holds is left to the end of the process."""
+        self._jobs.end()
+        self._thread.join(_CLOSE_SECONDS)
+        self._compiles.close()
+
+    def _put(self, job: Callable[[], None]) -> None:
+        taken = self._jobs.put(job)
+        assert taken, "far more iterations came than an engine master may have in flight"
+
+    # On the thread.
+
+    def _work(self) -> None:
+        for job in self._jobs:
+            job()
+        self._results.end()
+
+    def _start(self, epoch: int, wire: ControlWire) -> None:
+        self._epoch, self._connected = epoch, False
+        self._results.end()  # what is still waited for belongs to an epoch before
+        self._results = FrameQueue(_MAX_JOBS)
+        threading.Thread(
+            target=_wait_for, args=(self._results,), name=f"results of epoch {epoch}", daemon=True
+        ).start()
+        try:
+            if self._worker is None or wire != self._worker_wire:
+                self._worker = None  # its caches go before the new ones come
+                self._worker = self._make_worker(wire)
+                self._worker_wire = wire
+            self._worker.renew()
+        except Exception as error:  # whatever it is, the engine master has to hear of it
+            self._fail(epoch, error)
+            return
+        self._post(lambda controller: controller.started(epoch))
+
+    def _make_worker(self, wire: ControlWire) -> Worker:
+        """A worker for these sizes, with every program compiled that it may need."""
+        model = self._model
+        self._compiles.watch(None, model.on_compile)
+        dtype = next(iter(model.parameters.values())).dtype
+        serving = ServingConfig(
+            max_batch_size=wire.max_rows,
+            n_slots=wire.n_blocks * wire.block_size,
+            max_batch_tokens=wire.max_tokens,
+            block_size=wire.block_size,
+            deterministic=wire.deterministic,
+            command_buffer_collectives=model.command_buffer_collectives,
+        )
+        assert wire.vocab_size == model.config.vocab_size, "the model's digest was compared"
+        room = stage_room(
+            model.config,
+            dtype,
+            model.part,
+            n_devices=model.n_devices,
+            block_size=serving.block_size,
+            attention=model.attention,
+        )
+        check_slots(model.config, room, serving, n_rows=wire.n_rows, n_devices=model.n_devices)
+        worker = Worker(
+            model.config,
+            model.parameters,
+            serving,
+            model.part,
+            n_rows=wire.n_rows,
+            attention=model.attention,
+            caches=False,  # what XLA tries out while it compiles has their room
+        )
+        self._sizes = batch_sizes(wire)
+        compile_all([*worker.programs(self._sizes)])
+        self._compiles.watch(_THREAD, model.on_compile)
+        return worker
+
+    def _run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
+        if epoch != self._epoch or self._worker is None:
+            return  # it was given up
+        worker, part = self._worker, self._model.part
+        try:
+            flat = self._sizes.lay_out(message)
+            arrived = worker.last_token
+            if not part.first:
+                assert self._link is not None
+                if not self._connected:  # the address came before the epoch's first message
+                    self._link.connect(self._address_before())
+                    self._connected = True
+                key = (epoch, iteration, self._model.stage - 1)
+                arrived = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
+            out = worker.forward(flat, arrived)
+            sent = 0
+            if part.last:
+                words = self._allowed(epoch, iteration, message) if flat.programs.allow else None
+                out = worker.choose(out, message, flat, words)
+            else:
+                assert self._link is not None
+                sent = self._link.offer((epoch, iteration, self._model.stage), out)
+        except Exception as error:
+            self._fail(epoch, error)
+            return
+        self._results.put(partial(self._finish, epoch, iteration, out, sent))
+
+    def _allowed(self, epoch: int, iteration: int, message: ControlMessage) -> npt.NDArray[np.int32]:
+        """What the constrained rows allow, once it has come."""
+        words = self._words.take(epoch, iteration)
+        shape = (np.count_nonzero(message.constrained), n_words(self._model.config.vocab_size))
+        if words.size != math.prod(shape):
+            raise BadFrame(f"{words.size} words came for iteration {iteration}, which needs {shape}")
+        return words.reshape(shape)
+
+    def _fail(self, epoch: int, error: Exception) -> None:
+        self._epoch = 0  # the rest of this epoch's iterations would rest on caches that are lost
+        why = f"{type(error).__name__}: {error}"
+        self._post(lambda controller: controller.failed(epoch, why))
+
+    # On the thread of an epoch's results.
+
+    def _finish(self, epoch: int, iteration: int, out: jax.Array | DeviceTokens, sent: int) -> None:
+        try:
+            sampled = None
+            if isinstance(out, DeviceTokens):
+                sampled = out.fetch()
+            else:
+                out.block_until_ready()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._post(lambda controller: controller.failed(epoch, why))
+            return
+        self._post(lambda controller: controller.done(epoch, iteration, sampled, link_bytes=sent))
+
+
+def _wait_for(results: FrameQueue[Callable[[], None]]) -> None:
+    for finish in results:
+        finish()

@@ -1,0 +1,169 @@
+"""A worker: one stage's parameters, K/V cache and programs. It issues work and never waits for it."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.control.batch_sizes import BatchSizes
+from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.matmul_backend import choose_products
+from orca_jax.execution.programs import Program, ToCompile
+from orca_jax.execution.sampling import DeviceTokens, TokenChooser
+from orca_jax.execution.stage import SCORED, Last, Stage
+from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout
+from orca_jax.iteration.message import ControlMessage
+from orca_jax.model.gpt import Parameters
+from orca_jax.model.kv_cache import LayerCache, cache_shape
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.specs import CACHE_SPEC
+
+
+class Worker:
+    """One stage of an engine: its part of the parameters and of every layer's cache, and its programs.
+
+    `n_rows` are the places of all admitted requests. Caches are made in the parameters' dtype. `attention` is
+    chosen by device and model unless given; raises ConfigError where that cannot run. The last stage samples.
+
+    Without `caches` it can compile its programs, and run them from `renew` on; it needs no weights before:
+    `parameters` may be jax.ShapeDtypeStructs that say where they would lie.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        serving: ServingConfig,
+        part: StagePart,
+        *,
+        n_rows: int,
+        attention: Attention | None = None,
+        caches: bool = True,
+    ) -> None:
+        group, self._dtype = part.group, next(iter(parameters.values())).dtype
+        self._n_rows = n_rows
+        self.attention = choose_attention(
+            group.devices[0],
+            config,
+            n_heads=config.n_heads // len(group),
+            block_size=serving.block_size,
+            dtype=self._dtype,
+            forced=attention,
+            deterministic=serving.deterministic,
+        )
+        products = choose_products(group.devices[0], self._dtype, deterministic=serving.deterministic)
+        self.said = products.beside(self.attention.said)
+        self.stage = Stage(
+            config,
+            parameters,
+            part,
+            attention=self.attention.path,
+            products=products,
+            command_buffer_collectives=serving.command_buffer_collectives,
+        )
+        self._place = group.place()
+        self._hidden_size = config.hidden_size
+        # Made on their devices and committed to them, as the programs give them back: else each program
+        # would compile twice.
+        shape = cache_shape(config, n_blocks=serving.n_blocks, block_size=serving.block_size)
+        cache_place = group.place(CACHE_SPEC)
+        self._cache_like: Any = jax.ShapeDtypeStruct(shape, self._dtype, sharding=cache_place)
+        empty = jax.jit(lambda: jnp.zeros(shape, self._dtype), out_shardings=cache_place)
+        self._empty = Program(empty, key=lambda: ())
+        self._caches: list[LayerCache] = []
+        self._chooser = TokenChooser(config.vocab_size, n_rows, self._place) if part.last else None
+        self._no_tokens = jax.device_put(np.zeros(n_rows, np.int32), self._place)
+        if caches:
+            self.renew()
+
+    def renew(self) -> None:
+        """Give the caches up, whatever state they are in, and make empty ones."""
+        self._caches = []
+        self._caches = [LayerCache(self._empty(), self._empty()) for _ in self.stage.part.layers]
+        if self._chooser is not None:
+            self._chooser.renew()
+
+    @property
+    def last_token(self) -> jax.Array:
+        """Each row's newest token, [n_rows] int32; of a stage that does not choose them, 0."""
+        return self._no_tokens if self._chooser is None else self._chooser.last_token
+
+    def forward(self, flat: FlatBatch, arrived: jax.Array) -> Any:
+        """Start this stage's forward pass: the hidden array [T, H], or `stage.Last` from the last stage.
+
+        `arrived` is `last_token` for the first stage, for the others the hidden array of the one before.
+        """
+        attention = self.attention.path.words(flat.layout, flat.arrays)
+        whole = np.concatenate((flat.buffer, attention)) if len(attention) else flat.buffer
+        buffer = jax.device_put(whole, self._place)
+        out, self._caches = self.stage.forward(
+            self.stage.weights, self._caches, arrived, buffer, layout=flat.layout
+        )
+        return out
+
+    def choose(
+        self, last: Last, message: ControlMessage, flat: FlatBatch, words: npt.NDArray[np.int32] | None
+    ) -> DeviceTokens:
+        """Start the choice of the next tokens, on the last stage.
+
+        `words` are those of the constrained rows, [their number, n_words]; None where there are none.
+        """
+        assert self._chooser is not None
+        prompts = self._score(last.hidden, message)
+        tokens, logprobs = self._chooser.choose(last.logits, last.rows, message, flat, words)
+        return DeviceTokens(tokens, logprobs, prompts)
+
+    def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
+        """What `forward` takes from the stage before for a bucket, [T, H], and where it lies."""
+        return jax.ShapeDtypeStruct((n_tokens, self._hidden_size), self._dtype, sharding=self._place)
+
+    def programs(self, sizes: BatchSizes) -> Iterator[ToCompile]:
+        """All that an iteration may ask for, those that take longest to compile first."""
+        stage, place = self.stage, self._place
+        caches = [LayerCache(self._cache_like, self._cache_like) for _ in stage.part.layers]
+        layouts = sorted(sizes.layouts, key=lambda layout: -layout.n_tokens)
+        for layout in layouts:
+            arrived = self.hidden_like(layout.n_tokens)
+            if stage.part.first:
+                arrived = jax.ShapeDtypeStruct((self._n_rows,), jnp.int32, sharding=place)
+            n_words = layout.size + self.attention.path.n_words(layout)
+            buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
+            forward = partial(stage.forward.compile, stage.weights, caches, arrived, buffer, layout=layout)
+            yield ToCompile(f"forward pass, {_tokens(layout)}", forward)
+        if self._chooser is not None:
+            at = jax.ShapeDtypeStruct((SCORED,), jnp.int32, sharding=place)
+            for layout in layouts:
+                hidden = self.hidden_like(layout.n_tokens)
+                score = partial(stage.score.compile, stage.weights, hidden, at, at)
+                yield ToCompile(f"a prompt's log-probabilities, {_tokens(layout)}", score)
+            yield from self._chooser.programs(sorted({layout.n_rows for layout in layouts}))
+        yield ToCompile("empty caches", self._empty.compile)
+
+    def _score(self, hidden: jax.Array, message: ControlMessage) -> dict[int, list[tuple[jax.Array, int]]]:
+        """The log-probabilities of prompts, where they are asked for: by place in the batch, in parts."""
+        scored: dict[int, list[tuple[jax.Array, int]]] = {}
+        ends = np.cumsum(message.input_length)
+        for i in np.flatnonzero(message.sampling["prompt_logprobs"] >= 0):
+            first = ends[i] - message.input_length[i]
+            at = np.arange(first, first + message.n_prompt[i] - 1, dtype=np.int32)
+            parts = scored[int(i)] = []
+            for begin in range(0, len(at), SCORED):
+                part = at[begin : begin + SCORED]
+                padded = np.zeros((2, SCORED), np.int32)
+                padded[:, : len(part)] = part, message.token_ids[part + 1]
+                parts.append((self._score_part(hidden, *padded), len(part)))
+        return scored
+
+    def _score_part(
+        self, hidden: jax.Array, at: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]
+    ) -> jax.Array:
+        return self.stage.score(self.stage.weights, hidden, *jax.device_put((at, targets), self._place))
+
+
+def _tokens(layout: FlatLayout) -> str:
+    return f"{layout.n_tokens} tokens" if layout.n_tokens > 1 else "1 token"

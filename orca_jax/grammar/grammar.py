@@ -1,0 +1,310 @@
+"""Structured output: which tokens may come next under a JSON schema, a regular expression, choices or Lark.
+
+llguidance does the work, here on the host: it follows the output's bytes through the grammar and says which
+of the vocabulary's tokens may follow. A compilation has a time, beside the sizes and limits of grammar_text;
+what keeps none of them is refused before anything runs, and what outgrows its limits later ends that output.
+"""
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from orca_jax.errors import OutputFailed, QueueFull
+from orca_jax.grammar.memory import MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
+from orca_jax.grammar.source import GrammarText, grammar_text, refuse, shortened
+from orca_jax.grammar.token_mask import Words, words_of
+from orca_jax.request.rust_panic import is_failure
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.tokenizer import Tokenizer
+
+COMPILE_SECONDS = 2.0  # all that a compilation may take, and before it the wait for a place
+COMPILE_PLACES = 2  # compilations at a time; one that is given up keeps its place until it ends by itself
+COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
+N_KEPT = 64  # grammars, compiled or refused; of the compiled ones as many as fit into MAX_BYTES
+N_TRIED = 8  # tokens of a trial output when a grammar is compiled: what fails at once is refused, not begun
+
+# Where the grammar leaves one text, llguidance would allow the one token that a tokenizer would take, out of
+# its context and by a call back into Python. We allow each token that fits.
+_EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
+
+_stack_size = threading.Lock()  # the size of a new thread's stack is one setting for all
+
+
+class GrammarCompiler:
+    """Makes a request's grammar, and keeps those it made last. Safe to use from many threads."""
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`vocab_size` is the model's, which may have ids that the tokenizer does not know.
+
+        Takes 0.2 s for 50,000 tokens, and holds the interpreter meanwhile.
+        """
+        self._vocabulary = _Vocabulary.of(tokenizer, vocab_size, frozenset(eos_token_ids))
+        self._places = threading.BoundedSemaphore(COMPILE_PLACES)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[GrammarText, Grammar | str] = OrderedDict()  # or why it was refused
+        self._live = LiveGrammars()
+
+    def compile(self, sampling: SamplingParams) -> "Grammar | None":
+        """The grammar that `sampling` asks for; None where it asks for none.
+
+        Raises InvalidSamplingParameter, which names the field, for what is no grammar, allows no output or
+        is too large; QueueFull where too many are being compiled, or those that requests follow leave no
+        memory for one more. Returns within 2 `COMPILE_SECONDS`; the
+        interpreter runs on meanwhile, but for some milliseconds.
+        """
+        source = grammar_text(sampling)
+        if source is None:
+            return None
+        with self._lock:
+            known = self._kept.get(source)
+            if known is not None:
+                self._kept.move_to_end(source)
+        if known is None or (isinstance(known, Grammar) and known.worn):
+            self._make_room()
+            known = self._compile_apart(source)
+        if isinstance(known, str):
+            refuse(source.field, known)
+        return known
+
+    def _make_room(self) -> None:
+        """Let go of the oldest that are kept, until the others leave room."""
+        while self._live.n_bytes() >= MAX_BYTES:
+            with self._lock:
+                oldest = next(
+                    (each for each, known in self._kept.items() if isinstance(known, Grammar)), None
+                )
+                if oldest is not None:
+                    del self._kept[oldest]
+            if oldest is None:
+                n = MAX_BYTES >> 20
+                raise QueueFull(
+                    f"the grammars of running requests take {n} MiB, as much as may; try again later"
+                )
+
+    def _compile_apart(self, source: GrammarText) -> "Grammar | str":
+        """In a thread with a stack that no text of the size allowed can fill, and given up after a time."""
+        if not self._places.acquire(timeout=COMPILE_SECONDS):
+            raise QueueFull(f"{COMPILE_PLACES} other grammars are being compiled; try again later")
+        too_long = f"to compile it takes more than {COMPILE_SECONDS:g} s"
+        made: list[Grammar | str] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                made.append(self._compile(source))
+            except BaseException as error:  # llguidance is not Python: its panics are no Exception
+                made.append(shortened(str(error)))
+            # One that had to wait for a processor may be used after all, the next time it is asked for.
+            self._keep(source, made[0] if time.thread_time() <= COMPILE_SECONDS else too_long)
+            self._places.release()
+            done.set()
+
+        try:
+            with _stack_size:
+                before = threading.stack_size(COMPILE_STACK_BYTES)
+                try:
+                    threading.Thread(target=run, name="grammar", daemon=True).start()
+                finally:
+                    threading.stack_size(before)
+        except BaseException:  # no thread could be started
+            self._places.release()
+            raise
+        if done.wait(COMPILE_SECONDS):
+            return made[0]
+        self._keep(source, too_long, unless_known=True)
+        return too_long
+
+    def _keep(self, source: GrammarText, known: "Grammar | str", *, unless_known: bool = False) -> None:
+        with self._lock:
+            if not (unless_known and source in self._kept):
+                self._kept[source] = known
+            self._kept.move_to_end(source)
+            while len(self._kept) > N_KEPT:
+                self._kept.popitem(last=False)
+
+    def _compile(self, source: GrammarText) -> "Grammar | str":
+        # Named as Lark: a text that begins with a brace would be read as llguidance's own JSON.
+        grammars = json.dumps({"grammars": [{"lark_grammar": source.lark + _EVERY_TOKEN}]})
+        growth = HeapGrowth()
+        matcher = LLMatcher(self._vocabulary.tokenizer, grammars, log_level=0, limits=source.limits)
+        if matcher.is_error():
+            return shortened(matcher.get_error())
+        grammar = Grammar(matcher, self._vocabulary)
+        why_not = grammar.why_not()
+        if why_not is not None:
+            return why_not
+        grammar.n_bytes_compiled = growth.n_bytes()
+        self._live.add(grammar)
+        return grammar
+
+
+class Grammar:
+    """Compiled, shared by many requests."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
+        self.worn = False  # a limit was hit, on what its requests share: it is to be compiled anew
+        self.n_bytes_compiled = 0
+        self.n_masks = 0  # all of its requests'
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+
+    @property
+    def n_bytes(self) -> int:
+        """What it holds, about."""
+        return self.n_bytes_compiled + grown_by(self.n_masks)
+
+    def start(self) -> "GrammarState":
+        """For a request that begins, or begins again; takes some microseconds. Raises OutputFailed."""
+        try:
+            matcher = self._matcher.deep_copy()
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            self.worn = True
+            raise OutputFailed(f"its grammar cannot be followed: {shortened(str(error))}") from error
+        return GrammarState(self, matcher, self._vocabulary)
+
+    def why_not(self) -> str | None:
+        """Why no output can begin so, found by beginning one."""
+        state, into = self.start(), np.empty_like(self._vocabulary.text)
+        for _ in range(N_TRIED):
+            state.allowed(into)
+            of_text = into & self._vocabulary.text
+            if state.failure is not None or not of_text.any():
+                break
+            word = int(np.flatnonzero(of_text)[0])
+            bits = int(of_text[word])
+            if state.accept(32 * word + (bits & -bits).bit_length() - 1):
+                break
+        return state.failure
+
+
+class GrammarState:
+    """How far one request's output has come. Used on one thread at a time.
+
+    `failure` says why it cannot go on, as where llguidance hit a limit, or panicked; None while it can. No
+    call raises: it would end the thread, and with it every other request.
+    """
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
+        self.failure: str | None = None
+        self._grammar = grammar
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._words = np.empty(vocabulary.n_words, np.int32)  # as llguidance writes them
+        self._address = self._words.ctypes.data  # kept: to ask for it costs more than the mask
+        self._allowed = self._words[: len(vocabulary.text)]  # those of the model's tokens
+        self._is_known = False
+        self._is_more = True  # text may follow
+
+    def allowed(self, into: Words) -> None:
+        """Fill `into`, [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 where token t may come next.
+
+        An end-of-sequence token may where the grammar can end. At least one token may: after a failure all.
+        The interpreter runs on meanwhile.
+        """
+        if self.failure is None and not self._is_known:
+            try:
+                self._look_ahead()
+            except BaseException as error:
+                self._broke(error)
+            if not self._is_more and not self._vocabulary.eos_token_ids and self.failure is None:
+                self._fail("only the end can come next, and the model has no end-of-sequence token")
+        into[:] = self._allowed if self.failure is None else self._vocabulary.text
+
+    def accept(self, token_id: int) -> bool:
+        """Take the next token; True when the output is complete, or cannot go on (then `failure` is set)."""
+        if self.failure is not None or token_id in self._vocabulary.eos_token_ids:
+            return True
+        try:
+            return self._accept(token_id)
+        except BaseException as error:
+            self._broke(error)
+            return True
+
+    def _accept(self, token_id: int) -> bool:
+        self._is_known = False
+        if not self._vocabulary.is_text(token_id):
+            self._fail(f"token {token_id} is no text")
+        elif not self._matcher.consume_token(token_id) or self._matcher.is_error():
+            self._fail(f"it cannot go on after token {token_id}")
+        if self.failure is not None or self._matcher.is_stopped():
+            return True
+        if not self._matcher.is_accepting():
+            return False
+        self._look_ahead()  # it could end here: it must, where nothing can follow
+        return self.failure is not None or not self._is_more
+
+    def _look_ahead(self) -> None:
+        vocabulary = self._vocabulary
+        self._grammar.n_masks += 1
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._words.nbytes)
+        may_end = int(self._words[vocabulary.end // 32]) >> (vocabulary.end % 32) & 1
+        np.bitwise_and(self._allowed, vocabulary.text, out=self._allowed)
+        self._is_more = bool(self._allowed.any())
+        if not self._is_more and (self._matcher.is_error() or not may_end):
+            self._fail("no token of this model can come next")
+        elif may_end:
+            np.bitwise_or(self._allowed, vocabulary.eos, out=self._allowed)
+        self._is_known = True
+
+    def _fail(self, reason: str) -> None:
+        said = shortened(self._matcher.get_error())
+        self.failure = f"{reason}: {said}" if said else reason
+        self._grammar.worn = True
+
+    def _broke(self, error: BaseException) -> None:
+        """A panic, after which the matcher is asked nothing more."""
+        if not is_failure(error):
+            raise error
+        self.failure = f"llguidance failed: {shortened(str(error))}"
+        self._grammar.worn = True
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The model's tokens. A grammar's end is a token behind them, so that no model must have one."""
+
+    tokenizer: LLTokenizer
+    eos_token_ids: frozenset[int]
+    end: int  # the grammar's end, as llguidance knows it
+    n_words: int  # of llguidance's masks, which have a bit for it
+    text: Words  # [ceil(vocab_size / 32)], bits of the tokens that stand for bytes
+    eos: Words  # [ceil(vocab_size / 32)], bits of the end-of-sequence tokens
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> "_Vocabulary":
+        eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
+        tokens = [b"" if i in eos_token_ids else tokenizer.token_bytes(i) for i in range(vocab_size)]
+        return cls(
+            tokenizer=LLTokenizer(TokenizerWrapper(_Tokens(tokens))),
+            eos_token_ids=eos_token_ids,
+            end=vocab_size,
+            n_words=vocab_size // 32 + 1,
+            text=words_of((i for i, token in enumerate(tokens) if token), vocab_size),
+            eos=words_of(eos_token_ids, vocab_size),
+        )
+
+    def is_text(self, token_id: int) -> bool:
+        return 0 <= token_id < self.end and bool(int(self.text[token_id // 32]) >> (token_id % 32) & 1)
+
+
+class _Tokens:
+    """What llguidance wants to know of a tokenizer. A token without bytes is never allowed."""
+
+    bos_token_id = None
+    special_token_ids = ()
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.tokens = [*tokens, b""]
+        self.eos_token_id = len(tokens)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens it would force; we have it force none."""
+        return []

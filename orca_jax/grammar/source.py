@@ -1,0 +1,216 @@
+"""A grammar as text: from a request's fields to llguidance's Lark, and what such a text may hold.
+
+Grammars come from strangers and can be made to cost any time. What is too large is refused here, before
+llguidance sees it, and with the limits that llguidance itself is to keep.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, NoReturn
+
+from llguidance import LLParserLimits, regex_to_lark
+
+from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.request.rust_panic import is_failure
+from orca_jax.request.sampling_params import SamplingParams
+
+# What a text may hold. llguidance's own limits count nodes, and the cost of a node grows with the text: these
+# hold the worst we know to 2 s and 130 MB, where it was minutes (`a?` 30,000 times: 21 s and 3.4 GB).
+MAX_REGEX = 4096  # characters of guided_regex, and of all the patterns in a schema
+MAX_LARK = 8192  # characters
+MAX_CHOICES = 1 << 16  # characters of all of them
+MAX_OPERATORS = 32  # `&` and `~` in Lark: 60 take milliseconds, 280 never end
+MAX_PATTERN_PROPERTIES = 32  # in a schema; each is compared with each
+MAX_MULTIPLE_OF = 20_000  # the sum of a schema's, without their decimal points; each makes that many states
+
+
+def _limits(*, row: int, step: int, size: int) -> LLParserLimits:
+    """llguidance's own: items in a row of its parser, items for one mask, symbols of the grammar."""
+    return LLParserLimits(
+        max_items_in_row=row,
+        step_max_items=step,
+        max_grammar_size=size,
+        initial_lexer_fuel=200_000,  # nodes of all regular expressions; 0.1 s, Unicode's 1.5 s
+        step_lexer_fuel=50_000,  # nodes for one mask: some 10 ms
+        max_lexer_states=50_000,  # 25 to 100 MB; all requests of one grammar share them
+        precompute_large_lexemes=True,  # what is too large is found when it is compiled
+        verbose_errors=False,  # or messages would show the grammar's state
+    )
+
+
+# Lark may be ambiguous, where the cost goes with the square of a row's items; grammars of whole languages (a
+# Python, an SQL) need a fifth of this. A schema has no such rows, but 4 items in one for each property that
+# may be left out, and 400 of these need 40,000 items for one mask.
+_LARK_LIMITS = _limits(row=300, step=10_000, size=20_000)
+_JSON_LIMITS = _limits(row=2_000, step=50_000, size=20_000)
+
+# One space at most wherever JSON has white space, none around the whole: the two usual ways to write JSON on
+# one line, and no output that runs on in blanks. The rest is llguidance's way to say: nothing is left out.
+_JSON_FORM = {"whitespace_pattern": " ?", "coerce_one_of": False, "lenient": False}
+
+# The options behind a rule's name, up to the one that is looked for.
+_OPTIONS = r'\[(?:"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|[^]"/\n])*?'
+_NOT_IN_LARK = {
+    "the option temperature (give it to the request)": rf"^[ \t]*[?!]*[\w-]+{_OPTIONS}\btemperature\s*=",
+    "the option stop (write suffix)": rf"^[ \t]*[?!]*[\w-]+{_OPTIONS}\bstop\s*=",
+    "a rule with a parameter": r"^[ \t]*[?!]*[\w-]+::",
+    "patternProperties (give the schema as guided_json)": '"patternProperties"',
+    "multipleOf (give the schema as guided_json)": '"multipleOf"',
+}
+
+
+# Comments, strings and regular expressions. One that does not end goes to the end of its line, and llguidance
+# refuses it: so no character is looked at twice.
+_TEXTS_OF_LARK = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?')
+
+
+@dataclass(frozen=True)
+class GrammarText:
+    """A grammar in llguidance's Lark, whatever it came as."""
+
+    field: str
+    lark: str
+
+    @property
+    def limits(self) -> LLParserLimits:
+        """What llguidance may spend on it."""
+        return _JSON_LIMITS if self.field.startswith("guided_json") else _LARK_LIMITS
+
+
+def grammar_text(sampling: SamplingParams) -> GrammarText | None:
+    """None where no grammar is asked for; raises InvalidSamplingParameter, which names the field."""
+    return None if sampling.grammar is None else _TEXTS[sampling.grammar](sampling)
+
+
+def _regex(sampling: SamplingParams) -> GrammarText:
+    regex = _text("guided_regex", sampling.guided_regex or "", MAX_REGEX)
+    try:
+        lark = regex_to_lark(regex, "d")  # `\d` is 0 to 9, not the digits of every script
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        refuse("guided_regex", shortened(str(error)))
+    return GrammarText("guided_regex", f"start: /{lark}/")
+
+
+def _choice(sampling: SamplingParams) -> GrammarText:
+    choices = sampling.guided_choice or ()
+    _text("guided_choice", "".join(choices), MAX_CHOICES)
+    # A terminal is one automaton; alternatives of a rule would be followed side by side.
+    return GrammarText("guided_choice", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
+
+
+def _lark(sampling: SamplingParams) -> GrammarText:
+    field = "guided_grammar"
+    lark = _text(field, sampling.guided_grammar or "", MAX_LARK)
+    for operator in "&~":
+        if lark.count(operator) > MAX_OPERATORS:
+            refuse(field, f"it has {lark.count(operator)} `{operator}`; {MAX_OPERATORS} are allowed")
+    for what, pattern in _NOT_IN_LARK.items():
+        if re.search(pattern, lark, re.MULTILINE):
+            refuse(field, f"it has {what}, which is not supported")
+    if "<[" in _TEXTS_OF_LARK.sub("", lark):
+        refuse(field, "it has a token by its id, which is not supported")
+    return GrammarText(field, lark)
+
+
+def _json(sampling: SamplingParams) -> GrammarText:
+    field = "guided_json"
+    parsed: Any = json.loads(str(sampling.guided_json))
+    schema: dict[str, Any] = {} if parsed is True else parsed
+    if "x-guidance" in schema:
+        refuse(field, "it has x-guidance, which is not supported")
+    n_patterns, n_pattern_properties, multiple_of = 0, 0, 0
+    for key, value in _entries(schema):
+        if key == "pattern" and isinstance(value, str):
+            n_patterns += len(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            n_pattern_properties += len(value)  # pyright: ignore[reportUnknownArgumentType]
+            n_patterns += sum(map(len, value))  # pyright: ignore[reportUnknownArgumentType]
+        elif key == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
+            multiple_of += _without_point(value)
+    for what, n, most in (
+        ("characters of patterns", n_patterns, MAX_REGEX),
+        ("patternProperties", n_pattern_properties, MAX_PATTERN_PROPERTIES),
+        ("or more as the sum of multipleOf, without decimal points", multiple_of, MAX_MULTIPLE_OF),
+    ):
+        if n > most:
+            refuse(field, f"it has {n} {what}; {most} are allowed")
+    return _json_source(field, schema)
+
+
+def _json_object(_: SamplingParams) -> GrammarText:
+    return _json_source("guided_json_object", {"type": "object"})
+
+
+_TEXTS: dict[str, Callable[[SamplingParams], GrammarText]] = {
+    "guided_json": _json,
+    "guided_json_object": _json_object,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _lark,
+}
+
+
+def _json_source(field: str, schema: dict[str, Any]) -> GrammarText:
+    text = json.dumps({**schema, "x-guidance": _JSON_FORM})
+    return GrammarText(field, f"start: %json {text}")
+
+
+def _entries(schema: object) -> Iterator[tuple[str, Any]]:
+    """Every key with its value, at any depth; without recursion, which a deep schema would exhaust."""
+    todo: list[Any] = [schema]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            yield from value.items()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            todo.extend(value.values())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        elif isinstance(value, list):
+            todo.extend(value)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _without_point(number: float) -> int:
+    """1.25 as 125, 300 as 300; one more than is allowed for all that are too large."""
+    value = abs(Decimal(repr(number)))
+    if not value.is_finite():
+        return 0  # for llguidance to refuse
+    places = max(0, -int(value.normalize().as_tuple().exponent))
+    return int(min(value.scaleb(places), Decimal(MAX_MULTIPLE_OF + 1)))
+
+
+def _text(field: str, text: str, most: int) -> str:
+    if len(text) > most:
+        refuse(field, f"it has {len(text)} characters; {most} are allowed")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        refuse(field, f"it is not valid Unicode: a lone surrogate at character {error.start}")
+    return text
+
+
+def shortened(said: str) -> str:
+    """llguidance's message on one line, without the excerpts of the grammar."""
+    said = said.split("<backtrace>")[0].split("\n<non-verbose/>")[0]
+    lines = [line.strip() for line in said.splitlines() if not re.match(r"\s*(\d+ \||\^)", line)]
+    reason = next((line for line in lines if line.startswith("error: ")), None)  # of a regular expression
+    said = f"in a regular expression: {reason[7:]}" if reason else " ".join(filter(None, lines))
+    said = re.sub(r"^(at )?1\(\d+\): (failed to compile JSON schema: )?", "", said)
+    said = next((ours for theirs, ours in _IN_OUR_WORDS.items() if said.startswith(theirs)), said)
+    return said if len(said) <= 240 else f"{said[:110]} ... {said[-120:]}"
+
+
+_IN_OUR_WORDS = {  # what llguidance says by how it begins, where it speaks of what only its caller can do
+    "lexer precomputation failed": "its regular expressions are too large",
+    "oneOf constraints are not supported": "oneOf is for schemas that exclude each other; write anyOf",
+    "NoExtensionBias": "",
+    "panic: removal index": "special tokens (such as <|endoftext|>) cannot be part of it",
+}
+
+
+def refuse(field: str, reason: str) -> NoReturn:
+    """Raise InvalidSamplingParameter."""
+    message = f"{field} cannot be followed: {reason}; mend it, or give a smaller one"
+    raise InvalidSamplingParameter(message, param=field)

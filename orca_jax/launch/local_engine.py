@@ -1,0 +1,105 @@
+# pyright: standard
+"""Composition: an engine of given weights, whose workers are all in this process."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.control.batch_sizes import batch_sizes
+from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.execution.capacity import check_slots, stage_room
+from orca_jax.execution.local_workers import LocalWorkers, all_programs
+from orca_jax.execution.programs import OnProgram, compile_all
+from orca_jax.execution.worker import Worker
+from orca_jax.model.gpt import Parameters
+from orca_jax.planning.sizes import Sizes, control_wire, kv_manager, n_rows, serving_config
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.sharding.partition import StagePart
+
+
+def chosen_sizes(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    parts: Sequence[StagePart],
+    said: Sizes,
+    *,
+    n_devices: int,
+    attention: Attention | None = None,
+) -> ServingConfig:
+    """The sizes of an engine of these stages: what was said of them, and for the rest what fits.
+
+    The arguments are those of `stage_room`. Raises ConfigError for what does not fit.
+    """
+    rooms = [
+        stage_room(
+            config,
+            dtype,
+            part,
+            n_devices=n_devices,
+            block_size=said.block_size,
+            attention=attention,
+            memory_fraction=said.memory_fraction,
+        )
+        for part in parts
+    ]
+    on_cpu = parts[0].group.devices[0].platform == "cpu"
+    serving = serving_config(config, said, rooms, coarse_buckets=not on_cpu)
+    rows = n_rows(serving.max_batch_size, n_workers=len(parts))
+    for room in rooms:
+        check_slots(config, room, serving, n_rows=rows, n_devices=n_devices)
+    return serving
+
+
+class LocalEngine(NamedTuple):
+    """An engine, the K/V manager of its caches, a line that says which attention it runs, and its workers."""
+
+    engine: EngineMaster
+    kv: KVManager
+    attention: str
+    workers: LocalWorkers
+
+
+def build_engine(
+    model: ModelConfig,
+    parameters: Sequence[Parameters],
+    serving: ServingConfig,
+    parts: Sequence[StagePart],
+    *,
+    buckets: Sequence[int] | None = None,
+    attention: Attention | None = None,
+    workers: Sequence[Worker] | None = None,
+    compile_ahead: bool = False,
+    on_program: OnProgram | None = None,
+) -> LocalEngine:
+    """An engine of a worker for each of `parts`, with that stage's `parameters`. Raises ConfigError.
+
+    `buckets` are those of `serving` unless given, ascending; `attention` is the
+    Workers'. `workers` of the same model, parts and sizes that no engine uses any more may be handed in: they
+    keep their compiled programs, and their own attention. With `compile_ahead` every program is compiled
+    before this returns, and `on_program` told; without, each when it is first needed.
+    """
+    n_workers = len(parts)
+    kv = kv_manager(model, serving, n_workers=n_workers)
+    if workers is None:
+        workers = [
+            Worker(
+                model,
+                own,
+                serving,
+                part,
+                n_rows=kv.n_rows,
+                attention=attention,
+                caches=not compile_ahead,  # what XLA tries out while it compiles has their room
+            )
+            for part, own in zip(parts, parameters, strict=True)
+        ]
+    sizes = batch_sizes(control_wire(model, serving, kv), None if buckets is None else tuple(buckets))
+    if compile_ahead:
+        compile_all(all_programs(workers, sizes), on_program)
+        for worker in workers:
+            worker.renew()
+    local = LocalWorkers(workers, sizes)
+    engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
+    return LocalEngine(engine, kv, workers[0].said, local)

@@ -1,0 +1,150 @@
+# pyright: standard
+"""Composition: every program of a model's stages, compiled without its weights and kept on disk."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.aot.compiled_stage import placed_parameters
+from orca_jax.aot.memory_plan import alike_stages
+from orca_jax.checkpoint.load import find_config
+from orca_jax.config import COMPILE_CACHE, Attention, Dtype
+from orca_jax.control.batch_sizes import batch_sizes
+from orca_jax.execution.compile_cache import keep_compiled_programs
+from orca_jax.execution.compile_counter import CompileCounter
+from orca_jax.execution.local_workers import programs_by_stage
+from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
+from orca_jax.execution.worker import Worker
+from orca_jax.launch.local_engine import chosen_sizes
+from orca_jax.planning.sizes import Sizes, control_wire, kv_manager
+from orca_jax.sharding.device_group import default_dtype, device_name
+from orca_jax.sharding.partition import StagePart, one_stage, split_model
+from orca_jax.sharding.random_parameters import padded_vocabulary
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledModel:
+    """What was compiled: programs, those of them that were on disk before, for how many slots, and where."""
+
+    programs: int
+    from_disk: int
+    n_slots: int
+    device: str
+    folder: Path
+
+
+def compile_model(
+    model: str | Path | None = None,
+    *,
+    max_batch_size: int = 32,
+    n_slots: int | None = None,
+    max_batch_tokens: int | None = None,
+    block_size: int = 16,
+    deterministic: bool = False,
+    command_buffer_collectives: bool = False,
+    memory_fraction: float | None = None,
+    dtype: Dtype | None = None,
+    attention: Attention | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    worker_processes: bool = False,
+    compile_cache: str | Path = COMPILE_CACHE,
+    on_program: Callable[[int, int, str], object] | None = None,
+) -> CompiledModel:
+    """Compile what an `orca_jax.LLM` of the same arguments runs, on the first devices that JAX has.
+
+    A preset's name needs no `load_format` here. With `worker_processes` each stage is compiled for the first
+    devices, as its own process will see them. Raises ConfigError or a CheckpointError.
+    """
+    said = Sizes(
+        max_batch_size=max_batch_size,
+        n_slots=n_slots,
+        max_batch_tokens=max_batch_tokens,
+        block_size=block_size,
+        deterministic=deterministic,
+        command_buffer_collectives=command_buffer_collectives,
+        memory_fraction=memory_fraction,
+    )
+    found = find_config(model)
+    folder = keep_compiled_programs(compile_cache)
+    assert folder is not None
+    devices, n_devices = jax.devices(), pipeline_parallel * tensor_parallel
+    element = jnp.dtype(dtype or default_dtype(devices[0]))
+    if worker_processes:
+        stages = range(pipeline_parallel)
+        parts = tuple(
+            one_stage(
+                found,
+                devices,
+                stage,
+                pipeline_parallel=pipeline_parallel,
+                tensor_parallel=tensor_parallel,
+            )
+            for stage in stages
+        )
+    else:
+        parts = split_model(
+            found, devices, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
+        )
+    config = padded_vocabulary(found, parts[0])
+    serving = chosen_sizes(config, element, parts, said, n_devices=n_devices, attention=attention)
+    kv = kv_manager(config, serving, n_workers=len(parts))
+    workers = [
+        Worker(
+            config,
+            placed_parameters(config, part, element),
+            serving,
+            part,
+            n_rows=kv.n_rows,
+            attention=attention,
+            caches=False,
+        )
+        for part in parts
+    ]
+    programs = programs_by_stage(workers, batch_sizes(control_wire(config, serving, kv)))
+    with closing(CompileCounter()) as counter:
+        if worker_processes:
+            _compile_apart(parts, programs, compile_cache, on_program)
+        else:
+            compile_all([one for stage in programs for one in stage], on_program)
+        counts = counter.counts()
+    return CompiledModel(
+        programs=sum(map(len, programs)),
+        from_disk=counts.from_disk,
+        n_slots=serving.n_slots,
+        device=device_name(devices[0]),
+        folder=folder,
+    )
+
+
+def _compile_apart(
+    parts: Sequence[StagePart],
+    programs: Sequence[Sequence[ToCompile]],
+    compile_cache: str | Path,
+    on_program: OnProgram | None,
+) -> None:
+    """Compile each stage's programs into the folder of its process.
+
+    A stage that is like one before it gets what that one has, and finds its own programs there.
+    """
+    folders: list[Path] = []
+    done, total = 0, sum(map(len, programs))
+    for i, like in alike_stages(tuple(parts)):
+        folder = keep_compiled_programs(compile_cache, stage=(i, len(parts)))
+        assert folder is not None
+        folders.append(folder)
+        if like < i:
+            shutil.copytree(folders[like], folder, dirs_exist_ok=True)
+        compile_all(programs[i], on_program and partial(_told, on_program, done, total))
+        done += len(programs[i])
+    keep_compiled_programs(compile_cache)  # what this process compiles besides
+
+
+def _told(on_program: OnProgram, before: int, total: int, done: int, _: int, name: str) -> None:
+    on_program(before + done, total, name)

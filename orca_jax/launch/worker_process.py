@@ -1,0 +1,293 @@
+# pyright: standard
+"""A worker's process: one stage behind a control port (ORCA 4.1, Figure 7).
+
+    python -m orca_jax.launch.worker_process '{"stage": 0, "n_stages": 2, "listen": "unix:/run/orca/1"}'
+
+runs one with the WorkerOptions that the JSON says; `orca worker` is the same for people. It ends with status
+0 when it is asked to (SIGTERM, Ctrl-C), 2 after a mistake in its options, and 1 when its device hangs.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.checkpoint.load import find_model, load_parameters
+from orca_jax.config import ServingConfig, WorkerOptions
+from orca_jax.control.bounded_queue import FrameQueue
+from orca_jax.control.handshake import PREVIOUS, JoinTerms, WorkerAbout, model_digest
+from orca_jax.control.line import ControlLine, LineLimits
+from orca_jax.control.port import ControlPort
+from orca_jax.errors import ConfigError, OrcaError
+from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.capacity import stage_room
+from orca_jax.execution.compile_cache import keep_compiled_programs
+from orca_jax.execution.host_allocator import keep_large_buffers
+from orca_jax.execution.matmul_backend import choose_products
+from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
+from orca_jax.planning.stage_layers import stage_layers
+from orca_jax.sharding.collective_link import CollectiveLink, join_job
+from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
+from orca_jax.sharding.link import ProcessLink
+from orca_jax.sharding.partition import one_stage
+from orca_jax.sharding.transfer_link import TransferLink
+from orca_jax.workers.controller import Controller
+
+OnLoad = Callable[[int, int], None]
+
+_LOOK_SECONDS = 0.1
+_INBOX = 8192  # frames and news
+_LAST_WORDS_SECONDS = 0.2
+_HUNG = 1
+
+
+class WorkerProcess:
+    """One stage of a pipeline, from its options to its end.
+
+    Its port is taken before its weights are read, but it takes callers only behind that. `on_load(done,
+    total)` is told the progress in bytes. Raises ConfigError or a CheckpointError.
+    """
+
+    def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
+        stage, n_stages = options.stage, options.n_stages
+        found = find_model(options.model, options.load_format)
+        if options.coordinator is not None:
+            join_job(options.coordinator, stage=stage, n_stages=n_stages)
+        devices = jax.local_devices()
+        if devices[0].platform == "cpu":
+            keep_large_buffers()
+        dtype = jnp.dtype(options.dtype or default_dtype(devices[0]))
+        part = one_stage(
+            found.config,
+            devices,
+            stage,
+            pipeline_parallel=n_stages,
+            tensor_parallel=options.tensor_parallel,
+        )
+        self._options = options
+        self._stopping = threading.Event()
+        self._inbox = FrameQueue[bytes | News](
+            _INBOX, weigh=lambda item: len(item) if isinstance(item, bytes) else 0
+        )
+        self._line: ControlLine | None = None  # to the next stage
+        self._next_address = ""
+        layers = stage_layers(found.config.n_layers, n_stages)
+        terms = JoinTerms(
+            model=found.name,
+            digest=model_digest(found.config),
+            dtype=dtype.name,
+            stage=stage,
+            n_stages=n_stages,
+            first_layer=part.layers.start,
+            n_layers=len(part.layers),
+        )
+        self._next_terms = None
+        if not part.last:
+            behind = layers[stage + 1]
+            self._next_terms = replace(terms, stage=stage + 1, first_layer=behind.start, n_layers=len(behind))
+        self._port = ControlPort(options.listen, terms=terms, secret=options.secret, deliver=self._inbox.put)
+        self.address = self._port.address
+        try:
+            self._link = _link(options, part.group)
+            n_devices = n_stages * options.tensor_parallel
+            config, (parameters,) = load_parameters(
+                found,
+                [part],
+                load_format=options.load_format,
+                dtype=dtype,
+                seed=options.seed,
+                n_devices=n_devices,
+                on_load=on_load,
+            )
+            chosen = choose_attention(
+                devices[0],
+                config,
+                n_heads=config.n_heads // len(part.group),
+                block_size=ServingConfig().block_size,
+                dtype=np.dtype(dtype),
+                forced=options.attention,
+            )
+            room = stage_room(
+                config,
+                dtype,
+                part,
+                n_devices=n_devices,
+                attention=options.attention,
+                memory_fraction=options.memory_fraction,
+            )
+            self.about = WorkerAbout(
+                dtype=dtype.name,
+                room=room.free,
+                modest=room.modest,
+                n_devices=room.n_devices,
+                device=device_name(devices[0]),
+                attention=choose_products(devices[0], dtype).beside(chosen.said),
+                path=chosen.kind,
+            )
+        except BaseException:
+            self._port.close()
+            raise
+        self._device = JaxStageDevice(
+            StageModel(
+                config=config,
+                parameters=parameters,
+                part=part,
+                stage=stage,
+                n_devices=n_devices,
+                attention=options.attention,
+                on_compile=options.on_compile,
+                command_buffer_collectives=options.command_buffer_collectives,
+            ),
+            self._link,
+            post=self._inbox.put,
+            address_before=self._port.data_address_of_previous,
+        )
+        self._controller = Controller(
+            stage,
+            n_stages,
+            lines=self,
+            device=self._device,
+            clock=time.monotonic,
+            forward_ahead=options.forward_ahead,
+        )
+
+    def stop(self) -> None:
+        """Ask `run` to come back; from any thread, or a signal's handler."""
+        self._stopping.set()
+
+    def run(self) -> str | None:
+        """Serve until `stop`; or until the device hangs, and then why the process must exit."""
+        self._port.open(self.about)
+        controller, why = self._controller, None
+        while why is None and not self._stopping.is_set():
+            limit = min(_LOOK_SECONDS, max(0.0, controller.deadline() - time.monotonic()))
+            item = self._inbox.get(limit)
+            if isinstance(item, bytes):
+                controller.take(item)
+            elif item is not None:
+                item(controller)
+            why = self._device.over
+            if why is None and time.monotonic() >= controller.deadline():
+                why = controller.overdue()
+        if why is not None:
+            self._stopping.wait(_LAST_WORDS_SECONDS)  # for what was reported to reach the engine master
+        return why
+
+    def close(self) -> None:
+        """End the lines and the threads, within some seconds; what a device holds is left."""
+        if self._line is not None:
+            self._line.close()
+        self._port.close()
+        self._inbox.end()
+        self._device.close()
+
+    # worker_controller.Lines
+
+    def connect(self, address: str) -> None:
+        """A line to the next stage's worker, unless there is one to that address."""
+        if address == self._next_address and self._line is not None:
+            return
+        assert self._next_terms is not None
+        if self._line is not None:
+            self._line.close()
+        self._next_address = address
+        self._line = ControlLine(
+            address,
+            role=PREVIOUS,
+            terms=self._next_terms,
+            secret=self._options.secret,
+            deliver=_nothing_comes,
+            limits=LineLimits(),
+            data_address="" if self._link is None else self._link.address,
+        )
+
+    def forward(self, data: bytes) -> None:
+        """To the next stage."""
+        assert self._line is not None, "connect comes first"
+        self._line.send(data)
+
+    def report(self, data: bytes) -> None:
+        """To the engine master."""
+        self._port.report(data)
+
+
+def _link(options: WorkerOptions, group: DeviceGroup) -> ProcessLink | None:
+    if options.n_stages == 1:
+        return None
+    if options.link == "transfer":
+        return TransferLink(group, host=options.data_host)
+    return CollectiveLink(group, jax.devices(), stage=options.stage, n_stages=options.n_stages)
+
+
+def _nobody_looks(done: int, total: int) -> None:
+    """At the progress of loading."""
+
+
+def run_worker(
+    options: WorkerOptions,
+    *,
+    note: Callable[[str], object],
+    loading: Callable[[], AbstractContextManager[OnLoad]],
+) -> int:
+    """Run a worker in this process until a signal ends it; its exit status. `note` gets lines for people.
+
+    `loading` gives what is told the progress of loading, done and total in bytes, while that lasts.
+    """
+    keep_compiled_programs(options.compile_cache, stage=(options.stage, options.n_stages))
+    with loading() as on_load:
+        worker = WorkerProcess(options, on_load=on_load)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.stop())
+    if options.end_with_stdin:
+        threading.Thread(target=_stop_with_stdin, args=(worker,), daemon=True).start()
+    note(f"stage {options.stage + 1} of {options.n_stages} takes control messages at {worker.address}")
+    why = worker.run()
+    if why is not None:
+        note(why)
+        return _HUNG
+    worker.close()
+    return 0
+
+
+def _nothing_comes(data: bytes | None, why: str) -> bool:
+    """What the next stage says on the line from this one: nothing, and a broken line shows at the master."""
+    return True
+
+
+def _stop_with_stdin(worker: WorkerProcess) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    worker.stop()
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The module as a program."""
+    try:
+        try:
+            (text,) = arguments
+            options = WorkerOptions(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the worker's options cannot be read: {error}") from error
+        return run_worker(options, note=_print, loading=lambda: nullcontext(_nobody_looks))
+    except OrcaError as error:
+        _print(f"orca: error: {' '.join(str(error).split())}")
+        return 2
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(status)  # a device that hangs would hold up an orderly exit for ever

@@ -1,0 +1,59 @@
+"""What a user of `LLM` hands in: prompts and sampling parameters, one or many, as lists that fit."""
+
+# What a user hands in is checked when it runs as well, whatever its annotations promise.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from orca_jax.errors import InvalidPrompt, InvalidSamplingParameter
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.tokenizer import Tokenizer
+
+
+def prompt_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) -> list[int]:
+    """A prompt's token ids; `model` is the model's name. Raises InvalidPrompt."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            message = f"{model} has no tokenizer, so a prompt must be a list of token ids"
+            raise InvalidPrompt(message, param="prompt")
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+        message = f"a prompt is a text or a list of token ids, not {type(prompt).__name__}"
+        raise InvalidPrompt(message, param="prompt")
+    for i, token_id in enumerate(prompt):
+        if not isinstance(token_id, int | np.integer) or isinstance(token_id, bool):
+            message = f"element {i} of the prompt is {token_id!r}; token ids are whole numbers"
+            raise InvalidPrompt(message, param="prompt")
+    return [int(token_id) for token_id in prompt]
+
+
+def listed_prompts(prompts: Any) -> list[Any]:
+    """One prompt or many as many: a sequence that begins with a number is one prompt's token ids."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        return [prompts]
+    prompts = list(prompts)
+    first_is_prompt = not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
+    return prompts if first_is_prompt else [prompts]
+
+
+def one_for_each(params: Any, n_prompts: int) -> list[SamplingParams]:
+    """The sampling parameters of each prompt. Raises InvalidSamplingParameter."""
+    if params is None:
+        params = SamplingParams()
+    listed = [params] * n_prompts if isinstance(params, SamplingParams) else params
+    if not isinstance(listed, list | tuple) or not all(isinstance(one, SamplingParams) for one in listed):
+        message = f"sampling_params is {params!r}; it must be a SamplingParams or a list of them"
+        raise InvalidSamplingParameter(message, param="sampling_params")
+    if len(listed) != n_prompts:
+        message = (
+            f"there are {len(listed)} sampling_params for {n_prompts} prompts; give one, or one for each"
+        )
+        raise InvalidSamplingParameter(message, param="sampling_params")
+    return list(listed)

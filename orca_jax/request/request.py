@@ -1,0 +1,133 @@
+"""A request and its states."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.sampling_params import SamplingParams
+
+
+class RequestState(Enum):
+    """The states of Algorithm 1, and the one after them."""
+
+    INITIATION = "initiation"  # next: the iteration over the input tokens (prefill)
+    RUNNING = "running"  # in one issued batch that has not returned, or two
+    INCREMENT = "increment"  # next: an iteration over the last token (decode)
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; each ends with exactly one."""
+
+    STOP = "stop"  # an end-of-sequence or stop token, a stop string, or a grammar's end
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+class OutputSink(Protocol):
+    """Takes a request's tokens as they come, on the scheduler's thread."""
+
+    def push(self, token_id: int) -> bool:
+        """Take one token; True when a stop string is now complete."""
+        ...
+
+
+class OutputConstraint(Protocol):
+    """Which tokens may come next in a request's output; on the scheduler's thread alone."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the output cannot go on; None while it can."""
+        ...
+
+    def acts(self, n_output: int) -> bool:
+        """Whether it may forbid a token behind `n_output` tokens of output."""
+        ...
+
+    def allowed(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], into: npt.NDArray[np.int32]
+    ) -> None:
+        """Fill in words whose bits say which tokens may come next: bit t % 32 of word t // 32 for token t."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Take the token that came; True when the output is complete."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request in the pool. The scheduler alone changes `state`, `output_ids` and what follows them.
+
+    `max_tokens` counts input plus output tokens: what is reserved (Algorithm 1, line 24). `arrival` is
+    given by the pool. `row` is the request's place in the block table and in what the device keeps by row,
+    from admission to end; -1 outside. One of `end_token_ids` ends the output. `failure` is why this request
+    ended with the reason `error`, where it did so alone. `owner` names whoever sent the request, and the
+    queue is shared out among owners ("": outside of that); `weight` is what it keeps in memory, in bytes.
+    `n_losses` counts the losses of a worker while it was in flight; it runs alone until it has `alone_until`
+    tokens (scheduling/quarantine.py).
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    seed: int
+    end_token_ids: frozenset[int] = frozenset()
+    constraint: OutputConstraint | None = None
+    sink: OutputSink | None = None
+    owner: str = ""
+    weight: int = 0
+    arrival: int = -1
+    state: RequestState = RequestState.INITIATION
+    row: int = -1
+    output_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids but the first, if asked for
+    n_iterations: int = 0  # issued
+    n_in_flight: int = 0  # of these, not returned yet; 2 at most, and 1 without overlap
+    n_losses: int = 0
+    alone_until: int = 0
+    finish_reason: FinishReason | None = None
+    failure: str | None = None
+    ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens known so far, input and output."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def n_tokens_issued(self) -> int:
+        """The same, and those that iterations in flight will add."""
+        return len(self.prompt_ids) + len(self.output_ids) + self.n_in_flight
+
+    def accept(self, token_id: int) -> FinishReason | None:
+        """Take the token of a returned iteration; the reason to finish if it was the last one.
+
+        Whatever its sink or its constraint raises ends this request, with the reason `error`, and no other.
+        """
+        self.output_ids.append(token_id)
+        stopped = False
+        try:
+            if self.sink is not None:
+                stopped = self.sink.push(token_id)
+            if self.constraint is not None:
+                stopped = self.constraint.accept(token_id) or stopped
+                self.failure = self.failure or self.constraint.failure
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+        if self.failure is not None:
+            return FinishReason.ERROR
+        if stopped or token_id in self.end_token_ids:
+            return FinishReason.STOP
+        if self.n_tokens >= self.max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,345 @@
+"""Algorithm 1 of ORCA (4.2): which requests run in the next iteration, and when the next one is issued.
+
+`select` is lines 17 to 28, `Scheduler.step` one turn of the loop of lines 3 to 15; the paper's line numbers
+stand beside the code. The property they keep is iteration-level first-come-first-served: of two requests
+in the pool the one that came earlier has run the same number of iterations or more.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.config import ServingConfig
+from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.quarantine import Quarantine, Suspicion
+from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
+from orca_jax.scheduling.timeline import Timeline
+
+INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
+def never() -> bool:
+    """What interrupts a wait beside which nothing can be issued."""
+    return False
+
+
+class Returned(NamedTuple):
+    """A batch whose iteration is done, and what it computed for each request, `[len(batch)]`.
+
+    Log-probabilities by place in the batch, where a request asked for them.
+    """
+
+    batch: Sequence[Request]
+    token_ids: Sequence[int] | npt.NDArray[np.int32]
+    logprobs: Mapping[int, TokenLogprobs] = NOTHING
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = NOTHING
+
+
+class Engine(Protocol):
+    """Runs iterations, in flight up to one more than `n_workers`, and returns them in the order of issue.
+
+    Both methods raise EngineError; nothing is in flight any more then.
+    """
+
+    @property
+    def n_workers(self) -> int:
+        """Inter-layer partitions: how many batches keep all of them busy."""
+        ...
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a request may be issued again before its token has come back: the device has it."""
+        ...
+
+    def issue(self, batch: Sequence[Request]) -> None:
+        """Start one iteration of the model for `batch`, without waiting for a device.
+
+        A request's state is still what it was, and its row and blocks are reserved. One that is RUNNING
+        continues the token that the device has.
+        """
+        ...
+
+    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+        """Wait for the oldest issued batch; None if `interrupted` turned true before it was done.
+
+        Where that is `never`, no look at it is needed.
+        """
+        ...
+
+
+def input_length(req: Request) -> int:
+    """Tokens that go into the request's next iteration: all that are known, or the last one."""
+    return req.n_tokens if req.state is INITIATION else 1
+
+
+def may_run_ahead(req: Request) -> bool:
+    """Whether a RUNNING request may be issued once more: its token on the way is not the last it may have."""
+    return req.n_in_flight == 1 and req.ending is None and req.n_tokens_issued < req.max_tokens
+
+
+def running_ahead(batch: Iterable[Request]) -> frozenset[Request]:
+    """Of the batch in flight that returns next those that may be issued once more.
+
+    Of no other batch: before their tokens are there the workers have the batches between to run.
+    """
+    return frozenset([req for req in batch if may_run_ahead(req)])
+
+
+def select(
+    pool: Iterable[Request],
+    n_rsrv: int,
+    *,
+    max_bs: int,
+    n_slots: int,
+    max_batch_tokens: int | None = None,
+    block_size: int = 1,
+    ahead: Collection[Request] = (),
+) -> tuple[list[Request], int]:
+    """The batch of the next iteration, and the slots that are reserved with it (Algorithm 1, lines 17 to 28).
+
+    Changes nothing. With the defaults it is the paper's to the letter. Those of `ahead` may run although they
+    are RUNNING. `max_batch_tokens` bounds the tokens of the batch, and with `block_size` a reservation is of
+    whole blocks, so that it can be allocated; `n_rsrv` is then a multiple of the block, and `n_slots` counts
+    as if it were rounded down to one.
+    """
+    batch: list[Request] = []  # line 18
+    if not isinstance(pool, InArrivalOrder):  # in order already; sorting it would read all that wait
+        pool = sorted(pool, key=lambda req: req.arrival)  # line 20
+    ready = (req for req in pool if req.state is not RUNNING or req in ahead)  # line 19
+    n_tokens = 0
+    token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
+    for req in ready:  # line 21
+        if len(batch) == max_bs:  # line 22
+            break
+        new_n_tokens = n_tokens + input_length(req)
+        if new_n_tokens > token_limit:  # a break, as in line 25, so that no later request overtakes
+            break
+        # One that has a row already runs again after a fault, and holds its reservation.
+        if req.state is INITIATION and req.row < 0:  # line 23
+            new_n_rsrv = n_rsrv + round_up(req.max_tokens, block_size)  # line 24
+            if new_n_rsrv > n_slots:  # line 25
+                break
+            n_rsrv = new_n_rsrv  # line 26
+        n_tokens = new_n_tokens
+        batch.append(req)  # line 27
+    return batch, n_rsrv  # line 28
+
+
+class Scheduler:
+    """The loop of Algorithm 1 over a pool, an engine and a K/V manager; all on one thread.
+
+    It alone changes the state of requests and reserves for them. `n_rsrv` counts reserved slots. With overlap
+    one batch more is in flight than there are workers, so that the host prepares an iteration while the one
+    before it runs. What is computed for a request that turned out finished is thrown away; it is `leaving`,
+    and its slots come back with its last batch, which may write to them.
+    """
+
+    def __init__(
+        self, pool: RequestPool, engine: Engine, kv: KVManager, *, config: ServingConfig, timeline: Timeline
+    ) -> None:
+        self.pool = pool
+        self.engine = engine
+        self.kv = kv
+        self.config = config
+        self.timeline = timeline
+        self._in_flight: deque[list[Request]] = deque()  # line 1
+        self.n_rsrv = 0  # line 2
+        self.overlaps = config.overlap and engine.keeps_tokens
+        self._most_in_flight = engine.n_workers + self.overlaps
+        self.leaving: list[Request] = []  # ended, and still in a batch in flight
+        self._quarantine = Quarantine()
+        self._began = False  # the last batch of a deterministic engine was one of initiations
+
+    @property
+    def n_scheduled(self) -> int:
+        """Batches in flight."""
+        return len(self._in_flight)
+
+    def step(self) -> bool:
+        """One turn of the loop (line 3); False when no request is live, so that there was nothing to do.
+
+        Raises what the engine raises; `fail_all` is the way on from there, or `run_again` from WorkerLost.
+        """
+        seen = self.pool.activity()  # taken before the pool is looked at: what comes later interrupts
+        ended = self.end_asked()
+        batch, self.n_rsrv = self._next_batch()  # line 4
+        if batch:  # an empty batch is never issued
+            self._issue(batch)  # lines 5 to 8
+        elif not self.n_scheduled:
+            return ended
+        if self.n_scheduled == self._most_in_flight:  # line 9
+            self._take_return(interrupted=never)  # lines 10 to 15
+        elif not batch:  # a worker is free: wait for something to select as well
+            self._take_return(interrupted=lambda: self.pool.activity() != seen)
+        return True
+
+    def fail_all(self) -> None:
+        """After an EngineError: what is in flight is lost, and all that is live ends with reason `error`."""
+        self._lose_flights()
+        live = list(self.pool.in_arrival_order())
+        self._deliver([self._end(req, FinishReason.ERROR) for req in live])
+
+    def run_again(self, why: str = "a worker was lost") -> Suspicion:
+        """After WorkerLost: keys, values and what is in flight are lost, but no request is.
+
+        The paper leaves faults out. Every admitted request goes back to INITIATION and keeps its row, blocks
+        and reservation: its prompt and the output so far are the input of an iteration again, and the next
+        token is the one that it would have been. A token that was computed but did not come back is computed
+        again. What was asked to end ends, and so does a request that is to blame; `why` is the cause that it
+        is told. Returns which requests were in flight.
+        """
+        suspicion = self._quarantine.take_loss({req for batch in self._in_flight for req in batch})
+        self._lose_flights()
+        ended: list[Delivery] = []
+        for req in self.pool.admitted():
+            if req.ending is not None:
+                ended.append(self._end(req, req.ending))
+            elif req is suspicion.guilty:
+                req.failure = f"a worker was lost {req.n_losses} times while this request ran, the last time "
+                req.failure += f"with no other request beside it, so it is not run again ({why})"
+                ended.append(self._end(req, FinishReason.ERROR))
+            else:
+                req.state = INITIATION
+        self._deliver(ended)
+        return suspicion
+
+    def end_asked(self) -> bool:
+        """End what was asked to end (cancelled, timeout); what is RUNNING ends when it returns.
+
+        Whether any did. `step` begins with it; to be called where there are no steps.
+        """
+        asked = self.pool.take_ending()
+        ended = [self._end(req, reason) for req, reason in asked if req.state is not RUNNING]
+        self._deliver(ended)
+        return bool(ended)
+
+    def _next_batch(self) -> tuple[list[Request], int]:
+        """Line 4. Of a deterministic engine the part of the batch that is in one phase, each in its turn."""
+        batch, n_rsrv = list[Request](), self.n_rsrv
+        suspect = self._quarantine.next()
+        if suspect is not None:
+            return self._alone(suspect), n_rsrv
+        if self.n_scheduled < self.engine.n_workers:
+            batch, n_rsrv = self._select(())
+        # Behind all that can begin at once: these begin when their tokens are there.
+        if not batch and self.overlaps and self._in_flight:
+            batch, n_rsrv = self._select(running_ahead(self._in_flight[0]))
+        if not self.config.deterministic:
+            return batch, n_rsrv
+        first = [req for req in batch if req.state is INITIATION]
+        later = [req for req in batch if req.state is not INITIATION]
+        # Who begins first so was not before one that came earlier: that one has had an iteration.
+        if first and not (later and self._began):
+            self._began = True
+            return first, n_rsrv
+        self._began = False
+        return later, self.n_rsrv
+
+    def _alone(self, req: Request) -> list[Request]:
+        """A batch of this request, once no other is in flight and it is ready itself."""
+        if any(other is not req for batch in self._in_flight for other in batch):
+            return []
+        ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
+        return [req] if ready else []
+
+    def _select(self, ahead: Collection[Request]) -> tuple[list[Request], int]:
+        return select(
+            self.pool.in_arrival_order(),
+            self.n_rsrv,
+            max_bs=self.config.max_batch_size,
+            n_slots=self.config.n_slots,
+            max_batch_tokens=self.config.max_batch_tokens,
+            block_size=self.config.block_size,
+            ahead=ahead,
+        )
+
+    def _issue(self, batch: list[Request]) -> None:
+        """Lines 5 to 8, and before them rows and blocks for the requests that line 26 reserved for."""
+        new = [req for req in batch if req.row < 0]
+        self.pool.admit(new)
+        for req in new:
+            req.row = self.kv.reserve(req.max_tokens)
+        self.timeline.issued(batch, [input_length(req) for req in batch])
+        self.engine.issue(batch)  # line 5
+        for req in batch:  # line 6
+            req.state = RUNNING  # line 7
+            req.n_iterations += 1
+            req.n_in_flight += 1
+        self._in_flight.append(batch)  # line 8
+
+    def _take_return(self, interrupted: Callable[[], bool]) -> None:
+        """Lines 10 to 15, unless the wait is interrupted; tokens and ends go out in one delivery."""
+        returned = self.engine.wait(interrupted)  # line 10
+        if returned is None:
+            return
+        self.timeline.returned()
+        deliveries: list[Delivery] = []
+        try:
+            for i, prompt_logprobs in returned.prompt_logprobs.items():
+                returned.batch[i].prompt_logprobs = prompt_logprobs
+            pairs = zip(returned.batch, returned.token_ids, strict=True)
+            for i, (req, token_id) in enumerate(pairs):  # line 11
+                req.n_in_flight -= 1
+                if req.state is FINISHED:  # computed for nothing
+                    self.leaving.remove(req)
+                    self._release(req)
+                    continue
+                logprobs = returned.logprobs.get(i)
+                deliveries.append(self._take_token(req, int(token_id), logprobs))  # lines 12 to 14
+        finally:  # when a request's sink raises, those before it have still ended and must be told
+            self._deliver(deliveries)
+        self._in_flight.popleft()  # line 15
+
+    def _take_token(self, req: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delivery:
+        """Lines 12 to 14 for one request of a returned batch."""
+        if not req.n_in_flight:
+            req.state = INCREMENT  # line 12
+        if req.ending is not None:  # asked to end while it ran: the token comes too late
+            return self._end(req, req.ending)
+        if logprobs is not None:
+            req.logprobs.append(logprobs)
+        reason = req.accept(token_id)
+        if reason is not None:  # line 13
+            self._end(req, reason)  # line 14
+        return Delivery(req, token_id, reason, logprobs)
+
+    def _end(self, req: Request, reason: FinishReason) -> Delivery:
+        """The one way out for every request; the slots it held come back as soon as nothing writes there."""
+        if req.n_in_flight:
+            self.leaving.append(req)
+        elif req.row >= 0:
+            self._release(req)
+        req.state = FINISHED
+        req.finish_reason = reason
+        self.pool.remove(req)
+        return Delivery(req, None, reason)
+
+    def _release(self, req: Request) -> None:
+        """The slots of a request that has ended can be reserved again."""
+        self.n_rsrv -= round_up(req.max_tokens, self.config.block_size)  # line 14
+        self.kv.release(req.row)
+        req.row = -1
+
+    def _lose_flights(self) -> None:
+        """What was in flight will not come back, and writes nowhere any more."""
+        self._in_flight.clear()
+        self.timeline.lost()
+        for req in self.leaving:
+            req.n_in_flight = 0
+            self._release(req)
+        self.leaving.clear()
+        for req in self.pool.admitted():
+            req.n_iterations -= req.n_in_flight  # the order counts iterations that came back, or will
+            req.n_in_flight = 0
+
+    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
+        self.timeline.delivered(deliveries)
+        self.pool.deliver(deliveries)

@@ -1,0 +1,85 @@
+"""What simulated devices compute: tokens that depend on all tokens before, on the seed and on the stages."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.grammar.token_mask import words_of
+
+_PRIME = 1_000_003
+
+
+def prefix_digest(digest: int, token_id: int) -> int:
+    """What a cache holds for a token: it depends on all tokens up to there."""
+    return (digest * 131 + token_id + 1) % _PRIME
+
+
+def through_stage(hidden: int, digest: int) -> int:
+    """What a stage makes of the hidden state that comes in, with what its cache holds."""
+    return (hidden * 31 + digest) % _PRIME
+
+
+def token_of(hidden: int, seed: int, index: int, vocab_size: int) -> int:
+    """What the last stage samples."""
+    return (hidden + seed * 31 + index * 7919) % vocab_size
+
+
+def _may_come(token_id: int, digest: int) -> bool:
+    """What a SimulatedConstraint allows behind the tokens of this digest: two thirds of all tokens."""
+    return (token_id + digest) % 3 != 0
+
+
+class SimulatedConstraint:
+    """A request.OutputConstraint that acts on every other token, and depends on all tokens before."""
+
+    failure: str | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def acts(self, n_output: int) -> bool:
+        """On the first, the third, ..."""
+        return n_output % 2 == 0
+
+    def allowed(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], into: npt.NDArray[np.int32]
+    ) -> None:
+        """Fill in the words."""
+        digest = _digest((*prompt_ids, *output_ids))
+        into[:] = words_of([t for t in range(self._vocab_size) if _may_come(t, digest)], self._vocab_size)
+
+    def accept(self, token_id: int) -> bool:
+        """It ends nothing."""
+        return False
+
+
+def _digest(token_ids: Sequence[int]) -> int:
+    digest = 0
+    for token_id in token_ids:
+        digest = prefix_digest(digest, token_id)
+    return digest
+
+
+def undisturbed_tokens(
+    prompt_ids: Sequence[int],
+    seed: int,
+    n_output: int,
+    *,
+    n_stages: int,
+    vocab_size: int,
+    constrained: bool = False,
+) -> list[int]:
+    """The tokens that a request gets where nothing goes wrong, `constrained` by a SimulatedConstraint."""
+    digest = _digest(prompt_ids)
+    tokens: list[int] = []
+    for index in range(n_output):
+        hidden = 0
+        for _ in range(n_stages):
+            hidden = through_stage(hidden, digest)
+        token_id = token_of(hidden, seed, index, vocab_size)
+        while constrained and index % 2 == 0 and not _may_come(token_id, digest):
+            token_id = (token_id + 1) % vocab_size
+        tokens.append(token_id)
+        digest = prefix_digest(digest, tokens[-1])
+    return tokens

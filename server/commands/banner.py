@@ -1,0 +1,47 @@
+"""What `orca serve` says when it is ready: what is served, where, with which limits, and a first request."""
+
+import json
+from typing import TYPE_CHECKING
+
+from orca_jax.control.batch_sizes import serving_buckets
+from server.commands.endpoints import Endpoints
+from server.commands.loading import summary
+from server.commands.notes import Notes
+from server.gateway.served_model import ServedModel
+
+if TYPE_CHECKING:
+    from orca_jax import LLM
+
+
+def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
+    """Write it."""
+    serving = model.serving
+    sizes = serving_buckets(serving)
+    for name, value in (
+        ("model", f"{model.name} ({summary(llm)})"),
+        ("length", f"{model.config.n_positions} tokens, input and output together"),
+        (
+            "n_slots",
+            f"{serving.n_slots} tokens of keys and values, {serving.block_size} a block",
+        ),
+        ("stages", llm.stages),
+        ("attention", llm.attention),
+        ("max_bs", f"{serving.max_batch_size} requests in one iteration"),
+        ("buckets", f"{len(sizes)}, from {sizes[0]} to {sizes[-1]} tokens"),
+        ("HTTP", f"{endpoints.http_url}  (its pages: {endpoints.http_url}/docs)"),
+        ("gRPC", endpoints.grpc_address or "off"),
+        ("API key", "needed" if keyed else "not needed: whoever reaches the port may use it"),
+    ):
+        notes(f"{name:<11}{value}", style="")
+    notes("ready; a first request:", style="bold")
+    notes(_first_request(model, endpoints.http_url, keyed=keyed), style="")
+
+
+def _first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
+    """A command that works when it is pasted into a shell."""
+    prompt: str | list[int] = "In the beginning" if model.tokenizer is not None else [1, 2, 3]
+    body = json.dumps({"model": model.name, "prompt": prompt, "max_tokens": 32})
+    insecure = " --insecure" if url.startswith("https") else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
+    quoted = body.replace("'", "'\\''")
+    return f"curl{insecure} {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"

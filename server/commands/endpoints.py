@@ -1,0 +1,108 @@
+"""Both endpoints on one event loop: the addresses first, then the servers on them, then an orderly end."""
+
+import asyncio
+import socket
+import ssl
+
+from orca_jax.errors import ConfigError, EngineError
+from server.gateway.gateway import Gateway
+from server.gateway.side_threads import n_very_long
+from server.http.app import create_app
+from server.http.connections.server import HttpServer
+from server.metrics.metrics import Metrics
+from server.process.addresses import bound_socket, in_url
+from server.process.descriptors import with_room
+from server.process.freed_memory import give_back
+from server.rpc.server import create_server
+from server.settings.api_keys import ApiKeys
+from server.settings.config import EndpointOptions
+
+_START_SECONDS = 30.0
+_STOP_SECONDS = 5  # for answers that are complete to reach their readers
+_UNREAD_SECONDS = 60  # a client that takes nothing for so long is gone
+
+
+class Endpoints:
+    """HTTP and gRPC in front of one gateway. Made on the loop that runs them.
+
+    `start` takes the addresses and listens; `http_port` and `grpc_port` are then the real ones (`grpc_port`
+    None: no gRPC). `stop` closes everything, whatever is still open.
+    """
+
+    def __init__(
+        self, gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics
+    ) -> None:
+        options = with_room(options)
+        self.http_port = options.port
+        self.grpc_port = options.grpc_port
+        self._gateway = gateway
+        self._options = options
+        app = create_app(gateway, options, api_keys=api_keys, metrics=metrics)
+        self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
+        self._rpc = None
+        if options.grpc_port is not None:
+            self._rpc = create_server(gateway, options, api_keys=api_keys, metrics=metrics)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def http_url(self) -> str:
+        """Where HTTP listens."""
+        scheme = "http" if self._options.ssl_certfile is None else "https"
+        return f"{scheme}://{in_url(self._options.host)}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str | None:
+        """Where gRPC listens."""
+        return None if self.grpc_port is None else f"{in_url(self._options.host)}:{self.grpc_port}"
+
+    async def start(self) -> None:
+        """Take both addresses and listen. Raises ConfigError, and has let go of everything then."""
+        _check_certificate(self._options)
+        listener = bound_socket(self._options.host, self._options.port, flag="--port")
+        # Inherited by each connection: the kernel ends one whose client takes nothing any more.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
+        self.http_port = listener.getsockname()[1]
+        try:
+            if self._rpc is not None:
+                assert self._options.grpc_port is not None
+                self.grpc_port = await self._rpc.bind(self._options.host, self._options.grpc_port)
+                await self._rpc.start()
+        except BaseException:
+            listener.close()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
+            asyncio.create_task(self._gateway.watch(), name="gateway"),
+            asyncio.create_task(give_back(n_very_long), name="freed memory"),
+        ]
+        async with asyncio.timeout(_START_SECONDS):
+            while not self._http.started:
+                if self._tasks[0].done():
+                    await self._tasks[0]
+                    raise EngineError("the HTTP server ended before it began")
+                await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """End both, and what belongs to them; within seconds, however slow their clients are."""
+        self._http.should_exit = True
+        if self._rpc is not None:
+            await self._rpc.stop(_STOP_SECONDS)
+        if not self._tasks:
+            return
+        http, *others = self._tasks
+        for task in others:
+            task.cancel()
+        await asyncio.wait([*others, http], timeout=2 * _STOP_SECONDS)
+        http.cancel()
+        await asyncio.wait([http], timeout=_STOP_SECONDS)
+
+
+def _check_certificate(options: EndpointOptions) -> None:
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        files = f"{options.ssl_certfile} and {options.ssl_keyfile}"
+        message = f"{files} are no usable certificate and key: {error}"
+        raise ConfigError(message) from error

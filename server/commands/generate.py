@@ -1,0 +1,118 @@
+"""`orca generate`: text on the terminal as it comes, or a file of prompts."""
+
+import argparse
+import io
+import sys
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from orca_jax.errors import InvalidPrompt
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.service.generation import Generation
+from server.commands import jsonl, outputs
+from server.commands.loading import load, summary
+from server.commands.logprob_table import logprob_table
+from server.commands.notes import Notes
+from server.settings.flags import UsageError, engine_options, sampling_params
+
+if TYPE_CHECKING:
+    from orca_jax import LLM
+
+_MAX_STDIN_BYTES = 1 << 24
+
+# Generated text may hold any character; a terminal obeys some.
+_HARMLESS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command, from its flags to its exit status."""
+    sampling = sampling_params(args)
+    notes = Notes()
+    if args.input is None:
+        if args.output is not None:
+            raise UsageError("--output needs --input; the text of a PROMPT goes to stdout")
+        prompts = _prompts(args.prompt)
+        with _load(args, notes) as llm:
+            _stream_all(llm, prompts, sampling, notes)
+        return 0
+    if args.prompt:
+        raise UsageError("give either PROMPTs or --input, not both")
+    with jsonl.open_files(args.input, args.output) as (source, sink), _load(args, notes) as llm:
+        return jsonl.run(llm, source, sink, sampling, notes.console)
+
+
+def _load(args: argparse.Namespace, notes: Notes) -> "LLM":
+    llm = load(notes, **engine_options(args))
+    notes(summary(llm))
+    return llm
+
+
+def _prompts(given: list[str]) -> list[str]:
+    """The prompts of the command line; `-`, or nothing where stdin is a pipe, stands for all of stdin."""
+    if not given:
+        if sys.stdin.isatty():
+            raise UsageError("give a PROMPT, '-' to read one from stdin, or --input FILE.jsonl")
+        given = ["-"]
+    if given.count("-") > 1:
+        raise UsageError("'-' reads all of stdin, so it can stand there only once")
+    return [_read_stdin() if prompt == "-" else prompt for prompt in given]
+
+
+def _read_stdin() -> str:
+    """All of stdin as one prompt, without the newline that ends its last line."""
+    data = sys.stdin.buffer.read(_MAX_STDIN_BYTES + 1)
+    if len(data) > _MAX_STDIN_BYTES:
+        raise InvalidPrompt(f"stdin has more than {_MAX_STDIN_BYTES} bytes", param="prompt")
+    try:
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(f"stdin is not UTF-8: {error}", param="prompt") from error
+
+
+def _stream_all(llm: "LLM", prompts: list[str], sampling: SamplingParams, notes: Notes) -> None:
+    """All outputs of all prompts run at once, and are shown one after the other."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # whatever the terminal's encoding, the text goes on
+    with ExitStack() as running:
+        shown = list[tuple[str, Generation]]()
+        for prompt in prompts:
+            started = outputs.start(llm, prompt, sampling)
+            running.callback(outputs.close, started)
+            shown += [(prompt, stream) for stream in started]
+        for i, (prompt, stream) in enumerate(shown):
+            if i > 0:
+                print()
+            if len(shown) > 1:
+                notes(f"[{i + 1} of {len(shown)}]")
+            _show(prompt, stream, notes, llm.tokenizer)
+
+
+def _show(prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | None) -> None:
+    console = Console(highlight=False)
+    start = time.monotonic()
+    ended_before = stream.finish_reason is not None  # while another output was shown
+    with notes.console.status("Compiling and reading the prompt"):
+        piece = stream.next_piece()
+    first = time.monotonic()
+    if console.is_terminal:
+        console.out(prompt.translate(_HARMLESS), style="dim", end="", highlight=False)
+    while piece is not None:
+        print(piece.text.translate(_HARMLESS) if console.is_terminal else piece.text, end="", flush=True)
+        piece = stream.next_piece()
+    print(flush=True)
+    seconds = time.monotonic() - first
+    result = stream.result()
+    for title, logprobs in (("Prompt", result.prompt_logprobs), ("Output", result.logprobs)):
+        if logprobs:
+            notes.console.print(logprob_table(title, logprobs, tokenizer))
+    n_tokens = len(result.token_ids)
+    times = ""
+    if not ended_before:
+        times = f", the first after {first - start:.1f} s"
+        times += f", then {(n_tokens - 1) / seconds:,.0f} tokens/s" if n_tokens > 1 else ""
+    end = f"finish reason {result.finish_reason}, seed {result.seed}"
+    notes(f"{result.n_input} + {n_tokens} tokens{times}; {end}")

@@ -1,0 +1,99 @@
+"""Loading a model, with progress bars where stderr is a terminal: of bytes, then of programs."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+import orca_jax
+from orca_jax.planning.cost_model import parameter_count
+from orca_jax.planning.known_devices import MEMORY_FRACTION
+from orca_jax.workers.environment import hold_memory
+from server.commands.compile_bar import programs_bar
+from server.commands.notes import Notes
+
+if TYPE_CHECKING:
+    from orca_jax import LLM
+
+
+@contextmanager
+def bytes_bar(notes: Notes, text: str) -> Iterator[Callable[[int, int], None]]:
+    """Something to tell bytes done and in all; a bar without an end until it is first told."""
+    bar = Progress(
+        TextColumn("{task.description}", style="dim"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=notes.console,
+        disable=not notes.console.is_terminal,
+        transient=True,
+    )
+    task = bar.add_task(text, total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    with bar:
+        yield show
+
+
+class LoadingBars:
+    """What is told the progress of making an LLM; a context manager that takes the bars away again."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._bars = ExitStack()
+        self._start = time.monotonic()
+        self._compile_start: float | None = None
+        self._programs = 0
+        self._show_bytes: Callable[[int, int], None]
+        self._show_program: Callable[[int, int, str], None]
+
+    def __enter__(self) -> Self:
+        self._show_bytes = self._bars.enter_context(bytes_bar(self._notes, "Loading the model"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.close()
+
+    def loaded(self, done: int, total: int) -> None:
+        """Bytes of the weights."""
+        self._show_bytes(done, total)
+
+    def program(self, done: int, total: int, name: str) -> None:
+        """Programs compiled; from any thread, one call at a time."""
+        if self._compile_start is None:
+            self._compile_start, self._programs = time.monotonic(), total
+            self._bars.close()  # one bar at a time
+            self._show_program = self._bars.enter_context(programs_bar(self._notes))
+        self._show_program(done, total, name)
+
+    def summary(self, from_disk: int) -> str:
+        """A line that says how long it took until now; `from_disk` programs were compiled before."""
+        now = time.monotonic()
+        if self._compile_start is None:
+            return f"loaded in {now - self._start:.1f} s"
+        return (
+            f"loaded in {self._compile_start - self._start:.1f} s, {self._programs} programs compiled in "
+            f"{now - self._compile_start:.1f} s ({from_disk} were on disk)"
+        )
+
+
+def load(notes: Notes, **options: Any) -> "LLM":
+    """An LLM with these options."""
+    if not options.get("worker_processes"):  # each of those holds its own
+        hold_memory(os.environ, options.get("memory_fraction") or MEMORY_FRACTION)
+    with LoadingBars(notes) as bars:
+        llm = orca_jax.LLM(**options, on_load=bars.loaded, on_program=bars.program, on_event=notes)
+    if options.get("compile_ahead"):
+        notes(bars.summary(llm.compiles.from_disk))
+    return llm
+
+
+def summary(llm: "LLM") -> str:
+    """A line that says what was loaded."""
+    size = parameter_count(llm.config) / 1e6
+    return f"{llm.name}: {size:,.1f} million parameters, {llm.dtype}, {llm.device}"

@@ -1,0 +1,265 @@
+"""`orca plan`: what a model needs on given devices, as tables or as one JSON object."""
+
+import argparse
+import json
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import orca_jax
+from orca_jax.config import Dtype, ModelConfig
+from orca_jax.errors import ConfigError
+from orca_jax.planning.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
+from orca_jax.planning.cost_model import parameter_count
+from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named
+from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.sizes import Sizes, n_rows
+from orca_jax.planning.stage_layers import said_of_split
+from server.commands.notes import Notes
+from server.settings.config import PlanFlags
+from server.settings.flags import UsageError, plan_flags
+
+_GIB, _MIB = 1 << 30, 1 << 20
+_DOES_NOT_FIT = 1
+_WIDTH = 110
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command, from its flags to its exit status: 0, or 1 where something does not fit."""
+    notes, flags = Notes(), plan_flags(args)
+    budget = None if flags.latency_budget is None else seconds_of(flags.latency_budget)
+    config = orca_jax.find_config(args.model)
+    wanted = _wanted(config, flags, notes)
+    plan = make_plan(wanted, latency_budget=budget)
+    why_arithmetic = "XLA was not asked" if plan.fits else "XLA is not asked for what does not fit"
+    if flags.compile and plan.fits:
+        try:
+            with notes.console.status(f"XLA compiles for {wanted.device.name}"):
+                temporaries = ask_memory(_question(plan), _positive("compile_timeout", flags.compile_timeout))
+        except NoAnswer as error:
+            why_arithmetic = str(error)
+        else:
+            plan = make_plan(replace(wanted, temporaries=temporaries), latency_budget=budget)
+    name = "the demo model" if args.model is None else str(args.model)
+    if flags.json:
+        print(json.dumps(as_json(name, plan, why_arithmetic)))
+    else:
+        _show(name, plan, why_arithmetic)
+    return 0 if plan.fits else _DOES_NOT_FIT
+
+
+def seconds_of(text: str) -> float:
+    """A time as `50ms`, `0.05s` or `0.05`, in seconds. Raises UsageError."""
+    for unit, scale in (("ms", 1e-3), ("s", 1.0), ("", 1.0)):
+        if text.endswith(unit):
+            try:
+                seconds = float(text.removesuffix(unit)) * scale
+            except ValueError:
+                break
+            if 0 < seconds < 1e6:
+                return seconds
+            break
+    raise UsageError(
+        f"latency_budget is {text!r}; it must be a time above 0, as in 50ms, 0.05s or 0.05 (seconds)"
+    )
+
+
+def _wanted(config: ModelConfig, flags: PlanFlags, notes: Notes) -> Wanted:
+    said = Sizes(
+        max_batch_size=flags.max_batch_size,
+        n_slots=flags.n_slots,
+        max_batch_tokens=flags.max_batch_tokens,
+        memory_fraction=flags.memory_fraction,
+    )
+    dtype: Dtype = flags.dtype or ("float32" if flags.device == CPU else "bfloat16")
+    return Wanted(
+        config=config,
+        device=_device(flags, dtype, notes),
+        said=said,
+        dtype=dtype,
+        context=max(1, config.n_positions // 2) if flags.context is None else flags.context,
+        pipeline_parallel=flags.pipeline_parallel,
+        tensor_parallel=flags.tensor_parallel,
+    )
+
+
+def _device(flags: PlanFlags, dtype: Dtype, notes: Notes) -> KnownDevice:
+    """The device of that name, with what was said of it. Raises ConfigError."""
+    if flags.device == CPU:
+        bandwidth = matrix_rate = 0.0
+        if flags.bandwidth is None or flags.matrix_rate is None:
+            with notes.console.status("Measuring this CPU"):
+                bandwidth, matrix_rate = ask_rates(dtype)
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        device = cpu_device(memory=memory, bandwidth=bandwidth, matrix_rate=matrix_rate)
+    else:
+        device = gpu_named(flags.device)
+    if flags.memory is not None:
+        device = replace(device, memory=int(_positive("memory", flags.memory) * _GIB))
+    if flags.bandwidth is not None:
+        rate = _positive("bandwidth", flags.bandwidth) * 1e9
+        device = replace(device, bandwidth=rate)
+        if flags.device == CPU:  # whose links are its memory
+            device = replace(device, inside=rate, between=rate)
+    if flags.matrix_rate is not None:
+        rate = _positive("matrix_rate", flags.matrix_rate) * 1e12
+        device = replace(device, matrix_rates=dict.fromkeys(device.matrix_rates, rate))
+    return device
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < 1e9:
+        raise ConfigError(f"{name} is {value:g}; it must be a number above 0")
+    return value
+
+
+def _question(plan: Plan) -> MemoryQuestion:
+    wanted = plan.wanted
+    return MemoryQuestion(
+        device=wanted.device.name,
+        model=wanted.model,
+        serving=plan.serving,
+        dtype=wanted.dtype,
+        pipeline_parallel=wanted.pipeline_parallel,
+        tensor_parallel=wanted.tensor_parallel,
+        n_rows=n_rows(plan.serving.max_batch_size, n_workers=wanted.pipeline_parallel),
+    )
+
+
+def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
+    """The plan for programs: bytes of each device, times in seconds, layers and stages counted from 1."""
+    wanted, device = plan.wanted, plan.wanted.device
+    compiled = wanted.temporaries is not None
+    return {
+        "model": name,
+        "parameters": parameter_count(wanted.config),
+        "dtype": wanted.dtype,
+        "device": {
+            "name": device.name,
+            "memory": device.memory,
+            "budget": wanted.budget,
+            "bandwidth": device.bandwidth,
+            "matrix_rate": device.matrix_rates[wanted.dtype],
+            "inside_machine": device.inside,
+            "between_machines": device.between,
+        },
+        "pipeline_parallel": wanted.pipeline_parallel,
+        "tensor_parallel": wanted.tensor_parallel,
+        "fits": plan.fits,
+        "problems": [stage.problem for stage in plan.stages if stage.problem is not None],
+        "hint": plan.hint,
+        "max_batch_size": plan.serving.max_batch_size,
+        "max_batch_tokens": plan.serving.max_batch_tokens,
+        "block_size": plan.serving.block_size,
+        "n_slots": plan.serving.n_slots if plan.fits else 0,
+        "temporaries_source": "compiled" if compiled else "arithmetic",
+        "why_not_compiled": None if compiled else why_arithmetic,
+        "stages": [
+            {
+                "stage": i + 1,
+                "layers": [stage.layers.start + 1, stage.layers.stop],
+                "devices": wanted.tensor_parallel,
+                "weights": stage.memory.weights,
+                "tables": stage.memory.tables,
+                "temporaries": stage.memory.temporaries,
+                "slot": stage.memory.slot,
+                "slots": stage.slots,
+            }
+            for i, stage in enumerate(plan.stages)
+        ],
+        "context": wanted.context,
+        "floors": [asdict(floor) for floor in plan.floors],
+        "recommendation": None if plan.recommendation is None else asdict(plan.recommendation),
+    }
+
+
+def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
+    console = _console()
+    wanted, device, serving = plan.wanted, plan.wanted.device, plan.serving
+    split = said_of_split(wanted.config.n_layers, wanted.pipeline_parallel, wanted.tensor_parallel)
+    n = parameter_count(wanted.config)
+    size = f"{n / 1e9:,.2f} billion" if n >= 1e9 else f"{n / 1e6:,.1f} million"
+    console.out(f"{name}: {size} parameters, {wanted.dtype}")
+    console.out(
+        f"{split}: {device.name} with {device.memory / _GIB:.1f} GiB, "
+        f"{wanted.budget / _GIB:.1f} GiB of them for this on each; {device.bandwidth / 1e9:,.0f} GB/s, "
+        f"{device.matrix_rates[wanted.dtype] / 1e12:,.4g} TFLOP/s"
+    )
+    source = "XLA's memory plan" if wanted.temporaries is not None else f"arithmetic ({why_arithmetic})"
+    table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")
+    for column in (
+        *("stage", "layers", "weights, GiB", "tables, MiB", "temporaries, MiB", "a slot, KiB"),
+        "slots that fit",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for i, stage in enumerate(plan.stages):
+        memory = stage.memory
+        table.add_row(
+            str(i + 1),
+            f"{stage.layers.start + 1} to {stage.layers.stop}",
+            f"{memory.weights / _GIB:.2f}",
+            f"{memory.tables / _MIB:,.1f}",
+            f"{memory.temporaries / _MIB:,.1f}",
+            f"{memory.slot / 1024:,.1f}",
+            f"{stage.slots:,}" if stage.problem is None else "too few",
+        )
+    console.print(table)
+    for stage in plan.stages:
+        if stage.problem is not None:
+            console.out(f"does not fit: {stage.problem}")
+    if not plan.fits:
+        console.out(f"{plan.hint}")
+        return
+    console.out(
+        f"n_slots {serving.n_slots:,}; max_bs {serving.max_batch_size}, max_batch_tokens "
+        f"{serving.max_batch_tokens:,}"
+    )
+    console.print(_floors(plan))
+    if plan.recommendation is not None:
+        console.out(_recommended(plan))
+
+
+def _console() -> Console:
+    """stdout, wide enough for a table where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def _floors(plan: Plan) -> Table:
+    title = f"Floors, with {plan.wanted.context:,} tokens a request: an iteration cannot be faster"
+    table = Table(title=title, title_justify="left")
+    for column in (
+        *("phase", "requests", "tokens", "iteration, ms", "one every, ms", "output tokens/s", "bound by"),
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for floor in plan.floors:
+        table.add_row(
+            floor.phase,
+            str(floor.batch_size),
+            f"{floor.n_tokens:,}",
+            f"{floor.seconds * 1e3:,.3f}",
+            f"{floor.interval * 1e3:,.3f}",
+            f"{floor.tokens_per_second:,.0f}",
+            floor.bound,
+        )
+    return table
+
+
+def _recommended(plan: Plan) -> str:
+    found = plan.recommendation
+    assert found is not None
+    if found.max_bs == 0 and found.bound == "latency":
+        return f"no max_bs keeps an increment iteration within {found.budget * 1e3:g} ms, not even 1"
+    why = {
+        "latency": "one more would take longer",
+        "slots": f"slots for more requests of {plan.wanted.context:,} tokens do not fit",
+        "limit": "more cannot be set",
+    }[found.bound]
+    return (
+        f"for a budget of {found.budget * 1e3:g} ms: --max-batch-size {found.max_bs} "
+        f"({found.seconds * 1e3:.3f} ms at the floor; {why})"
+    )

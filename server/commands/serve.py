@@ -1,0 +1,120 @@
+"""`orca serve`: from the command line to a running server, and to its orderly end."""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from orca_jax.request.sampling_params import SamplingParams
+from server.commands import banner
+from server.commands.endpoints import Endpoints
+from server.commands.loading import load
+from server.commands.notes import Notes
+from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
+from server.gateway.chat_template import ChatTemplate, load_chat_template
+from server.gateway.gateway import Gateway
+from server.gateway.served_model import ServedModel
+from server.metrics.access_log import configure_access_log
+from server.metrics.metrics import Metrics
+from server.process.interpreter import settle
+from server.settings.pipeline import pipeline_options
+from server.settings.settings import ServeSettings, serve_settings
+
+if TYPE_CHECKING:
+    from orca_jax import LLM
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command, from its flags to its exit status: 0 after a drain, however it went."""
+    settings = serve_settings(args, os.environ)
+    notes = Notes()
+    for note in settings.notes:
+        notes(note)
+    _configure_logging(settings)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(_serve(settings, notes))
+        except Stopped as stopped:
+            notes("stopped while the model was loading")
+            sys.stderr.flush()
+            os._exit(128 + stopped.signal)  # the loading thread cannot be ended, and nobody waits for it
+
+
+async def _serve(settings: ServeSettings, notes: Notes) -> int:
+    options = settings.endpoint
+    stop = StopSignals()
+    gateway = Gateway(request_timeout=options.request_timeout)
+    metrics = Metrics(gateway)
+    endpoints = Endpoints(gateway, options, api_keys=settings.api_keys, metrics=metrics)
+    await endpoints.start()  # before the weights are read: a taken port is told at once
+    try:
+        notes(f"loading; {endpoints.http_url}/ready tells when that is done")
+        llm, template = await stop.unless(in_daemon_thread(lambda: _load(settings, notes)))
+        model = ServedModel(
+            name=options.served_model_name or settings.model or "demo",
+            service=llm.service,
+            config=llm.config,
+            serving=llm.serving,
+            tokenizer=llm.tokenizer,
+            chat_template=template,
+            compiles=lambda: llm.compiles,
+        )
+        metrics.attach(model)
+        gateway.open(model)
+        banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
+        await stop.first.wait()
+        await _drain(gateway, options.drain_timeout, stop, notes)
+    finally:
+        await endpoints.stop()
+    await asyncio.to_thread(llm.close)
+    return 0
+
+
+def _configure_logging(settings: ServeSettings) -> None:
+    """The access log as it was asked for; of all else what went wrong, each a line on stderr."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_access_log(settings.endpoint.access_log)
+
+
+async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Notes) -> None:
+    if gateway.n_live:
+        running = f"{gateway.n_live} requests are running and get up to {timeout:g} seconds"
+        notes(f"shutting down; {running} (the same signal again ends them now)")
+    drain = asyncio.create_task(gateway.drain(timeout))
+    hurry = asyncio.create_task(stop.second.wait())
+    await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
+    hurry.cancel()
+    if not drain.done():
+        drain.cancel()
+        await asyncio.wait([drain])
+        drain = asyncio.create_task(gateway.drain(0))
+    n_ended = await drain
+    notes(f"{n_ended} requests had to be ended" if n_ended else "all requests are done")
+
+
+def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | None]":
+    """The model, warm: all that was asked to be is compiled, and an iteration of each phase has run."""
+    file = settings.endpoint.chat_template
+    if file is not None:
+        load_chat_template(None, file)  # a mistake in it is told before anything takes long
+    llm = load(
+        notes,
+        model=settings.model,
+        **dataclasses.asdict(settings.engine),
+        **dataclasses.asdict(settings.compiling),
+        **pipeline_options(settings.pipeline, settings.control_secret),
+    )
+    try:
+        template = load_chat_template(llm.directory, file)
+        n_output = min(2, llm.service.most_output(1))
+        llm.generate([[0]], SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True))
+    except BaseException:
+        llm.close()
+        raise
+    settle()
+    return llm, template

@@ -1,0 +1,54 @@
+"""`orca worker`: one stage of a pipeline in this process, for an `orca serve --workers` elsewhere."""
+
+import argparse
+import os
+from functools import partial
+
+import orca_jax
+from orca_jax.config import WorkerOptions
+from orca_jax.control.handshake import control_address
+from orca_jax.planning.known_devices import MEMORY_FRACTION
+from orca_jax.workers.environment import hold_memory
+from server.commands.loading import bytes_bar
+from server.commands.notes import Notes
+from server.settings.config import WorkerFlags
+from server.settings.control_secret import read_secret
+from server.settings.flags import worker_flags
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command, from its flags to its exit status: 0 after SIGTERM or Ctrl-C, 1 when its device hangs."""
+    notes = Notes()
+    secret = read_secret(args.control_secret_file, os.environ)
+    options = worker_options(args.model, worker_flags(args), secret)
+    hold_memory(os.environ, options.memory_fraction or MEMORY_FRACTION)
+    loading = partial(bytes_bar, notes, "Loading the stage")
+    status = orca_jax.run_worker(options, note=notes, loading=loading)
+    if status:
+        os._exit(status)  # a device that hangs would hold up an orderly exit for ever
+    return status
+
+
+def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> WorkerOptions:
+    """What a worker is told. Raises ConfigError."""
+    address = control_address(flags.listen)
+    return WorkerOptions(
+        model=model,
+        stage=flags.stage - 1,
+        n_stages=flags.of,
+        listen=flags.listen,
+        data_host=(address.host or "127.0.0.1") if flags.data_host is None else flags.data_host,
+        link=flags.link,
+        coordinator=flags.coordinator,
+        tensor_parallel=flags.tensor_parallel,
+        dtype=flags.dtype,
+        load_format=flags.load_format,
+        attention=flags.attention,
+        command_buffer_collectives=flags.command_buffer_collectives,
+        on_compile=flags.on_compile,
+        compile_cache=flags.compile_cache,
+        memory_fraction=flags.memory_fraction,
+        seed=flags.seed,
+        secret=secret,
+        forward_ahead=flags.forward_ahead,
+    )

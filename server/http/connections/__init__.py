@@ -1,0 +1,1 @@
+"""HTTP connections, bounded before the application sees anything. Start with listener.py."""

@@ -1,0 +1,1 @@
+"""The routes that generate text, and their streams. Start with completions.py."""

@@ -1,0 +1,85 @@
+"""`POST /v1/chat/completions`: a conversation becomes a prompt, and what the model says is the answer."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from orca_jax.request.sampling_params import SamplingParams
+from server.gateway.side_threads import reading
+from server.http.bodies.json_body import JsonRoute
+from server.http.fields.chat import ChatCompletion, ChatCompletionRequest
+from server.http.fields.client_names import named
+from server.http.fields.logprobs import chat_logprobs
+from server.http.fields.token_names import TokenNames
+from server.http.generation.answer import GENERATION_ERRORS, accept, answer, new_response_id
+from server.http.generation.choice_output import Telling
+from server.http.generation.choices import Choices, Whole
+from server.http.generation.chunks import CHAT_CHUNK
+from server.http.generation.conversation import text_of
+from server.http.generation.prompts import check, check_number
+from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf
+
+router = APIRouter(route_class=JsonRoute, tags=["generation"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_class=Response,
+    responses={200: {"model": ChatCompletion, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
+)
+async def create_chat_completion(
+    body: ChatCompletionRequest,
+    request: Request,
+    gateway: GatewayOf,
+    options: OptionsOf,
+    owner: OwnerOf,
+    facts: FactsOf,
+) -> Response:
+    """Answer a conversation, at once or, with `stream`, piece by piece."""
+    model = accept(body, gateway, facts)
+    service = model.service
+    n_bytes = len(await request.body())
+
+    def read() -> tuple[SamplingParams, tuple[int, ...]]:
+        body.sampling(longest=service.most_output(1))  # what is wrong there comes before the work
+        check_number(1, body.n_choices, options, model)
+        text = text_of(model, body.messages)
+        # The template writes the special tokens that belong into a conversation, so no others are added.
+        prompt = tuple(model.encode(text, param="messages", add_special_tokens=False))
+        longest = service.most_output(len(prompt))
+        if longest < 1:  # `check` says so
+            longest = max(body.min_tokens or 0, 1)
+        return body.sampling(longest=longest), prompt
+
+    with named(**body.client_names):
+        sampling, prompt = await reading(n_bytes, read)
+        rules = await gateway.compiler.rules(model, sampling)
+        await reading(n_bytes, partial(check, model, [prompt], rules))
+    telling = Telling(names=TokenNames(model.tokenizer), logprobs=chat_logprobs) if body.logprobs else None
+    response_id = new_response_id("chatcmpl")
+    choices = Choices(
+        gateway, [prompt], rules, telling=telling, response_id=response_id, owner=owner, facts=facts
+    )
+    return await answer(
+        body,
+        model,
+        choices,
+        request.receive,
+        shape=CHAT_CHUNK,
+        object_name="chat.completion",
+        finished=_choices,
+    )
+
+
+def _choices(choices: Choices, wholes: list[Whole]) -> list[dict[str, Any]]:
+    """As ChatChoice."""
+    return [
+        {
+            "index": i,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": choices.logprobs(tokens),
+            "finish_reason": choices.tally.complete(i),
+        }
+        for i, (text, tokens) in enumerate(wholes)
+    ]

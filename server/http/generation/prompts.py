@@ -1,0 +1,65 @@
+"""Prompts become token ids, and are checked before anything runs. All this takes time with a prompt's length,
+so it runs as `reading`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.served_model import ServedModel
+from server.settings.config import EndpointOptions
+
+T = TypeVar("T")
+
+
+def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[tuple[int, ...]]:
+    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name one of several."""
+    return _each(prompts, lambda prompt: _encode(model, prompt))
+
+
+def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
+    """The text of each prompt; that of token ids is empty where the model has no tokenizer."""
+    return [_text(model, prompt) for prompt in prompts]
+
+
+def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRules) -> None:
+    """Raise what the service would say to any of these, before the first is submitted."""
+    _each(prompts, lambda prompt: model.service.check(prompt, rules))
+
+
+def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
+    """Raise InvalidRequest for no prompt, or for more choices than one request may ask for.
+
+    They come in together, so they must fit into one owner's share of an empty queue.
+    """
+    if not n_prompts:
+        raise InvalidPrompt("prompt is an empty list; give at least one", param="prompt")
+    most = min(options.max_choices, model.serving.max_queue_each)
+    if n_prompts * n > most:
+        asked = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
+        message = f"too many choices ({asked}); one request may ask for {most} in all"
+        raise InvalidRequest(message, param="n" if n > 1 else "prompt")
+
+
+def _encode(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
+    """As a tuple, which all choices of a prompt share."""
+    return tuple(model.encode(prompt) if isinstance(prompt, str) else prompt)
+
+
+def _text(model: ServedModel, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "" if model.tokenizer is None else model.tokenizer.decode(prompt)
+
+
+def _each(prompts: Sequence[T], work: Callable[[T], object]) -> list:
+    results = []
+    for i, prompt in enumerate(prompts):
+        try:
+            results.append(work(prompt))
+        except InvalidRequest as error:
+            if len(prompts) == 1:
+                raise
+            raise type(error)(f"prompt {i}: {error}", param=error.param) from error
+    return results

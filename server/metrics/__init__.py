@@ -1,0 +1,1 @@
+"""What operators see: `/metrics` for Prometheus, and the access log. Start with metrics.py."""

@@ -1,0 +1,67 @@
+"""The access log: one line for each request of either endpoint, as text or JSON.
+
+Nothing that a client sends can make a line of its own or hide one: all but printable ASCII is escaped.
+"""
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from server.settings.config import AccessLog
+
+LOGGER = logging.getLogger("orca.access")
+
+_MOST_CHARACTERS = 256  # of one value
+_BARE = re.compile(r"[A-Za-z0-9_./:@+-]+").fullmatch
+
+
+def configure_access_log(style: AccessLog) -> None:
+    """Let the lines go to stderr; nothing else writes there through this logger. The second time replaces."""
+    LOGGER.propagate = False
+    for handler in list(LOGGER.handlers):
+        LOGGER.removeHandler(handler)
+        handler.close()
+    if style == "off":
+        LOGGER.setLevel(logging.CRITICAL)
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+
+
+def log_access(style: AccessLog, record: Mapping[str, object]) -> None:
+    """Write one request's record, with the time in front. It holds neither prompts, texts nor keys."""
+    if style != "off" and LOGGER.isEnabledFor(logging.INFO):
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        LOGGER.info("%s", _LINES[style]({"time": now, **record}))
+
+
+def _text(record: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={_value(value)}" for name, value in record.items() if value is not None)
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _MOST_CHARACTERS and _BARE(text) else _quoted(text)
+
+
+def _json(record: Mapping[str, object]) -> str:
+    members = (f"{_quoted(name)}: {_member(value)}" for name, value in record.items() if value is not None)
+    return "{" + ", ".join(members) + "}"
+
+
+def _member(value: object) -> str:
+    return _quoted(value) if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _quoted(text: str) -> str:
+    if len(text) > _MOST_CHARACTERS:
+        text = text[:_MOST_CHARACTERS] + "..."
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+_LINES = {"text": _text, "json": _json}

@@ -1,0 +1,217 @@
+"""An engine's figures for Prometheus: what its timeline told since it was observed, and how it stands now.
+
+The names are those that other engines' dashboards have, with the prefix `orca_`, and every figure carries the
+served model's name.
+"""
+
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
+
+from orca_jax.request.request import FinishReason
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from server.gateway.served_model import CompileCounts, ServedModel
+from server.metrics.histogram import Histogram
+from server.metrics.worker_metrics import WorkerMetrics
+
+_LABELS = ("model_name",)
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
+
+# Upper bounds of buckets. Seconds first:
+_WAIT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+_WHOLE = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+# Then counts:
+_TOKENS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
+_ROWS = tuple(float(1 << power) for power in range(13))
+_BATCH_TOKENS = (1.0, *(float(1 << power) for power in range(3, 18)))
+
+
+class EngineMetrics:
+    """The timeline's observer, on its threads; `collect` may be called on any other.
+
+    Prompt tokens count when the first token came, for only then were they processed. Latency of a whole
+    request, its normalized latency and its tokens are of requests that ended as complete (stop, length); the
+    queue time is of those that got a first token. What was live before it observed is not counted right.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._workers = WorkerMetrics(model)
+        self._lock = threading.Lock()  # held for moments: the scheduler waits for it
+        self._n_arrived = 0
+        self._n_prompt_tokens = 0
+        self._n_output_tokens = 0
+        self._n_iterations = 0
+        self._n_padding = 0
+        self._n_ended = dict.fromkeys(FinishReason, 0)
+        self._histograms: dict[str, tuple[str, Sequence[float], Histogram]] = {}
+
+        new = self._histogram
+        self._first_token = new(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", _WAIT
+        )
+        self._queue_time = new(
+            "request_queue_time_seconds", "From a request's arrival to its first iteration.", _WAIT
+        )
+        self._gap = new(
+            "inter_token_latency_seconds", "From a token to the next of the same request.", _TOKEN
+        )
+        self._latency = new(
+            "e2e_request_latency_seconds", "From a request's arrival to its end, of complete ones.", _WHOLE
+        )
+        self._normalized = new(
+            "request_normalized_latency_seconds_per_token",
+            "End-to-end latency over generated tokens (ORCA 6.2), of complete requests.",
+            _TOKEN,
+        )
+        self._request_input = new("request_prompt_tokens", "Prompt tokens of complete requests.", _TOKENS)
+        self._request_output = new(
+            "request_generation_tokens", "Generated tokens of complete requests.", _TOKENS
+        )
+        self._rows = new("iteration_batch_size", "Requests in an iteration.", _ROWS)
+        self._tokens = new("iteration_tokens", "Tokens that go into an iteration.", _BATCH_TOKENS)
+        self._bucket = new(
+            "iteration_bucket_tokens", "Tokens that an iteration was padded to.", _BATCH_TOKENS
+        )
+        self._seconds = new("iteration_seconds", "From an iteration's issue to its return.", _TOKEN)
+
+    # The observer.
+
+    def arrived(self, record: RequestRecord) -> None:
+        """A request was accepted."""
+        with self._lock:
+            self._n_arrived += 1
+
+    def returned(self, record: IterationRecord) -> None:
+        """An iteration came back."""
+        assert record.returned is not None
+        n_tokens = record.n_tokens
+        with self._lock:
+            self._n_iterations += 1
+            self._n_padding += record.bucket - n_tokens
+            self._rows.observe(record.n_rows)
+            self._tokens.observe(n_tokens)
+            self._bucket.observe(record.bucket)
+            self._seconds.observe(record.returned - record.issued)
+
+    def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
+        """An iteration's tokens are handed out."""
+        with self._lock:
+            self._n_output_tokens += len(gaps) + len(first)
+            self._gap.observe_all(gaps)
+            for record in first:
+                assert record.time_to_first_token is not None and record.queue_time is not None
+                self._n_prompt_tokens += record.n_input
+                self._first_token.observe(record.time_to_first_token)
+                self._queue_time.observe(record.queue_time)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request ended."""
+        assert record.finish_reason is not None and record.finished is not None
+        with self._lock:
+            self._n_ended[record.finish_reason] += 1
+            if record.finish_reason in _COMPLETE:
+                assert record.normalized_latency is not None
+                self._latency.observe(record.finished - record.arrived)
+                self._normalized.observe(record.normalized_latency)
+                self._request_input.observe(record.n_input)
+                self._request_output.observe(record.n_output)
+
+    # The scrape.
+
+    def collect(self) -> Iterator[Metric]:
+        """Every figure; those that were observed are all of one moment."""
+        with self._lock:
+            counts = (
+                ("requests", "Requests accepted.", self._n_arrived),
+                ("prompt_tokens", "Prompt tokens processed.", self._n_prompt_tokens),
+                ("generation_tokens", "Tokens generated.", self._n_output_tokens),
+                ("iterations", "Iterations that came back.", self._n_iterations),
+                ("iteration_padding_tokens", "Tokens computed for nothing.", self._n_padding),
+            )
+            ended = dict(self._n_ended)
+            histograms = {name: histogram.read() for name, (_, _, histogram) in self._histograms.items()}
+        label = [self._model.name]
+        for name, documentation, count in counts:
+            counter = CounterMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
+            counter.add_metric(label, count)
+            yield counter
+        reasons = CounterMetricFamily(
+            "orca_request_success", "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason")
+        )
+        for reason, count in ended.items():
+            reasons.add_metric([*label, reason.value], count)
+        yield reasons
+        for name, (documentation, bounds, _) in self._histograms.items():
+            histogram = HistogramMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
+            histogram.add_metric(label, *_exposed(bounds, *histograms[name]))
+            yield histogram
+        for name, documentation, value in self._gauges():
+            gauge = GaugeMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
+            gauge.add_metric(label, value)
+            yield gauge
+        if self._model.compiles is not None:
+            yield from _compiles(self._model.compiles(), label)
+        yield from self._workers.collect()
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        service = self._model.service
+        pool, kv = service.pool, service.scheduler.kv
+        # The newest token of a request is not in the cache yet, and nothing is before its first one came.
+        used = sum([req.n_tokens - 1 for req in pool.admitted() if req.output_ids])
+        yield "num_requests_running", "Requests that take part in iterations.", pool.n_running
+        yield "num_requests_waiting", "Requests that wait to be admitted.", pool.n_waiting
+        yield (
+            "kv_cache_usage_perc",
+            "Blocks held over all blocks, 0 to 1.",
+            1 - kv.n_free_blocks / kv.n_blocks,
+        )
+        yield "slots_total", "Tokens whose keys and values fit.", kv.n_blocks * kv.block_size
+        yield "slots_reserved", "Slots reserved for requests (n_rsrv).", service.scheduler.n_rsrv
+        yield "slots_used", "Slots that hold a token's keys and values.", used
+
+    def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
+        histogram = Histogram(bounds)
+        self._histograms[name] = (documentation, bounds, histogram)
+        return histogram
+
+
+def _compiles(counts: CompileCounts, label: Sequence[str]) -> Iterator[Metric]:
+    for name, documentation, count in (
+        ("compiles", "Programs that JAX compiled or read from disk in this process.", counts.programs),
+        ("compiles_from_disk", "Programs that JAX read from disk.", counts.from_disk),
+        ("compile_seconds", "Time of that, added up over threads.", counts.seconds),
+    ):
+        counter = CounterMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
+        counter.add_metric(label, count)
+        yield counter
+
+
+def _exposed(
+    bounds: Sequence[float], counts: Sequence[int], total: float
+) -> tuple[list[tuple[str, float]], float]:
+    """A histogram as it is exposed: each bucket with all that are below it, and the sum of values."""
+    buckets: list[tuple[str, float]] = []
+    n = 0
+    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
+        n += count
+        buckets.append((floatToGoString(bound), n))
+    return buckets, total

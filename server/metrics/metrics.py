@@ -1,0 +1,118 @@
+"""What `/metrics` shows: the server's own figures, the engine's once a model is there, and the process's."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import orca_jax
+from server.gateway.gateway import Gateway, Phase
+from server.gateway.served_model import ServedModel
+from server.metrics.engine_metrics import EngineMetrics
+
+_METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What only the event loop may look at; `n_tasks` is None where none runs."""
+
+    phase: Phase
+    n_live: int
+    n_tasks: int | None
+
+
+class Metrics(Collector):
+    """One server's figures, in a registry of their own, so that servers in one process do not mix.
+
+    Used on the gateway's event loop; the engine's threads write only to what `attach` makes. A scrape is
+    rendered on a thread, because nobody needs a key to ask for one and it takes milliseconds.
+    """
+
+    content_type = CONTENT_TYPE_PLAIN_0_0_4
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._engine: EngineMetrics | None = None
+        self._seen = self._look()
+        self._rendering: asyncio.Task[bytes] | None = None
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self._http = Counter(
+            "orca_http_requests",
+            "HTTP requests answered.",
+            ["path", "method", "status"],
+            registry=self.registry,
+        )
+        self._grpc = Counter(
+            "orca_grpc_requests", "gRPC calls answered.", ["method", "code"], registry=self.registry
+        )
+        self.registry.register(self)
+
+    def attach(self, model: ServedModel) -> None:
+        """Observe the model's engine from now on; call it while no request is live."""
+        self._engine = EngineMetrics(model)
+        model.service.timeline.observer = self._engine
+
+    def http_request(self, path: str, method: str, status: int) -> None:
+        """Count an HTTP request. `path` is its route's template, so that clients cannot make labels."""
+        self._http.labels(path, method if method in _METHODS else "other", str(status)).inc()
+
+    def http_refusal(self, status: int) -> None:
+        """Count an answer to what never became a request: malformed, too large, too slow, one too many."""
+        self.http_request("other", "other", status)
+
+    def grpc_request(self, method: str, code: str) -> None:
+        """Count a gRPC call: the name of a known method, and the name of the status that it ended with."""
+        self._grpc.labels(method, code).inc()
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format, whose content type is `content_type`."""
+        self._seen = self._look()
+        return generate_latest(self.registry)
+
+    async def scrape(self) -> bytes:
+        """The same, without holding up the loop: callers that come while it is rendered share it."""
+        if self._rendering is None:
+            self._seen = self._look()
+            self._rendering = asyncio.create_task(asyncio.to_thread(generate_latest, self.registry))
+            self._rendering.add_done_callback(self._rendered)
+        return await asyncio.shield(self._rendering)
+
+    def collect(self) -> Iterator[Metric]:
+        """What the registry asks for: all but the process's figures and the counts of requests."""
+        seen = self._seen
+        yield InfoMetricFamily("orca_build", "What is running.", {"version": orca_jax.__version__})
+        phase = GaugeMetricFamily("orca_server_phase", "1 for the phase the server is in.", labels=["phase"])
+        for one in Phase:
+            phase.add_metric([one.value], one is seen.phase)
+        yield phase
+        yield GaugeMetricFamily(
+            "orca_live_streams", "Requests whose clients have not got all yet.", seen.n_live
+        )
+        if seen.n_tasks is not None:
+            yield GaugeMetricFamily("orca_asyncio_tasks", "Tasks of the event loop.", seen.n_tasks)
+        if self._engine is not None:
+            yield from self._engine.collect()
+
+    def _look(self) -> _Seen:
+        try:
+            n_tasks = len(asyncio.all_tasks())
+        except RuntimeError:  # no event loop runs on this thread
+            n_tasks = None
+        return _Seen(self._gateway.phase, self._gateway.n_live, n_tasks)
+
+    def _rendered(self, _: object) -> None:
+        self._rendering = None

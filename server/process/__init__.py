@@ -1,0 +1,1 @@
+"""The server's own process: its addresses, file descriptors, memory and interpreter."""

@@ -1,0 +1,49 @@
+"""What is said of command buffers reaches the stages' programs.
+
+What XLA makes of it on GPUs is in test_forward_compiles.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import orca_jax
+from orca_jax.errors import ConfigError
+from orca_jax.execution import worker
+from orca_jax.execution.stage import Stage
+from orca_jax.launch import precompile as compiled_model
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What each stage that is made is told of it."""
+    found: list[bool] = []
+
+    def make(*args: Any, command_buffer_collectives: bool, **more: Any) -> Stage:
+        found.append(command_buffer_collectives)
+        return Stage(*args, **more, command_buffer_collectives=command_buffer_collectives)
+
+    monkeypatch.setattr(worker, "Stage", make)
+    return found
+
+
+def test_each_stage_of_an_engine_is_told(told: list[bool]) -> None:
+    with orca_jax.LLM(pipeline_parallel=2, n_slots=1024, command_buffer_collectives=True):
+        assert told == [True, True]
+    with orca_jax.LLM(n_slots=1024):
+        assert told == [True, True, False]
+
+
+def test_programs_compiled_ahead_are_those(
+    told: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_model, "compile_all", lambda programs, on_program: None)  # for minutes
+    kept = str(tmp_path)
+    orca_jax.compile_model("demo", n_slots=1024, command_buffer_collectives=True, compile_cache=kept)
+    assert told == [True]
+
+
+def test_workers_elsewhere_are_told_by_whoever_starts_them() -> None:
+    with pytest.raises(ConfigError, match="command_buffer_collectives is each worker's own"):
+        orca_jax.LLM(workers=["127.0.0.1:7000"], command_buffer_collectives=True)

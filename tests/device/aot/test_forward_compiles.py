@@ -1,0 +1,103 @@
+"""What XLA makes of the forward programs for GPUs that need not be there; skipped without the CUDA plugin.
+
+    JAX_PLATFORMS=cpu python -m pytest tests/device/aot/test_forward_compiles.py
+
+Each is compiled in a process of its own: a machine's own GPU, or the lack of one, has no say.
+"""
+
+from typing import Any
+
+import pytest
+
+from bench.compiled.forward_kernels import Program
+from bench.compiled.thunks import ALL_REDUCES
+from tests.device.aot.without_gpu import needs_plugin, told_apart
+
+
+def compiled(*flags: str) -> list[dict[str, Any]]:
+    """What `bench.compiled.compile_for_gpu` finds in the forward program of each bucket."""
+    return told_apart("-m", "bench.compiled.compile_for_gpu", *flags)["programs"]
+
+
+@needs_plugin
+def test_gpt3_13b_is_one_command_buffer_whose_attention_calls_are_given_no_slices() -> None:
+    programs = compiled("--preset", "gpt3-13b", "--layers", "3", "--buckets", "1,2,32,512")
+    assert [program["bucket"] for program in programs] == [1, 2, 32, 512]
+    for program in programs:
+        launches = program["launches"]
+        assert program["attention"] == "split-attention kernel"
+        assert launches["sliced_calls"] == 0, program
+        assert launches["command_buffers"] == 1 and launches["outside"] == {}, program
+        assert launches["inside"]["kCustomCall"] >= 3, program  # the attention of each layer is inside
+
+
+@needs_plugin
+@pytest.mark.parametrize("device", ["a100-80gb", "l40s", "h200", "b200"])
+def test_a_small_model_is_one_command_buffer_on_each_gpu(device: str) -> None:
+    (program,) = compiled("--preset", "gpt2", "--layers", "3", "--buckets", "8", "--device", device)
+    assert (program["attention"] == "split-attention kernel") == (device == "h200")
+    assert program["dynamic_loops"] == 0  # the host reads nothing back
+    assert program["launches"]["sliced_calls"] == 0
+    assert program["launches"]["command_buffers"] == 1 and program["launches"]["outside"] == {}
+
+
+@needs_plugin
+@pytest.mark.parametrize("recorded", [False, True])
+def test_eight_gpus_have_their_collectives_in_the_command_buffer_only_where_that_is_asked_for(
+    recorded: bool,
+) -> None:
+    flags = ["--preset", "gpt3-13b", "--layers", "2", "--buckets", "8", "--tensor-parallel", "8"]
+    (program,) = compiled(*flags, *(["--command-buffer-collectives"] if recorded else []))
+    launches = program["launches"]
+    inside, outside = (
+        sum(n for kind, n in launches[where].items() if kind in ALL_REDUCES)
+        for where in ("inside", "outside")
+    )
+    sums = 2 * 2 + 1  # two a layer, and that of the embedding
+    if recorded:
+        assert (inside, outside) == (sums, 0)
+        assert launches["command_buffers"] == 1 and launches["outside"] == {}, program
+    else:
+        assert (inside, outside) == (0, sums)
+        assert program["sums"] == {"ONE_SHOT": sums}  # XLA's own kernel, not NCCL's
+
+
+FOLDED = """\
+HloModule jit_forward
+
+FileNames
+1 "orca_jax/model/attention.py"
+
+FunctionNames
+1 "LayerNorm.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%around (p0: s32[1976], p1: bf16[8,12,64]) -> bf16[8,12,64] {
+  %p0 = s32[1976]{0} parameter(0)
+  %slice.1 = s32[512]{0} slice(%p0), slice={[448:960]}
+  %p1 = bf16[8,12,64]{2,1,0} parameter(1)
+  ROOT %call.1 = bf16[8,12,64]{2,1,0} custom-call(%slice.1, %p1), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(forward)/split_attention/mpmd_map" stack_frame_id=1}
+}
+
+ENTRY %main (b: s32[1976], q: bf16[8,12,64]) -> bf16[8,12,64] {
+  %b = s32[1976]{0} parameter(0)
+  %q = bf16[8,12,64]{2,1,0} parameter(1)
+  %add.1 = bf16[8,12,64]{2,1,0} add(%q, %q), metadata={stack_frame_id=1}
+  %plain = bf16[8,12,64]{2,1,0} custom-call(%b, %add.1), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(forward)/split_attention/mpmd_map" stack_frame_id=1}
+  ROOT %folded = bf16[8,12,64]{2,1,0} fusion(%b, %plain), kind=kCustom, calls=%around
+}
+"""
+
+
+def test_a_call_that_slices_are_folded_into_is_still_attention() -> None:
+    kernels = list(Program(FOLDED).kernels())
+    assert [kernel.computes for kernel in kernels] == [("LayerNorm",), ("attention",), ("attention",)]
+    assert [kernel.sliced for kernel in kernels] == [False, False, True]
+    assert kernels[2].kind == "mosaic_gpu_v2"

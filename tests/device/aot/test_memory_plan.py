@@ -1,0 +1,71 @@
+"""XLA's own memory plan beside arithmetic: for this CPU, and for an H200 with the CUDA plugin alone."""
+
+import pytest
+
+from orca_jax.families.presets import PRESETS
+from orca_jax.planning.ask_xla import MemoryQuestion, ask_memory, ask_rates
+from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
+from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.sizes import Sizes, n_rows
+from tests.device.aot.without_gpu import needs_plugin
+
+CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
+
+
+def planned(
+    name: str, device: KnownDevice, dtype: str, n_stages: int, tensor: int
+) -> tuple[Plan, tuple[int, ...]]:
+    """A plan by arithmetic, and what XLA says the temporaries of its stages are."""
+    plan = make_plan(
+        Wanted(
+            config=PRESETS[name],
+            device=device,
+            said=Sizes(),
+            dtype="float32" if dtype == "float32" else "bfloat16",
+            context=256,
+            pipeline_parallel=n_stages,
+            tensor_parallel=tensor,
+        )
+    )
+    question = MemoryQuestion(
+        device=device.name,
+        model=plan.wanted.model,
+        serving=plan.serving,
+        dtype=dtype,
+        pipeline_parallel=n_stages,
+        tensor_parallel=tensor,
+        n_rows=n_rows(plan.serving.max_batch_size, n_workers=n_stages),
+    )
+    return plan, ask_memory(question, 280.0)
+
+
+def off(plan: Plan, told: tuple[int, ...]) -> list[float]:
+    """By how much each stage's memory in all is off, as a part of what it is by XLA."""
+    found: list[float] = []
+    for stage, temporaries in zip(plan.stages, told, strict=True):
+        rest = stage.memory.weights + stage.memory.tables + plan.serving.n_slots * stage.memory.slot
+        found.append((rest + stage.memory.temporaries) / (rest + temporaries) - 1)
+    return found
+
+
+def test_the_demo_model_on_a_cpu_needs_what_was_planned() -> None:
+    plan, told = planned("demo", CPU, "float32", 1, 1)
+    assert max(map(abs, off(plan, told))) < 0.05
+
+
+def test_stages_and_parts_are_asked_for_one_by_one() -> None:
+    plan, told = planned("demo", CPU, "float32", 2, 2)
+    assert len(told) == 2 and all(n > 1 << 20 for n in told)
+    assert max(map(abs, off(plan, told))) < 0.2  # little weight in each, so that temporaries tell
+
+
+def test_a_cpus_rates_are_measured() -> None:
+    bandwidth, matrix_rate = ask_rates("float32")
+    assert 1e8 < bandwidth < 1e13 and 1e8 < matrix_rate < 1e15
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", ["demo", "gpt2"])
+def test_an_h200_needs_what_was_planned(name: str) -> None:
+    plan, told = planned(name, gpu_named("h200"), "bfloat16", 1, 1)
+    assert max(map(abs, off(plan, told))) < 0.05

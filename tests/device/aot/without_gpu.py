@@ -1,0 +1,33 @@
+"""What tests need that compile for GPUs not there: the CUDA plugin, and processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.places import ROOT
+
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+needs_plugin = pytest.mark.skipif(
+    not any(map(find_spec, _PLUGINS)), reason=f"none of {', '.join(_PLUGINS)} is installed (orca_jax[cuda])"
+)
+
+
+def told_apart(*arguments: str) -> Any:
+    """The last line, JSON, of Python run with these in a process that sees no GPU, be there one or not."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

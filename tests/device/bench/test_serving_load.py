@@ -1,0 +1,103 @@
+"""The figures' machinery on a real engine: systems under load, batches that are injected, honesty."""
+
+import math
+from functools import cache
+
+import pytest
+
+from bench.paper.engine import fits, inject
+from bench.paper.serving_load import Load, System, honesty, own_execution
+from bench.paper.shared_engine import SharedEngine
+from bench.trace import homogeneous_trace, uniform_trace
+from orca_jax.errors import ConfigError, PromptTooLong
+
+MAX_BS = 2
+N_SLOTS = 1024  # two requests of the demo model's 512 positions
+
+
+@cache
+def shared() -> SharedEngine:
+    return SharedEngine("demo", most_bs=MAX_BS, n_slots=N_SLOTS, buckets=(8, 48))
+
+
+def silent(name: str, done: int, total: int) -> None:
+    """Progress for nobody."""
+
+
+def at_rest() -> bool:
+    kv = shared().kv
+    return kv.n_free_blocks == kv.n_blocks and kv.n_free_rows == kv.n_rows
+
+
+def load(until: float, reach: float = 0.0) -> tuple[Load, list[System]]:
+    trace = uniform_trace(40, n_input=(1, 20), n_output=(1, 6), vocab_size=2048, rate=1.0)
+    systems = [
+        System("orca(2)", True, shared().orca(2)),
+        System("orca(1)", True, shared().orca(1, overlap=False)),
+        System("ft(2, 1)", False, shared().baseline(2, 1)),
+    ]
+    return Load(trace, False, requests=5, seconds=0.02, until=until, reach=reach), systems
+
+
+def test_every_rate_is_played_on_every_system() -> None:
+    climbed, systems = load(until=math.inf)
+    told: list[tuple[str, int, int]] = []
+    climbed.climb(shared(), systems, [1000.0, 400.0], lambda *args: told.append(args))
+    assert [(one.system.label, one.rate) for one in climbed.playings] == [
+        (label, rate) for rate in (400.0, 1000.0) for label in ("orca(2)", "orca(1)", "ft(2, 1)")
+    ]
+    # Eight requests arrive in 0.02 seconds at 400 a second, twenty at 1,000.
+    assert [one.figures.n_requests for one in climbed.playings] == [8] * 3 + [20] * 3
+    assert told[-1] == ("ft(2, 1) at 1e+03 req/s", 20, 20)
+    tokens = {one.rate: one.figures.tokens_s * one.figures.seconds for one in climbed.playings}
+    for one in climbed.playings:
+        assert one.figures.tokens_s * one.figures.seconds == pytest.approx(tokens[one.rate])
+        assert [
+            record.arrived for record in sorted(one.records.requests, key=lambda r: int(r.request_id))
+        ] == [traced.arrival for traced in climbed.at_rate(one.rate)]
+        rows = max(iteration.n_rows for iteration in one.records.iterations)
+        assert rows <= (2 if one.system.label == "orca(2)" else 1)
+    assert [one.rate for one in climbed.playings if one.system is systems[0]] == [400.0, 1000.0]
+    assert climbed.curve(systems[2]) == [climbed.playings[2].figures, climbed.playings[5].figures]
+    assert at_rest()
+
+
+def test_a_system_that_is_past_the_limit_is_not_played_at_higher_rates() -> None:
+    climbed, systems = load(until=0.0)
+    climbed.climb(shared(), systems, [400.0, 1000.0], silent)
+    assert [one.rate for one in climbed.playings] == [400.0] * 3
+
+
+def test_systems_that_have_not_come_to_where_they_are_compared_go_on() -> None:
+    climbed, systems = load(until=math.inf, reach=math.inf)
+    climbed.climb(shared(), systems[:1], [16.0], silent)
+    assert [one.rate for one in climbed.playings] == [16.0, 24.0, 36.0, 54.0, 81.0, 121.5, 182.25]
+
+
+def test_one_request_alone_and_both_where_scheduling_makes_no_difference() -> None:
+    trace = uniform_trace(8, n_input=(2, 4), n_output=(3, 5), vocab_size=2048, rate=1.0)
+    alone, own = own_execution(shared(), shared().orca(2), trace, silent)
+    assert 0 < own < alone
+    found = honesty(shared(), trace, 2, 2, silent)
+    assert [one.case for one in found] == ["max_bs 1", "equal requests, max_bs 2"]
+    for one in found:
+        assert len(one.overlap) == len(one.no_overlap) == 2
+        assert min(one.overlap + one.no_overlap) > 0
+    assert at_rest()
+
+
+def test_a_batch_is_injected_until_it_is_done_if_its_slots_fit() -> None:
+    """1,024 slots are 21 requests of 33 tokens, in 3 blocks of 16 each, or 2 of the model's 512 positions."""
+    traces = {n: homogeneous_trace(n, n_input=28, n_output=5, vocab_size=2048) for n in (1, 2, 3, 21, 22)}
+    assert [fits(shared(), "orca", trace) for trace in traces.values()] == [True] * 4 + [False]
+    assert [fits(shared(), "ft", trace) for trace in traces.values()] == [True, True, False, False, False]
+    assert inject(shared(), traces[1]) > 0
+    assert at_rest()
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel"):
+        SharedEngine("demo", most_bs=1, pipeline_parallel=64)
+    long = homogeneous_trace(1, n_input=512, n_output=1, vocab_size=2048)
+    with pytest.raises(PromptTooLong):
+        own_execution(shared(), shared().orca(1), long, silent)

@@ -1,0 +1,44 @@
+"""bench.tokens finds an engine right that is, and wrong where its reference has other weights."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench import tokens
+from bench.tokens import CPU_SHARE, Found, Reference, check_model, requests_of
+from orca_jax.families.presets import PRESETS
+
+SMALL = replace(PRESETS["demo"], vocab_size=97, hidden_size=64, n_layers=2, n_heads=2, ffn_size=96)
+
+
+def test_choices_are_held_against_the_reference(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(tokens.MODELS, "small", SMALL)
+    looked = Reference.look
+    requests = []
+
+    def look(truth: Reference, request, share, into) -> None:
+        requests.append(request)
+        looked(truth, request, share, into)
+
+    monkeypatch.setattr(Reference, "look", look)
+    result = check_model("small", "float32", [8, 512], 2, CPU_SHARE)
+    assert [one["right"] for one in result["buckets"].values()] == [True, True]
+    assert "WRONG" not in capsys.readouterr().out
+    asked = [request for bucket in (8, 512) for some in requests_of(bucket, 2, 97) for request in some]
+    assert len(requests) == len(asked) == 1 + 8 + 1
+    assert [request.prompt_ids for request in requests] == [request.prompt_ids for request in asked]
+    # The smallest change that matters is seen: one head's sixteen values of one layer.
+    other = dict(tokens.BareEngine(SMALL, tokens.Sizes(max_batch_size=1, n_slots=512)).parameters[0])
+    other["layers.0.out.weight"] = other["layers.0.out.weight"].at[:, :16].set(0)
+    truth = Reference(SMALL, other)
+    found = Found()
+    for request in requests:
+        looked(truth, request, CPU_SHARE, found)
+    assert found.choices == 2 * len(requests) and not found.holds(CPU_SHARE)
+    assert found.off > 3 * CPU_SHARE
+
+
+def test_nothing_that_was_looked_at_is_no_proof() -> None:
+    assert not Found().holds(1.0)

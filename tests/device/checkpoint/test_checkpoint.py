@@ -1,0 +1,321 @@
+"""Checkpoints that are right: every layout, dtype and option becomes the parameters it should."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from orca_jax.checkpoint import locate as checkpoint_module
+from orca_jax.checkpoint import safetensors_reader as safetensors_file
+from orca_jax.checkpoint.directory import Checkpoint
+from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.config import ModelConfig
+from orca_jax.errors import ConfigError, NotACheckpoint, TensorMismatch
+from orca_jax.families.hf_config import read_config
+from orca_jax.model import reference
+from orca_jax.model.gpt import parameter_shapes
+from tests.device.checkpoint.tiny_checkpoint import (
+    DTYPES,
+    GPT2,
+    OPT,
+    Tensors,
+    gpt2_tensors,
+    opt_tensors,
+    write_checkpoint,
+    write_json,
+)
+from tests.device.model.golden import NAMES, load_golden
+
+
+def expected(config: ModelConfig, tensors: Tensors) -> dict[str, np.ndarray]:
+    """The parameters of tensors without prefix, written out by hand where they differ."""
+    parameters: dict[str, np.ndarray] = {}
+    gpt2 = "wte.weight" in tensors
+    for name in parameter_shapes(config):
+        if gpt2:
+            theirs = name.replace("layers.", "h.").replace(".scale", ".weight")
+            for ours, other in (
+                ("token_embedding", "wte.weight"),
+                ("position_embedding", "wpe.weight"),
+                ("attn_norm", "ln_1"),
+                ("mlp_norm", "ln_2"),
+                (".qkv", ".attn.c_attn"),
+                (".out", ".attn.c_proj"),
+                (".up", ".mlp.c_fc"),
+                (".down", ".mlp.c_proj"),
+                ("final_norm", "ln_f"),
+                ("head.weight", "lm_head.weight"),
+            ):
+                theirs = theirs.replace(ours, other)
+            value = tensors[theirs]
+            parameters[name] = value.T if ".c_" in theirs and value.ndim == 2 else value
+            if ".qkv" in name:
+                parameters[name] = np.stack(np.split(parameters[name], 3))
+        else:
+            theirs = name.replace(".scale", ".weight")
+            for ours, other in (
+                ("token_embedding", "embed_tokens.weight"),
+                ("position_embedding", "embed_positions.weight"),
+                ("project_in", "project_in.weight"),
+                ("project_out", "project_out.weight"),
+                (".attn_norm", ".self_attn_layer_norm"),
+                (".mlp_norm", ".final_layer_norm"),
+                (".out.", ".self_attn.out_proj."),
+                (".up", ".fc1"),
+                (".down", ".fc2"),
+                ("head.weight", "lm_head.weight"),
+            ):
+                theirs = theirs.replace(ours, other)
+            if theirs.startswith("final_norm"):
+                theirs = theirs.replace("final_norm", "final_layer_norm")
+            if ".qkv" in theirs:
+                names = [theirs.replace(".qkv", f".self_attn.{part}_proj") for part in "qkv"]
+                parameters[name] = np.stack([tensors[part] for part in names])
+            else:
+                parameters[name] = tensors[theirs]
+    return parameters
+
+
+def assert_parameters(checkpoint: Checkpoint, tensors: Tensors, dtype: Any) -> None:
+    wanted = expected(checkpoint.config, tensors)
+    shapes = parameter_shapes(checkpoint.config)
+    assert list(checkpoint.parameters) == list(shapes)
+    for name, value in checkpoint.parameters.items():
+        assert isinstance(value, jax.Array)
+        assert (name, value.shape, value.dtype) == (name, shapes[name], np.dtype(dtype))
+        np.testing.assert_array_equal(np.asarray(value), wanted[name].astype(dtype), err_msg=name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reference_computes_what_transformers_computes(name: str) -> None:
+    golden = load_golden(name)
+    loaded = load_checkpoint(golden.directory, dtype=np.float32)
+    row, logits = max(golden.logits.items(), key=lambda item: len(item[1]))
+    forward = jax.jit(reference.forward, static_argnums=0)
+    ours = forward(loaded.config, loaded.parameters, jnp.array(golden.prompts[row], jnp.int32))
+    np.testing.assert_allclose(np.asarray(ours), logits, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+@pytest.mark.parametrize("n_files", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gpt2(tmp_path: Path, prefix: str, n_files: int, tied: bool) -> None:
+    config = {**GPT2, "tie_word_embeddings": tied}
+    tensors = gpt2_tensors(config, prefix=prefix)
+    loaded = load_checkpoint(write_checkpoint(tmp_path, config, tensors, n_files=n_files), dtype=np.float32)
+    assert_parameters(loaded, {name.removeprefix(prefix): value for name, value in tensors.items()}, "f4")
+    assert loaded.directory == tmp_path
+    assert loaded.config == ModelConfig(
+        vocab_size=11,
+        n_positions=6,
+        hidden_size=4,
+        n_layers=2,
+        n_heads=2,
+        ffn_size=5,
+        tie_embeddings=tied,
+        bos_token_id=0,
+        eos_token_ids=(10,),
+    )
+
+
+@pytest.mark.parametrize("prefix", ["model.decoder.", "decoder."])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"do_layer_norm_before": False},
+        {"_remove_final_layer_norm": True},
+        {"enable_bias": False},
+        {"word_embed_proj_dim": 4},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_opt(tmp_path: Path, prefix: str, tied: bool, options: dict[str, Any]) -> None:
+    config = {**OPT, "tie_word_embeddings": tied, **options}
+    tensors = opt_tensors(config, prefix=prefix)
+    loaded = load_checkpoint(write_checkpoint(tmp_path, config, tensors), dtype=np.float32)
+    assert_parameters(loaded, {name.removeprefix(prefix): value for name, value in tensors.items()}, "f4")
+    assert loaded.config == ModelConfig(
+        vocab_size=11,
+        n_positions=6,
+        hidden_size=4,
+        n_layers=2,
+        n_heads=2,
+        ffn_size=5,
+        activation="relu",
+        norm="post" if "do_layer_norm_before" in options else "pre",
+        final_norm=not {"do_layer_norm_before", "_remove_final_layer_norm"} & set(options),
+        use_bias="enable_bias" not in options,
+        tie_embeddings=tied,
+        position_offset=2,
+        embedding_size=config["word_embed_proj_dim"],
+        bos_token_id=2,
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize("stored", ["F16", "BF16", "F32", "F64"])
+@pytest.mark.parametrize("asked", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_any_float_dtype_becomes_the_one_asked_for(tmp_path: Path, stored: str, asked: Any) -> None:
+    tensors = {name: value.astype(DTYPES[stored]) for name, value in gpt2_tensors(prefix="").items()}
+    loaded = load_checkpoint(write_checkpoint(tmp_path, GPT2, tensors), dtype=asked)
+    assert_parameters(loaded, tensors, asked)
+
+
+def test_a_tensor_of_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", 40)  # two rows of some, less than one of others
+    tensors = gpt2_tensors(prefix="")
+    loaded = load_checkpoint(write_checkpoint(tmp_path, GPT2, tensors), dtype=np.float32)
+    assert_parameters(loaded, tensors, "f4")
+
+
+def test_data_need_not_be_aligned(tmp_path: Path) -> None:
+    tensors = gpt2_tensors(prefix="")
+    odd: Tensors = {"h.0.attn.bias": np.ones((1, 1, 3), "i1")}
+    loaded = load_checkpoint(write_checkpoint(tmp_path, GPT2, odd | tensors), dtype=np.float32)
+    assert_parameters(loaded, tensors, "f4")
+
+
+def test_masks_among_the_weights_are_passed_over(tmp_path: Path) -> None:
+    tensors = gpt2_tensors()
+    masks = {
+        f"transformer.h.{i}.attn.{name}": np.ones((1, 1, 6, 6), "f4")
+        for i in range(2)
+        for name in ("bias", "masked_bias")
+    }
+    assert load_checkpoint(write_checkpoint(tmp_path, GPT2, tensors | masks), dtype=np.float32).parameters
+
+
+def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
+    tensors = gpt2_tensors()
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
+    loaded = load_checkpoint(write_checkpoint(tmp_path, GPT2, tensors), dtype=np.float32)
+    assert "head.weight" not in loaded.parameters
+
+
+def test_padded_vocabulary(tmp_path: Path) -> None:
+    config = {**GPT2, "tie_word_embeddings": False}
+    tensors = gpt2_tensors(config)
+    directory = write_checkpoint(tmp_path, config, tensors)
+    loaded = load_checkpoint(directory, dtype=np.float32, vocab_multiple=8)
+    assert loaded.config.padded_vocab_size == 16
+    for name, theirs in (("token_embedding", "transformer.wte.weight"), ("head.weight", "lm_head.weight")):
+        value = np.asarray(loaded.parameters[name])
+        np.testing.assert_array_equal(value[:11], tensors[theirs])
+        assert value.shape == (16, 4) and not value[11:].any()
+
+
+def test_progress_ends_at_the_total(tmp_path: Path) -> None:
+    tensors = gpt2_tensors()
+    told: list[tuple[int, int]] = []
+    directory = write_checkpoint(tmp_path, GPT2, tensors)
+    load_checkpoint(directory, dtype=np.float32, on_bytes=lambda done, total: told.append((done, total)))
+    total = sum(value.nbytes for value in tensors.values())
+    assert len(told) == len(tensors)
+    assert told == sorted(told) and {of for _, of in told} == {total} and told[-1][0] == total
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    # The hub's cache is made of links from a snapshot's directory to where the files lie.
+    real = write_checkpoint(tmp_path / "blobs", GPT2, gpt2_tensors(), n_files=2)
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in real.iterdir():
+        (snapshot / path.name).symlink_to(os.path.relpath(path, snapshot))
+    assert load_checkpoint(str(snapshot), dtype=np.float32).parameters
+
+
+def test_special_tokens_of_generation_config(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, {**GPT2, "bos_token_id": None}, gpt2_tensors())
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [3, 10], "bos_token_id": 1})
+    config = read_config(tmp_path)
+    assert config.eos_token_ids == (3, 10)
+    assert config.bos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": {"vocab": {"a": 0, "b": 9}}, "added_tokens": [{"id": 10, "content": "<end>"}]},
+        {"model": {"vocab": [["a", -1.0], ["b", -2.0]]}},
+    ],
+)
+def test_a_tokenizer_may_leave_rows_unused(tmp_path: Path, tokenizer: object) -> None:
+    write_checkpoint(tmp_path, GPT2, gpt2_tensors())
+    write_json(tmp_path / "tokenizer.json", tokenizer)
+    assert read_config(tmp_path).vocab_size == 11
+
+
+def test_general_names_of_sizes_and_defaults(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 11,
+        "max_position_embeddings": 6,
+        "hidden_size": 4,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "n_inner": None,
+        "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-6,
+        "reorder_and_upcast_attn": True,
+        "n_ctx": 6,
+    }
+    write_json(tmp_path / "config.json", config)
+    assert read_config(tmp_path) == ModelConfig(
+        vocab_size=11,
+        n_positions=6,
+        hidden_size=4,
+        n_layers=2,
+        n_heads=2,
+        ffn_size=16,
+        activation="gelu",
+        layer_norm_eps=1e-6,
+    )
+
+
+def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, GPT2, gpt2_tensors())
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    assert load_checkpoint("openai-community/gpt2", dtype=np.float32).directory == tmp_path
+    name, options = asked[0]
+    assert name == "openai-community/gpt2"
+    assert options["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **options: Any) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(checkpoint_module, "snapshot_download", download)
+    with pytest.raises(NotACheckpoint, match=r"no directory some/model.*hub.*no route to host"):
+        load_checkpoint("some/model", dtype=np.float32)
+
+
+def test_numbers_beyond_float16(tmp_path: Path) -> None:
+    for stored in ("F32", "BF16"):
+        tensors = {name: value.astype(DTYPES[stored]) for name, value in gpt2_tensors().items()}
+        tensors["transformer.ln_f.bias"][1] = 1e6
+        directory = write_checkpoint(tmp_path, GPT2, tensors)
+        assert load_checkpoint(directory, dtype=ml_dtypes.bfloat16).parameters
+        with pytest.raises(
+            TensorMismatch, match=r"model\.safetensors: tensor 'transformer\.ln_f\.bias'.*float16"
+        ):
+            load_checkpoint(directory, dtype=np.float16)
+
+
+def test_a_dtype_that_is_not_computed_in(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, GPT2, gpt2_tensors())
+    with pytest.raises(ConfigError, match="dtype is float64; it must be float32, bfloat16 or float16"):
+        load_checkpoint(tmp_path, dtype=np.float64)

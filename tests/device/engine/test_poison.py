@@ -1,0 +1,318 @@
+"""Whatever one request asks for, and whatever its logits are: its token is one of the vocabulary, no
+log-probability is NaN, and its neighbours get what they would get without it, to the bit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.errors import InvalidSamplingParameter, OutputFailed
+from orca_jax.grammar.token_mask import words_of
+from orca_jax.launch.local_engine import build_engine
+from orca_jax.model.gpt import init_parameters
+from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
+from orca_jax.request.sampling_params import REPETITION_RANGE, TEMPERATURE_RANGE, TOP_P_RANGE, SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.service.generation import GenerationResult
+from orca_jax.service.orca import Orca
+from orca_jax.sharding.partition import split_model
+from tests.device.harness import default_buckets, place
+from tests.host.engines import LETTERS, SOON
+
+VOCAB = 300  # not a multiple of what the sampler takes together
+FLOAT32 = np.finfo(np.float32)
+NASTY = [
+    0.0,
+    1.0,
+    -1.0,
+    80.0,
+    1e30,
+    -1e30,
+    FLOAT32.max,
+    FLOAT32.min,
+    FLOAT32.tiny,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
+FEW = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def within(low: float, high: float, *more: float) -> st.SearchStrategy[float]:
+    """A range: most of all its bounds, and what lies near them."""
+    return st.one_of(st.sampled_from([low, high, *more]), st.floats(low, high))
+
+
+token_ids = st.one_of(st.sampled_from([0, 5, 255, 256, VOCAB - 1]), st.integers(0, VOCAB - 1))
+texts = st.text(st.sampled_from("ab \n\x00é"), min_size=1, max_size=8)
+GRAMMARS = st.sampled_from(
+    [
+        {"guided_json": '{"type": "object"}'},
+        {"guided_json_object": True},
+        {"guided_regex": "[ab]{1,3}"},
+        {"guided_choice": ("yes", "no", "é")},
+        {"guided_grammar": 'start: "a"* | "b"'},
+    ]
+)
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "min_tokens": st.integers(0, 6),
+    "temperature": within(*TEMPERATURE_RANGE, 0.0, 1e-3, 1.0),
+    "top_p": within(*TOP_P_RANGE, 1e-6, 0.999999),
+    "top_k": st.one_of(st.sampled_from([-1, 0, 1, 2, VOCAB, 1 << 30]), st.integers(-1, 1 << 30)),
+    "min_p": within(0.0, 1.0, 1e-45, 0.999999),
+    "repetition_penalty": within(*REPETITION_RANGE),
+    "frequency_penalty": within(-2.0, 2.0),
+    "presence_penalty": within(-2.0, 2.0),
+    "logit_bias": st.dictionaries(token_ids, within(-100.0, 100.0), max_size=VOCAB),
+    "seed": st.one_of(st.none(), st.integers(-(1 << 63), (1 << 63) - 1)),
+    "ignore_eos": st.booleans(),
+    "stop": st.lists(texts, max_size=3),
+    "stop_token_ids": st.lists(token_ids, max_size=4),
+    "allowed_token_ids": st.lists(token_ids, min_size=1, max_size=VOCAB),
+    "bad_words": st.lists(texts, max_size=4),
+    "logprobs": st.integers(0, 20),
+    "prompt_logprobs": st.integers(0, 20),
+    "grammar": GRAMMARS,
+}
+assert {*FIELDS, "n", "max_tokens"} - {"grammar"} == {
+    name for name in SamplingParams.__slots__ if not name.startswith("guided_")
+}, "a new parameter wants its place here"
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    """Any of them, in any combination that is allowed at all."""
+    names = draw(st.sets(st.sampled_from(sorted(FIELDS))))
+    if "grammar" in names:
+        names.discard("allowed_token_ids")
+    fields: dict[str, Any] = {"max_tokens": 6}
+    for name in sorted(names):
+        value = draw(FIELDS[name])
+        fields |= value if name == "grammar" else {name: value}
+    return SamplingParams(**fields)
+
+
+# The sampler alone, on logits of every kind.
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row's logits [V] and what acts on them."""
+
+    logits: np.ndarray
+    asked: SamplingParams
+    seen: np.ndarray
+    index: int = 3
+
+
+N_ROWS = 4
+
+
+@cache
+def neighbours() -> list[Row]:
+    rng = np.random.default_rng(0)
+    asked = [
+        SamplingParams(temperature=0.0, repetition_penalty=1.3),
+        SamplingParams(temperature=0.8, seed=3),
+        SamplingParams(temperature=1.2, top_p=0.8, top_k=40, frequency_penalty=0.5, seed=4),
+    ]
+    return [
+        Row(rng.normal(0, 4, VOCAB).astype(np.float32), one, rng.integers(0, 3, VOCAB).astype(np.int32))
+        for one in asked
+    ]
+
+
+@partial(jax.jit, static_argnames=("acts", "allows", "cut"))
+def choose(rows: dict[str, jax.Array], *, acts: bool, allows: bool, cut: bool) -> tuple[jax.Array, ...]:
+    """Adjusted logits, greedy and drawn tokens, and the log-probabilities of the drawn ones."""
+    raw = logits = rows["logits"]
+    if acts:
+        names = ("seen", "bias", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        logits = adjust(logits, *(rows[name] for name in names))
+    adjusted = logits
+    if allows:
+        logits = allow(logits, rows["words"])
+    names = ("temperature", "top_k", "top_p", "min_p", "low", "high", "index")
+    drawn = sample(logits, *(rows[name] for name in names), cut=cut)
+    return adjusted, greedy(logits), drawn, *logprobs(raw, drawn, 20)
+
+
+def arrays(rows: Sequence[Row]) -> dict[str, jax.Array]:
+    """As the engine hands them to the sampler."""
+    reals = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    made = {name: np.array([getattr(row.asked, name) for row in rows], np.float32) for name in reals}
+    bias = np.zeros((len(rows), VOCAB), np.float32)
+    for own, row in zip(bias, rows, strict=True):
+        own[list(row.asked.logit_bias)] = list(row.asked.logit_bias.values())
+    seeds = np.array([row.asked.seed or 0 for row in rows], np.int64)
+    made |= {
+        "logits": np.stack([row.logits for row in rows]),
+        "seen": np.stack([row.seen for row in rows]),
+        "bias": bias,
+        "top_k": np.array([row.asked.top_k for row in rows], np.int32),
+        "low": (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
+        "high": (seeds >> 32).astype(np.int32),
+        "index": np.array([row.index for row in rows], np.int32),
+        "words": np.stack([words_of(row.asked.allowed_token_ids, VOCAB) for row in rows]),
+    }
+    return {name: jnp.asarray(array) for name, array in made.items()}
+
+
+@st.composite
+def any_logits(draw: st.DrawFn) -> np.ndarray:
+    """Ordinary ones with some that are not, in places; or all of one kind."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    spread = draw(st.sampled_from([0.0, 1.0, 30.0, 1e30, 5e37]))
+    logits = (rng.normal(0, 1, VOCAB) * spread).astype(np.float32)
+    for value in draw(st.lists(st.sampled_from(NASTY), max_size=3)):
+        logits[rng.random(VOCAB) < draw(st.sampled_from([0.004, 0.3, 1.0]))] = value
+    return logits
+
+
+@FEW
+@given(any_logits(), sampling_params(), st.tuples(*[st.booleans()] * 3), st.integers(0, 1 << 30), st.data())
+def test_any_logits_and_any_parameters_give_a_token_and_disturb_no_neighbour(
+    logits: np.ndarray,
+    asked: SamplingParams,
+    programs: tuple[bool, bool, bool],
+    often: int,
+    data: st.DataObject,
+) -> None:
+    seen = np.random.default_rng(often).integers(0, 2, VOCAB).astype(np.int32) * often
+    seen[::3] |= IN_PROMPT
+    poison = Row(logits, asked, np.minimum(seen, (1 << 31) - 1))
+    at = data.draw(st.integers(0, N_ROWS - 1))
+    others = neighbours()
+    acts, allows, cut = programs
+    told = choose(arrays([*others[:at], poison, *others[at:]]), acts=acts, allows=allows, cut=cut)
+    calm = choose(arrays([*others[:at], others[0], *others[at:]]), acts=acts, allows=allows, cut=cut)
+    adjusted, best, drawn, of_drawn, top_ids, of_top = map(np.asarray, told)
+    if acts:
+        assert np.isfinite(adjusted).all()
+    for tokens in (best, drawn, top_ids):
+        assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    if allows and asked.allowed_token_ids is not None:
+        assert {int(best[at]), int(drawn[at])} <= set(asked.allowed_token_ids)
+    if asked.temperature == 0:
+        assert drawn[at] == best[at]
+    assert not np.isnan(of_drawn).any() and not np.isnan(of_top).any()
+    assert (of_drawn <= 1e-5).all() and (of_top <= 1e-5).all()
+    for mine, theirs in zip(told, calm, strict=True):
+        np.testing.assert_array_equal(np.delete(mine, at, axis=0), np.delete(theirs, at, axis=0))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_allowed_does_not_come_whatever_the_logits_are(value: float) -> None:
+    asked = SamplingParams(allowed_token_ids=(5, 7), seed=1)
+    poison = Row(np.full(VOCAB, value, np.float32), asked, np.zeros(VOCAB, np.int32))
+    for acts in (False, True):
+        _, best, drawn, *_ = choose(arrays([poison] * 50), acts=acts, allows=True, cut=True)
+        assert set(np.asarray(best).tolist()) | set(np.asarray(drawn).tolist()) <= {5, 7}
+
+
+# The whole engine: a model in which some tokens' embeddings are not finite. A request whose prompt has one of
+# these gets logits that are NaN, and leaves NaN in the slots that it gives back.
+
+MODEL = ModelConfig(
+    vocab_size=VOCAB,
+    n_positions=48,
+    hidden_size=32,
+    n_layers=2,
+    n_heads=2,
+    ffn_size=48,
+    tie_embeddings=False,
+    eos_token_ids=(256,),
+)
+SERVING = ServingConfig(max_batch_size=4, n_slots=192, max_batch_tokens=64, block_size=8, deterministic=True)
+POISONED = {290: math.nan, 291: math.inf, 292: FLOAT32.max}  # token ids with their embeddings
+PROMPTS = ([72, 105], [10] * 9, [40, 50, 60, 70])
+
+
+@cache
+def engine() -> Orca:
+    """Started once, and used by every example: so the slots of one are those of another."""
+    parameters = init_parameters(MODEL, jax.random.key(3), jnp.float32)
+    parameters = {name: value * (1 if value.ndim == 1 else 8) for name, value in parameters.items()}
+    for token_id, value in POISONED.items():
+        parameters["token_embedding"] = parameters["token_embedding"].at[token_id].set(value)
+    parts = split_model(MODEL, jax.devices())
+    local = build_engine(MODEL, place(MODEL, parameters, parts), SERVING, parts)
+    kv: KVManager = local.kv
+    service = Orca(
+        local.engine,
+        kv,
+        config=SERVING,
+        model=MODEL,
+        tokenizer=LETTERS,
+        bucket_sizes=default_buckets(SERVING),
+        seed=1,
+    )
+    service.start()
+    return service
+
+
+def with_logprobs(asked: SamplingParams) -> SamplingParams:
+    return replace(asked, max_tokens=8, logprobs=4, prompt_logprobs=2, ignore_eos=True)
+
+
+def results_beside(prompt: list[int] | None, asked: SamplingParams) -> list[GenerationResult]:
+    """Of the neighbours; the request beside them may end as it will, but within the rules."""
+    service = engine()
+    poison = None if prompt is None else service.submit(prompt, asked)
+    others = [
+        service.submit(own, with_logprobs(row.asked)) for own, row in zip(PROMPTS, neighbours(), strict=True)
+    ]
+    results = [other.result(SOON) for other in others]
+    if poison is not None:
+        try:
+            result = poison.result(SOON)
+        except OutputFailed:  # as where its grammar allows no token of this model
+            return results
+        told = [*(result.logprobs or ()), *(result.prompt_logprobs or ())]
+        assert all(0 <= token_id < VOCAB for token_id in result.token_ids) and result.token_ids
+        assert not any(math.isnan(value) for one in told for value in (one.logprob, *(v for _, v in one.top)))
+        assert all(0 <= token_id < VOCAB for one in told for token_id, _ in one.top)
+        if asked.allowed_token_ids is not None:
+            assert set(result.token_ids) <= set(asked.allowed_token_ids)
+    return results
+
+
+@cache
+def undisturbed() -> list[GenerationResult]:
+    return results_beside(None, SamplingParams())
+
+
+def outputs(results: list[GenerationResult]) -> list[Any]:
+    return [(result.token_ids, result.logprobs, result.prompt_logprobs) for result in results]
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+@given(
+    st.lists(st.one_of(token_ids, st.sampled_from(sorted(POISONED))), min_size=1, max_size=20),
+    sampling_params(),
+)
+def test_any_request_beside_others_disturbs_none_in_the_engine(
+    prompt: list[int], asked: SamplingParams
+) -> None:
+    assert outputs(results_beside(prompt, asked)) == outputs(undisturbed())
+    assert engine().failure is None
+
+
+@pytest.mark.parametrize("value", [1e-38, 0.0099, 100.1])
+def test_a_penalty_that_would_make_logits_infinite_is_refused(value: float) -> None:
+    with pytest.raises(InvalidSamplingParameter, match=r"from 0\.01 to 100"):
+        SamplingParams(repetition_penalty=value)

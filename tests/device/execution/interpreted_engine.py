@@ -1,0 +1,46 @@
+"""An engine whose attention is the interpreted kernel, beside one in pure JAX: their tokens, as JSON.
+
+PJRT_NPROC=16 python -m tests.device.execution.interpreted_engine
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tests.device.compiled_once  # noqa: F401
+from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.model.gpt import init_parameters
+from tests.device.harness import greedy_request, harness, single_worker
+
+MODEL = ModelConfig(
+    vocab_size=211, n_positions=160, hidden_size=128, n_layers=1, n_heads=2, ffn_size=96, vocab_multiple=8
+)
+SERVING = ServingConfig(max_batch_size=4, n_slots=640, max_batch_tokens=160, block_size=16)
+LENGTHS = ((5, 4), (150, 3), (9, 2))  # input, output; the longest is two tiles
+
+
+def tokens(attention: Attention) -> dict[str, list[int]]:
+    """Greedy tokens of requests that arrive one after the other, so that batches mix the phases."""
+    parameters = init_parameters(MODEL, jax.random.key(3), jnp.dtype("float16"))
+    # Spread, so that the best token is far ahead of the second.
+    parameters = {name: value * (1 if value.ndim == 1 else 6) for name, value in parameters.items()}
+    n_rows = 2 * SERVING.max_batch_size
+    worker = single_worker(MODEL, parameters, SERVING, n_rows=n_rows, attention=attention)
+    rng = np.random.default_rng(5)
+    requests = [
+        greedy_request(str(i), rng.integers(0, MODEL.vocab_size, n_input).tolist(), n_output)
+        for i, (n_input, n_output) in enumerate(LENGTHS)
+    ]
+    engine = harness(MODEL, parameters, SERVING, buckets=(8, 160), workers=[worker])
+    return engine.run(requests, arrivals=list(range(len(requests))))
+
+
+def main() -> None:
+    """Run both."""
+    print(json.dumps({name: tokens(name) for name in ("interpreted", "static")}))
+
+
+if __name__ == "__main__":
+    main()

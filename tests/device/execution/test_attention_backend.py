@@ -1,0 +1,149 @@
+"""Which attention runs where, and that the engine's tokens do not depend on it."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from orca_jax.config import Attention, ModelConfig
+from orca_jax.errors import ConfigError
+from orca_jax.execution import attention_backend as attention_path
+from orca_jax.execution.attention_backend import GPU_PATHS, Cudnn, Kernel, Native, PureJax, choose_attention
+from tests.device.execution.interpreted_engine import LENGTHS
+from tests.device.native.native_form import needs_native
+from tests.places import ROOT
+
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0", core_count=108)
+L40S = SimpleNamespace(platform="gpu", device_kind="NVIDIA L40S", compute_capability="8.9", core_count=142)
+H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
+B200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0", core_count=148)
+MI300 = SimpleNamespace(platform="gpu", device_kind="MI300X", compute_capability="gfx942", core_count=304)
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
+
+CUDNN = Cudnn(16)
+FOLLOW, STATIC, KERNEL = PureJax(follow_lengths=True), PureJax(follow_lengths=False), Kernel(4, 1, 132, 16)
+
+
+def model(head_size: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=64, n_positions=32, hidden_size=4 * head_size, n_layers=1, n_heads=4, ffn_size=64
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "head_size", "dtype", "path", "said"),
+    [
+        pytest.param(CPU, 64, "float32", Native(), "native", marks=needs_native),
+        (CPU, 72, "float32", FOLLOW, "real lengths: the native attention is for heads of 16 to 256"),
+        (CPU, 64, "bfloat16", FOLLOW, "real lengths: the native attention is for float32"),
+        (H200, 128, "bfloat16", KERNEL, "kernel"),
+        (H200, 80, "float16", KERNEL, "kernel"),
+        (H200, 128, "float32", STATIC, "static shapes: its K/V cache is float32"),
+        (H200, 72, "bfloat16", CUDNN, "cuDNN's paged attention: its head size is 72"),
+        (A100, 128, "bfloat16", CUDNN, "cuDNN's paged attention"),
+        (A100, 100, "bfloat16", STATIC, "static shapes: its head size is 100; cuDNN"),
+        (A100, 128, "float32", STATIC, "cuDNN has bfloat16 and float16"),
+        (L40S, 64, "float16", CUDNN, "cuDNN"),
+        (B200, 128, "bfloat16", CUDNN, "cuDNN"),
+        (MI300, 128, "bfloat16", STATIC, "pure JAX, static shapes"),
+        (TPU, 128, "bfloat16", STATIC, "pure JAX, static shapes"),
+    ],
+)
+def test_the_choice_by_device_and_model(
+    device: SimpleNamespace, head_size: int, dtype: str, path: object, said: str
+) -> None:
+    choice = choose_attention(device, model(head_size), n_heads=4, block_size=16, dtype=dtype)
+    assert choice.path == path
+    assert said in choice.said
+
+
+@pytest.mark.parametrize(
+    ("device", "forced", "path"),
+    [
+        (H200, "kernel", KERNEL),
+        (H200, "static", STATIC),
+        (H200, "cudnn", CUDNN),
+        (A100, "cudnn", CUDNN),
+        (H200, "follow_lengths", FOLLOW),
+        (CPU, "static", STATIC),
+        (CPU, "interpreted", Kernel(4, 1, 1, 16, interpret=True)),
+    ],
+)
+def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: object) -> None:
+    choice = choose_attention(device, model(64), n_heads=4, block_size=16, dtype="bfloat16", forced=forced)
+    assert choice.path == path
+
+
+@pytest.mark.parametrize(
+    ("device", "head_size", "block_size", "forced", "said"),
+    [
+        (CPU, 64, 16, "kernel", "cpu is no Hopper GPU"),
+        (A100, 64, 16, "kernel", "8.0"),
+        (H200, 72, 16, "kernel", "64, 80, 96, 128"),
+        (H200, 64, 8, "kernel", "16, 32, 64, 128"),
+        (CPU, 72, 16, "interpreted", "head size is 72"),
+        (H200, 64, 16, "native", "is no CPU"),
+        (CPU, 64, 16, "cudnn", "cpu is none of the GPUs that cuDNN's attention is for"),
+        (MI300, 64, 16, "cudnn", "MI300X has compute capability gfx942 and is none of"),
+        (H200, 100, 16, "cudnn", "head size is 100"),
+        (A100, 64, 24, "cudnn", "24 slots; cuDNN has powers of two"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    device: SimpleNamespace, head_size: int, block_size: int, forced: Attention, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"attention is '{forced}'.*{said}"):
+        choose_attention(
+            device, model(head_size), n_heads=4, block_size=block_size, dtype="bfloat16", forced=forced
+        )
+
+
+def test_cudnn_splits_rows_by_a_rule_of_its_own_so_it_is_not_deterministic() -> None:
+    sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16", "deterministic": True}
+    choice = choose_attention(A100, model(64), **sizes)
+    assert choice.path == STATIC and "--deterministic" in choice.said
+    assert choose_attention(H200, model(64), **sizes).kind == "kernel"
+    with pytest.raises(ConfigError, match=r"attention is 'cudnn'.*--deterministic"):
+        choose_attention(A100, model(64), **sizes, forced="cudnn")
+
+
+def test_a_gpu_whose_cudnn_refuses_has_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU stands in for a GPU that is there: its XLA knows no such call, as an old one would not.
+    device = jax.devices("cpu")[0]
+    monkeypatch.setattr(attention_path, "_capability", lambda _: "8.0")
+    sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16"}
+    with pytest.raises(ConfigError, match=r"attention is 'cudnn', but its cuDNN refuses: .*fmhaSoftmax"):
+        choose_attention(device, model(64), **sizes, forced="cudnn")
+    monkeypatch.setattr(attention_path, "_preferred", lambda _: ("cudnn", "static"))
+    choice = choose_attention(device, model(64), **sizes)
+    assert choice.path == STATIC and choice.said.startswith("pure JAX, static shapes: its cuDNN refuses: ")
+
+
+def test_the_documents_have_the_table_of_gpus() -> None:
+    text = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    for gpus, capabilities, takes, tested in GPU_PATHS:
+        paths = ", else ".join(f"`{kind}`" for kind in takes)
+        assert f"| {gpus} | {', '.join(capabilities) or 'any other'} | {paths} | {tested} |" in text
+
+
+def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:
+    """In a process of its own: the interpreter's threads wait for each other on a pool that must be wide."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.device.execution.interpreted_engine"],
+        env={**os.environ, "PJRT_NPROC": "16", "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["interpreted"] == found["static"]
+    assert [len(found["static"][str(i)]) for i in range(len(LENGTHS))] == [n for _, n in LENGTHS]
+    assert len({token for ids in found["static"].values() for token in ids}) > 3  # not one token over again

@@ -1,0 +1,176 @@
+"""What a plan says of memory against what engines then have: on CPU devices, and by shape for presets."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.errors import ConfigError
+from orca_jax.execution import capacity
+from orca_jax.execution.capacity import check_slots, stage_room
+from orca_jax.execution.worker import Worker
+from orca_jax.families.presets import PRESETS
+from orca_jax.launch.local_engine import build_engine
+from orca_jax.model.gpt import init_parameters, parameter_shapes, stage_parameters
+from orca_jax.planning.sizes import Sizes, kv_manager, n_rows, serving_config
+from orca_jax.planning.stage_layers import stage_layers
+from orca_jax.planning.stage_memory import shared_vocabulary, stage_memory, stage_weight_bytes
+from orca_jax.sharding.device_group import TENSOR
+from orca_jax.sharding.partition import StagePart, split_model
+from orca_jax.sharding.specs import spec
+
+TIED = ModelConfig(vocab_size=51, n_positions=48, hidden_size=16, n_layers=3, n_heads=2, ffn_size=32)
+UNTIED = replace(TIED, tie_embeddings=False, position_offset=2, final_norm=False, vocab_multiple=8)
+PROJECTED = replace(TIED, embedding_size=8, use_bias=False)
+SERVING = ServingConfig(max_batch_size=3, n_slots=96, max_batch_tokens=64, block_size=8)
+
+
+def bytes_on(device: Any, arrays: object) -> int:
+    """Of a tree of arrays, what lies on a device."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(
+        shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == device
+    )
+
+
+@pytest.mark.parametrize("model", [TIED, UNTIED, PROJECTED], ids=["tied", "untied", "projected"])
+@pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int, tensor: int) -> None:
+    model = shared_vocabulary(model, tensor)
+    parts = split_model(model, jax.devices("cpu"), pipeline_parallel=n_stages, tensor_parallel=tensor)
+    drawn = init_parameters(model, jax.random.key(0), jnp.dtype(jnp.float32))
+    placed = [
+        {name: jax.device_put(drawn[name], place) for name, place in part.placement(model).items()}
+        for part in parts
+    ]
+    rows = kv_manager(model, SERVING, n_workers=n_stages).n_rows
+    workers = [
+        Worker(model, own, SERVING, part, n_rows=rows) for part, own in zip(parts, placed, strict=True)
+    ]
+    build_engine(model, [], SERVING, parts, workers=workers)
+    for worker, part in zip(workers, parts, strict=True):
+        memory = stage_memory(
+            model,
+            part.layers,
+            tensor,
+            SERVING,
+            n_rows=n_rows(SERVING.max_batch_size, n_workers=n_stages),
+            itemsize=4,
+            attention="follow_lengths",
+        )
+        for device in part.group.devices:
+            assert bytes_on(device, worker.stage.weights) == memory.weights
+            assert bytes_on(device, worker._caches) == memory.slot * SERVING.n_slots
+            chooser = worker._chooser
+            kept = worker.last_token if chooser is None else (worker.last_token, chooser._tables)
+            assert bytes_on(device, kept) == memory.tables
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (1, 2), (2, 2), (1, 8), (2, 8), (4, 8)])
+def test_the_weights_of_every_preset_split_as_the_plan_says(name: str, n_stages: int, tensor: int) -> None:
+    if PRESETS[name].n_heads % tensor:
+        pytest.skip(f"{PRESETS[name].n_heads} heads do not split over {tensor}")
+    model = shared_vocabulary(PRESETS[name], tensor)
+    shapes, mesh = parameter_shapes(model), AbstractMesh((tensor,), (TENSOR,))
+    for layers in stage_layers(model.n_layers, n_stages):
+        parameters = {
+            key: jax.ShapeDtypeStruct(
+                NamedSharding(mesh, spec(key)).shard_shape(shapes[key]), jnp.dtype(jnp.bfloat16)
+            )
+            for key in stage_parameters(model, layers)
+        }
+        n_bytes = sum(one.size * one.dtype.itemsize for one in parameters.values())
+        assert n_bytes == stage_weight_bytes(model, layers, tensor, 2)
+
+
+class Gpu:
+    """A GPU that says what its allocator holds."""
+
+    platform, device_kind, compute_capability, core_count = "gpu", "A GPU", "9.0", 132
+
+    def __init__(self, stats: Mapping[str, int] | None) -> None:
+        self.memory_stats = lambda: stats
+
+
+def gpu_part(stats: Mapping[str, int] | None) -> StagePart:
+    class Group:
+        devices = (Gpu(stats),)
+
+        def __len__(self) -> int:
+            return 1
+
+    part = split_model(PRESETS["gpt3-13b"], jax.devices("cpu")[:1])[0]
+    return StagePart(part.layers, Group(), first=True, last=True)  # pyright: ignore[reportArgumentType]
+
+
+def free(monkeypatch: pytest.MonkeyPatch, said: float | None, held: str = "") -> int | None:
+    """What a GPU that holds 90 of 100 GB has free with 26 GB in use; `held` is what its environment says."""
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", held)
+    part = gpu_part({"bytes_limit": int(90e9), "bytes_in_use": int(26e9)})
+    room = stage_room(PRESETS["gpt3-13b"], jnp.dtype("bfloat16"), part, n_devices=1, memory_fraction=said)
+    assert room.modest is None and room.attention == "kernel"
+    return room.free
+
+
+def test_of_a_gpu_all_that_jax_holds_may_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free(monkeypatch, None, "0.9") == free(monkeypatch, 0.9, "0.9") == 64e9
+    assert free(monkeypatch, 0.45, "0.9") == pytest.approx(45e9 - 26e9)
+    assert free(monkeypatch, 0.1, "0.9") == 0
+    assert free(monkeypatch, 0.375) == pytest.approx(45e9 - 26e9), "JAX holds 0.75 unless told"
+    with pytest.raises(ConfigError, match=r"memory_fraction is 0\.9, and JAX holds 0\.75 of a GPU's memory"):
+        free(monkeypatch, 0.9)
+
+
+def test_n_slots_fill_a_gpu() -> None:
+    model = PRESETS["gpt3-13b"]
+    part = gpu_part({"bytes_limit": 60_000_000_000, "bytes_in_use": 25_707_253_760})
+    room = stage_room(model, jnp.dtype("bfloat16"), part, n_devices=1)
+    serving = serving_config(model, Sizes(), [room])
+    memory = room.memory(model, serving, 64)
+    left = 60_000_000_000 - memory.fixed
+    assert serving.n_slots == left // (2 * 40 * 5120 * 2)
+    check_slots(model, room, serving, n_rows=64, n_devices=1)
+    more = replace(serving, n_slots=serving.n_slots + 1)
+    with pytest.raises(
+        ConfigError, match=rf"n_slots = {more.n_slots} take 34\.1 GB; the device has 34\.1 GB"
+    ):
+        check_slots(model, room, more, n_rows=64, n_devices=1)
+
+
+def test_n_slots_are_the_same_before_the_weights_are_loaded() -> None:
+    model = PRESETS["gpt3-13b"]
+    weights = 25_707_253_760
+    found = {
+        stage_room(
+            *(model, jnp.dtype("bfloat16"), gpu_part({"bytes_limit": 1 << 36, "bytes_in_use": in_use})),
+            n_devices=1,
+        ).free
+        for in_use in (0, weights // 2, weights, weights + (1 << 20))
+    }
+    assert found == {(1 << 36) - weights}
+
+
+def test_a_device_that_says_nothing_gets_a_modest_cache() -> None:
+    for stats in (None, {}):
+        room = stage_room(PRESETS["gpt3-13b"], jnp.dtype("bfloat16"), gpu_part(stats), n_devices=1)
+        assert (room.free, room.modest) == (None, capacity.DEFAULT_KV_BYTES)
+
+
+def test_a_cpus_memory_is_shared_by_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}[name])
+    part = split_model(TIED, jax.devices("cpu"), tensor_parallel=2)[0]
+    weights = stage_weight_bytes(shared_vocabulary(TIED, 2), range(3), 2, 4)
+
+    def room(said: float | None) -> Any:
+        model = shared_vocabulary(TIED, 2)
+        return stage_room(model, jnp.dtype("float32"), part, n_devices=2, memory_fraction=said)
+
+    assert (room(None).free, room(None).modest) == ((2 << 30) - weights, 1 << 30)
+    assert (room(0.5).free, room(0.5).modest) == ((1 << 30) - weights, None)

@@ -1,0 +1,81 @@
+"""Presets: their sizes against known numbers, and the big ones traced without a byte of memory."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import orca_jax
+from orca_jax.families.hf_config import read_config
+from orca_jax.families.presets import PRESETS
+from orca_jax.model import reference
+from orca_jax.model.gpt import GPT, Parameters, init_parameters, parameter_shapes
+from orca_jax.model.kv_cache import LayerCache, cache_shape
+
+TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size
+    "gpt3-13b": (13, 40, 5120),
+    "gpt3-101b": (101, 80, 10240),
+    "gpt3-175b": (175, 96, 12288),
+    "gpt3-341b": (341, 120, 15360),
+}
+
+
+def n_parameters(name: str) -> int:
+    return sum(math.prod(shape) for shape in parameter_shapes(PRESETS[name]).values())
+
+
+def test_the_presets() -> None:
+    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *TABLE_1]
+
+
+def test_gpt2_has_the_published_number_of_parameters() -> None:
+    assert n_parameters("gpt2") == 124_439_808
+    assert n_parameters("gpt2-xl") == 1_557_611_200
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_table_1(name: str) -> None:
+    billions, n_layers, hidden_size = TABLE_1[name]
+    config = PRESETS[name]
+    assert (config.n_layers, config.hidden_size) == (n_layers, hidden_size)
+    assert (config.head_size, config.n_positions, config.ffn_size) == (128, 2048, 4 * hidden_size)
+    assert (config.vocab_size, config.padded_vocab_size) == (50257, 50304)
+    assert round(n_parameters(name) / 1e9) == billions
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_shapes_of_init_and_forward(name: str) -> None:
+    config = PRESETS[name]
+    parameters = jax.eval_shape(
+        partial(init_parameters, config, dtype=jnp.dtype(jnp.bfloat16)), jax.random.key(0)
+    )
+    assert {key: value.shape for key, value in parameters.items()} == parameter_shapes(config)
+    assert {value.dtype for value in parameters.values()} == {jnp.dtype(jnp.bfloat16)}
+    n_tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
+    logits = jax.eval_shape(partial(reference.forward, config), parameters, n_tokens)
+    assert (logits.shape, logits.dtype) == ((3, config.vocab_size), jnp.float32)
+
+    def iteration(
+        parameters: Parameters, tokens: jax.Array, rows: jax.Array
+    ) -> tuple[jax.Array, list[LayerCache]]:
+        model, empty = (
+            GPT(config, parameters),
+            jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
+        )
+        caches = [LayerCache(empty, empty)] * config.n_layers
+        x, caches = model.through(model.embed(tokens, tokens), tokens, caches, lambda qkv, cache: qkv[:, 0])
+        return model.logits(x, rows), caches
+
+    n_rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    logits, caches = jax.eval_shape(iteration, parameters, n_tokens, n_rows)
+    assert (logits.shape, logits.dtype) == ((2, config.vocab_size), jnp.float32)
+    assert len(caches) == config.n_layers
+    assert {cache.keys.shape for cache in caches} == {(2, config.n_heads, 4, config.head_size)}
+
+
+def test_demo_is_the_model_in_the_package() -> None:
+    directory = Path(orca_jax.__file__).parent / "demo_model"
+    assert read_config(directory) == PRESETS["demo"]

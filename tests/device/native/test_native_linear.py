@@ -1,0 +1,122 @@
+"""The CPU's linear layers in C, against the product in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax.execution import matmul_backend as products
+from orca_jax.execution.matmul_backend import choose_products
+from orca_jax.model.layers import matmul
+from orca_jax.native import compiler
+from orca_jax.native.compiler import NotBuilt
+from orca_jax.native.linear import has_form, native_linear
+from tests.device.native.native_form import needs_native
+
+CPU = jax.devices("cpu")[0]
+product_jitted = jax.jit(native_linear)
+
+
+def arrays(seed: int, n_tokens: int, n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x, weight = rng.standard_normal((n_tokens, n_in)), rng.standard_normal((n_out, n_in))
+    return x.astype(np.float32), weight.astype(np.float32)
+
+
+def product(x: np.ndarray, weight: np.ndarray, n_tokens: int | None = None) -> np.ndarray:
+    count = jnp.array([len(x) if n_tokens is None else n_tokens], jnp.int32)
+    return np.asarray(product_jitted(x, weight, count))
+
+
+@needs_native
+@settings(max_examples=80)
+@given(
+    n_tokens=st.integers(1, 130),
+    vectors_in=st.integers(1, 40),
+    n_out=st.integers(16, 400),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+)
+def test_equals_the_product_and_is_zero_behind_the_real_tokens(
+    n_tokens: int, vectors_in: int, n_out: int, share: float, seed: int
+) -> None:
+    x, weight = arrays(seed, n_tokens, 16 * vectors_in, n_out)
+    n_real = round(share * n_tokens)
+    x[n_real:] = np.nan  # as what was never written may be
+    given = product(x, weight, n_real)
+    true = x[:n_real].astype(np.float64) @ weight.astype(np.float64).T
+    bound = 1e-6 * np.abs(x[:n_real]) @ np.abs(weight.T) + 1e-6
+    assert (np.abs(given[:n_real] - true) <= bound).all()
+    assert not given[n_real:].any()
+
+
+@needs_native
+def test_as_many_tokens_as_there_are_need_not_be_said() -> None:
+    x, weight = arrays(0, 20, 64, 48)
+    assert np.array_equal(product_jitted(x, weight), product(x, weight))
+    assert np.array_equal(product(x, weight, 1000), product(x, weight))
+
+
+@needs_native
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 5, 8), (9, 16, 31, 48, 49, 97, 128)])
+def test_a_token_has_the_same_bits_whatever_the_others(sizes: tuple[int, ...]) -> None:
+    x, weight = arrays(1, max(sizes), 768, 333)
+    alone = product(x, weight)[0]
+    for n in sizes:
+        for at in {0, n // 2, n - 1}:
+            others = np.random.default_rng(n).standard_normal((n, 768)).astype(np.float32)
+            others[at] = x[0]
+            assert np.array_equal(product(others, weight)[at], alone), (n, at)
+
+
+@needs_native
+def test_large_products_are_shared_out_to_threads() -> None:
+    x, weight = arrays(2, 300, 1040, 2305)
+    np.testing.assert_allclose(product(x, weight), x.astype(np.float64) @ weight.T, atol=4e-4)
+    np.testing.assert_allclose(product(x[:4], weight), x[:4].astype(np.float64) @ weight.T, atol=4e-4)
+
+
+def zeros(n_in: int, n_out: int) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros((3, n_in)), jnp.zeros((n_out, n_in))
+
+
+def test_shapes_without_a_form_run_in_xla() -> None:
+    assert has_form(*zeros(16, 16)) and has_form(*zeros(768, 50257))
+    assert not has_form(*zeros(24, 64)) and not has_form(*zeros(64, 15)) and not has_form(*zeros(0, 64))
+    x, weight = arrays(3, 5, 24, 64)
+    chosen = choose_products(CPU, np.float32).bind(None)
+    np.testing.assert_allclose(chosen(jnp.array(x), jnp.array(weight)), x @ weight.T, atol=1e-4)
+
+
+@needs_native
+def test_a_cpu_with_a_compiler_runs_it() -> None:
+    assert choose_products(CPU, np.float32).native
+    assert choose_products(CPU, np.float32).beside("attention") == "attention; native products"
+
+
+def test_what_has_no_form_is_said_and_runs_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = choose_products(CPU, jnp.bfloat16)
+    assert not narrow.native and "weights are bfloat16" in narrow.said
+    assert narrow.bind(None) is matmul
+
+    def none() -> str:
+        raise NotBuilt("no C compiler was found")
+
+    monkeypatch.setattr(products, "linear_target", none)
+    assert choose_products(CPU, np.float32).said == "XLA's products: no C compiler was found"
+
+
+def test_a_processor_without_avx_512_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_PROCESSOR", ())
+    with pytest.raises(NotBuilt, match=r"no C compiler was found|there is a form for AVX-512 only"):
+        compiler.target("linear", THAT_NOTHING_ELSE_HAS_SET=1)
+
+
+def test_a_gpu_has_xlas_products_and_nothing_is_said_of_it() -> None:
+    class Gpu:
+        platform = "gpu"
+
+    chosen = choose_products(Gpu(), np.float32)
+    assert not chosen.native and chosen.beside("kernel") == "kernel"

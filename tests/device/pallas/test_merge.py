@@ -1,0 +1,78 @@
+"""Parts of results put together: beside float64, and in few operations, since each layer has them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orca_jax.pallas.merge import merge_rows, merge_tiles
+from orca_jax.pallas.work_list.bounds import TILE, Plan
+from orca_jax.pallas.work_list.work_items import MERGE, work_items
+
+D = 8
+PLANS = {
+    "40 heads": Plan(32, 32, 40, 1),
+    "groups of 4": Plan(32, 32, 8, 4),
+    "one key/value head": Plan(32, 32, 1, 8),
+    "cut at fixed places": Plan(32, 32, 4, 2).fixed(30000),
+}
+
+
+def parts(rng: np.random.Generator, n: int, *rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """A rounded value and a rest of each of n parts [2, n, *rows, D], and tops [n, *rows] far apart."""
+    values = rng.standard_normal((2, n, *rows, D)).astype(np.float32)
+    return values * np.array([1, 1e-3], np.float32).reshape(
+        2, *[1] * (values.ndim - 1)
+    ), 50 * rng.standard_normal((n, *rows)).astype(np.float32)
+
+
+def listed(merge: np.ndarray) -> list[int]:
+    """The parts of one merge."""
+    part, following, stride, n_parts = map(int, merge[MERGE.part : MERGE.n_parts + 1])
+    return [part, *(following + i * stride for i in range(n_parts - 1))]
+
+
+def together(value: np.ndarray, top: np.ndarray, merge: np.ndarray) -> np.ndarray:
+    """What one merge gives [rows, D], in float64."""
+    which = listed(merge)
+    weight = np.exp2(top[which].astype(float) - top[which].max(axis=0))[..., None]
+    return (weight * value[:, which].astype(float).sum(axis=0)).sum(axis=0) / weight.sum(axis=0)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_rows(plan: Plan) -> None:
+    rng = np.random.default_rng(3)
+    kv_length = np.array([30000] + [300] * 31, np.int32)
+    work = work_items(np.arange(33, dtype=np.int32), kv_length, plan)
+    merges = [m for m in work[plan.first_merge : plan.first_tile_merge] if m[MERGE.token] < plan.n_tokens]
+    assert merges and max(m[MERGE.n_parts] for m in merges) > 2
+    value, top = parts(rng, plan.n_parts, plan.group)
+    unwritten = np.setdiff1d(np.arange(plan.n_parts), [i for merge in merges for i in listed(merge)])
+    assert len(unwritten)
+    value[:, unwritten], top[unwritten] = np.nan, np.nan
+    padded = np.pad(top, ((0, 0), (0, 3)), constant_values=np.nan)
+    out = rng.standard_normal((plan.n_tokens, plan.n_heads, D)).astype(np.float32)
+    want = out.copy().reshape(plan.n_tokens, plan.n_kv_heads, plan.group, D)
+    for merge in merges:
+        want[merge[MERGE.token], merge[MERGE.head]] = together(value, top, merge)
+    merged = jax.jit(merge_rows, static_argnums=4)
+    got = merged(*map(jnp.asarray, (out, value, padded, work)), plan)
+    np.testing.assert_allclose(got, want.reshape(out.shape), rtol=1e-5, atol=1e-5)
+    text = merged.lower(*map(jnp.asarray, (out, value, padded, work)), plan).as_text()
+    assert text.count("stablehlo.") < 150  # each part for itself were ten times as many
+
+
+def test_tiles() -> None:
+    rng = np.random.default_rng(4)
+    plan = Plan(2048, 1, 1, 8)
+    work = work_items(np.array([0, 2000], np.int32), np.array([2000], np.int32), plan)
+    merges = [m for m in work[plan.first_tile_merge :] if m[MERGE.token] < plan.n_tokens]
+    assert len(merges) > 9 and {int(m[MERGE.n_queries]) for m in merges} == {TILE, 2000 % TILE}
+    value, top = parts(rng, plan.n_tile_parts, TILE)
+    out = rng.standard_normal((plan.n_tokens, plan.n_heads, D)).astype(np.float32)
+    want = out.copy()
+    for merge in merges:
+        token, n = merge[MERGE.token], merge[MERGE.n_queries]
+        want[token : token + n, merge[MERGE.head]] = together(value, top, merge)[:n]
+    got = jax.jit(merge_tiles, static_argnums=4)(*map(jnp.asarray, (out, value, top, work)), plan)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

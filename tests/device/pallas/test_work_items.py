@@ -1,0 +1,154 @@
+"""The list of work: every query and key once, what was cut merged, no core with much more than its share."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bench.compiled.work_list import BATCHES, Rows, balance, items, lengths
+from bench.compiled.work_list import HEADS as KERNEL_HEADS
+from orca_jax.pallas.work_list.bounds import STEP, TILE, Plan
+from orca_jax.pallas.work_list.work_items import ITEM, MERGE, never_cut, work_items
+
+LONGEST = 3000
+LONG_ROWS = st.lists(
+    st.integers(0, 300).flatmap(
+        lambda n: st.tuples(st.just(n), st.integers(n, LONGEST) if n else st.just(0))
+    ),
+    min_size=1,
+    max_size=20,
+)
+INCREMENTS = st.lists(st.integers(1, LONGEST).map(lambda n: (1, n)), min_size=1, max_size=20)
+HEADS = st.sampled_from([(1, 1), (2, 4), (40, 1), (1, 8)])
+N_CORES = st.sampled_from([1, 2, 7, 132])
+
+
+# More parts of one row than `merge` looks at would be wanted, for lack of other work and beside a prompt.
+FEW_PARTS: Rows = [(1, 30000)] + [(1, 100)] * 127
+UNEVEN: Rows = [(1, 30000)] + [(1, 100)] * 120 + [(129, 20000)] * 3
+
+
+@settings(max_examples=150)
+@example(FEW_PARTS, 0, (1, 8), 16, 132, False)
+@example([*FEW_PARTS[:-1], (2048, 2048)], 0, (1, 8), 16, 132, False)
+@example(UNEVEN, 0, (1, 8), 16, 132, False)
+@given(LONG_ROWS | INCREMENTS, st.integers(0, 200), HEADS, st.sampled_from([16, 64]), N_CORES, st.booleans())
+def test_every_query_sees_every_key_once_and_what_was_cut_is_merged(
+    rows: Rows, n_padding: int, heads: tuple[int, int], block_size: int, n_cores: int, fixed: bool
+) -> None:
+    row_start, kv_length = lengths(rows)
+    n_tokens = int(row_start[-1]) + n_padding
+    if n_tokens == 0:
+        return
+    plan = Plan(n_tokens, len(rows), *heads, block_size, n_cores)
+    plan = plan.fixed(LONGEST) if fixed else plan
+    work = work_items(row_start, kv_length, plan)
+    assert work.dtype == np.int32 and work.shape == (plan.n_records, 8)
+
+    computed = np.zeros((n_tokens, plan.n_heads), int)  # whole results of a token and head
+    ranges = defaultdict[tuple[bool, int, int], list[tuple[int, int]]](list)  # keys of a result, by core
+    parts = defaultdict[tuple[bool, int, int], set[int]](set)
+    queries = dict[tuple[bool, int, int], int]()
+    for item in items(work, plan):
+        row, token, n, position, first, last, _, _ = item.record
+        if item.tile:
+            assert 1 <= n <= TILE and first == 0 and last == (position + n if token < row_start[-1] else 0)
+            computed[token : token + n, item.head] += item.part < 0
+            assert item.begin % STEP == 0
+            if token < row_start[-1]:
+                assert row_start[row] <= token and token + n <= row_start[row + 1]
+                assert position == kv_length[row] - (row_start[row + 1] - token)
+        else:
+            assert n == 1 and row_start[row + 1] - row_start[row] == 1 and token == row_start[row]
+            group = slice(item.head * plan.group, (item.head + 1) * plan.group)
+            computed[token, group] += item.part < 0
+            assert item.begin % plan.granule == 0
+        result = (item.tile, token, item.head)
+        queries[result] = n
+        ranges[result].append((item.begin, item.end))
+        if item.part >= 0:
+            assert item.part < (plan.n_tile_parts if item.tile else plan.n_parts)
+            assert item.part not in parts[result]
+            parts[result].add(item.part)
+
+    merges = [(False, m) for m in work[plan.first_merge : plan.first_tile_merge]]
+    merges += [(True, m) for m in work[plan.first_tile_merge :]]
+    nowhere = [m[MERGE.token] for _, m in merges if m[MERGE.token] >= n_tokens]
+    assert len(set(nowhere)) == len(nowhere)
+    for tile, merge in merges:
+        token, head, n, part, following, stride, n_parts = map(int, merge[:7])
+        if token < n_tokens:
+            result = (tile, token, head)
+            listed = [part, *(following + i * stride for i in range(n_parts - 1))]
+            assert set(listed) == parts.pop(result) and len(set(listed)) == n_parts == len(ranges[result])
+            assert 2 <= n_parts <= (plan.most_tile_parts if tile else plan.most_parts)
+            assert n == queries[result]
+            across = [head] if tile else range(head * plan.group, (head + 1) * plan.group)
+            computed[token : token + n, across] += 1
+    assert not parts, "parts that nobody merges"
+    for (tile, token, _), found in ranges.items():
+        found.sort()
+        row = int(np.searchsorted(row_start, token, side="right")) - 1
+        last = 0 if token >= row_start[-1] else int(kv_length[row])
+        if tile and last:
+            last += token + queries[tile, token, 0] - int(row_start[row + 1])
+        assert [0, *(end for _, end in found)] == [*(begin for begin, _ in found), last]
+    assert (computed == 1).all()
+
+
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=20), HEADS, N_CORES, st.data())
+def test_at_fixed_places_a_row_is_cut_as_if_it_were_alone(
+    kv_length: list[int], heads: tuple[int, int], n_cores: int, data: st.DataObject
+) -> None:
+    n = len(kv_length)
+    plan = Plan(n, n, *heads, n_cores=n_cores).fixed(LONGEST)
+
+    def ranges_of(row: int, keys: list[int]) -> list[tuple[int, int, int]]:
+        work = work_items(*lengths([(1, k) for k in keys]), plan)
+        return sorted((i.head, i.begin, i.end) for i in items(work, plan) if i.record[ITEM.row] == row)
+
+    row = data.draw(st.integers(0, n - 1))
+    others = data.draw(st.lists(st.integers(1, LONGEST), min_size=n, max_size=n))
+    others[row] = kv_length[row]
+    assert ranges_of(row, others) == ranges_of(row, kv_length)
+
+
+@pytest.mark.parametrize("heads", KERNEL_HEADS.values(), ids=KERNEL_HEADS)
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_no_core_has_much_more_than_its_share(rows: Rows, heads: tuple[int, int]) -> None:
+    n_tokens = sum(n for n, _ in rows)
+    assert balance(rows, Plan(n_tokens, len(rows), *heads)) >= 0.90
+
+
+def n_merges(rows: Rows, plan: Plan) -> int:
+    work = work_items(*lengths(rows), plan)
+    return int((work[plan.first_merge :, MERGE.token] < plan.n_tokens).sum())
+
+
+@given(
+    st.lists(st.integers(1, 240).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 240))), min_size=1),
+    HEADS,
+    st.sampled_from([16, 64]),
+    N_CORES,
+)
+def test_nothing_is_cut_where_the_kernel_merges_nothing(
+    rows: Rows, heads: tuple[int, int], block_size: int, n_cores: int
+) -> None:
+    plan = Plan(sum(n for n, _ in rows), len(rows), *heads, block_size, n_cores)
+    n = max(-(-keys // block_size) for _, keys in rows) * block_size
+    assert not (never_cut(n) and n_merges(rows, plan))
+
+
+def test_a_row_is_cut_that_the_kernel_merges() -> None:
+    assert n_merges([(1, 320)], Plan(1, 1, 1, 1)) == 1 and not never_cut(320)
+
+
+def test_a_row_is_not_cut_into_more_parts_than_merge_looks_at() -> None:
+    row_start, kv_length = lengths(FEW_PARTS)
+    plan = Plan(128, 128, 1, 8)
+    load = np.zeros(plan.n_cores)
+    for item in items(work_items(row_start, kv_length, plan), plan):
+        load[item.core] += item.end - item.begin
+    assert load.max() < 1.05 * 30000 / (plan.most_parts - 1)

@@ -1,0 +1,130 @@
+"""Reading JSON at a bounded cost: what is counted, and that nothing costs more than its length."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+
+from server.http.bodies import json_text
+from server.http.bodies.json_text import parse
+
+marks = st.text('",:[]{}\\/\x7fé\n\U0001f600ab', max_size=12)
+values: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | marks,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(marks, inner, max_size=5),
+    max_leaves=40,
+)
+
+
+def counts(value: Any) -> tuple[int, int, int]:
+    """Commas and lists and objects; names; lists and objects: by a look at the value."""
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inner = list(value.values()) if isinstance(value, dict) else value
+    below = [counts(each) for each in inner]
+    n_names = len(value) if isinstance(value, dict) else 0
+    return (
+        max(0, len(inner) - 1) + 1 + sum(n for n, _, _ in below),
+        n_names + sum(n for _, n, _ in below),
+        1 + sum(n for _, _, n in below),
+    )
+
+
+@given(values, st.booleans(), st.sampled_from(["MAX_VALUES", "MAX_NAMES", "MAX_CONTAINERS"]))
+def test_what_stands_in_strings_does_not_count_and_all_else_does(value: Any, ascii: bool, name: str) -> None:
+    data = json.dumps(value, ensure_ascii=ascii).encode()
+    n = counts(value)[["MAX_VALUES", "MAX_NAMES", "MAX_CONTAINERS"].index(name)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "COUNTED_FROM", 0)
+        patch.setattr(json_text, name, n)
+        assert parse(data) == value
+        if n:
+            patch.setattr(json_text, name, n - 1)
+            with pytest.raises(HTTPException, match=f"more than {n - 1} ") as caught:
+                parse(data)
+            assert caught.value.status_code == 413
+
+
+@given(values, st.booleans())
+def test_what_python_writes_comes_back(value: Any, ascii: bool) -> None:
+    assert parse(json.dumps(value, ensure_ascii=ascii).encode()) == value
+
+
+surrogates = st.lists(
+    st.sampled_from([r"\ud83d", r"\uDE00", r"\\", r"\"", "a", r"\ud7ff", "😀", r"\uD83d\ude00"])
+)
+
+
+@given(surrogates, surrogates)
+def test_half_a_surrogate_pair_is_found_wherever_it_is(name: list[str], text: list[str]) -> None:
+    data = f'[{{"{"".join(name)}": ["{"".join(text)}"]}}]'.encode()
+    value = json.loads(data)
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        with pytest.raises(HTTPException, match="surrogate"):
+            parse(data)
+    else:
+        assert parse(data) == value
+
+
+class Name(str):
+    """Counts how often one is compared."""
+
+    n_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.n_compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_name_that_stands_twice_is_found_in_one_pass() -> None:
+    names = [Name(f"name {i}") for i in range(json_text.MAX_NAMES_OF_ONE - 1)]
+    Name.n_compared = 0
+    with pytest.raises(ValueError, match="'name 4998' stands twice"):
+        json_text._object([(name, 0) for name in [*names, Name(names[-1])]])
+    assert Name.n_compared < 100
+
+
+LARGE = {
+    "128 prompts of 2,000 token ids": [[random.Random(i).randrange(50_000)] * 2000 for i in range(128)],
+    "a prompt of 131,072": list(range(131_072)),
+    "256,000 token ids": list(range(256_000)),
+    "a text of marks": '",:[{' * 700_000,
+    "a text of backslashes": "\\" * 1_900_000,
+    "a schema": {"properties": {f"name {i}": {"type": "string"} for i in range(2000)}},
+    "a long conversation": [{"role": "user", "content": "x" * 600}] * 4900,
+    "biases": {str(i): 1 for i in range(4096)},
+}
+
+
+@pytest.mark.parametrize("value", LARGE.values(), ids=LARGE)
+def test_what_people_send_is_far_from_the_limits(value: Any) -> None:
+    assert parse(json.dumps({"a": value}).encode()) == {"a": value}
+
+
+TOO_MUCH = {
+    "numbers": (b"[" + b"1," * 1_100_000 + b"1]", 413, "1000000 values"),
+    "empty strings": (b"[" + b'"",' * 1_100_000 + b'""]', 413, "1000000 values"),
+    "lists": (b"[" + b"[]," * 6000 + b"[]]", 413, "5000 lists and objects"),
+    "lists, deep": (b"[" * 900 + b"[]," * 6000, 413, "5000 lists and objects"),
+    "messages": (b"[" + b'{"role":"user","content":""},' * 130_000 + b"{}]", 413, "60000 names"),
+    "names": (b"{" + b",".join(b'"%d":1' % i for i in range(70_000)) + b"}", 413, "60000 names"),
+    "names of one": (b"{" + b",".join(b'"%d":1' % i for i in range(5001)) + b"}", 400, "5001 names"),
+    "digits": (b"[" + b"9" * 1001 + b"]", 400, "more than 1000 digits"),
+    "no end": (b'{"a": [' + b"1," * 1_100_000, 413, "1000000 values"),
+    "a string without an end": (b'["' + b"," * 3_000_000, 400, "Unterminated string"),
+}
+
+
+@pytest.mark.parametrize("data, status, said", TOO_MUCH.values(), ids=TOO_MUCH)
+def test_what_would_hold_the_interpreter_is_refused(data: bytes, status: int, said: str) -> None:
+    with pytest.raises(HTTPException, match=said) as caught:
+        parse(data)
+    assert caught.value.status_code == status

@@ -1,0 +1,54 @@
+"""What long bodies took is given back to the system, and only after such bodies."""
+
+import asyncio
+
+import httpx2
+import pytest
+
+from server.gateway import side_threads as beside
+from server.process import freed_memory
+from server.settings.config import EndpointOptions
+from tests.endpoint.harness import serving, until
+from tests.host.engines import SOON
+
+LONG = {"prompt": [1] * 200_000}
+
+
+def test_what_is_freed_goes_back_to_the_system() -> None:
+    assert freed_memory.trim(), "glibc has it"
+    holes = [bytearray(200_000) for _ in range(500)]  # 100 MB, of which every second part stays
+    del holes[::2]
+    before = resident_bytes()
+    assert freed_memory.trim()
+    assert before - resident_bytes() > 30e6
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("n_long", [[0, 0, 0, 0], [0, 1, 1, 3]])
+def test_it_looks_now_and_then_and_trims_after_long_bodies(
+    n_long: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[None] = []
+    counts = iter(n_long)
+    monkeypatch.setattr(freed_memory, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(freed_memory, "trim", lambda: trimmed.append(None))
+    with pytest.raises((StopIteration, RuntimeError)):
+        asyncio.run(asyncio.wait_for(freed_memory.give_back(lambda: next(counts)), SOON))
+    assert len(trimmed) == len(set(n_long)) - 1
+
+
+def test_a_server_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[None] = []
+    monkeypatch.setattr(freed_memory, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(freed_memory, "trim", lambda: trimmed.append(None))
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off")
+    with serving(options=options) as server, httpx2.Client(base_url=server.url, timeout=SOON) as client:
+        assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        before = beside.n_very_long()
+        assert client.post("/v1/completions", json=LONG).status_code == 400
+        assert beside.n_very_long() > before
+        until(lambda: bool(trimmed), "a trim")

@@ -1,0 +1,141 @@
+"""Work that grows with what clients send: where it runs, and how much of it may wait."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from orca_jax.errors import QueueFull
+from server.gateway import side_threads as beside
+from server.gateway.side_threads import LONG, Lane, reading
+from server.http.bodies import json_body
+from tests.endpoint.harness import Server, serving
+from tests.endpoint.http_client import JSON, connected, error_of
+from tests.host.engines import SOON
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+def test_a_lane_takes_so_many_and_so_much_and_more_when_they_are_done() -> None:
+    gate = threading.Event()
+
+    def held() -> str:
+        assert gate.wait(SOON)
+        return threading.current_thread().name
+
+    async def main() -> None:
+        lane = Lane("test", threads=1, most_waiting=3, most_bytes=100)
+        waiting = [asyncio.create_task(lane.run(n, held)) for n in (100, 0, 0)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="3 long requests wait"):
+            await lane.run(0, held)
+        waiting.pop().cancel()  # its client has left: its place is free
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="2 long requests wait"):
+            await lane.run(1, held)  # too many bytes
+        gate.set()
+        async with asyncio.timeout(SOON):
+            names = await asyncio.gather(*waiting)
+            assert await lane.run(100, lambda: 5) == 5
+            with pytest.raises(ZeroDivisionError):
+                await lane.run(100, lambda: 1 // 0)
+            await lane.run(100, held)
+        assert all(name.startswith("test") for name in names)
+
+    asyncio.run(main())
+
+
+def test_what_is_short_does_not_wait_for_what_is_very_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    async def main() -> None:
+        slow = asyncio.create_task(reading(10**6, lambda: gate.wait(SOON)))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(SOON):
+            assert await reading(LONG, threading.current_thread) is threading.main_thread()
+            assert (await reading(LONG + 1, threading.current_thread)).name.startswith("long_")
+        assert not slow.done()
+        gate.set()
+        assert await slow
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_long_body_is_read_on_a_thread_and_a_short_one_on_the_loop(
+    server: Server, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+    parse = json_body.parse
+
+    def noted(data: bytes) -> object:
+        seen.append(threading.current_thread().name)
+        return parse(data)
+
+    monkeypatch.setattr(json_body, "parse", noted)
+    with connected(server) as client:
+        for body in (b'{"nonsense": 1}', b'{"nonsense": 1}' + b" " * LONG):
+            assert client.post(path, content=body, headers=JSON).status_code == 400
+    assert seen[0] == "endpoints" and seen[1].startswith("long_")
+
+
+def test_too_many_long_bodies_are_429_and_short_ones_go_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    parse = json_body.parse
+
+    def held(data: bytes) -> object:
+        if len(data) > LONG:
+            begun.set()
+            assert gate.wait(SOON)
+        return parse(data)
+
+    monkeypatch.setattr(json_body, "parse", held)
+    monkeypatch.setattr(beside, "_LONG", Lane("few", threads=1, most_waiting=1, most_bytes=10**6))
+    body = b'{"prompt": "a"}' + b" " * LONG
+    with connected(server) as client, ThreadPoolExecutor(1) as clients:
+        first = clients.submit(client.post, "/tokenize", content=body, headers=JSON)
+        try:
+            assert begun.wait(SOON)
+            with connected(server) as other:
+                refused = other.post("/tokenize", content=body, headers=JSON)
+                assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+                assert int(refused.headers["retry-after"]) >= 1
+                assert other.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        finally:
+            gate.set()
+        assert first.result(SOON).json()["tokens"] == [97]
+
+
+def test_a_long_body_is_told_of_as_a_short_one(server: Server) -> None:
+    """Whichever thread finds the fault."""
+    faults = [
+        b'{"prompt": 5%s}',
+        b'{"prompt": "a", "temperature": "x"%s}',
+        b'{"prompt": [1, true]%s}',
+        b'{"prompt": "a", "nonsense": 1%s}',
+        b'{"prompt": "a", "logit_bias": {"5": "x"}%s}',
+        b'{"prompt": "a", "use_beam_search": true%s}',
+        b'{"prompt": "a", "n": 0%s}',
+        b"[]%s",
+        b'{"prompt": "a"%s',
+    ]
+    with connected(server) as client:
+        for fault in faults:
+            short, long = (
+                client.post("/v1/completions", content=fault % more, headers=JSON)
+                for more in (b"", b" " * LONG)
+            )
+            assert short.status_code == long.status_code == 400
+            assert error_of(short)["param"] == error_of(long)["param"]
+            assert (
+                error_of(short)["message"].split(", at line")[0]
+                == error_of(long)["message"].split(", at line")[0]
+            )

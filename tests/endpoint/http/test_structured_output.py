@@ -1,0 +1,193 @@
+"""Structured output over HTTP: as OpenAI's client asks for it, and all that can go wrong with it."""
+
+import asyncio
+import json
+import threading
+from typing import Any, cast
+
+import httpx2
+import openai
+import pydantic
+import pytest
+
+from orca_jax.errors import QueueFull
+from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.gateway import Phase
+from server.gateway.rule_compiler import RuleCompiler
+from server.gateway.served_model import ServedModel
+from tests.endpoint.harness import Server, serving
+from tests.endpoint.http_client import connected, error_of
+from tests.endpoint.openai_client import client_of
+from tests.host.engines import SOON, orca, simulated, writing
+
+USER: Any = {"role": "user", "content": "Hi"}
+GRAMMAR = SamplingParams(guided_regex="a")
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    name: str
+
+
+def test_the_clients_own_parser_gets_its_model() -> None:
+    text = '{"x":5,"name":"é"}'
+    tokens = text.encode()
+    with serving(lambda _, index: tokens[index]) as server, client_of(server) as client:
+        answer = client.chat.completions.parse(model="test", messages=[USER], response_format=Point)
+        assert answer.choices[0].message.parsed == Point(x=5, name="é")
+        assert answer.choices[0].finish_reason == "stop"
+        with client.chat.completions.stream(
+            model="test", messages=[USER], response_format=Point, logprobs=True
+        ) as stream:
+            whole = stream.get_final_completion()
+        assert whole.choices[0].message.parsed == Point(x=5, name="é")
+        assert whole.choices[0].logprobs and whole.choices[0].logprobs.content
+        assert len(whole.choices[0].logprobs.content) == len(tokens), "the last one is of the text"
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_schema_is_followed_whatever_the_model_would_say(server: Server, strict: bool | None) -> None:
+    """This one would say letters; the engine takes the first token that may come instead."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1]}, "b": {"const": "z"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "one", "description": "said", "schema": schema, "strict": strict},
+    }
+    with client_of(server) as client:
+        answer = client.chat.completions.create(model="test", messages=[USER], response_format=wanted)
+        completion = client.completions.create(
+            model="test", prompt="?", max_tokens=40, extra_body={"response_format": wanted}
+        )
+    for text in (answer.choices[0].message.content, completion.choices[0].text):
+        assert json.loads(text or "") == {"a": 1, "b": "z"}
+
+
+def test_any_object() -> None:
+    with serving(writing('{"k": [1, null]}')) as server, client_of(server) as client:
+        answer = client.chat.completions.create(
+            model="test", messages=[USER], response_format={"type": "json_object"}, max_tokens=40
+        )
+    assert json.loads(answer.choices[0].message.content or "") == {"k": [1, None]}
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with serving(writing("abcdefgh")) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"guided_json": {"type": "thing"}}, "guided_json"),
+        ({"guided_json": '{"type": "thing"}'}, "guided_json"),
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_grammar": "no grammar"}, "guided_grammar"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 5}}}},
+            "response_format.json_schema.schema",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_compiled_is_refused_by_its_field_before_anything_runs(
+    server: Server, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    n_before = len(server.service.timeline.requests)
+    with connected(server) as client:
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [USER]}),
+        ):
+            response = client.post(path, json={**body, **fields, "stream": stream})
+            error = error_of(response)
+            assert (response.status_code, error["param"]) == (400, param)
+            assert error["type"] == "invalid_request_error" and error["message"].startswith(param)
+    assert len(server.service.timeline.requests) == n_before
+
+
+class Disobedient:
+    """An engine's tokens: "b" where a grammar is, whatever it says."""
+
+    def __call__(self, request: Request, index: int) -> int:
+        return ord("b") if request.sampling.grammar else ord("a")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_that_cannot_go_on_fails_alone(stream: bool) -> None:
+    with serving(engine=simulated(Disobedient())) as server, client_of(server) as client:
+        ask: Any = {"model": "test", "prompt": "?", "max_tokens": 4}
+        extra = {"guided_regex": "a+", "logprobs": 1}
+
+        def whole() -> list[Any]:
+            return list(cast(Any, client.completions.create(**ask, stream=stream, extra_body=extra)))
+
+        with pytest.raises(openai.APIError, match="this output failed") as caught:
+            whole()
+        assert (caught.value.type, caught.value.code) == ("server_error", "output_failed")
+        if not stream:
+            assert isinstance(caught.value, openai.InternalServerError) and caught.value.status_code == 500
+        assert client.completions.create(**ask).choices[0].text == "aaaa"
+        assert server.gateway.phase is Phase.READY and server.service.failure is None
+        assert [record.finish_reason for record in server.service.timeline.requests] == [
+            FinishReason.ERROR,
+            FinishReason.LENGTH,
+        ]
+
+
+class HeldModel:
+    """A served model whose service makes rules when the test lets it."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.service = self
+        self.threads = set[str]()
+
+    def rules(self, sampling: SamplingParams) -> OutputRules:
+        if sampling.grammar is not None:
+            self.threads.add(threading.current_thread().name)
+            assert self.gate.wait(SOON)
+        return orca(simulated()).rules(SamplingParams())
+
+
+def test_grammars_wait_beside_the_loop_and_too_many_are_refused() -> None:
+    model = HeldModel()
+    served = cast(ServedModel, model)
+
+    async def main() -> None:
+        compiler = RuleCompiler()
+        waiting = [asyncio.create_task(compiler.rules(served, GRAMMAR)) for _ in range(16)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="16 grammars wait"):
+            await compiler.rules(served, GRAMMAR)
+        await compiler.rules(served, SamplingParams())  # which has none, and waits for nobody
+        assert await asyncio.to_thread(lambda: "this") == "this", "other work has threads of its own"
+        assert not any(each.done() for each in waiting)
+        model.gate.set()
+        async with asyncio.timeout(SOON):
+            await asyncio.gather(*waiting)
+            await compiler.rules(served, GRAMMAR)
+
+    asyncio.run(main())
+    assert 1 <= len(model.threads) <= 4
+
+
+def test_a_full_compiler_is_429_with_a_time_to_come_back(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*_: object) -> OutputRules:
+        raise QueueFull("16 grammars wait to be compiled, as many as may; try again later")
+
+    monkeypatch.setattr(server.gateway.compiler, "rules", full)
+    with connected(server) as client:
+        response: httpx2.Response = client.post("/v1/completions", json={"prompt": "a", "guided_regex": "a"})
+    assert (response.status_code, error_of(response)["code"]) == (429, "queue_full")
+    assert int(response.headers["retry-after"]) >= 1

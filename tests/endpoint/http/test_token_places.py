@@ -1,0 +1,175 @@
+"""Where tokens begin in a text and when they come out, against a look at every byte of the text."""
+
+import codecs
+import itertools
+from collections.abc import Sequence
+
+import tokenizers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from orca_jax.request.request import FinishReason
+from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, TextStream, Tokenizer
+from orca_jax.service.generation import Piece
+from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_places
+
+# Beside the 256 bytes: runs of them that cut characters anywhere.
+RUNS = [
+    b"ab",
+    b"a\xf0",
+    b"\x9f\x98",
+    b"\xf0\x9f\x98",
+    b"\x80b",
+    "é€".encode(),
+    "😀!😀".encode(),
+    b"\xc3\xa9\xe2",
+]
+CHARACTER = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+
+
+def tokenizer_of_runs() -> Tokenizer:
+    written = ["".join(CHARACTER[byte] for byte in run) for run in RUNS]
+    vocabulary = {**_BYTE_OF_CHARACTER, **{text: 256 + i for i, text in enumerate(written)}}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(["</s>"])
+    return Tokenizer(library)
+
+
+RUNNING = tokenizer_of_runs()
+SPECIAL = 256 + len(RUNS)
+UNKNOWN = SPECIAL + 7
+TOKENS = st.lists(
+    st.sampled_from([*b"ab", *"é€😀".encode(), 0xFF, *range(256, SPECIAL), SPECIAL, UNKNOWN]), max_size=14
+)
+
+
+def character_of_byte(data: bytes) -> list[int]:
+    """For each byte the number of the character of `data.decode("utf-8", "replace")` that it is in."""
+    bad: list[tuple[int, int]] = []
+
+    def note(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeDecodeError)
+        bad.append((error.start, error.end))
+        return "\ufffd", error.end
+
+    codecs.register_error("note", note)
+    text = data.decode("utf-8", "note")
+    ends = dict(bad)
+    places, at = list[int](), 0
+    for number, character in enumerate(text):
+        n = ends[at] - at if at in ends else len(character.encode())
+        places += [number] * n
+        at += n
+    assert at == len(data)
+    return places
+
+
+def true_offsets(tokens: Sequence[int]) -> list[int | None]:
+    """Of each token that is text."""
+    parts = [RUNNING.token_bytes(token) for token in tokens]
+    places = character_of_byte(b"".join(parts))
+    starts = itertools.accumulate(map(len, parts), initial=0)
+    return [places[start] if part else None for start, part in zip(starts, parts, strict=False)]
+
+
+def known(tokens: Sequence[int]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(token, -float(i), ((token, -float(i)),)) for i, token in enumerate(tokens)]
+
+
+def pieces_of(tokens: Sequence[int], stops: Sequence[str], cuts: Sequence[bool], ends: bool) -> list[Piece]:
+    """An output as a client's pieces: a token each, joined where `cuts` says so."""
+    stream = TextStream(RUNNING, stops)
+    pieces = list[Piece]()
+    for i, one in enumerate(known(tokens)):
+        stopped = stream.push(one.token_id)
+        last = stopped or i == len(tokens) - 1
+        if last:
+            stream.finish()
+        reason = (FinishReason.STOP if stopped or ends else FinishReason.LENGTH) if last else None
+        pieces.append(Piece((one.token_id,), stream.take(), reason, (one,)))
+        if last:
+            break
+    joined = list[Piece]()
+    for piece, is_cut in zip(pieces, itertools.chain(cuts, itertools.repeat(True)), strict=False):
+        if joined and not is_cut:
+            before = joined.pop()
+            piece = Piece(
+                before.token_ids + piece.token_ids,
+                before.text + piece.text,
+                piece.finish_reason,
+                before.logprobs + piece.logprobs,
+            )
+        joined.append(piece)
+    return joined
+
+
+@given(
+    tokens=TOKENS,
+    stops=st.lists(st.text(st.sampled_from("aabé€😀\ufffd"), min_size=1, max_size=3), max_size=2),
+    cuts=st.lists(st.booleans(), max_size=14),
+    ends=st.booleans(),
+    offset=st.integers(0, 3),
+)
+@example(list("😀".encode()), [], [], False, 0)
+@example([0xF0, SPECIAL, 0x9F, ord("a")], [], [], True, 0)
+@example([ord("a"), ord("a"), ord("b")], ["ab"], [], False, 0)
+@example([ord("a"), 0xF0, 0x9F, UNKNOWN], [], [], True, 0)
+def test_tokens_come_out_with_their_text_and_stand_where_it_does(
+    tokens: list[int], stops: list[str], cuts: list[bool], ends: bool, offset: int
+) -> None:
+    pieces = pieces_of(tokens, stops, cuts, ends)
+    places = TokenPlaces(RUNNING, offset)
+    out, n_out = list[PlacedToken](), offset
+    tokens = [token for piece in pieces for token in piece.token_ids]  # those before the end
+    offsets = [None if at is None else at + offset for at in true_offsets(tokens)]
+    for piece in pieces:
+        out += places.take(piece)
+        n_out += len(piece.text)
+        begun = [i for i, at in enumerate(offsets) if at is not None and at < n_out]
+        n_begun = begun[-1] + 1 if begun else 0
+        assert len(out) == (len(tokens) if piece.finish_reason is FinishReason.LENGTH else n_begun)
+    assert [(one.token_id, one.logprob, one.top) for one in out] == [
+        (one.token_id, one.logprob, one.top) for one in known(tokens)[: len(out)]
+    ]
+    assert [one.offset for one, at in zip(out, offsets, strict=False) if at is not None] == [
+        at for at in offsets[: len(out)] if at is not None
+    ]
+    assert [one.offset for one in out] == sorted(one.offset for one in out)
+    assert all(offset <= one.offset <= n_out for one in out)
+
+
+@given(TOKENS)
+def test_a_prompts_tokens_stand_where_its_decoded_text_has_them(tokens: list[int]) -> None:
+    text = RUNNING.decode(tokens)
+    out = prompt_places(tokens, text.encode(), known(tokens)[1:], RUNNING)
+    assert [one.token_id for one in out] == tokens
+    assert [at for at in true_offsets(tokens) if at is not None] == [
+        one.offset for one, at in zip(out, true_offsets(tokens), strict=True) if at is not None
+    ]
+    assert [one.logprob for one in out] == [None, *(-float(i) for i in range(1, len(tokens)))][: len(tokens)]
+
+
+@given(st.text(st.sampled_from("ab</s>é€😀"), min_size=1, max_size=8), st.booleans())
+def test_the_name_of_a_special_token_in_a_prompt_is_text(text: str, begins: bool) -> None:
+    """`begins`: one stands in front that is not in the text, as OPT has it."""
+    text = f"{text}</s>é"
+    tokens = [*([SPECIAL] if begins and not text.startswith("</s>") else []), *RUNNING.encode(text)]
+    out = prompt_places(tokens, text.encode(), known(tokens)[1:], RUNNING)
+    at = 0
+    for one in out:
+        name = RUNNING.token_bytes(one.token_id) or (b"" if one is out[0] and begins else b"</s>")
+        whole = text.encode()[:at].decode("utf-8", "ignore")  # the characters that are complete before it
+        assert one.offset == len(whole)
+        at += len(name)
+    assert at == len(text.encode())
+
+
+def test_without_a_tokenizer_every_token_comes_out_at_once() -> None:
+    places = TokenPlaces(None)
+    for i, one in enumerate(known([5, 6])):
+        piece = Piece((one.token_id,), "", FinishReason.STOP if i else None, (one,))
+        assert places.take(piece) == [PlacedToken(one.token_id, 0, one.logprob, one.top)]

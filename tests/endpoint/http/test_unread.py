@@ -1,0 +1,38 @@
+"""A client that asks for much and reads nothing: its request ends, and so does its connection."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from orca_jax.config import ServingConfig
+from orca_jax.request.request import FinishReason
+from server.commands import endpoints
+from tests.endpoint.harness import MODEL, serving, until
+from tests.endpoint.http_client import post_head, small_send_buffers, unread
+
+N_TOKENS = 20_000
+BODY = {
+    "prompt": "a",
+    "max_tokens": N_TOKENS,
+    "ignore_eos": True,
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+
+
+def test_the_engine_does_not_wait_for_a_reader_and_the_kernel_ends_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small_send_buffers(monkeypatch)
+    monkeypatch.setattr(endpoints, "_UNREAD_SECONDS", 4)
+    model = replace(MODEL, n_positions=1 << 16)
+    config = ServingConfig(max_batch_size=4, n_slots=1 << 17, max_batch_tokens=1 << 16)
+    with serving(model=model, config=config) as server:
+        body = json.dumps(BODY).encode()
+        with unread(server, post_head("/v1/completions", f"Content-Length: {len(body)}"), body):
+            until(lambda: len(server.service.timeline.requests) == 1, "the end of the request in the engine")
+            assert server.service.timeline.requests[0].finish_reason is FinishReason.LENGTH
+            assert server.service.timeline.requests[0].n_output == N_TOKENS
+            assert server.gateway.n_live == 1, "what was not read lies in the request's own mailbox"
+            until(server.at_rest, "the end of the connection")

@@ -1,0 +1,257 @@
+"""Requests made from the server's own OpenAPI document, by schemathesis: none breaks it, none stays in it."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from schemathesis import APIOperation, BaseSchema, Case, GenerationMode
+from schemathesis.checks import CheckFunction, not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from server.settings.config import EndpointOptions
+from tests.endpoint.harness import Server, serving, until
+
+CALL_SECONDS = 20.0  # what one call may take; without a device a whole test takes little more
+N_LEAST = 2_000
+CHECKS: list[CheckFunction] = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    allow_header_conformance,
+    unsupported_method,
+]
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+TOKENS = ("/tokenize", "/detokenize")
+POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+
+generated = settings(
+    phases=[Phase.generate],  # a failure prints a curl command, which is short enough
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """Leaving it waits until nothing is left in the pool, the gateway or on the loop."""
+    options = EndpointOptions(
+        port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20
+    )
+    with serving(options=options) as server:
+        yield server
+
+
+class Calls:
+    """Sends cases and checks their answers; counts both."""
+
+    def __init__(self, server: Server) -> None:
+        self.schema: BaseSchema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        results = list(self.schema.get_all_operations())
+        self.operations = [result.ok() for result in results if isinstance(result, Ok)]
+        assert len(self.operations) == len(results) == 10, "the document has errors"
+        self.answers = Counter[tuple[str, int]]()
+
+    @property
+    def n(self) -> int:
+        return self.answers.total()
+
+    def operation(self, path: str) -> APIOperation[Any, Any, Any, Any]:
+        (operation,) = [each for each in self.operations if each.path == path]
+        return operation
+
+    def send(self, case: Case) -> None:
+        response = case.call(timeout=CALL_SECONDS, headers={"Connection": "close"})
+        self.answers[case.operation.path, response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    def fuzz(
+        self,
+        path: str,
+        mode: GenerationMode,
+        n: int,
+        change: Callable[[Case], Case] = lambda case: case,
+    ) -> None:
+        """Send `n` drawn cases, each as `change` makes it."""
+        cases = self.operation(path).as_strategy(generation_mode=mode).map(change)
+
+        @settings(generated, max_examples=n)
+        @given(case=cases)
+        def run(case: Case) -> None:
+            self.send(case)
+
+        run()
+
+    def cover(self) -> None:
+        """Send what covers every operation: each field's borders, and methods that are not there."""
+        for operation in self.operations:
+            config = self.schema.config.generation_for(operation=operation)
+            for case in self.schema.iter_coverage_cases(
+                operation, generation_modes=[POSITIVE, NEGATIVE], generation_config=config
+            ):
+                self.send(case)
+
+
+def runnable(prompt: Any) -> Any:
+    """A prompt of the same form that is not empty, too long, or out of the vocabulary."""
+    if isinstance(prompt, list):
+        return [runnable(each) for each in prompt[:5]] or [1]
+    return prompt or "a" if isinstance(prompt, str) else int(abs(prompt)) % 256
+
+
+GRAMMARS: dict[str, list[Any]] = {
+    "guided_json": [{"type": "array"}, '{"enum": [5, "x"]}'],
+    "guided_regex": ["[a-z]+", "a|bc"],
+    "guided_choice": [["yes", "no"]],
+    "guided_grammar": ['start: "<" /[a-c]+/ ">"'],
+    "response_format": [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 7}}},
+    ],
+}
+
+
+def only_one_grammar(body: dict[str, Any]) -> None:
+    """In place of those drawn, which are none; beside it nothing that says which tokens there may be."""
+    asked = [name for name in GRAMMARS if body.get(name) is not None]
+    for name in asked[1:]:
+        del body[name]
+    for name in asked[:1]:
+        body.pop("allowed_token_ids", None)
+        some = GRAMMARS[name]
+        body[name] = some[len(repr(body[name])) % len(some)]
+
+
+def asking_for_little(document: dict[str, Any]) -> Callable[[Case], Case]:
+    """Makes a generating request one that can run: without fields that are not built, and not too long."""
+    not_built = {
+        name
+        for schema in document["components"]["schemas"].values()
+        for name, field in schema.get("properties", {}).items()
+        if field.get("description", "").startswith("Not built yet: leave it out")
+    } - {"role", "type"}
+
+    def trimmed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [trimmed(each) for each in value]
+        if isinstance(value, dict):
+            return {name: trimmed(each) for name, each in value.items() if name not in not_built}
+        return value
+
+    def change(case: Case) -> Case:
+        body = trimmed(case.body)
+        body.pop("model", None)
+        for name, most in (("max_tokens", 40), ("max_completion_tokens", 40), ("n", 3)):
+            if body.get(name) is not None:
+                body[name] = int(abs(body[name])) % most + 1
+        if body.get("min_tokens") is not None:
+            body["min_tokens"] %= 2
+        if not body.get("logprobs"):
+            body.pop("top_logprobs", None)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if body.get(name) is not None:
+                body[name] = [each % 256 for each in body[name]]
+        if body.get("logit_bias") is not None:
+            body["logit_bias"] = {str(int(key) % 256): value for key, value in body["logit_bias"].items()}
+        only_one_grammar(body)
+        if "prompt" in body:
+            body["prompt"] = runnable(body["prompt"])
+        if "max_tokens" in body:
+            body.pop("max_completion_tokens", None)
+        if not body.get("stream"):
+            body.pop("stream_options", None)
+        for message in body.get("messages", []):
+            message["role"] = "user"
+            for part in message["content"] if isinstance(message["content"], list) else []:
+                part["type"] = "text"
+        case.body = body
+        return case
+
+    return change
+
+
+def test_requests_of_its_own_document(server: Server) -> None:
+    calls = Calls(server)
+    little = asking_for_little(requests.get(f"{server.url}/openapi.json", timeout=CALL_SECONDS).json())
+    calls.cover()
+    for path in GENERATING:
+        calls.fuzz(path, POSITIVE, 100)
+        calls.fuzz(path, NEGATIVE, 150)
+        calls.fuzz(path, POSITIVE, 300, little)  # of these most run
+    for path in TOKENS:
+        calls.fuzz(path, POSITIVE, 200)
+        calls.fuzz(path, NEGATIVE, 150)
+    calls.fuzz("/v1/models/{model_id}", POSITIVE, 100)
+    for path in ("/v1/models", "/health", "/ready", "/version", "/metrics"):
+        calls.fuzz(path, POSITIVE, 1)
+
+    assert calls.n >= N_LEAST
+    for path in GENERATING:
+        assert calls.answers[path, 200] >= 100, "too few requests got as far as the engine"
+    until(server.at_rest, "rest")
+    counted = 1 + calls.n  # with the document itself
+    assert counted <= n_answered(server) <= counted + 10
+    answer = requests.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=CALL_SECONDS)
+    assert answer.json()["usage"]["completion_tokens"] == 16
+
+
+def n_answered(server: Server) -> int:
+    """HTTP requests, as the server counts them."""
+    text = requests.get(f"{server.url}/metrics", timeout=CALL_SECONDS).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    samples = families["orca_http_requests"].samples
+    return int(sum(sample.value for sample in samples if sample.name.endswith("_total")))
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["prompt", "messages", "role", "content", "stop", "stream", "n", "tokens", "type"]
+            )
+            | st.text(st.characters(), max_size=5),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+def as_bytes(value: Any) -> bytes:
+    """JSON as Python writes it: with NaN, infinities and lone surrogates."""
+    return json.dumps(value).encode("ascii")
+
+
+@pytest.mark.parametrize("path", [*GENERATING, *TOKENS])
+def test_whatever_a_body_is(server: Server, path: str) -> None:
+    @settings(generated, max_examples=100)
+    @given(body=st.binary(max_size=60) | JSON_VALUES.map(as_bytes))
+    def run(body: bytes) -> None:
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        answer = requests.post(f"{server.url}{path}", body, headers=headers, timeout=CALL_SECONDS)
+        assert answer.status_code in (200, 400, 404), answer.text
+        assert answer.status_code == 200 or answer.json()["error"]["message"]
+
+    run()

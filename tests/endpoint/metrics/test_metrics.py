@@ -1,0 +1,540 @@
+"""What `/metrics` shows, against requests whose every time and token is worked out by hand."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import orca_jax
+from orca_jax.config import RestartBound, ServingConfig
+from orca_jax.engine.remote_workers import RemoteWorkers
+from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
+from orca_jax.errors import EngineError, WorkerLost
+from orca_jax.request.request import FinishReason
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.scheduler import Engine
+from orca_jax.service.orca import Orca
+from server.gateway.gateway import Gateway
+from server.gateway.served_model import ServedModel
+from server.metrics.metrics import Metrics
+from server.metrics.worker_metrics import Workers
+from tests.host.engines import CONFIG, EOS, MODEL, SOON, GatedEngine, at_rest, simulated
+from tests.host.fragile_engine import LOST, FragileEngine
+
+Scrape = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+ENGINE = {
+    "orca_num_requests_running": "gauge",
+    "orca_num_requests_waiting": "gauge",
+    "orca_kv_cache_usage_perc": "gauge",
+    "orca_slots_total": "gauge",
+    "orca_slots_reserved": "gauge",
+    "orca_slots_used": "gauge",
+    "orca_requests": "counter",
+    "orca_prompt_tokens": "counter",
+    "orca_generation_tokens": "counter",
+    "orca_request_success": "counter",
+    "orca_iterations": "counter",
+    "orca_iteration_padding_tokens": "counter",
+    "orca_time_to_first_token_seconds": "histogram",
+    "orca_inter_token_latency_seconds": "histogram",
+    "orca_e2e_request_latency_seconds": "histogram",
+    "orca_request_queue_time_seconds": "histogram",
+    "orca_request_normalized_latency_seconds_per_token": "histogram",
+    "orca_request_prompt_tokens": "histogram",
+    "orca_request_generation_tokens": "histogram",
+    "orca_iteration_batch_size": "histogram",
+    "orca_iteration_tokens": "histogram",
+    "orca_iteration_bucket_tokens": "histogram",
+    "orca_iteration_seconds": "histogram",
+}
+RECOVERABLE = {
+    "orca_worker_losses": "counter",
+    "orca_worker_recoveries": "counter",
+    "orca_worker_blamed_requests": "counter",
+    "orca_worker_down_seconds": "counter",
+    "orca_worker_last_recovery_seconds": "gauge",
+}
+REMOTE = {
+    "orca_worker_up": "gauge",
+    "orca_control_messages": "counter",
+    "orca_control_message_bytes": "counter",
+    "orca_control_stale_frames": "counter",
+    "orca_control_duplicate_frames": "counter",
+    "orca_control_rubbish_frames": "counter",
+    "orca_link_bytes": "counter",
+    "orca_stage_iterations": "counter",
+}
+SERVER = {
+    "orca_build_info": "gauge",
+    "orca_server_phase": "gauge",
+    "orca_live_streams": "gauge",
+    "orca_http_requests": "counter",
+    "orca_grpc_requests": "counter",
+}
+
+
+async def _metrics() -> tuple[Gateway, Metrics]:
+    gateway = Gateway()
+    return gateway, Metrics(gateway)
+
+
+def observed(
+    engine: Engine,
+    *,
+    config: ServingConfig = CONFIG,
+    bucket_sizes: Sequence[int] = (),
+    clock: Callable[[], float] = time.monotonic,
+    restarts: RestartBound | None = None,
+) -> tuple[Orca, Metrics]:
+    """A service that is not started, and metrics that are attached to it."""
+    kv = KVManager(
+        n_blocks=config.n_blocks,
+        block_size=config.block_size,
+        n_rows=2 * config.max_batch_size,
+        max_blocks_per_row=MODEL.n_positions // config.block_size,
+    )
+    service = Orca(
+        engine, kv, config=config, model=MODEL, bucket_sizes=bucket_sizes, clock=clock, restarts=restarts
+    )
+    _, metrics = asyncio.run(_metrics())
+    metrics.attach(ServedModel(name="test", service=service, config=MODEL, serving=config))
+    return service, metrics
+
+
+def families(metrics: Metrics) -> dict[str, str]:
+    """Names and types of all that is exposed."""
+    text = metrics.render().decode()
+    return {family.name: family.type for family in text_string_to_metric_families(text)}
+
+
+def scrape(metrics: Metrics) -> Scrape:
+    """Every sample, as Prometheus' own parser reads it."""
+    samples: Scrape = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            key = (sample.name, frozenset(sample.labels.items()))
+            assert key not in samples, f"{key} is there twice"
+            samples[key] = sample.value
+    return samples
+
+
+def of_engine(samples: Scrape, name: str, **labels: str) -> float:
+    return samples[f"orca_{name}", frozenset({"model_name": "test", **labels}.items())]
+
+
+def histogram(samples: Scrape, name: str) -> dict[float, float]:
+    """Cumulative counts by upper bound; checks what holds of every histogram."""
+    found: dict[float, float] = {}
+    for (sample, labels), value in samples.items():
+        if sample == f"orca_{name}_bucket":
+            assert dict(labels)["model_name"] == "test"
+            found[float(dict(labels)["le"])] = value
+    bounds = sorted(found)
+    assert [found[bound] for bound in bounds] == sorted(found.values()), f"{name} does not grow"
+    assert bounds[-1] == math.inf
+    assert found[math.inf] == of_engine(samples, f"{name}_count")
+    return found
+
+
+def totals(samples: Scrape, name: str) -> tuple[float, float]:
+    """Count and sum."""
+    return histogram(samples, name)[math.inf], of_engine(samples, f"{name}_sum")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    tick = threading.Event()
+    for _ in range(int(SOON / 0.005)):
+        if condition():
+            return
+        tick.wait(0.005)
+    raise AssertionError(f"{what} did not come within {SOON:g} seconds")
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedEngine]:
+    engine = GatedEngine()
+    yield engine
+    engine.let(1000)  # whatever the test did, the thread ends
+
+
+# The engine's figures
+
+
+def test_every_time_and_token_of_four_requests() -> None:
+    # Iterations take a second each. A runs from 0 to 4. B, C and D come at 0.5; there are three rows, so D
+    # waits until its time is out. C is cancelled while its second iteration runs.
+    engine = simulated()
+    clock = engine.clock
+    config = ServingConfig(max_batch_size=3, n_slots=256, max_batch_tokens=64, block_size=8, overlap=False)
+    service, metrics = observed(engine, config=config, bucket_sizes=[4, 16, 64], clock=clock.now)
+    generations = []
+
+    def submit(name: str, n_input: int, n_output: int) -> None:
+        params = SamplingParams(max_tokens=n_output)
+        generations.append(service.submit([5] * n_input, params, request_id=name))
+
+    clock.call_at(0.5, lambda: submit("B", 5, 2))
+    clock.call_at(0.5, lambda: submit("C", 2, 10))
+    clock.call_at(0.5, lambda: submit("D", 4, 10))
+    clock.call_at(1.5, lambda: generations[3].end(FinishReason.TIMEOUT))
+    clock.call_at(2.5, lambda: generations[2].end(FinishReason.CANCELLED))
+    with service:
+        submit("A", 3, 4)
+        generations[0].result(SOON)
+        until(lambda: at_rest(service), "rest")
+        samples = scrape(metrics)
+
+    assert of_engine(samples, "requests_total") == 4
+    ended = {"stop": 0, "length": 2, "cancelled": 1, "timeout": 1, "error": 0}
+    for reason, count in ended.items():
+        assert of_engine(samples, "request_success_total", finished_reason=reason) == count
+    assert of_engine(samples, "prompt_tokens_total") == 3 + 5 + 2  # D was never processed
+    assert of_engine(samples, "generation_tokens_total") == 4 + 2 + 1
+
+    first = histogram(samples, "time_to_first_token_seconds")  # A 1.0, B and C 1.5
+    assert (first[0.75], first[1.0], first[2.5]) == (0, 1, 3)
+    assert totals(samples, "time_to_first_token_seconds") == (3, 4.0)
+    assert totals(samples, "request_queue_time_seconds") == (3, 0.0 + 0.5 + 0.5)
+    gaps = histogram(samples, "inter_token_latency_seconds")  # three of A, one of B
+    assert (gaps[0.75], gaps[1.0]) == (0, 4)
+    assert totals(samples, "inter_token_latency_seconds") == (4, 4.0)
+    assert totals(samples, "e2e_request_latency_seconds") == (2, 4.0 + 2.5)
+    assert totals(samples, "request_normalized_latency_seconds_per_token") == (2, 4.0 / 4 + 2.5 / 2)
+    assert totals(samples, "request_prompt_tokens") == (2, 3 + 5)
+    assert totals(samples, "request_generation_tokens") == (2, 4 + 2)
+
+    # A alone; all three, B and C with their prompts; all three; A alone.
+    assert of_engine(samples, "iterations_total") == 4
+    assert totals(samples, "iteration_batch_size") == (4, 1 + 3 + 3 + 1)
+    assert totals(samples, "iteration_tokens") == (4, 3 + 8 + 3 + 1)
+    assert totals(samples, "iteration_bucket_tokens") == (4, 4 + 16 + 4 + 4)
+    assert of_engine(samples, "iteration_padding_tokens_total") == 1 + 8 + 1 + 3
+    assert totals(samples, "iteration_seconds") == (4, 4.0)
+
+
+def test_how_it_stands_now(gated: GatedEngine) -> None:
+    config = ServingConfig(max_batch_size=1, n_slots=256, max_batch_tokens=64, block_size=8)
+    service, metrics = observed(gated, config=config)
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    slots = ("slots_total", "slots_reserved", "slots_used")
+
+    def now() -> list[float]:
+        samples = scrape(metrics)
+        return [of_engine(samples, name) for name in (*names, *slots)]
+
+    with service:
+        assert now() == [0, 0, 0, 256, 0, 0]
+        a = service.submit([5] * 3, SamplingParams(max_tokens=9))  # 12 tokens: two blocks of 8
+        b = service.submit([5] * 3, SamplingParams(max_tokens=2))  # one at a time: it waits
+        assert gated.waited_for.wait(SOON)
+        assert now() == [1, 1, 2 / 32, 256, 16, 0]  # the prompt is on its way into the cache
+        for n_outputs in (1, 2):
+            gated.waited_for.clear()
+            gated.let(1)
+            assert a.next_piece(SOON) is not None
+            assert gated.waited_for.wait(SOON)
+            assert now() == [1, 1, 2 / 32, 256, 16, 3 + n_outputs - 1]
+        gated.let(100)
+        assert len(b.result(SOON).token_ids) == 2
+        until(lambda: at_rest(service), "rest")
+        assert now() == [0, 0, 0, 256, 0, 0]
+
+
+def test_a_stop_and_a_failure_have_their_reasons() -> None:
+    service, metrics = observed(simulated(lambda _, index: EOS if index == 2 else 7))
+    with service:
+        service.submit([5], SamplingParams(max_tokens=9)).result(SOON)
+        assert of_engine(scrape(metrics), "request_success_total", finished_reason="stop") == 1
+        assert totals(scrape(metrics), "request_generation_tokens") == (1, 3)
+
+
+def test_requests_of_a_failed_engine_are_counted(gated: GatedEngine) -> None:
+    service, metrics = observed(gated)
+    with service:
+        generations = [service.submit([5], SamplingParams(max_tokens=9)) for _ in range(3)]
+        gated.error = EngineError("gone")
+        gated.let(1)
+        for generation in generations:
+            with pytest.raises(EngineError):
+                generation.result(SOON)
+    samples = scrape(metrics)
+    assert of_engine(samples, "requests_total") == 3
+    assert of_engine(samples, "request_success_total", finished_reason="error") == 3
+    assert totals(samples, "e2e_request_latency_seconds") == (0, 0)
+
+
+def test_requests_that_tell_nothing_of_their_engine(gated: GatedEngine) -> None:
+    """Ends without a token, before and during the first iteration, count as ends and as nothing else."""
+    service, metrics = observed(gated)
+    with service:
+        generation = service.submit([5], SamplingParams(max_tokens=9))
+        assert gated.waited_for.wait(SOON)
+        generation.cancel()
+        gated.let(1)
+        until(lambda: at_rest(service), "rest")
+    samples = scrape(metrics)
+    assert of_engine(samples, "request_success_total", finished_reason="cancelled") == 1
+    assert of_engine(samples, "generation_tokens_total") == of_engine(samples, "prompt_tokens_total") == 0
+    assert totals(samples, "request_queue_time_seconds") == (0, 0)
+    assert of_engine(samples, "iterations_total") == 1
+
+
+def test_a_scrape_under_load_is_of_one_moment() -> None:
+    service, metrics = observed(simulated())
+    done = threading.Event()
+
+    def load(worker: int) -> int:
+        n_tokens = 0
+        for i in range(60):
+            generation = service.submit([worker], SamplingParams(max_tokens=1 + (worker + i) % 40))
+            if i % 7 == 3:
+                generation.cancel()
+            n_tokens += len(generation.result(SOON).token_ids)
+        return n_tokens
+
+    def look() -> list[Scrape]:
+        seen: list[Scrape] = []
+        while True:
+            last = done.is_set()
+            seen.append(scrape(metrics))
+            if last:
+                return seen
+
+    with service, ThreadPoolExecutor(7) as pool:
+        looking = pool.submit(look)
+        try:
+            n_tokens = sum(pool.map(load, range(6), timeout=SOON))
+            until(lambda: at_rest(service), "rest")
+        finally:
+            done.set()
+        seen = looking.result(SOON)
+
+    assert len(seen) > 2
+    before = 0.0
+    for samples in seen:
+        for name, kind in ENGINE.items():
+            if kind == "histogram":
+                histogram(samples, name.removeprefix("orca_"))
+        generated = of_engine(samples, "generation_tokens_total")
+        n_first, _ = totals(samples, "time_to_first_token_seconds")
+        n_later, _ = totals(samples, "inter_token_latency_seconds")
+        assert generated == n_first + n_later >= before
+        before = generated
+        assert ends(samples) <= of_engine(samples, "requests_total")
+        assert of_engine(samples, "iterations_total") == totals(samples, "iteration_batch_size")[0]
+    assert before == n_tokens
+    assert ends(seen[-1]) == of_engine(seen[-1], "requests_total") == 6 * 60
+
+
+def ends(samples: Scrape) -> float:
+    return sum(
+        of_engine(samples, "request_success_total", finished_reason=reason.value) for reason in FinishReason
+    )
+
+
+# Workers in processes of their own
+
+
+@dataclass
+class StandIn:
+    """Workers that run nowhere."""
+
+    counters: RemoteCounters = field(default_factory=RemoteCounters)
+    stages: list[StageCounters] = field(default_factory=lambda: [StageCounters() for _ in range(3)])
+
+
+class RemoteStandIn(FragileEngine):
+    """An engine with such workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = StandIn()
+
+
+def as_workers(workers: RemoteWorkers) -> Workers:
+    """That the real ones have what is asked for: the type checker's test."""
+    return workers
+
+
+def test_losses_and_recoveries_by_the_clock() -> None:
+    now = 100.0
+    engine = RemoteStandIn()
+    service, metrics = observed(engine, clock=lambda: now, restarts=RestartBound(restarts=2))
+
+    def turn() -> None:
+        service.recovery.step(lambda: False)
+
+    def seen() -> tuple[list[float], list[float]]:
+        samples = scrape(metrics)
+        figures = [
+            of_engine(samples, f"worker_{name}_total") for name in ("losses", "recoveries", "down_seconds")
+        ]
+        last = ("orca_worker_last_recovery_seconds", frozenset({("model_name", "test")}))
+        figures += [samples[last]] if last in samples else []
+        return figures, [of_engine(samples, "worker_up", stage=stage) for stage in ("1", "2", "3")]
+
+    assert seen() == ([0, 0, 0], [1, 1, 1])
+    engine.known_lost = LOST
+    turn()
+    now = 100.5
+    assert seen() == ([1, 0, 0.5], [1, 0, 1])
+    engine.recoveries.append(WorkerLost(2, "its line broke"))
+    turn()
+    now = 102.0
+    assert seen() == ([2, 0, 2.0], [1, 1, 0])
+    engine.recoveries.append(True)
+    turn()
+    now = 130.0
+    assert seen() == ([2, 1, 2.0, 2.0], [1, 1, 1])
+    engine.known_lost = WorkerLost(0, "its line broke")
+    with pytest.raises(EngineError, match="3 times"):
+        turn()
+    now = 131.0
+    assert seen() == ([3, 1, 3.0, 2.0], [0, 1, 1])
+
+
+def test_what_the_control_plane_and_the_stages_count() -> None:
+    engine = RemoteStandIn()
+    _, metrics = observed(engine)
+    engine.workers.counters = RemoteCounters(stale=1, duplicates=2, rubbish=3, message_bytes=400, messages=5)
+    engine.workers.stages[0] = StageCounters(link_bytes=6000, received=7, done=6)
+    engine.workers.stages[2] = StageCounters(link_bytes=0, received=5, done=0)
+    samples = scrape(metrics)
+    for name, count in (
+        ("control_messages", 5),
+        ("control_message_bytes", 400),
+        ("control_stale_frames", 1),
+        ("control_duplicate_frames", 2),
+        ("control_rubbish_frames", 3),
+    ):
+        assert of_engine(samples, f"{name}_total") == count
+    for name, counts in (("link_bytes", (6000, 0, 0)), ("stage_iterations", (7, 0, 5))):
+        for stage, count in zip("123", counts, strict=True):
+            assert of_engine(samples, f"{name}_total", stage=stage) == count
+
+
+def test_an_engine_has_the_figures_of_the_workers_it_has() -> None:
+    for engine, expected in (
+        (simulated(), ENGINE),
+        (FragileEngine(), ENGINE | RECOVERABLE),
+        (RemoteStandIn(), ENGINE | RECOVERABLE | REMOTE),
+    ):
+        _, metrics = observed(engine)
+        found = {name for name in families(metrics) if name.startswith("orca_")}
+        assert found - SERVER.keys() - {"orca_asyncio_tasks"} == expected.keys()
+    _, metrics = observed(RemoteStandIn())
+    assert (ENGINE | RECOVERABLE | REMOTE).items() <= families(metrics).items()
+
+
+# Names
+
+
+def test_the_names_and_types_of_everything() -> None:
+    service, metrics = observed(simulated())
+    metrics.http_request("/health", "GET", 200)
+    metrics.grpc_request("Generate", "OK")
+    found = families(metrics)
+    ours = {name: kind for name, kind in found.items() if name.startswith("orca_")}
+    created = {"orca_http_requests_created": "gauge", "orca_grpc_requests_created": "gauge"}
+    assert ours == ENGINE | SERVER | created
+    assert found["process_resident_memory_bytes"] == "gauge"
+    assert "python_info" in found and "python_gc_collections" in found
+    text = metrics.render().decode()
+    for line in text.splitlines():
+        name = line.split("{")[0].split(" ")[0]
+        if any(name.startswith(engine) for engine in ENGINE):
+            assert 'model_name="test"' in line
+    service.close()
+
+
+def test_before_a_model_is_there_only_the_server_shows() -> None:
+    _, metrics = asyncio.run(_metrics())
+    found = families(metrics)
+    assert SERVER.keys() <= found.keys()
+    assert not ENGINE.keys() & found.keys()
+
+
+def test_the_content_type_is_that_of_the_text_format() -> None:
+    assert Metrics.content_type == "text/plain; version=0.0.4; charset=utf-8"
+
+
+# The server's figures
+
+
+def test_requests_are_counted_by_route_and_status() -> None:
+    _, metrics = asyncio.run(_metrics())
+    for status in (200, 200, 400):
+        metrics.http_request("/v1/completions", "POST", status)
+    metrics.http_request("/health", "BREW", 405)  # whatever clients send, the labels are few
+    metrics.http_request("/health", "PROPFIND", 405)
+    metrics.grpc_request("Generate", "CANCELLED")
+    samples = scrape(metrics)
+
+    def http(path: str, method: str, status: str) -> float:
+        labels = frozenset({"path": path, "method": method, "status": status}.items())
+        return samples["orca_http_requests_total", labels]
+
+    assert http("/v1/completions", "POST", "200") == 2
+    assert http("/v1/completions", "POST", "400") == 1
+    assert http("/health", "other", "405") == 2
+    labels = frozenset({"method": "Generate", "code": "CANCELLED"}.items())
+    assert samples["orca_grpc_requests_total", labels] == 1
+
+
+def test_the_phases_of_a_life_and_the_version(gated: GatedEngine) -> None:
+    service, _ = observed(gated)
+    model = ServedModel(name="test", service=service, config=MODEL, serving=CONFIG)
+
+    def phases(metrics: Metrics) -> dict[str, float]:
+        return {
+            dict(labels)["phase"]: value
+            for (name, labels), value in scrape(metrics).items()
+            if name == "orca_server_phase"
+        }
+
+    async def live() -> list[dict[str, float]]:
+        gateway, metrics = await _metrics()
+        assert scrape(metrics)["orca_build_info", frozenset({("version", orca_jax.__version__)})] == 1
+        seen = [phases(metrics)]
+        gateway.open(model)
+        seen.append(phases(metrics))
+        with service:
+            with gateway.submit([5], SamplingParams(max_tokens=2), request_id="A"):
+                assert scrape(metrics)["orca_live_streams", frozenset()] == 1
+                service._failure = EngineError("gone")
+                seen.append(phases(metrics))
+                service._failure = None
+                service.recovery._lost = LOST
+                seen.append(phases(metrics))
+                service.recovery._lost = None
+            assert scrape(metrics)["orca_live_streams", frozenset()] == 0
+            gated.let(100)
+        await gateway.drain(1.0)
+        seen.append(phases(metrics))
+        return seen
+
+    found = asyncio.run(live())
+    names = ("loading", "ready", "failed", "recovering", "draining")
+    assert found == [{name: float(name == current) for name in names} for current in names]
+
+
+def test_tasks_of_the_loop_are_counted() -> None:
+    async def count() -> tuple[float, float]:
+        _, metrics = await _metrics()
+        alone = scrape(metrics)["orca_asyncio_tasks", frozenset()]
+        tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(3)]
+        more = scrape(metrics)["orca_asyncio_tasks", frozenset()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=SOON)
+        return alone, more
+
+    assert asyncio.run(count()) == (1, 4)

@@ -1,0 +1,228 @@
+"""What gRPC clients may hold without a key: connections, metadata, streams, calls without a message."""
+
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from server.rpc.generation_pb2_grpc import GenerationStub
+from server.settings.api_keys import ApiKeys
+from server.settings.config import EndpointOptions
+from tests.endpoint.harness import Server, serving, until
+from tests.endpoint.http_client import received
+from tests.endpoint.rpc_client import answer, asking, refusal
+from tests.host.engines import SOON
+
+KEY = "a-key-that-is-long"
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+@contextmanager
+def limited(seconds: float = 0.0, keys: ApiKeys | None = None, **limits: Any) -> Iterator[Server]:
+    options = EndpointOptions(port=0, grpc_port=0, access_log="off", **limits)
+    with serving(seconds=seconds, keys=keys, options=options) as server:
+        yield server
+
+
+@contextmanager
+def channel(server: Server, *options: tuple[str, int]) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.grpc_address, options=(*OWN_CONNECTION, *options)) as connection:
+        yield connection
+
+
+def watch(connection: grpc.Channel) -> Any:
+    stub: Any = HealthStub(connection)
+    return stub.Watch(health_pb2.HealthCheckRequest(), timeout=SOON)
+
+
+def check(connection: grpc.Channel, **options: Any) -> Any:
+    stub: Any = HealthStub(connection)
+    return stub.Check(health_pb2.HealthCheckRequest(), **{"timeout": SOON, **options})
+
+
+def error_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    error: Any = caught.value
+    return error.code(), error.details()
+
+
+@contextmanager
+def nothing_said(server: Server) -> Iterator[socket.socket]:
+    host, _, port = server.grpc_address.rpartition(":")
+    with socket.create_connection((host, int(port)), SOON) as connection:
+        yield connection
+
+
+# Connections
+
+
+def test_connections_over_the_limit_are_closed_and_closed_ones_make_room() -> None:
+    with limited(max_connections=3) as server:
+        with ExitStack() as stack:
+            held = [stack.enter_context(channel(server)) for _ in range(3)]
+            for each in held:
+                check(each)
+            with channel(server) as one_more:
+                with pytest.raises(grpc.RpcError) as caught:
+                    check(one_more, timeout=1)
+                error: Any = caught.value
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+            for each in held:
+                check(each)
+
+        def served() -> bool:
+            with channel(server) as connection:
+                try:
+                    return bool(check(connection, timeout=1))
+                except grpc.RpcError:
+                    return False
+
+        until(served, "room")
+
+
+def test_a_connection_that_says_nothing_is_closed() -> None:
+    with limited(header_timeout=0.3) as server, nothing_said(server) as connection:
+        start = time.monotonic()
+        received(connection)
+        assert 0.2 < time.monotonic() - start < 5
+
+
+def test_metadata_over_the_limit_is_refused() -> None:
+    larger = ("grpc.max_metadata_size", 1 << 20)
+    with limited(max_header_bytes=4096) as server, channel(server, larger) as connection:
+        assert check(connection, metadata=(("x", "y" * 3000),)).status
+        with pytest.raises(grpc.RpcError) as caught:
+            check(connection, metadata=(("x", "y" * 4096),))
+        error: Any = caught.value
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert check(connection).status
+
+
+# Streams and calls
+
+
+def test_watch_streams_are_counted() -> None:
+    with limited(max_watch_streams=3) as server, channel(server) as connection:
+        held = [watch(connection) for _ in range(3)]
+        for each in held:
+            next(each)
+        code, message = error_of(watch(connection))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert message == (
+            "3 streams without a key are open, as many as may be (orca serve --max-watch-streams)"
+        )
+        assert check(connection).status, "a probe is no stream"
+        assert error_of(reflect(connection, queue.Queue()))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert answer(GenerationStub(connection), asking(max_tokens=2)).messages, "nor is a request"
+        held[0].cancel()
+
+        def watches() -> bool:
+            another = watch(connection)
+            try:
+                return bool(next(another))
+            except grpc.RpcError:
+                return False
+            finally:
+                another.cancel()
+
+        until(watches, "room")
+
+
+def test_no_watch_streams_at_all() -> None:
+    with limited(max_watch_streams=0) as server, channel(server) as connection:
+        assert error_of(watch(connection))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def reflect(connection: grpc.Channel, requests: "queue.Queue[Any]") -> Any:
+    """The answers to what is put into `requests`, for as long as the server listens."""
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(connection)
+    return stub.ServerReflectionInfo(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
+
+
+def test_a_reflection_stream_that_asks_nothing_more_ends() -> None:
+    requests: queue.Queue[Any] = queue.Queue()
+    with limited(body_timeout=0.3) as server, channel(server) as connection:
+        requests.put(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answers = reflect(connection, requests)
+        assert next(answers).list_services_response.service
+        start = time.monotonic()
+        code, message = error_of(answers)
+        requests.put(None)
+        assert (code, message) == (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "no message came within 0.3 seconds (orca serve --body-timeout)",
+        )
+        assert 0.2 < time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "path", ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", "/orca.v1.Generation/Generate"]
+)
+def test_a_call_whose_message_never_comes(path: str) -> None:
+    """gRPC itself would wait for ever."""
+    requests: queue.Queue[Any] = queue.Queue()
+    with limited(body_timeout=0.3) as server, channel(server) as connection:
+        call = connection.stream_stream(path)(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
+        start = time.monotonic()
+        assert error_of(call)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert 0.2 < time.monotonic() - start < 5
+        requests.put(None)
+
+
+def test_a_call_that_ends_without_a_message() -> None:
+    with limited() as server, channel(server) as connection:
+        call = connection.stream_stream("/orca.v1.Generation/Generate")(iter(()), timeout=SOON)
+        assert error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+
+
+def test_a_key_is_asked_for_before_a_message() -> None:
+    requests: queue.Queue[Any] = queue.Queue()
+    with limited(keys=ApiKeys([KEY])) as server, channel(server) as connection:
+        start = time.monotonic()
+        call = connection.stream_stream("/orca.v1.Generation/Generate")(
+            iter(lambda: requests.get(timeout=SOON), None), timeout=SOON
+        )
+        assert error_of(call)[0] is grpc.StatusCode.UNAUTHENTICATED
+        assert time.monotonic() - start < 5
+        requests.put(None)
+
+
+def test_hundreds_of_calls_on_one_connection() -> None:
+    with limited() as server, channel(server) as connection:
+        stub = GenerationStub(connection)
+        calls = [stub.Generate(asking(max_tokens=8, ignore_eos=True), timeout=SOON) for _ in range(250)]
+        with ThreadPoolExecutor(16) as pool:
+            n_tokens = list(pool.map(lambda call: sum(len(m.token_ids) for m in call), calls))
+    assert n_tokens == [8] * 250
+
+
+def test_as_many_calls_as_connections_may_be_open() -> None:
+    with limited(seconds=0.01, max_connections=4) as server, channel(server) as connection:
+        stub = GenerationStub(connection)
+        held = [stub.Generate(asking(max_tokens=400, ignore_eos=True), timeout=SOON) for _ in range(4)]
+        for each in held:
+            next(each)
+        assert refusal(stub, asking()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for each in held:
+            each.cancel()
+        until(server.at_rest, "rest")
+        until(lambda: _code(stub) is grpc.StatusCode.OK, "room")
+
+
+def _code(stub: GenerationStub) -> grpc.StatusCode:
+    call = stub.Generate(asking(max_tokens=2), timeout=SOON)
+    try:
+        list(call)
+    except grpc.RpcError:
+        pass
+    return call.code()

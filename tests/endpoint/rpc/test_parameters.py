@@ -1,0 +1,293 @@
+"""Every sampling parameter over gRPC: each arrives or is refused by its name, and what was asked is told."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, NoReturn
+
+import grpc
+import numpy as np
+import pytest
+
+from orca_jax.errors import OutputFailed, QueueFull
+from orca_jax.request.request import Request
+from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.simulation.engine import simulated_logprobs
+from server.errors import meaning
+from server.rpc import generation_pb2 as pb
+from server.rpc.generation_pb2_grpc import GenerationStub
+from tests.endpoint.harness import END, serving
+from tests.endpoint.rpc_client import Answer, answer, asking, client, refusal
+from tests.host.engines import counting, simulated, writing
+
+# One value for each field that is not its default: as a message has it, and as it must arrive.
+GIVEN: dict[str, Any] = {
+    "n": 1,
+    "max_tokens": 3,
+    "min_tokens": 2,
+    "temperature": 0.1,
+    "top_p": 0.7,
+    "top_k": 5,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": -0.5,
+    "presence_penalty": 2.0,
+    "logit_bias": {0: -100.0, 299: 0.125},
+    "seed": 0,
+    "ignore_eos": True,
+    "stop": ["x", "yz"],
+    "stop_token_ids": [7, 8],
+    "allowed_token_ids": pb.TokenIds(ids=[97, 98]),
+    "bad_words": ["no", "never"],
+    "logprobs": 2,
+    "prompt_logprobs": 0,
+}
+GRAMMARS: dict[str, Any] = {
+    "guided_json": '{"type": "object"}',
+    "guided_json_object": True,
+    "guided_regex": "a+",
+    "guided_choice": pb.Texts(texts=["a", "aaaa"]),
+    "guided_grammar": 'start: "a"+',
+}
+ARRIVES: dict[str, Any] = {
+    "stop": ("x", "yz"),
+    "stop_token_ids": (7, 8),
+    "allowed_token_ids": (97, 98),
+    "bad_words": ("no", "never"),
+    "guided_choice": ("a", "aaaa"),
+}
+
+
+@pytest.fixture(scope="module")
+def stub() -> Iterator[GenerationStub]:
+    with serving(counting) as server, client(server) as stub:
+        yield stub
+
+
+def test_every_parameter_has_a_field_and_every_field_is_tried_here() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert names == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert names == GIVEN.keys() | GRAMMARS.keys()
+
+
+def test_what_is_not_set_has_the_engines_default_and_what_is_set_arrives() -> None:
+    arrived: list[SamplingParams] = []
+
+    def listening(request: Request, index: int) -> int:
+        if index == 0:
+            arrived.append(request.sampling)
+        return ord("{" if "json" in (request.sampling.grammar or "") else "a")
+
+    requests = [pb.GenerateRequest(text="Go"), asking(**GIVEN)]
+    requests += [asking(max_tokens=1, **{name: value}) for name, value in GRAMMARS.items()]
+    with serving(listening) as server, client(server) as stub:
+        for request in requests:
+            answer(stub, request)
+    assert arrived[0] == SamplingParams()
+    assert arrived[1] == SamplingParams(**{name: ARRIVES.get(name, GIVEN[name]) for name in GIVEN})
+    for (name, value), one in zip(GRAMMARS.items(), arrived[2:], strict=True):
+        assert one == SamplingParams(max_tokens=1, **{name: ARRIVES.get(name, value)}), name
+        assert one.grammar == name
+
+
+# Bad ones. Of each field one that is out of its range, or the wrong kind of empty.
+NAN = float("nan")
+BAD: list[tuple[str, dict[str, Any]]] = [
+    ("n", {"n": 0}),
+    ("n", {"n": 129}),  # of EndpointOptions
+    ("n", {"n": (1 << 16) + 1}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": 511}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 4, "max_tokens": 3}),
+    ("temperature", {"temperature": NAN}),
+    ("top_p", {"top_p": 0.0}),
+    ("top_k", {"top_k": -2}),
+    ("min_p", {"min_p": 1.5}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("frequency_penalty", {"frequency_penalty": 2.5}),
+    ("presence_penalty", {"presence_penalty": float("-inf")}),
+    ("logit_bias", {"logit_bias": {300: 1.0}}),  # the model has 300 tokens
+    ("logit_bias", {"logit_bias": {-1: 1.0}}),
+    ("logit_bias", {"logit_bias": {5: NAN}}),
+    ("logit_bias", {"logit_bias": {5: 100.5}}),
+    ("logit_bias", {"logit_bias": dict.fromkeys(range(4097), 1.0)}),
+    ("seed", {"seed": (1 << 63) - 1, "n": 2}),
+    ("stop", {"stop": ["x"] * 17}),
+    ("stop", {"stop": [""]}),
+    ("stop_token_ids", {"stop_token_ids": [-1]}),
+    ("stop_token_ids", {"stop_token_ids": [300]}),
+    ("stop_token_ids", {"stop_token_ids": range(257)}),
+    ("allowed_token_ids", {"allowed_token_ids": pb.TokenIds()}),
+    ("allowed_token_ids", {"allowed_token_ids": pb.TokenIds(ids=[5, 300])}),
+    ("allowed_token_ids", {"allowed_token_ids": pb.TokenIds(ids=[97]), "guided_regex": "a"}),
+    ("bad_words", {"bad_words": [""]}),
+    ("bad_words", {"bad_words": ["x"] * 257}),
+    ("logprobs", {"logprobs": 21}),
+    ("logprobs", {"logprobs": -1}),
+    ("prompt_logprobs", {"prompt_logprobs": 21}),
+    ("guided_json", {"guided_json": "{"}),
+    ("guided_json", {"guided_json": "[]"}),
+    ("guided_json", {"guided_json": '{"type": "elephant"}'}),
+    ("guided_json_object", {"guided_json_object": True, "guided_json": "{}"}),
+    ("guided_regex", {"guided_regex": ""}),
+    ("guided_regex", {"guided_regex": "("}),
+    ("guided_choice", {"guided_choice": pb.Texts()}),
+    ("guided_choice", {"guided_choice": pb.Texts(texts=["a"]), "guided_regex": "a"}),
+    ("guided_grammar", {"guided_grammar": "start: nowhere"}),
+    ("guided_grammar", {"guided_grammar": 'start: "a"', "guided_choice": pb.Texts(texts=["a"])}),
+]  # fmt: skip
+
+
+def test_there_is_a_bad_value_of_every_parameter_that_can_have_one() -> None:
+    can_have_none = {"ignore_eos"}  # both of its values are good
+    assert {param for param, _ in BAD} == {field.name for field in fields(SamplingParams)} - can_have_none
+
+
+@pytest.mark.parametrize(("param", "sampling"), BAD)
+def test_a_bad_value_is_refused_by_its_name(
+    stub: GenerationStub, param: str, sampling: dict[str, Any]
+) -> None:
+    error = refusal(stub, asking(**sampling))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(error.trailing_metadata())["orca-param"] == param
+    assert 10 < len(error.details()) < 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("sampling.111", {"": b"\xf8\x06\x01"}),
+        ("sampling.allowed_token_ids.111", {"allowed_token_ids": b"\xf8\x06\x01"}),
+        ("sampling.guided_choice.111", {"guided_choice": b"\xf8\x06\x01"}),
+    ],
+)
+def test_an_unknown_field_is_refused_wherever_it_stands(
+    stub: GenerationStub, path: str, message: dict[str, bytes]
+) -> None:
+    sampling = pb.SamplingParams()
+    for name, data in message.items():
+        (getattr(sampling, name) if name else sampling).MergeFromString(data)
+    error = refusal(stub, pb.GenerateRequest(text="Go", sampling=sampling))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(error.trailing_metadata())["orca-param"] == path
+
+
+def test_a_model_without_a_tokenizer_takes_no_texts() -> None:
+    prompt = pb.TokenIds(ids=[1])
+    with serving(counting, tokenizer=False) as server, client(server) as stub:
+        for name in ("stop", "bad_words", *GRAMMARS):
+            sampling = pb.SamplingParams(**{name: (GIVEN | GRAMMARS)[name]})
+            error = refusal(stub, pb.GenerateRequest(token_ids=prompt, sampling=sampling))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+            assert dict(error.trailing_metadata())["orca-param"] == name
+
+
+# What they do. The engine here has no probabilities to change; what may come and what ends an output is the
+# service's.
+
+
+def test_a_stop_token_and_no_end_before_min_tokens(stub: GenerationStub) -> None:
+    got = answer(stub, asking("A", max_tokens=9, stop_token_ids=[68]))
+    assert (got.text, got.last.finish_reason) == ("ABCD", pb.FINISH_REASON_STOP)
+    early = answer(stub, asking("A", max_tokens=9, stop=["B", "G"], min_tokens=4))
+    assert (early.text, early.last.finish_reason) == ("ABCDEF", pb.FINISH_REASON_STOP)
+
+
+def test_what_is_forbidden_does_not_come(stub: GenerationStub) -> None:
+    allowed = answer(stub, asking("A", max_tokens=9, allowed_token_ids=pb.TokenIds(ids=[68, 70])))
+    assert set(allowed.text) == {"D", "F"} and len(allowed.text) == 9
+    without = answer(stub, asking("A", max_tokens=9, bad_words=["BC", "E"]))
+    assert "BC" not in without.text and "E" not in without.text and len(without.text) == 9
+
+
+def test_a_grammars_end_ends_the_output() -> None:
+    with serving(writing("yes!")) as server, client(server) as stub:
+        got = answer(stub, asking(guided_choice=pb.Texts(texts=["no", "yes"])))
+    assert (got.text, got.last.finish_reason) == ("yes", pb.FINISH_REASON_STOP)
+
+
+def test_an_output_that_cannot_go_on_ends_with_a_status_and_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """This engine does not keep to a grammar."""
+    with serving(engine=simulated(writing("yesterday"))) as server, client(server) as stub:
+        error = refusal(stub, asking(guided_regex="yes[0-9]+"))
+        assert error.code() is meaning(OutputFailed("")).grpc
+        assert answer(stub, asking(max_tokens=9)).text == "yesterday"
+
+
+def test_more_grammars_than_may_be_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: SamplingParams) -> NoReturn:
+        raise QueueFull("too many grammars are being compiled")
+
+    with serving(writing("aa")) as server, client(server) as stub:
+        with monkeypatch.context() as patched:
+            patched.setattr(server.service, "rules", full)
+            error = refusal(stub, asking(guided_regex="a+", max_tokens=2))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == "too many grammars are being compiled"
+        assert dict(error.trailing_metadata())["retry-after"] == "1"
+        assert answer(stub, asking(guided_regex="a+", max_tokens=2)).text == "aa"
+
+
+# Log-probabilities
+
+
+def told(messages: Any) -> list[TokenLogprobs]:
+    return [
+        TokenLogprobs(one.token_id, one.logprob, tuple((top.token_id, top.logprob) for top in one.top))
+        for one in messages
+    ]
+
+
+def expected(token_ids: list[int], n_top: int) -> list[TokenLogprobs]:
+    """Those of the simulated engine; what travels has four bytes."""
+    known = [simulated_logprobs(token_id, n_top) for token_id in token_ids]
+
+    def sent(logprob: float) -> float:
+        return float(np.float32(logprob))
+
+    return [
+        TokenLogprobs(token_id, sent(logprob), tuple((i, sent(value)) for i, value in top))
+        for token_id, logprob, top in known
+    ]
+
+
+def output_logprobs(got: Answer) -> list[TokenLogprobs]:
+    return told(one for message in got.messages for one in message.logprobs)
+
+
+@pytest.mark.parametrize("n_top", [0, 1, 20])
+def test_each_token_has_its_logprobs(stub: GenerationStub, n_top: int) -> None:
+    got = answer(stub, asking("A", max_tokens=30, logprobs=n_top))
+    for message in got.messages:
+        assert [one.token_id for one in message.logprobs] == list(message.token_ids)
+    assert output_logprobs(got) == expected(list(range(65, 95)), n_top)
+
+
+def test_an_end_of_sequence_has_logprobs_too() -> None:
+    def ending(_: Request, index: int) -> int:
+        return [*b"Bye", END][index]
+
+    with serving(ending) as server, client(server) as stub:
+        got = answer(stub, asking(logprobs=2))
+    assert output_logprobs(got) == expected([*b"Bye", END], 2)
+
+
+def test_the_prompts_logprobs_come_once_and_first() -> None:
+    with serving(counting, seconds=0.002) as server, client(server) as stub:
+        got = answer(stub, asking("ABCD", max_tokens=20, prompt_logprobs=3))
+    assert len(got.messages) > 1
+    assert told(got.messages[0].prompt_logprobs) == expected([*b"BCD"], 3)
+    assert not any(message.prompt_logprobs for message in got.messages[1:])
+    assert output_logprobs(got) == []
+
+
+def test_what_was_not_asked_for_is_not_told(stub: GenerationStub) -> None:
+    got = answer(stub, asking("ABCD", max_tokens=5))
+    assert not any(message.logprobs or message.prompt_logprobs for message in got.messages)
+
+
+def test_a_probability_of_0_travels() -> None:
+    message = pb.GenerateResponse(logprobs=[pb.TokenLogprobs(logprob=-math.inf)])
+    assert pb.GenerateResponse.FromString(message.SerializeToString()).logprobs[0].logprob == -math.inf

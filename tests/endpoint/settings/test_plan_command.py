@@ -1,0 +1,159 @@
+"""`orca plan` from its command line: tables, JSON, mistakes. XLA is not asked here."""
+
+import json
+from typing import Any
+
+import pytest
+
+from orca_jax.planning import ask_xla as xla_question
+from orca_jax.planning.ask_xla import NoAnswer
+from server import cli
+from server.commands import plan
+from server.commands.plan import seconds_of
+
+PAPER = ("gpt3-175b", "--device", "a100-40gb", "--pipeline-parallel", "2", "--tensor-parallel", "8")
+
+
+def orca_plan(*arguments: str) -> int:
+    return cli.main(["plan", *arguments])
+
+
+def answer(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """stdout as the one JSON object that it must be."""
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_papers_175b_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert orca_plan(*PAPER, "--no-compile", "--latency-budget", "40ms") == 0
+    text = capsys.readouterr().out
+    assert "174.60 billion parameters, bfloat16" in text
+    assert "2 stages of 48 layers, 8 devices each: a100-40gb with 40.0 GiB, 36.0 GiB of them" in text
+    assert "temporaries by arithmetic (XLA was not asked)" in text
+    assert "20.45" in text and "20.40" in text  # GiB of weights: 175 billion x 2 bytes over 16 devices
+    assert "for a budget of 40 ms: --max-batch-size" in text
+
+
+def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert orca_plan(*PAPER, "--no-compile", "--json", "--context", "256", "--latency-budget", "0.04") == 0
+    found = answer(capsys)
+    assert found["fits"] and found["problems"] == [] and found["hint"] is None
+    assert (found["temporaries_source"], found["why_not_compiled"]) == ("arithmetic", "XLA was not asked")
+    assert [stage["layers"] for stage in found["stages"]] == [[1, 48], [49, 96]]
+    assert found["device"]["budget"] == int(0.9 * (40 << 30))
+    for stage in found["stages"]:
+        fixed = stage["weights"] + stage["tables"] + stage["temporaries"]
+        assert 0 <= found["device"]["budget"] - fixed - stage["slots"] * stage["slot"] < stage["slot"]
+    assert found["n_slots"] == min(stage["slots"] for stage in found["stages"])
+    assert {floor["phase"] for floor in found["floors"]} == {"increment", "initiation"}
+    recommended = found["recommendation"]
+    assert recommended["budget"] == 0.04 and recommended["seconds"] <= 0.04
+    assert recommended["max_bs"] > 0
+
+
+def test_what_xla_says_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def ask(question: Any, seconds: float) -> tuple[int, ...]:
+        asked.append((question, seconds))
+        return 3 << 30, 4 << 30
+
+    monkeypatch.setattr(plan, "ask_memory", ask)
+    assert orca_plan(*PAPER, "--json", "--compile-timeout", "7") == 0
+    found = answer(capsys)
+    assert (found["temporaries_source"], found["why_not_compiled"]) == ("compiled", None)
+    assert [stage["temporaries"] for stage in found["stages"]] == [3 << 30, 4 << 30]
+    ((question, seconds),) = asked
+    assert (question.device, question.n_rows, question.dtype, seconds) == ("a100-40gb", 96, "bfloat16", 7.0)
+    assert question.serving.n_slots > 40_000
+
+
+def test_without_a_compiler_it_says_so_and_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xla_question, "find_spec", lambda name: None)
+    assert orca_plan("gpt2", "--device", "h200", "--json") == 0
+    found = answer(capsys)
+    assert found["temporaries_source"] == "arithmetic"
+    assert found["why_not_compiled"].startswith(
+        "no CUDA plugin for JAX is installed (pip install 'orca_jax[cuda]')"
+    )
+
+
+def test_a_compiler_that_fails_or_hangs_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla_question, "_MODULE", "json.tool")  # it ends well and answers something else
+    with pytest.raises(NoAnswer, match="ended with status 0"):
+        xla_question.ask_rates("float32")
+    monkeypatch.setattr(xla_question, "_MODULE", "no.such.module")
+    with pytest.raises(NoAnswer, match=r"ended with status 1: .*no"):
+        xla_question.ask_rates("float32")
+    monkeypatch.setattr(xla_question, "_MODULE", "timeit")
+    monkeypatch.setattr(xla_question, "_MEASURE_SECONDS", 0.01)
+    with pytest.raises(NoAnswer, match=r"did not finish within 0\.01 seconds"):
+        xla_question.ask_rates("float32")
+
+
+def test_what_does_not_fit_is_status_1_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert orca_plan("gpt3-175b", "--device", "a100-40gb", "--tensor-parallel", "8") == 1
+    text = capsys.readouterr().out
+    assert "does not fit: stage 1 needs 40.71 GiB of weights" in text
+    assert text.splitlines()[-1] == "use --pipeline-parallel 2"
+    assert orca_plan("gpt3-175b", "--device", "a100-40gb", "--tensor-parallel", "8", "--json") == 1
+    found = answer(capsys)
+    assert not found["fits"] and found["n_slots"] == 0 and found["hint"] == "use --pipeline-parallel 2"
+
+
+def test_what_was_measured_stands_in_for_the_data_sheet(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ("--memory", "16", "--bandwidth", "30", "--matrix-rate", "0.2", "--no-compile", "--json")
+    assert orca_plan("demo", "--device", "cpu", *said) == 0
+    found = answer(capsys)
+    assert found["dtype"] == "float32"
+    assert found["device"]["memory"] == found["device"]["budget"] == 16 << 30
+    assert (found["device"]["bandwidth"], found["device"]["matrix_rate"]) == (30e9, 0.2e12)
+    first = found["floors"][0]
+    # One row of the demo model at 256 tokens: its weights without the position table, and 256 slots.
+    n_bytes = 4 * (2048 * 256 + 4 * (12 * 256**2 + 13 * 256)) + 256 * 2 * 4 * 256 * 4
+    assert first["seconds"] == pytest.approx(n_bytes / 30e9, rel=0.02)
+
+
+def test_the_demo_model_is_planned_for_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert orca_plan("--device", "h100", "--no-compile", "--json") == 0
+    named = answer(capsys)
+    assert orca_plan("demo", "--device", "h100", "--no-compile", "--json") == 0
+    assert {**answer(capsys), "model": "the demo model"} == named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("gpt2", "--device", "v100"),
+            "device is 'v100'; it must be one of a100-40gb, a100-80gb, l40s, h100, h200, b200",
+        ),
+        (("gpt2",), "the following arguments are required: --device"),
+        (("gpt2", "--device", "h200", "--tensor-parallel", "5"), "n_heads 12 is no multiple of it"),
+        (("gpt2", "--device", "h200", "--max-batch-size", "4097"), "max_batch_size is 4097"),
+        (
+            ("gpt2", "--device", "h200", "--max-batch-size", "64", "--max-batch-tokens", "32"),
+            "max_batch_size 64 is above max_batch_tokens 32",
+        ),
+        (("gpt2", "--device", "h200", "--max-batch-tokens", "512"), "at least the model's 1024"),
+        (("gpt2", "--device", "h200", "--memory-fraction", "1.5"), "memory_fraction is 1.5"),
+        (("gpt2", "--device", "h200", "--context", "1025"), "context is 1025"),
+        (("gpt2", "--device", "h200", "--latency-budget", "soon"), "latency_budget is 'soon'"),
+        (("gpt2", "--device", "h200", "--bandwidth", "-1"), "bandwidth is -1; it must be a number above 0"),
+        (("no/such/place", "--device", "h200"), "there is no directory no/such/place"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert orca_plan(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and message in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("50ms", 0.05), ("0.05s", 0.05), ("0.05", 0.05), ("2", 2.0), ("1e1ms", 0.01)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of(text) == pytest.approx(seconds)

@@ -1,0 +1,79 @@
+"""The flags of `orca worker`, and what they make of its options."""
+
+from typing import Any
+
+import pytest
+
+from orca_jax.config import WorkerOptions
+from orca_jax.errors import ConfigError
+from server import cli
+from server.commands.worker import worker_options
+from server.settings.flags import worker_flags
+
+
+def options(*arguments: str) -> WorkerOptions:
+    """What `orca worker --stage 1 --of 2 ARGUMENTS` would start."""
+    args = cli.parser().parse_args(["worker", "--stage", "1", "--of", "2", *arguments])
+    return worker_options(args.model, worker_flags(args), "a secret of theirs")
+
+
+def test_stages_count_from_one_for_people_and_from_zero_inside() -> None:
+    found = options("--listen", "127.0.0.1:7000", "--dtype", "bfloat16", "gpt2", "--seed", "4")
+    assert (found.stage, found.n_stages, found.model, found.dtype, found.seed) == (
+        0,
+        2,
+        "gpt2",
+        "bfloat16",
+        4,
+    )
+    assert (found.link, found.coordinator, found.forward_ahead) == ("transfer", None, True)
+    assert found.secret == "a secret of theirs" and "a secret" not in repr(found)
+    assert not options("--listen", "127.0.0.1:7000", "--no-forward-ahead").forward_ahead
+    assert not found.command_buffer_collectives
+    assert options("--listen", "a:1", "--command-buffer-collectives").command_buffer_collectives
+
+
+@pytest.mark.parametrize(
+    ("listen", "host"),
+    [
+        ("10.1.2.3:7000", "10.1.2.3"),
+        ("[fd00::1]:7000", "fd00::1"),
+        ("node-7:7000", "node-7"),
+        ("unix:/run/orca/1", "127.0.0.1"),
+    ],
+)
+def test_activations_come_from_where_it_listens_unless_said(listen: str, host: str) -> None:
+    assert options("--listen", listen).data_host == host
+    assert options("--listen", listen, "--data-host", "10.0.0.9").data_host == "10.0.0.9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--listen", "0.0.0.0:7000"), "data_host is '0.0.0.0'; it must be one address"),
+        (("--listen", "a:1", "--link", "nccl"), "link is 'nccl' and coordinator None; nccl needs one"),
+        (("--listen", "a:1", "--coordinator", "a:2"), "link is 'transfer' and coordinator 'a:2'"),
+        (("--listen", "a:1", "--stage", "3"), "stage is 3; it must be a whole number from 1 to 2"),
+        (("--listen", "a:1", "--of", "0"), "the number of stages is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as mistake:
+        options(*arguments)
+    assert message in str(mistake.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the following arguments are required: --stage, --of, --listen"),
+        (("--stage", "one", "--of", "2", "--listen", "a:1"), "--stage: invalid int value: 'one'"),
+        (("--stage", "1", "--of", "2", "--listen", "a:1", "--attention", "interpreted"), "--attention"),
+    ],
+)
+def test_mistakes_in_the_flags(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    assert cli.main(["worker", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("orca: error: ") and message in line

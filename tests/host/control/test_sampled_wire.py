@@ -1,0 +1,103 @@
+"""What an iteration sampled, as bytes: nothing is lost, and what was not asked for is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orca_jax.control.sampled_wire import Asked, asked, decode_sampled, encode_sampled
+from orca_jax.errors import BadFrame
+from orca_jax.request.sampled import LOGPROBS, Sampled, token_logprobs
+from tests.host.control.test_message_wire import ONE, message_of
+
+VOCAB = 97
+
+
+def records(n: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    found: Any = np.zeros(n, LOGPROBS)
+    found["token_id"] = rng.integers(0, VOCAB, n)
+    found["logprob"] = rng.normal(-5, 2, n)
+    found["top_ids"] = rng.integers(0, VOCAB, found["top_ids"].shape)
+    found["top_logprobs"] = rng.normal(-5, 2, found["top_logprobs"].shape)
+    return found
+
+
+def test_tokens_alone_take_four_bytes_each() -> None:
+    nothing_more = Asked(3, np.array([], np.intp), ())
+    sampled = Sampled(np.array([0, 5, 96, 7, 7], np.int32))  # padding behind the third
+    data = encode_sampled(sampled, nothing_more)
+    assert data == np.array([0, 5, 96], "<i4").tobytes()
+    back = decode_sampled(data, nothing_more, vocab_size=VOCAB)
+    assert back.token_ids.dtype == np.int32 and back.token_ids.tolist() == [0, 5, 96]
+    assert back.logprobs is None and back.prompt_logprobs == {}
+
+
+@given(n=st.integers(1, 6), data=st.data(), prompts=st.dictionaries(st.integers(0, 5), st.integers(0, 9)))
+def test_what_was_asked_for_comes_back_as_it_was(
+    n: int, data: st.DataObject, prompts: dict[int, int]
+) -> None:
+    wants = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    of = Asked(n, wants, tuple((i, m) for i, m in prompts.items() if i < n))
+    sampled = Sampled(
+        np.arange(n + 2, dtype=np.int32),
+        records(n + 2, 1) if len(wants) else None,
+        {i: records(m + 1, i) for i, m in of.prompts},  # one more than was asked for
+    )
+    back = decode_sampled(encode_sampled(sampled, of), of, vocab_size=VOCAB)
+    assert back.token_ids.tolist() == list(range(n))
+    if len(wants):
+        assert back.logprobs is not None and sampled.logprobs is not None
+        assert back.logprobs[wants].tobytes() == sampled.logprobs[wants].tobytes()
+    assert set(back.prompt_logprobs) == {i for i, _ in of.prompts}
+    for i, m in of.prompts:
+        assert back.prompt_logprobs[i].tobytes() == sampled.prompt_logprobs[i][:m].tobytes()
+
+
+def test_the_message_says_what_is_asked_for() -> None:
+    plain = {**ONE, "logprobs": -1}
+    first = {**ONE, "initiation": True, "kv_length": 4, "token_ids": [1, 2, 3, 4], "n_prompt": 3}
+    message = message_of([plain, {**plain, "logprobs": 0}, {**first, "logprobs": 5, "prompt_logprobs": 2}])
+    of = asked(message)
+    assert of.n_rows == 3 and of.logprobs.tolist() == [1, 2] and of.prompts == ((2, 2),)
+    assert of.n_records == 4
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "complaint"),
+    [
+        ([1, 2], "8 bytes of tokens came for 3 requests"),
+        ([1, 2, 3, 4], "16 bytes"),
+        ([1, 97, 3], "token id 97 came"),
+        ([1, -1, 3], "token id -1"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused(token_ids: list[int], complaint: str) -> None:
+    nothing_more = Asked(3, np.array([], np.intp), ())
+    with pytest.raises(BadFrame, match=complaint):
+        decode_sampled(np.array(token_ids, "<i4").tobytes(), nothing_more, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("name", ["token_id", "top_ids"])
+def test_records_of_tokens_that_there_are_not_are_refused(name: str) -> None:
+    of = Asked(1, np.array([0], np.intp), ())
+    wrong: Any = records(1, 0)
+    wrong[name] = VOCAB
+    data = encode_sampled(Sampled(np.array([3], np.int32), wrong), of)
+    with pytest.raises(BadFrame, match="token id 97 came"):
+        decode_sampled(data, of, vocab_size=VOCAB)
+    with pytest.raises(BadFrame, match="bytes of tokens came"):
+        decode_sampled(data[:-1], of, vocab_size=VOCAB)
+
+
+def test_a_record_tells_as_many_of_the_likeliest_as_were_asked_for() -> None:
+    one: Any = records(1, 0)
+    one["top_logprobs"][0, 2:] = -np.inf  # of a vocabulary of two
+    told = token_logprobs(one[0], 20)
+    assert told.token_id == one["token_id"][0] and told.logprob == one["logprob"][0]
+    ids, values = one["top_ids"][0], one["top_logprobs"][0]
+    assert told.top == ((ids[0], values[0]), (ids[1], values[1]))
+    assert token_logprobs(one[0], 1).top == ((ids[0], values[0]),)
+    assert token_logprobs(one[0], 0).top == ()

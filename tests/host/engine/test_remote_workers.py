@@ -1,0 +1,760 @@
+"""The engine master's side of the workers, with a channel whose other end is the test."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from orca_jax.config import Deadlines, RestartBound
+from orca_jax.control.frame import (
+    DONE,
+    MESSAGE,
+    PASSED,
+    READY,
+    RECEIVED,
+    START,
+    TOKENS,
+    TROUBLE,
+    WORDS,
+    Frame,
+    FrameKind,
+    StageTime,
+    decode_frame,
+    encode_frame,
+    encode_stage_time,
+)
+from orca_jax.control.start_order import StartOrder, decode_start
+from orca_jax.engine.channel import Arrival
+from orca_jax.engine.engine_master import PendingTokens, Workers
+from orca_jax.engine.remote_engine import RemoteEngine
+from orca_jax.engine.remote_workers import RemoteTokens, RemoteWorkers
+from orca_jax.engine.stage_counters import IterationTimes
+from orca_jax.errors import ConfigError, EngineError, WorkerLost
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.recovery import RecoverableEngine
+from tests.host.control.test_message_wire import ONE, WIRE, message_of
+
+DEADLINES = Deadlines(
+    iteration_seconds=2, worker_seconds=4, ready_seconds=10, retry_seconds=1, look_seconds=0.5
+)
+MESSAGE_OF_TWO = message_of([ONE, ONE])
+
+
+def no_words() -> np.ndarray:
+    raise AssertionError("no row is constrained")
+
+
+ORDERS = [
+    StartOrder(wire=WIRE, next_address=address, worker_seconds=4.0, ready_seconds=10.0)
+    for address in ("two:2", "three:3", "")
+]
+
+
+class Bench:
+    """`RemoteWorkers` of three stages and the channel to them; a wait without an arrival passes the time."""
+
+    def __init__(self, first_epoch: int = 1) -> None:
+        self.now = 100.0
+        self.sent: list[tuple[int, Frame]] = []
+        self.arrivals: deque[Arrival] = deque()
+        self.on_send: Callable[[int, Frame], None] = lambda stage, frame: None
+        self.closed = False
+        self.suspects: list[int] = []
+        self.ready: list[int] = []
+        self.failure: EngineError | None = None
+        self.workers = RemoteWorkers(
+            self,
+            orders=ORDERS,
+            clock=lambda: self.now,
+            deadlines=DEADLINES,
+            first_epoch=first_epoch,
+            on_suspect=self.suspects.append,
+            on_ready=self.ready.append,
+            failure=lambda: self.failure,
+        )
+
+    # Channel
+
+    def send(self, stage: int, data: bytes) -> None:
+        frame = decode_frame(data)
+        self.sent.append((stage, frame))
+        self.on_send(stage, frame)
+
+    def receive(self, timeout: float) -> Arrival | None:
+        assert 0 <= timeout <= DEADLINES.look_seconds
+        if self.arrivals:
+            return self.arrivals.popleft()
+        self.now += timeout
+        return None
+
+    def close(self) -> None:
+        self.closed = True
+
+    # What the tests say
+
+    def say(
+        self, stage: int, kind: FrameKind, iteration: int = 0, payload: bytes = b"", epoch: int | None = None
+    ) -> None:
+        epoch = self.workers.epoch if epoch is None else epoch
+        self.arrivals.append(Arrival(stage, encode_frame(Frame(kind, epoch, iteration, stage, payload))))
+
+    def time(
+        self, stage: int, kind: FrameKind, iteration: int, seconds: float = 1.0, link_bytes: int = 0
+    ) -> None:
+        self.say(stage, kind, iteration, encode_stage_time(StageTime(seconds, link_bytes)))
+
+    def tokens(self, iteration: int, *token_ids: int, stage: int = 2, epoch: int | None = None) -> None:
+        self.say(stage, TOKENS, iteration, np.array(token_ids, "<i4").tobytes(), epoch)
+
+    def all_answer(self) -> None:
+        """Every stage is ready as soon as it is asked."""
+
+        def ready(stage: int, frame: Frame) -> None:
+            if frame.kind is START:
+                self.say(stage, READY)
+
+        self.on_send = ready
+
+    def up(self) -> "Bench":
+        self.all_answer()
+        assert self.workers.recover(lambda: False) is True
+        self.on_send = lambda stage, frame: None
+        self.sent.clear()
+        self.ready.clear()
+        return self
+
+    def lost(self) -> WorkerLost:
+        """What a look finds."""
+        with pytest.raises(WorkerLost) as caught:
+            self.workers.look()
+        return caught.value
+
+
+def test_an_iteration_goes_to_worker_1_alone_and_its_tokens_come_back():
+    bench = Bench().up()
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    ((stage, frame),) = bench.sent
+    assert (stage, frame.kind, frame.epoch, frame.iteration) == (0, MESSAGE, 1, 0)
+    assert WIRE.decode(frame.payload).row.tolist() == [3, 3]
+    assert not pending.is_ready()
+    bench.tokens(0, 7, 8)
+    assert pending.is_ready() and pending.is_ready()
+    assert pending.fetch().token_ids.tolist() == [7, 8]
+    counters = bench.workers.counters
+    assert (counters.messages, counters.message_bytes) == (1, len(frame.payload))
+
+
+def test_it_fits_where_a_local_worker_does():
+    workers: Workers = Bench().up().workers
+    pending: PendingTokens = workers.issue(MESSAGE_OF_TWO, no_words)
+    assert isinstance(pending, RemoteTokens)
+
+
+def test_tokens_wait_for_those_before_them():
+    bench = Bench().up()
+    first, second, third = (bench.workers.issue(MESSAGE_OF_TWO, no_words) for _ in range(3))
+    bench.tokens(1, 3, 4)
+    assert not first.is_ready() and second.is_ready()
+    bench.tokens(0, 1, 2)
+    bench.tokens(2, 5, 6)
+    assert [p.fetch().token_ids.tolist() for p in (first, second, third)] == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_what_constrained_rows_allow_goes_straight_to_the_last_worker():
+    bench = Bench().up()
+    message = message_of([ONE, {**ONE, "flags": 2}, {**ONE, "flags": 3}])
+    bench.workers.issue(message, lambda: np.array([[1, 2], [3, -4]], np.int32))
+    (_, first), (stage, words) = bench.sent
+    assert first.kind is MESSAGE and WIRE.decode(first.payload).constrained.tolist() == [False, True, True]
+    assert (stage, words.kind, words.epoch, words.iteration) == (2, WORDS, 1, 0)
+    assert np.frombuffer(words.payload, "<i4").tolist() == [1, 2, 3, -4]
+    assert bench.workers.counters.word_bytes == 16
+
+
+def test_what_is_not_known_yet_goes_when_it_is_in_the_order_of_iterations():
+    bench = Bench().up()
+    known: set[int] = set()
+
+    def words_of(n: int) -> np.ndarray | None:
+        return np.array([[n, n]], np.int32) if n in known else None
+
+    message = message_of([{**ONE, "flags": 2}])
+    pending = [bench.workers.issue(message, partial(words_of, n)) for n in range(3)]
+    known |= {1, 2}
+    bench.workers.look()
+    assert [frame.kind for _, frame in bench.sent] == [MESSAGE] * 3, "what the first allows is not known"
+    known.add(0)
+    assert not pending[2].is_ready()
+    assert [frame.iteration for _, frame in bench.sent[3:]] == [0, 1, 2]
+    assert {(stage, frame.kind) for stage, frame in bench.sent[3:]} == {(2, WORDS)}
+    bench.workers.look()
+    assert len(bench.sent) == 6
+
+
+def test_tokens_that_come_twice_count_once():
+    bench = Bench().up()
+    first, second = (
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+    )
+    bench.tokens(1, 3, 4)
+    bench.tokens(1, 3, 4)
+    bench.tokens(0, 1, 2)
+    bench.tokens(0, 9, 9)  # it has been read: what it says now is not looked at
+    assert first.is_ready() and second.is_ready()
+    assert bench.workers.counters.duplicates == 2
+    assert [p.fetch().token_ids.tolist() for p in (first, second)] == [[1, 2], [3, 4]]
+
+
+def test_what_an_old_epoch_says_is_dropped():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.say(1, TROUBLE, payload=b"lost")
+    assert bench.lost().stage == 1
+    bench.up()
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    assert bench.sent[-1][1][:3] == (MESSAGE, 2, 0)
+    bench.tokens(0, 6, 6, epoch=1)
+    bench.say(1, TROUBLE, payload=b"late", epoch=1)
+    bench.say(0, READY, epoch=1)
+    bench.tokens(0, 299, 300, 301, epoch=1)
+    assert not pending.is_ready()
+    assert bench.workers.counters.stale == 4
+    bench.tokens(0, 7, 8)
+    assert pending.fetch().token_ids.tolist() == [7, 8]
+
+
+def bytes_of(kind: FrameKind, iteration: int = 0, payload: bytes = b"", *, epoch: int = 1, stage: int = 2):
+    return encode_frame(Frame(kind, epoch, iteration, stage, payload))
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"", "0 bytes came"),
+        (b"HTTP/1.1 400 Bad Request, and something more", "no frame of orca_jax"),
+        (bytes_of(TOKENS, 0, b"12345678")[:-1] + b"9", "damaged"),
+        (bytes_of(DONE, stage=1), "speaks as stage 2"),
+        (bytes_of(READY, epoch=2), "speaks of epoch 2, and this is 1"),
+        (bytes_of(TOKENS, 0, b"1234"), "4 bytes of tokens came for 2 requests"),
+        (bytes_of(TOKENS, 0, np.array([1, 300], "<i4").tobytes()), "token id 300"),
+        (bytes_of(TOKENS, 0, np.array([-1, 1], "<i4").tobytes()), "token id -1"),
+        (bytes_of(TOKENS, 1, b"12345678"), "iteration 1, which was not issued"),
+        (bytes_of(DONE, 1), "iteration 1, which was not issued"),
+        (bytes_of(RECEIVED, 99), "iteration 99, which was not issued"),
+        (bytes_of(START), "START, which only an engine master sends"),
+        (bytes_of(MESSAGE, 0, b"x"), "MESSAGE, which only"),
+        (bytes_of(RECEIVED), "0 bytes of a stage's time"),
+        (bytes_of(DONE, 0, bytes(17)), "17 bytes of a stage's time"),
+        (bytes_of(RECEIVED, 0, encode_stage_time(StageTime(math.nan, 0))), "nan seconds"),
+        (bytes_of(DONE, 0, encode_stage_time(StageTime(-1.0, 0))), "-1.0 seconds"),
+    ],
+)
+def test_a_worker_that_answers_rubbish_is_lost(data: bytes, complaint: str):
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.arrivals.append(Arrival(2, data))
+    lost = bench.lost()
+    assert lost.stage == 2
+    assert str(lost).startswith("stage 3: answered rubbish: ")
+    assert complaint in str(lost)
+    assert bench.workers.counters.rubbish == 1
+    assert bench.suspects == [2]
+    assert (bench.workers.stages[2].received, bench.workers.stages[2].done) == (0, 0)
+
+
+def test_only_the_last_stage_has_tokens():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.tokens(0, 7, 8, stage=1)
+    assert "stage 2: answered rubbish: it sent tokens" in str(bench.lost())
+
+
+def test_two_answers_that_differ_cannot_both_be_right():
+    bench = Bench().up()
+    for _ in range(2):
+        bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.tokens(1, 3, 4)
+    bench.tokens(1, 3, 5)
+    assert "returned iteration 1 twice, with other tokens" in str(bench.lost())
+
+
+def test_what_a_worker_says_of_itself_is_passed_on():
+    bench = Bench().up()
+    bench.say(1, TROUBLE, payload=b"out of memory \xff" + b"x" * 5000)
+    lost = bench.lost()
+    assert str(lost).startswith("stage 2: out of memory \ufffdxxx") and len(str(lost)) < 1100
+    assert bench.suspects == [], "it says so itself"
+
+
+def test_a_broken_line_is_a_loss_even_when_nothing_runs():
+    bench = Bench().up()
+    bench.arrivals.append(Arrival(0, None, "connection reset"))
+    assert str(bench.lost()) == "stage 1: its line broke: connection reset"
+    bench.lost()
+    assert bench.suspects == [0], "once"
+
+
+def test_after_a_loss_everything_raises_until_it_is_recovered_from():
+    bench = Bench()
+    for attempt in range(2):
+        for call in (
+            bench.workers.look,
+            bench.workers.wait,
+            lambda: bench.workers.issue(MESSAGE_OF_TWO, no_words),
+        ):
+            with pytest.raises(WorkerLost, match="were not brought up yet" if attempt == 0 else "line broke"):
+                call()
+        assert bench.sent == []
+        bench.up()
+        pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
+        bench.sent.clear()
+        if attempt == 0:
+            bench.arrivals.append(Arrival(0, None, "gone"))
+            with pytest.raises(WorkerLost, match="line broke"):
+                pending.fetch()
+
+
+@pytest.mark.parametrize(
+    ("received", "done", "stage", "why"),
+    [
+        ((), (), 0, "did not take iteration 0"),
+        ((0,), (), 1, "did not take iteration 0"),
+        ((0, 1), (0, 1), 2, "did not take iteration 0"),
+        ((0, 1, 2), (), 0, "did not finish iteration 0"),
+        ((0, 1, 2), (0,), 1, "did not finish iteration 0"),
+        ((0, 1, 2), (0, 1), 2, "did not finish iteration 0"),
+        ((0, 1, 2), (0, 1, 2), 2, "did not return the tokens of iteration 0"),
+    ],
+)
+def test_a_deadline_that_passes_names_the_stage_that_is_behind(
+    received: tuple[int, ...], done: tuple[int, ...], stage: int, why: str
+):
+    bench = Bench().up()
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    start = bench.now
+    for i in received:
+        bench.time(i, RECEIVED, 0)
+    for i in done:
+        bench.time(i, DONE, 0)
+    with pytest.raises(WorkerLost) as caught:
+        pending.fetch()
+    assert bench.now == start + 2
+    assert caught.value.stage == stage
+    assert str(caught.value) == f"stage {stage + 1}: {why} within 2 seconds (epoch 1)"
+    assert bench.suspects == [stage]
+
+
+def test_each_iteration_has_its_time_from_when_the_one_before_came_back():
+    bench = Bench().up()
+    first, second = (
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+    )
+    bench.now += 1.5
+    bench.tokens(0, 7, 8)
+    assert first.is_ready()
+    bench.now += 1.9
+    assert not second.is_ready()
+    bench.now += 0.2
+    with pytest.raises(WorkerLost, match="iteration 1"):
+        second.is_ready()
+
+
+def test_an_engine_that_was_idle_for_long_is_not_late():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.tokens(0, 7, 8)
+    bench.workers.look()
+    bench.now += 1000
+    bench.workers.look()
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    assert not pending.is_ready()
+
+
+# A new epoch
+
+
+def test_a_new_epoch_asks_every_stage_until_it_is_ready():
+    bench = Bench(first_epoch=1000)
+    asked_at: dict[int, list[float]] = {0: [], 1: [], 2: []}
+
+    def answer(stage: int, frame: Frame) -> None:
+        assert frame[:4] == (START, 1000, 0, 0)
+        assert decode_start(frame.payload) == ORDERS[stage]
+        asked_at[stage].append(bench.now - 100)
+        if len(asked_at[stage]) > stage:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert asked_at == {0: [0], 1: [0, 1], 2: [0, 1, 2]}
+    assert bench.workers.epoch == 1000
+    assert (bench.ready, bench.suspects) == ([0, 1, 2], [])
+
+
+def test_a_worker_that_knows_a_later_epoch_lifts_the_next_one_above_it():
+    """Of a master before this one, whose clock was ahead."""
+    bench = Bench(first_epoch=1000)
+    known = [0, 5000, 7000]
+
+    def answer(stage: int, frame: Frame) -> None:
+        if frame.epoch > known[stage]:
+            known[stage] = frame.epoch
+            bench.say(stage, READY, epoch=frame.epoch)
+        else:
+            bench.say(stage, PASSED, epoch=known[stage])
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert bench.workers.epoch == 7001
+    assert known == [7001] * 3
+    assert bench.now < 100 + DEADLINES.retry_seconds, "at once, not when they are asked again"
+
+
+def test_a_passed_epoch_changes_nothing_where_it_is_this_one_and_is_rubbish_where_it_cannot_be():
+    bench = Bench().up()
+    bench.say(1, PASSED)
+    bench.workers.look()
+    assert (bench.workers.counters.duplicates, bench.workers.epoch) == (1, 1)
+    bench.say(1, PASSED, epoch=2)
+    with pytest.raises(WorkerLost, match="stage 2: answered rubbish: it speaks of epoch 2, and this is 1"):
+        bench.workers.look()
+    bench.on_send = lambda stage, frame: bench.say(0, PASSED, epoch=1 << 63)
+    with pytest.raises(WorkerLost, match=f"stage 1: answered rubbish: it speaks of epoch {1 << 63}"):
+        bench.workers.recover(lambda: False)
+
+
+def test_a_stage_that_is_not_ready_in_time_is_named():
+    bench = Bench()
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 1:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    with pytest.raises(
+        WorkerLost, match=r"^stage 1: was not ready within 10 seconds; nor was stage 3$"
+    ) as caught:
+        bench.workers.recover(lambda: False)
+    assert caught.value.stage == 0
+    assert bench.now == 110
+    assert bench.suspects == [0, 2, 0, 2], "each that was not ready, when it should have been and at the end"
+    assert bench.ready == [1]
+    bench.up()
+    assert bench.workers.epoch == 2, "another try is another epoch"
+
+
+def test_an_interrupted_recovery_goes_on_with_the_same_epoch_and_deadline():
+    bench = Bench()
+    answers = iter([False, True, True])
+    assert bench.workers.recover(lambda: next(answers)) is False
+    assert bench.workers.recover(lambda: next(answers)) is False
+    assert (bench.workers.epoch, len(bench.sent)) == (1, 3)
+    with pytest.raises(WorkerLost):
+        bench.workers.recover(lambda: False)
+    assert bench.now == 110
+
+
+def test_what_was_said_before_the_new_epoch_is_not_heard():
+    bench = Bench().up()
+    bench.arrivals.append(Arrival(0, None, "connection reset"))
+    bench.lost()
+    bench.arrivals.append(Arrival(0, b"rubbish"))
+    bench.arrivals.append(Arrival(0, None, "connection reset once more"))
+    bench.up()
+    assert bench.workers.epoch == 2
+
+
+def test_a_stage_without_new_caches_in_time_is_suspected_once_and_asked_on():
+    bench = Bench()
+    suspected_at: list[float] = []
+
+    def answer(stage: int, frame: Frame) -> None:
+        if bench.suspects and not suspected_at:
+            suspected_at.append(bench.now)
+        if stage != 1 or bench.now >= 108:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert bench.suspects == [1]
+    assert suspected_at[0] >= 104, "worker_seconds after it was asked"
+    assert bench.workers.epoch == 1
+
+
+def test_a_broken_line_of_a_stage_that_is_not_ready_loses_nothing():
+    bench = Bench()
+    broken: list[int] = []
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 1 and not broken:
+            broken.append(stage)
+            bench.arrivals.append(Arrival(stage, None, "connection refused"))
+        else:
+            bench.say(stage, READY)
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    assert bench.workers.epoch == 1
+    assert bench.suspects == [1], "it may have been stopped"
+
+
+@pytest.mark.parametrize("trouble", [True, False])
+def test_a_stage_that_is_lost_again_ends_the_attempt(trouble: bool):
+    bench = Bench()
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 1:
+            bench.say(stage, READY)
+            if trouble:
+                bench.say(stage, TROUBLE, payload=b"no memory for caches")
+            else:
+                bench.arrivals.append(Arrival(stage, None, "no memory for caches"))
+
+    bench.on_send = answer
+    with pytest.raises(WorkerLost, match=r"stage 2: .*no memory for caches"):
+        bench.workers.recover(lambda: False)
+    assert bench.suspects == ([] if trouble else [1])
+    bench.arrivals.clear()
+    bench.up()
+    assert bench.workers.epoch == 2
+
+
+def test_ready_twice_is_ready_once():
+    bench = Bench()
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 0:
+            bench.say(0, READY)
+            bench.say(0, READY)
+
+    bench.on_send = answer
+    with pytest.raises(WorkerLost, match="stage 2: was not ready"):
+        bench.workers.recover(lambda: False)
+    assert bench.ready == [0]
+
+
+def test_close_ends_the_lines():
+    bench = Bench()
+    bench.workers.close()
+    assert bench.closed
+
+
+# Workers that will never come up again
+
+
+def test_a_failure_ends_a_recovery():
+    bench = Bench()
+    failure = EngineError("stage 2 cannot start")
+
+    def answer(stage: int, frame: Frame) -> None:
+        bench.failure = failure
+
+    bench.on_send = answer
+    with pytest.raises(EngineError) as caught:
+        bench.workers.recover(lambda: False)
+    assert caught.value is failure
+    assert bench.now <= 100 + DEADLINES.look_seconds
+    assert bench.suspects == []
+
+
+def test_a_failure_is_seen_at_each_look_and_before_a_loss():
+    bench = Bench().up()
+    bench.workers.look()
+    pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.arrivals.append(Arrival(0, None, "gone"))
+    bench.lost()
+    bench.failure = EngineError("stage 1 was started too often")
+    for call in (bench.workers.look, pending.is_ready, lambda: bench.workers.issue(MESSAGE_OF_TWO, no_words)):
+        with pytest.raises(EngineError, match="too often") as caught:
+            call()
+        assert not isinstance(caught.value, WorkerLost)
+
+
+def test_a_failure_is_seen_between_two_arrivals():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    for _ in range(2):
+        bench.time(0, RECEIVED, 0)
+    looks = iter([None, EngineError("over")])
+    bench.workers._failure = lambda: next(looks)  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(EngineError, match="over"):
+        bench.workers.look()
+    assert len(bench.arrivals) == 1
+
+
+# What each stage says of its iterations
+
+
+def test_a_stage_says_when_it_took_an_iteration_and_was_done_and_what_it_sent():
+    bench = Bench().up()
+    first, second = (
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+        bench.workers.issue(MESSAGE_OF_TWO, no_words),
+    )
+    bench.time(0, RECEIVED, 0, 10.0)
+    bench.time(0, RECEIVED, 1, 10.5)
+    bench.time(0, DONE, 0, 11.0, 300)
+    bench.time(0, DONE, 1, 12.0, 200)
+    bench.time(1, RECEIVED, 0, 7.0)
+    bench.time(2, RECEIVED, 0, 20.0)
+    bench.tokens(0, 7, 8)
+    assert first.is_ready() and not second.is_ready()
+    stages = bench.workers.stages
+    assert [(stage.received, stage.done, stage.link_bytes) for stage in stages] == [
+        (2, 2, 500),
+        (1, 0, 0),
+        (1, 0, 0),
+    ]
+    assert list(stages[0].times) == [IterationTimes(1, 0, 0, 10.0, 11.0), IterationTimes(1, 1, 0, 10.5, 12.0)]
+    assert list(stages[1].times) == []
+    (last,) = stages[2].times
+    assert last[:4] == (1, 0, 2, 20.0) and math.isnan(last.done)
+
+
+def test_what_comes_twice_or_of_an_old_epoch_counts_once():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    for _ in range(2):
+        bench.time(0, RECEIVED, 0, 10.0)
+        bench.time(0, DONE, 0, 11.0, 300)
+    bench.workers.look()
+    assert bench.workers.counters.duplicates == 2
+    bench.say(1, TROUBLE)
+    bench.lost()
+    bench.up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.say(0, DONE, 0, encode_stage_time(StageTime(12.0, 300)), epoch=1)
+    bench.time(0, DONE, 0, 13.0, 5)  # its RECEIVED was lost
+    bench.workers.look()
+    stage = bench.workers.stages[0]
+    assert (stage.received, stage.done, stage.link_bytes, len(stage.times)) == (1, 2, 305, 2)
+    assert math.isnan(stage.times[1].received) and stage.times[1].done == 13.0
+
+
+def test_what_was_heard_in_one_epoch_is_nothing_in_the_next():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.time(0, RECEIVED, 0, 10.0)
+    bench.say(1, TROUBLE)
+    bench.lost()
+    bench.up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.time(0, DONE, 0, 12.0)
+    bench.workers.look()
+    ((epoch, *_, received, done),) = bench.workers.stages[0].times
+    assert (epoch, done) == (2, 12.0) and math.isnan(received)
+
+
+def test_the_last_stage_is_done_when_its_tokens_come():
+    bench = Bench().up()
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    bench.time(2, RECEIVED, 0, 20.0)
+    bench.time(2, DONE, 0, 21.0)  # which it need not say
+    bench.workers.look()
+    assert list(bench.workers.stages[2].times) == []
+    bench.tokens(0, 7, 8)
+    bench.workers.look()
+    assert [times.received for times in bench.workers.stages[2].times] == [20.0]
+
+
+def test_times_are_kept_in_bounded_memory():
+    bench = Bench().up()
+    for i in range(5000):
+        bench.workers.issue(MESSAGE_OF_TWO, no_words)
+        bench.time(0, RECEIVED, i, float(i))
+        bench.time(0, DONE, i, i + 0.5)
+        bench.time(1, RECEIVED, i, float(i))  # and is never done
+        bench.tokens(i, 7, 8)
+    bench.workers.look()
+    first, second, last = bench.workers.stages
+    assert (len(first.times), len(second.times), len(last.times)) == (4096, 0, 4096)
+    assert (first.times[0].iteration, first.times[-1].iteration) == (904, 4999)
+    assert first.done == second.received == 5000
+    bench.workers.issue(MESSAGE_OF_TWO, no_words)
+    for stage in (0, 1):
+        bench.time(stage, DONE, 5000 - stage, 6000.0)
+    bench.workers.look()
+    assert len(bench.workers._received_at[1]) < 4096  # pyright: ignore[reportPrivateUsage]
+
+
+def test_one_engine_has_one_wire():
+    orders = [*ORDERS[:2], replace(ORDERS[2], wire=replace(WIRE, n_rows=5))]
+    with pytest.raises(AssertionError, match="one wire"):
+        RemoteWorkers(Bench(), orders=orders, clock=lambda: 0.0, deadlines=DEADLINES)
+
+
+# The engine master over them
+
+
+def engine_of(bench: Bench) -> tuple[RemoteEngine, KVManager]:
+    kv = KVManager(n_blocks=64, block_size=4, n_rows=12, max_blocks_per_row=8)
+    return RemoteEngine(bench.workers, kv, vocab_size=300, n_workers=3), kv
+
+
+def test_the_engine_master_sends_what_it_sends_to_a_local_worker():
+    bench = Bench().up()
+    engine, kv = engine_of(bench)
+    assert isinstance(engine, RecoverableEngine)
+    request = Request("r", (5, 6, 7), 9, SamplingParams(temperature=0.5), seed=3)
+    request.row = kv.reserve(9)
+    engine.issue([request])
+    message = WIRE.decode(bench.sent[-1][1].payload)
+    assert message.token_ids.tolist() == [5, 6, 7] and message.initiation.tolist() == [True]
+    assert message.sampling["seed"].tolist() == [3]
+    assert engine.wait(lambda: True) is None
+    bench.tokens(0, 42)
+    returned = engine.wait(lambda: False)
+    assert returned is not None
+    assert (returned.batch, returned.token_ids) == ([request], [42])
+
+
+def test_a_loss_is_raised_as_it_is_and_the_engine_can_go_on():
+    bench = Bench().up()
+    engine, kv = engine_of(bench)
+    requests = [Request(name, (5, 6, 7), 9, SamplingParams(), seed=3) for name in "ab"]
+    for request in requests:
+        request.row = kv.reserve(9)
+        engine.issue([request])
+    bench.say(2, TROUBLE, payload=b"out of memory")
+    with pytest.raises(WorkerLost, match="stage 3: out of memory") as caught:
+        engine.wait(lambda: False)
+    assert caught.value.__cause__ is None
+    with pytest.raises(WorkerLost):
+        engine.look()
+    bench.all_answer()
+    assert engine.recover(lambda: False)
+    engine.look()
+    engine.issue([requests[0]])
+    bench.tokens(0, 1)
+    returned = engine.wait(lambda: False)
+    assert returned is not None and returned.batch == [requests[0]]
+
+
+def test_a_message_that_cannot_be_sent_is_an_engine_error():
+    bench = Bench().up()
+    engine, _ = engine_of(bench)
+    with pytest.raises(EngineError, match="iteration 0 failed"):
+        engine.issue([Request("r", (2**40,), 9, SamplingParams(), seed=3)])
+
+
+# Their configuration
+
+
+def test_deadlines_and_bounds_are_checked_when_made():
+    with pytest.raises(ConfigError, match="worker_seconds 1 is below iteration_seconds 2"):
+        Deadlines(iteration_seconds=2, worker_seconds=1)
+    for wrong in (0, -1, float("inf"), float("nan"), True, "1"):
+        with pytest.raises(ConfigError, match="retry_seconds is"):
+            Deadlines(retry_seconds=wrong)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigError, match="seconds is"):
+            RestartBound(seconds=wrong)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="restarts is -1"):
+        RestartBound(restarts=-1)

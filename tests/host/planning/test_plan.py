@@ -1,0 +1,338 @@
+"""Plans: figures worked by hand, what fits and what does not, floors, and the recommended max_bs."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.errors import ConfigError
+from orca_jax.families.presets import PRESETS
+from orca_jax.planning.cost_model import IterationShape, operations, parameter_count, shared_bytes
+from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named
+from orca_jax.planning.plan import MAX_BS, Plan, Wanted, iteration_floor, make_plan, recommend
+from orca_jax.planning.sizes import Sizes, serving_config
+from orca_jax.planning.stage_layers import stage_layers
+from orca_jax.planning.stage_memory import (
+    StageRoom,
+    result_bytes,
+    shared_vocabulary,
+    slot_bytes,
+    stage_memory,
+    stage_weight_bytes,
+    table_bytes,
+    temporary_bytes,
+)
+
+SMALL = ModelConfig(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
+PAPER = (("gpt3-13b", 1, 1), ("gpt3-101b", 1, 8), ("gpt3-175b", 2, 8), ("gpt3-341b", 4, 8))
+
+
+def wanted(
+    name: str, device: str, n_stages: int = 1, tensor: int = 1, context: int = 512, said: Sizes | None = None
+) -> Wanted:
+    return Wanted(
+        config=PRESETS[name],
+        device=gpu_named(device),
+        said=said or Sizes(),
+        dtype="bfloat16",
+        context=context,
+        pipeline_parallel=n_stages,
+        tensor_parallel=tensor,
+    )
+
+
+@cache
+def paper_plan(name: str, n_stages: int, tensor: int) -> Plan:
+    return make_plan(wanted(name, "a100-40gb", n_stages, tensor))
+
+
+def test_weights_of_a_stage_worked_by_hand() -> None:
+    # A layer, of H = 4 and F = 16: qkv 12 x 4 + 12, out 4 x 4 + 4, up 16 x 4 + 16, down 4 x 16 + 4, norms 16.
+    layer = 60 + 20 + 80 + 68 + 16
+    token, position, norm = 10 * 4, 8 * 4, 8
+    assert stage_weight_bytes(SMALL, range(3), 1, 4) == 4 * (token + position + 3 * layer + norm)
+    assert stage_weight_bytes(SMALL, range(2), 1, 4) == 4 * (token + position + 2 * layer)
+    assert stage_weight_bytes(SMALL, range(2, 3), 1, 4) == 4 * (token + layer + norm)  # the head is the table
+    assert stage_weight_bytes(SMALL, range(1, 2), 1, 2) == 2 * layer
+    # Over two devices: qkv 6 x 4 + 6, out 4 x 2 + 4 (its bias is whole), up 8 x 4 + 8, down 4 x 8 + 4, norms.
+    split = 30 + 12 + 40 + 36 + 16
+    assert stage_weight_bytes(SMALL, range(3), 2, 4) == 4 * (5 * 4 + position + 3 * split + norm)
+
+
+def test_slots_and_tables_worked_by_hand() -> None:
+    assert slot_bytes(SMALL, range(2), 1, 4) == 2 * 2 * 4 * 4  # a key and a value of 4 elements in 2 layers
+    assert slot_bytes(SMALL, range(2), 2, 2) == 2 * 2 * 2 * 2
+    assert table_bytes(SMALL, range(1, 3), 64) == 64 * (10 * 4 + 10 * 4 + 4)
+    assert table_bytes(SMALL, range(2), 64) == 64 * 4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("n_stages", [1, 2, 4])
+def test_the_stages_hold_every_parameter_once_but_a_tied_table(name: str, n_stages: int) -> None:
+    model = PRESETS[name]
+    stages = [stage_weight_bytes(model, layers, 1, 1) for layers in stage_layers(model.n_layers, n_stages)]
+    tied = model.padded_vocab_size * model.embedding_size if n_stages > 1 else 0
+    assert sum(stages) == parameter_count(model) + tied
+
+
+def test_a_vocabulary_is_padded_for_the_devices_that_share_it() -> None:
+    odd = replace(SMALL, vocab_size=11)
+    assert shared_vocabulary(odd, 2).padded_vocab_size == 12
+    assert shared_vocabulary(odd, 1) is odd
+    assert shared_vocabulary(PRESETS["gpt3-13b"], 8) is PRESETS["gpt3-13b"]  # 50,304 is a multiple of 8
+
+
+def test_the_largest_number_of_slots_that_fits() -> None:
+    serving = ServingConfig(max_batch_size=2, max_batch_tokens=8, block_size=4)
+    sizes = {"n_rows": 4, "itemsize": 4, "attention": "kernel"}
+    memory = stage_memory(SMALL, range(3), 1, serving, **sizes)
+    free = memory.tables + memory.temporaries + 5 * memory.slot + memory.slot - 1
+    room = StageRoom(layers=range(3), n_devices=1, itemsize=4, attention="kernel", free=free)
+    assert room.slots(memory) == 5
+    assert replace(room, modest=3 * memory.slot).slots(memory) == 3
+    assert replace(room, modest=9 * memory.slot).slots(memory) == 5
+    assert replace(room, free=0).slots(memory) == 0
+    assert replace(room, free=None, modest=7 * memory.slot).slots(memory) == 7
+    told = replace(room, temporaries=memory.temporaries + 2 * memory.slot)
+    found = told.memory(SMALL, serving, 4)
+    assert (found.source, told.slots(found)) == ("compiled", 3)
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "max_batch_tokens", "compiled"),
+    [(32, 2048, 335.6), (8, 2048, 233.3), (32, 512, 186.4)],  # MB by XLA for an A100, bench/LOG.md
+)
+def test_attention_by_cudnn_needs_what_xla_planned(
+    max_batch_size: int, max_batch_tokens: int, compiled: float
+) -> None:
+    model, layers = PRESETS["gpt3-13b"], range(2)
+    serving = ServingConfig(max_batch_size=max_batch_size, n_slots=16000, max_batch_tokens=max_batch_tokens)
+    needed, kept = (
+        temporary_bytes(model, layers, 1, serving, itemsize=2, attention="cudnn"),
+        result_bytes(model, layers, serving, 2),
+    )
+    assert (needed - kept) / 1e6 == pytest.approx(compiled, rel=0.01)
+    fixed = replace(serving, deterministic=True)  # for which static shapes stand in
+    static = temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="static")
+    assert temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="cudnn") == static > needed
+
+
+def test_n_slots_are_the_largest_up_to_what_admitted_requests_can_reserve() -> None:
+    def n_slots(free: int | None, modest: int | None = None, n_stages: int = 1) -> int:
+        rooms = [
+            StageRoom(layers=layers, n_devices=1, itemsize=4, attention="kernel", free=free, modest=modest)
+            for layers in stage_layers(SMALL.n_layers, n_stages)
+        ]
+        return serving_config(SMALL, Sizes(max_batch_size=4, block_size=4), rooms).n_slots
+
+    assert n_slots(1 << 40) == 2 * 4 * 8, "a batch that runs and one that is prepared, of 8 tokens each"
+    assert n_slots(1 << 40, n_stages=3) == 4 * 4 * 8
+    assert n_slots(1 << 40, modest=1 << 30) == 4 * 8, "where memory is for others too, one full batch"
+    assert n_slots(None, modest=20 * 96) == 20, "96 bytes a slot: 2 x 3 layers x 4 elements of 4 bytes"
+    assert n_slots(0) == 8, "one request at least; whether there is room for it is checked apart"
+
+
+@pytest.mark.parametrize(("name", "n_stages", "tensor"), PAPER)
+def test_the_papers_models_fit_where_the_paper_ran_them(name: str, n_stages: int, tensor: int) -> None:
+    plan = paper_plan(name, n_stages, tensor)
+    assert plan.fits and plan.hint is None
+    assert [stage.memory.source for stage in plan.stages] == ["arithmetic"] * n_stages
+    whole = sum(stage.memory.weights for stage in plan.stages) * tensor
+    assert whole == pytest.approx(2 * parameter_count(PRESETS[name]), rel=0.02)
+    for stage in plan.stages:
+        memory = stage.memory
+        assert memory.fixed + stage.slots * memory.slot <= 0.9 * (40 << 30)
+        assert memory.fixed + (stage.slots + 1) * memory.slot > 0.9 * (40 << 30)
+    assert plan.serving.n_slots <= min(stage.slots for stage in plan.stages)
+
+
+def test_what_does_not_fit_is_said_with_a_split_that_does() -> None:
+    plan = make_plan(wanted("gpt3-175b", "a100-40gb", 1, 8))
+    assert not plan.fits
+    (stage,) = plan.stages
+    assert stage.problem is not None and stage.problem.startswith("stage 1 needs 40.71 GiB of weights")
+    assert "may take 36.00 GiB" in stage.problem
+    assert plan.hint == "use --pipeline-parallel 2"
+    assert make_plan(wanted("gpt3-175b", "a100-40gb", 2, 8)).fits
+    both = make_plan(wanted("gpt3-13b", "a100-40gb", said=Sizes(n_slots=40_000)))
+    assert both.hint == "use --pipeline-parallel 2 or --tensor-parallel 2"
+    assert both.stages[0].problem is not None and "40000 slots of n_slots" in both.stages[0].problem
+    for n_stages, tensor in ((2, 1), (1, 2)):
+        assert make_plan(wanted("gpt3-13b", "a100-40gb", n_stages, tensor, said=Sizes(n_slots=40_000))).fits
+
+
+def test_where_one_way_alone_does_not_do_both_are_hinted_at() -> None:
+    tiny = replace(GPUS["h200"], memory=8 << 30)
+    plan = make_plan(replace(wanted("gpt3-341b", "h200"), device=tiny))
+    assert plan.hint is not None
+    words = plan.hint.split()
+    assert words[:2] == ["use", "--pipeline-parallel"] and words[3] == "--tensor-parallel"
+    assert make_plan(
+        replace(plan.wanted, pipeline_parallel=int(words[2]), tensor_parallel=int(words[4]))
+    ).fits
+    hopeless = make_plan(replace(plan.wanted, device=replace(tiny, memory=1 << 28)))
+    assert hopeless.hint is not None and hopeless.hint.startswith("no split over up to 64 stages")
+
+
+def test_a_cpu_gets_a_modest_cache_unless_told_otherwise() -> None:
+    cpu = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
+    modest = replace(wanted("gpt2", "h200"), device=cpu, dtype="float32")
+    assert make_plan(modest).serving.n_slots == (2 << 30) // (2 * 12 * 768 * 4)
+    told = make_plan(replace(modest, said=Sizes(memory_fraction=0.5)))
+    assert told.serving.n_slots == 2 * 32 * 1024
+    assert told.stages[0].memory.fixed + told.stages[0].slots * told.stages[0].memory.slot <= 8 << 30
+    assert "no split helps" in str(make_plan(replace(modest, device=replace(cpu, memory=1 << 28))).hint)
+
+
+def test_the_stages_do_the_whole_models_operations() -> None:
+    shape = IterationShape([1, 7], [6, 7])
+    whole = operations(SMALL, shape, weight_bytes=4, kv_bytes=4)
+    cut = [
+        op
+        for layers in stage_layers(3, 2)
+        for op in operations(SMALL, shape, weight_bytes=4, kv_bytes=4, layers=layers)
+    ]
+    assert cut == whole
+
+
+def test_two_devices_share_the_products_worked_by_hand() -> None:
+    # T = 3 tokens of R = 2 rows, H = 4, F = 16, V = 10; n = 2.
+    shape = IterationShape([1, 2], [3, 2])
+    qkv, attention, out, up, down = operations(
+        SMALL, shape, weight_bytes=4, kv_bytes=2, layers=range(1, 2), n_shards=2
+    )
+    assert (qkv.n_flops, out.n_flops) == (2 * 3 * 4 * 6, 2 * 3 * 2 * 4)
+    assert (up.n_flops, down.n_flops) == (2 * 3 * 4 * 8, 2 * 3 * 8 * 4)
+    assert qkv.n_bytes == 4 * (4 * 6 + 6 + 3 * (4 + 6))
+    assert out.n_bytes == 4 * (2 * 4 + 4 + 3 * (2 + 4))
+    assert attention.n_bytes == (3 + 5) * 2 * 2 * 2 + 2 * 3 * 2 * 4
+    *_, head, sampler = operations(SMALL, shape, weight_bytes=4, kv_bytes=2, layers=range(2, 3), n_shards=2)
+    assert head.n_flops == 2 * 2 * 4 * 5 and sampler.n_bytes == 4 * 2 * 10
+    # A ring sends (n - 1) / n of 3 x 4 elements of 4 bytes twice, for 2 sums a layer and the embedding's.
+    assert shared_bytes(SMALL, shape, weight_bytes=4, layers=range(1, 2), n_shards=2) == 2 * 48
+    assert shared_bytes(SMALL, shape, weight_bytes=4, layers=range(2), n_shards=2) == 5 * 48
+    gathered = 2 * 10 * 4 / 2
+    assert shared_bytes(SMALL, shape, weight_bytes=4, layers=range(2, 3), n_shards=2) == 2 * 48 + gathered
+    assert shared_bytes(SMALL, shape, weight_bytes=4) == 0
+
+
+def test_a_floor_worked_by_hand() -> None:
+    # One token reads each weight but the position table once, and its keys and values: 25.7 GB at 4.8 TB/s.
+    floor = iteration_floor(wanted("gpt3-13b", "h200", context=1), "increment", 1)
+    assert floor.seconds == pytest.approx(25.7e9 / 4.8e12, rel=0.01)
+    assert floor.bound == "bandwidth" and floor.n_tokens == 1
+    # 2 operations a weight and token, the tables aside: 12.6e9 weights, 2,048 tokens.
+    prompt = iteration_floor(wanted("gpt3-13b", "h200", context=2048), "initiation", 1)
+    n_weights = 12 * 40 * 5120**2
+    attention = 40 * 4 * 5120 * 2048 * 2049 / 2
+    assert prompt.seconds == pytest.approx((2 * n_weights * 2048 + attention) / 989.5e12, rel=0.03)
+    assert prompt.bound == "matrix rate" and prompt.n_tokens == 2048
+
+
+def test_stages_in_turn_and_links_between_them() -> None:
+    one, two = (iteration_floor(wanted("gpt3-13b", "h200", n), "increment", 8) for n in (1, 2))
+    hop = 8 * 5120 * 2 / GPUS["h200"].inside
+    # The head's stage reads the tied table too, so both read it only where it is used.
+    assert two.seconds == pytest.approx(one.seconds + hop, rel=1e-9)
+    assert one.seconds / 2 < two.interval < 0.6 * one.seconds
+    assert two.tokens_per_second == 8 / two.interval
+    far = iteration_floor(wanted("gpt3-13b", "h200", 2, 8), "increment", 8)
+    near = iteration_floor(wanted("gpt3-13b", "h200", 2, 4), "increment", 8)
+    assert far.seconds < near.seconds
+    slow = replace(wanted("gpt3-13b", "h200", 2, 8), device=replace(GPUS["h200"], between=1e9))
+    assert iteration_floor(slow, "increment", 8).seconds == pytest.approx(
+        far.seconds + 8 * 5120 * 2 * (1e-9 - 1 / GPUS["h200"].between)
+    )
+
+
+BUDGETED = wanted("gpt3-13b", "h200", context=256)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=2))
+def test_a_larger_budget_never_recommends_less(budgets: list[float]) -> None:
+    less, more = (recommend(BUDGETED, budget) for budget in sorted(budgets))
+    assert less.max_bs <= more.max_bs
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(1e-4, 1.0))
+def test_the_recommended_one_meets_the_budget_and_one_more_does_not(budget: float) -> None:
+    found = recommend(BUDGETED, budget)
+    if found.max_bs:
+        seconds = iteration_floor(BUDGETED, "increment", found.max_bs).seconds
+        assert seconds == found.seconds <= budget
+        plan = make_plan(replace(BUDGETED, said=replace(BUDGETED.said, max_batch_size=found.max_bs)))
+        assert plan.fits and plan.stages[0].slots >= found.max_bs * 256
+    more = found.max_bs + 1
+    if found.bound == "latency":
+        assert iteration_floor(BUDGETED, "increment", more).seconds > budget
+    elif found.bound == "slots":
+        plan = make_plan(replace(BUDGETED, said=replace(BUDGETED.said, max_batch_size=more)))
+        assert plan.stages[0].slots < more * 256
+    else:
+        assert more == MAX_BS + 1
+
+
+def test_what_bounds_a_recommendation() -> None:
+    assert recommend(BUDGETED, 1e-4).max_bs == 0
+    assert recommend(BUDGETED, 1e-4).bound == "latency"
+    assert recommend(BUDGETED, 1.0).bound == "slots"
+    tiny = Wanted(config=SMALL, device=GPUS["h200"], said=Sizes(), dtype="bfloat16", context=8)
+    assert recommend(tiny, 1.0) == recommend(tiny, 2.0).__class__(
+        budget=1.0, max_bs=MAX_BS, seconds=iteration_floor(tiny, "increment", MAX_BS).seconds, bound="limit"
+    )
+    few = replace(BUDGETED, said=Sizes(n_slots=2048))
+    assert (recommend(few, 1.0).max_bs, recommend(few, 1.0).bound) == (8, "slots")
+    # XLA's own temporaries, told for the sizes asked for, leave less room.
+    told = replace(BUDGETED, temporaries=(40 << 30,))
+    assert 0 < recommend(told, 1.0).max_bs < recommend(BUDGETED, 1.0).max_bs
+
+
+def test_temporaries_that_xla_told_take_the_place_of_arithmetic() -> None:
+    plain = make_plan(wanted("gpt3-175b", "h200", 2, 4))
+    told = make_plan(replace(plain.wanted, temporaries=(5 << 30, 6 << 30)))
+    assert [stage.memory.temporaries for stage in told.stages] == [5 << 30, 6 << 30]
+    assert [stage.memory.source for stage in told.stages] == ["compiled"] * 2
+    assert told.stages[1].slots < plain.stages[1].slots
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel": 7}, "n_heads 40 is no multiple of it"),
+        ({"pipeline_parallel": 41}, "n_layers is 40"),
+        ({"context": 0}, "context is 0; it must be from 1 to the model's 2048"),
+        ({"context": 2049}, "context is 2049"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(wanted("gpt3-13b", "h200"), **changes)
+
+
+def test_an_unknown_device_is_told_with_those_that_are_known() -> None:
+    with pytest.raises(
+        ConfigError, match="'v100'; it must be one of a100-40gb, a100-80gb, l40s, h100, h200, b200, cpu"
+    ):
+        gpu_named("v100")
+    for name, device in GPUS.items():
+        assert device.name == name
+        assert math.isfinite(device.bandwidth) and device.matrix_rates["bfloat16"] > 1e14
+
+
+@pytest.mark.parametrize("value", [0, -0.1, 1.01, float("nan"), True, "0.5"])
+def test_a_memory_fraction_that_cannot_be_is_refused(value: float) -> None:
+    with pytest.raises(
+        ConfigError, match=r"memory_fraction is .*; it must be a number above 0, and at most 1"
+    ):
+        Sizes(memory_fraction=value)
+
+
+def test_a_budget_must_be_above_zero() -> None:
+    with pytest.raises(ConfigError, match="latency_budget is 0 seconds"):
+        recommend(BUDGETED, 0.0)

@@ -1,0 +1,395 @@
+"""Servings whose workers are lost: thousands of seeds, each with faults of its own, on a virtual clock.
+
+A failing seed replays: `Player(random_fault_trace(seed)).play()`.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.scheduling.kv_manager import round_up
+from orca_jax.scheduling.quarantine import Suspicion
+from orca_jax.simulation.faults import (
+    DEADLINES,
+    Fault,
+    FaultKind,
+    FaultSimulation,
+    FaultTrace,
+    PlannedEnd,
+    PlannedRequest,
+    random_fault_trace,
+    random_poison_trace,
+)
+from orca_jax.simulation.workers import HIDDEN_BYTES, Timing
+
+N_SEEDS = 5_000
+
+
+class Player(FaultSimulation):
+    """Plays a trace, and checks in every turn what must hold."""
+
+    epochs_seen = 0
+    losses_seen = 0
+
+    def __init__(self, trace: FaultTrace) -> None:
+        super().__init__(trace)
+        self.in_flight_at_losses: list[frozenset[Request]] = []
+        run_again = self.scheduler.run_again
+
+        def note(why: str = "") -> Suspicion:
+            suspicion = run_again(why)
+            self.in_flight_at_losses.append(suspicion.present)
+            return suspicion
+
+        self.scheduler.run_again = note
+
+    def is_to_blame(self, request: Request) -> bool:
+        """It was in flight at two losses or more, the last time alone."""
+        its = [present for present in self.in_flight_at_losses if request in present]
+        return len(its) > 1 and its[-1] == {request}
+
+    def play(self) -> None:
+        n_tokens = sum(planned.n_output for planned in self.trace.requests)
+        limit = 100 + 50 * (n_tokens + len(self.trace.faults) + len(self.trace.ends))
+        for n_turns, _ in enumerate(self.steps()):
+            self.check_turn()
+            assert n_turns < limit, "no end in sight"
+        self.check_rest()
+
+    def check_turn(self) -> None:
+        live = list(self.pool.in_arrival_order())
+        assert [req.arrival for req in live] == sorted(req.arrival for req in live)
+        # Iteration-level first-come-first-served; iterations that were lost do not count.
+        going_on = [req for req in live if req.n_tokens_issued < req.max_tokens and req.ending is None]
+        # One that runs alone for longer, since it was present at several losses, goes ahead of the others.
+        if all(req.n_losses < 2 for req in live):
+            for counts in ([req.n_iterations for req in going_on], [len(req.output_ids) for req in live]):
+                assert counts == sorted(counts, reverse=True), f"overtaken: {counts}"
+        blocks: list[int] = []
+        admitted = [req for req in live if req.row >= 0] + self.scheduler.leaving
+        for req in live:
+            assert req.n_iterations == len(req.output_ids) + req.n_in_flight
+            assert (req.n_in_flight > 0) == (req.state is RequestState.RUNNING)
+            assert req.state is RequestState.INITIATION or req.row >= 0
+            assert req.finish_reason is None
+        for req in admitted:
+            blocks += self.kv.blocks_of(req.row).tolist()
+        size = self.trace.block_size
+        assert self.scheduler.n_rsrv == sum(round_up(req.max_tokens, size) for req in admitted)
+        assert len(set(blocks)) == len(blocks) == self.scheduler.n_rsrv // size
+        assert len(blocks) + self.kv.n_free_blocks == self.kv.n_blocks, "a block was lost"
+        assert len({req.row for req in admitted}) == len(admitted) == self.kv.n_rows - self.kv.n_free_rows
+        assert self.workers.epoch >= self.epochs_seen
+        self.epochs_seen = self.workers.epoch
+        if self.recovery.losses > self.losses_seen:
+            self.losses_seen = self.recovery.losses
+            assert all(req.ending is None for req in admitted), "asked to end, and runs again"
+        if self.recovery.trouble is not None:
+            assert self.scheduler.n_scheduled == 0
+            assert all(req.state is RequestState.INITIATION for req in live)
+
+    def check_rest(self) -> None:
+        assert (len(self.pool), self.scheduler.n_rsrv) == (0, 0)
+        assert (self.kv.n_free_blocks, self.kv.n_free_rows) == (self.kv.n_blocks, self.kv.n_rows)
+        assert self.workers.epoch <= self.recovery.losses + 1, "each loss begins one epoch"
+        if self.failure is None:
+            assert not self.refused
+            assert self.recovery.n_blamed or self.recovery.losses <= self.trace.restarts
+        elif not self.recovery.n_blamed:
+            assert self.recovery.losses == self.trace.restarts + 1, str(self.failure)
+        # Every wait ends: no token takes longer than an iteration's deadline, no loss than a recovery's.
+        last = max(
+            [planned.time for planned in self.trace.requests]
+            + [fault.time for fault in self.trace.faults]
+            + [0.0]
+        )
+        n_tokens = sum(planned.n_output for planned in self.trace.requests)
+        iterations = (n_tokens + self.recovery.losses * self.trace.n_stages) * DEADLINES.iteration_seconds
+        iterations += self.trace.timing.turn * (n_tokens + 20) * (1 + self.recovery.losses)
+        assert self.clock.now() <= last + iterations + (self.recovery.losses + 1) * DEADLINES.ready_seconds
+        told: dict[str, list[tuple[int | None, FinishReason | None]]] = {}
+        for request, token_id, reason, _ in self.deliveries:
+            told.setdefault(request.request_id, []).append((token_id, reason))
+        refused = {request.request_id for request, _ in self.refused}
+        for request in self.requests:
+            if request.request_id not in refused:
+                self.check_request(request, told[request.request_id])
+
+    def check_request(self, request: Request, told: list[tuple[int | None, FinishReason | None]]) -> None:
+        tokens = [token_id for token_id, _ in told if token_id is not None]
+        right = self.undisturbed(request)
+        assert tokens == request.output_ids == right[: len(tokens)], f"{tokens} instead of {right}"
+        reasons = [reason for _, reason in told]
+        assert reasons == [None] * (len(reasons) - 1) + [request.finish_reason], "ended other than once"
+        match request.finish_reason:
+            case FinishReason.CANCELLED | FinishReason.TIMEOUT:
+                assert request.request_id in self.asked_to_end
+                assert len(tokens) < len(right)
+            case FinishReason.ERROR:
+                assert (request.failure is not None) == self.is_to_blame(request)
+                assert request.failure is not None or self.failure is not None
+                assert len(tokens) < len(right)
+            case reason:
+                assert tokens == right
+                assert not self.is_to_blame(request)
+                full = len(right) == request.max_tokens - len(request.prompt_ids)
+                assert reason is FinishReason.LENGTH or reason is FinishReason.STOP
+                assert reason is FinishReason.STOP or full
+
+
+@pytest.mark.long
+def test_random_faults_keep_every_invariant():
+    reasons: Counter[FinishReason | None] = Counter()
+    losses: Counter[int] = Counter()
+    why: Counter[str] = Counter()
+    for seed in range(N_SEEDS):
+        player = Player(random_fault_trace(seed))
+        try:
+            player.play()
+        except BaseException as error:
+            error.add_note(f"random_fault_trace({seed}) == {player.trace}")
+            raise
+        reasons.update(req.finish_reason for req in player.requests)
+        losses[min(player.recovery.losses, 4)] += 1
+        counters = player.workers.counters
+        why.update(stale=counters.stale, duplicates=counters.duplicates, rubbish=counters.rubbish)
+        why.update(refused=len(player.refused), failed=player.failure is not None)
+        why.update(blamed=player.recovery.n_blamed)
+    # The seeds have seen what they are for.
+    assert min(reasons[reason] for reason in FinishReason) > 50
+    assert min(losses[n] for n in range(5)) > 50
+    assert min(why.values()) > 20
+
+
+@pytest.mark.long
+def test_one_request_s_poison_ends_that_request_alone():
+    """Healthy requests all end right, and the engine goes on."""
+    ends: Counter[tuple[bool, FinishReason | None]] = Counter()
+    n_losses: Counter[int] = Counter()
+    for seed in range(N_SEEDS):
+        player = Player(random_poison_trace(seed))
+        try:
+            player.play()
+            assert player.failure is None and not player.refused
+            for request, planned in zip(player.requests, player.trace.requests, strict=True):
+                ends[planned.poison is not None, request.finish_reason] += 1
+                if planned.poison is None:
+                    assert request.finish_reason is not FinishReason.ERROR, "ended for another's poison"
+                elif request.finish_reason is FinishReason.ERROR:
+                    assert request.failure is not None
+                    assert "no other request beside it, so it is not run again (stage " in request.failure
+        except BaseException as error:
+            error.add_note(f"random_poison_trace({seed}) == {player.trace}")
+            raise
+        n_losses[min(player.recovery.losses, 5)] += 1
+    # The seeds have seen what they are for.
+    assert ends[True, FinishReason.ERROR] > N_SEEDS // 2
+    assert min(n_losses[n] for n in range(5)) > 50
+
+
+# Some traces by hand.
+
+CALM = FaultTrace(
+    n_stages=3,
+    max_bs=2,
+    block_size=2,
+    n_slots=40,
+    max_batch_tokens=12,
+    requests=(
+        PlannedRequest(0.0, 3, 6),
+        PlannedRequest(0.0, 5, 4),
+        PlannedRequest(0.2, 1, 7),
+        PlannedRequest(0.6, 2, 3),
+    ),
+)
+
+
+def played(trace: FaultTrace) -> Player:
+    player = Player(trace)
+    player.play()
+    return player
+
+
+def test_nothing_is_lost_where_nothing_goes_wrong():
+    player = played(CALM)
+    assert player.recovery.losses == 0
+    assert player.workers.epoch == 1
+    assert player.suspects == []
+    counters = player.workers.counters
+    assert (counters.stale, counters.duplicates, counters.rubbish) == (0, 0, 0)
+    n_rows = sum(iteration.n_rows for iteration in player.timeline.iterations)
+    assert counters.message_bytes <= 4096 * counters.messages + 1024 * n_rows
+
+
+def test_each_stage_says_what_it_ran_and_what_it_sent():
+    player = played(CALM)
+    iterations = player.timeline.iterations
+    n, n_tokens = len(iterations), HIDDEN_BYTES * sum(iteration.n_rows for iteration in iterations)
+    stages = player.workers.stages
+    assert [(stage.received, stage.done, stage.link_bytes) for stage in stages] == [
+        (n, n, n_tokens),
+        (n, n, n_tokens),
+        (n, 0, 0),
+    ]
+    for number, stage in enumerate(stages):
+        assert [(times.epoch, times.iteration, times.stage) for times in stage.times] == [
+            (1, i, number) for i in range(n)
+        ]
+    # One clock here, so that a stage can be seen to take a message before the one before it is done.
+    for behind, before in zip(stages[1].times, stages[0].times, strict=True):
+        assert before.received < behind.received < before.done < behind.done
+
+
+def test_messages_that_are_held_back_give_the_same_tokens():
+    player = played(replace(CALM, forward_ahead=False))
+    assert player.recovery.losses == 0
+    for behind, before in zip(*[stage.times for stage in player.workers.stages[1::-1]], strict=True):
+        assert behind.received > before.done
+
+
+def test_programs_may_take_longer_than_a_worker_s_patience():
+    timing = Timing(programs=DEADLINES.worker_seconds + 1)
+    player = played(replace(CALM, timing=timing, faults=(Fault(6.0, "crash", 1, 0.5, 0),)))
+    assert player.recovery.losses == 1
+    assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_a_worker_that_is_stopped_is_suspected_and_started_anew():
+    fault = Fault(0.55, "stop", 1, float("inf"))
+    player = played(replace(CALM, faults=(fault,), supervised=True))
+    assert (set(player.suspects), player.recovery.losses, player.failure) == ({1}, 1, None)
+    alone = played(replace(CALM, faults=(fault,), restarts=3))
+    assert alone.failure is not None and set(alone.suspects) == {1}
+
+
+def test_a_stopped_worker_is_found_even_where_another_was_taken_to_be_lost():
+    """As where the first has said that it is done, and its hidden states never came."""
+    faults = (Fault(0.5, "crash", 1, 0.2), Fault(0.5, "stop", 0, float("inf")))
+    player = played(replace(CALM, faults=faults, supervised=True))
+    assert (player.recovery.losses, player.failure) == (1, None)
+    assert set(player.suspects) == {0, 1}
+    assert player.recovery.last_recovery_seconds is not None
+    assert player.recovery.last_recovery_seconds < DEADLINES.worker_seconds + 2 < DEADLINES.ready_seconds
+
+
+def test_a_worker_that_says_that_it_failed_is_no_suspect():
+    player = played(replace(CALM, faults=(Fault(0.55, "fail", 1),)))
+    assert (player.suspects, player.recovery.losses) == ([], 1)
+
+
+def test_the_same_trace_plays_the_same_way():
+    for seed in range(40):
+        one, two = (played(random_fault_trace(seed)) for _ in range(2))
+        assert one.clock.now() == two.clock.now()
+        assert [d[1:] for d in one.deliveries] == [d[1:] for d in two.deliveries]
+        assert one.timeline.iterations == two.timeline.iterations
+
+
+@pytest.mark.parametrize("kind", ["crash", "stop", "wedge", "fail", "lie", "drop", "delay", "rubbish"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_fault_at_any_moment_loses_nothing(kind: FaultKind, stage: int):
+    n_losses = 0
+    for tenth in range(0, 25, 2):
+        for which in (0, 1):
+            fault = Fault(tenth / 10 + 0.03, kind, stage, 3.0, which)
+            player = played(replace(CALM, faults=(fault,)))
+            assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
+            n_losses += player.recovery.losses
+    assert n_losses >= 5
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("n_stages", [1, 2])
+def test_a_frame_of_an_old_epoch_may_come_at_any_later_moment(n_stages: int, which: int):
+    """A message to the first stage, or tokens from the last, come once more when iterations count anew."""
+    n_late = 0
+    requests = tuple(PlannedRequest(0.0, 2 + i, 9) for i in range(2 * n_stages))
+    for twentieth in range(1, 40):
+        faults = (
+            Fault(0.25, "double", which * (n_stages - 1), 0.2 + twentieth / 20, which),
+            Fault(0.45, "lie", 0, 0.0, 3),
+        )
+        player = played(
+            replace(CALM, n_stages=n_stages, n_slots=80, requests=requests, faults=faults, restarts=1)
+        )
+        assert player.recovery.losses == 1
+        n_late += player.workers.counters.stale + player.stages[0].controller.counters.stale
+    assert n_late > 10
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_loss_that_is_noticed_at_once_is_recovered_from_at_once(stage: int):
+    """The time to recover is that of the restart, the caches and the second look at who is ready."""
+    timing = Timing(restart=1.0, caches=0.05)
+    player = Player(replace(CALM, faults=(Fault(0.55, "crash", stage, 1.0, 0),), timing=timing))
+    down, up = [], []
+    for _ in player.steps():
+        player.check_turn()
+        if player.recovery.trouble is not None:
+            assert player.recovery.trouble == f"stage {stage + 1}: its line broke: the connection was closed"
+            down.append(player.clock.now())
+        elif down:
+            up.append(player.clock.now())
+    player.check_rest()
+    assert up[0] - down[0] <= timing.restart + DEADLINES.retry_seconds + timing.caches + 4 * timing.line
+
+
+def test_a_stopped_worker_is_found_by_its_deadline_and_named():
+    player = Player(replace(CALM, faults=(Fault(0.55, "stop", 1, 30.0),)))
+    for _ in player.steps():
+        if player.recovery.trouble is not None:
+            break
+    assert player.recovery.trouble is not None
+    assert player.recovery.trouble.startswith("stage 2: did not finish iteration ")
+    assert player.clock.now() <= 0.55 + DEADLINES.iteration_seconds + 1.0
+
+
+def test_a_device_that_hangs_ends_its_process_and_is_named():
+    player = Player(replace(CALM, faults=(Fault(0.55, "wedge", 1),)))
+    troubles = list[str]()
+    for _ in player.steps():
+        if player.recovery.trouble is not None and player.recovery.trouble not in troubles:
+            troubles.append(player.recovery.trouble)
+    player.check_rest()
+    assert troubles[0].startswith("stage 2: did not finish iteration ")
+    assert player.recovery.losses == 1, "the other stages wait for it, and are not lost"
+
+
+def test_neighbours_that_hang_with_it_end_as_well_and_come_back():
+    timing = Timing(pulls_hang=True)
+    player = played(replace(CALM, faults=(Fault(0.55, "wedge", 0),), timing=timing))
+    assert player.recovery.losses == 1
+    assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_a_worker_that_never_comes_back_is_named_and_everything_ends():
+    fault = Fault(0.55, "crash", 1, float("inf"))
+    player = played(replace(CALM, faults=(fault,), restarts=3))
+    assert player.failure is not None
+    assert str(player.failure) == (
+        "workers were lost 4 times within 600 seconds, and 3 restarts are allowed; "
+        "the last: stage 2: was not ready within 12 seconds"
+    )
+    assert player.clock.now() <= 0.55 + DEADLINES.iteration_seconds + 3 * DEADLINES.ready_seconds + 1
+
+
+@pytest.mark.parametrize("known", [(0, 50, 0), (7, 7, 7), (1 << 62, 1, 99)])
+def test_workers_that_have_known_a_later_epoch_serve_a_master_whose_clock_is_behind(known: tuple[int, ...]):
+    player = Player(replace(CALM, faults=(Fault(0.55, "crash", 1, 0.5, 0),)))
+    for stage, epoch in zip(player.stages, known, strict=True):
+        stage.controller.epoch = epoch
+    for _ in player.steps():
+        player.check_turn()
+    assert (player.recovery.losses, player.failure) == (1, None)
+    assert player.workers.epoch == max(known) + 2
+    assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_requests_may_end_while_the_engine_is_down():
+    fault = Fault(0.55, "crash", 1, 6.0, 0)
+    ends = (PlannedEnd(1.5, 0, FinishReason.CANCELLED), PlannedEnd(2.5, 1, FinishReason.TIMEOUT))
+    player = played(replace(CALM, faults=(fault,), ends=ends))
+    ended = {record.request_id: record.finished for record in player.timeline.requests}
+    assert (ended["0"], ended["1"]) == (1.5, 2.5), "at once"

@@ -1,0 +1,58 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from orca_jax.errors import EngineError
+from orca_jax.workers.mask_inbox import WordsBox
+
+SOON = 30.0
+
+
+def words(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def box(patience: float = SOON) -> WordsBox:
+    made = WordsBox()
+    made.begin(1, patience)
+    return made
+
+
+def test_words_may_come_before_they_are_waited_for_in_any_order() -> None:
+    one = box()
+    one.put(1, 1, words(7))
+    one.put(1, 0, words(5, 6))
+    assert one.take(1, 0).tolist() == [5, 6]
+    assert one.take(1, 1).tolist() == [7]
+
+
+def test_a_wait_ends_when_they_come() -> None:
+    one = box()
+    threading.Timer(0.05, lambda: one.put(1, 3, words(9))).start()
+    assert one.take(1, 3).tolist() == [9]
+
+
+def test_words_are_taken_once_and_not_waited_for_for_ever() -> None:
+    one = box(patience=0.02)
+    one.put(1, 0, words(5))
+    one.take(1, 0)
+    with pytest.raises(EngineError, match=r"iteration 0 did not come within 0.02 seconds"):
+        one.take(1, 0)
+
+
+def test_a_new_epoch_ends_every_wait_and_forgets_what_came() -> None:
+    one = box()
+    one.put(1, 5, words(5))
+    started = time.monotonic()
+    threading.Timer(0.05, lambda: one.begin(2, 0.02)).start()
+    with pytest.raises(EngineError, match="epoch 1 was given up"):
+        one.take(1, 4)
+    assert time.monotonic() - started < SOON / 2
+    one.put(1, 6, words(6))  # late
+    for iteration in (5, 6):
+        with pytest.raises(EngineError, match="did not come"):
+            one.take(2, iteration)
+    one.put(2, 5, words(8))
+    assert one.take(2, 5).tolist() == [8]

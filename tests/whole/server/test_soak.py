@@ -1,0 +1,11 @@
+"""A minute of the soak: the server under everything that clients do, and what is left after."""
+
+from bench.server.soak import soak
+
+
+def test_a_minute_of_everything_leaves_nothing_behind() -> None:
+    report = soak(minutes=1.0, seed=1)
+    assert not report.failures, "\n".join(report.failures)
+    kinds = {outcome.partition(":")[0] for outcome in report.outcomes}
+    assert len(kinds) >= 6 and report.n_accepted > 100, f"too little was tried: {report.outcomes}"
+    assert sum(report.ended.values()) == report.n_accepted

@@ -1,0 +1,276 @@
+"""Mistakes with workers: each is told in a line that names what differs, and nobody else is disturbed."""
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from bench.server.repeated_streams import KnownStream, RepeatedStreams, asked
+from bench.server.server_process import ServerProcess
+from bench.server.worker_faults import figures, known_streams
+from orca_jax import LLM
+from orca_jax.config import Deadlines
+from orca_jax.control import handshake as control_join
+from orca_jax.errors import ConfigError, WorkerRefused, WorkerUnreachable
+from tests.whole.workers.worker_harness import (
+    MAX_PROMPT,
+    N_OUTPUT,
+    N_POSITIONS,
+    SIZES,
+    SOON,
+    OrcaWorker,
+    free_port,
+    serve_mistake,
+    until,
+    write_model,
+)
+
+SECRET = "a secret that is long enough"
+AT_ONCE = 15.0  # seconds for what no wait makes better; a wait for it would take twice as long
+LONG = Deadlines(ready_seconds=2 * AT_ONCE)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("four"))
+
+
+class Serving:
+    """A server with workers that others have started, and streams that never end, as long as it is there."""
+
+    def __init__(self, model: Path, workers: list[str], secret: Path) -> None:
+        self.workers = workers
+        self.flags = (
+            str(model),
+            "--workers",
+            ",".join(workers),
+            "--control-secret-file",
+            str(secret),
+            *SIZES,
+        )
+        self._known: list[KnownStream] = known_streams(model, n=6, n_output=N_OUTPUT, longest=MAX_PROMPT)
+        self.begin()
+
+    def begin(self) -> None:
+        self.server = ServerProcess(self.flags)
+        try:
+            self.server.wait_until_ready(SOON)
+        except BaseException:
+            self.server.kill()
+            raise
+        self._enough = threading.Event()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._stream()), daemon=True)
+        self._thread.start()
+        assert self._begun.wait(SOON)
+
+    async def _stream(self) -> None:
+        async with RepeatedStreams(self.server.http_address, self._known) as self._streams:
+            self._begun.set()
+            while not self._enough.is_set():
+                await asyncio.sleep(0.05)
+
+    def is_undisturbed(self) -> None:
+        """Tokens still come, the right ones, and no worker was ever lost."""
+        n_ended = len(self._streams.ended)
+        until(lambda: len(self._streams.ended) >= n_ended + 2 * len(self._known), "streams")
+        assert self._streams.wrong == []
+        found = asyncio.run(figures(self.server.http_address))
+        assert found["orca_worker_losses_total"] == 0
+        assert asyncio.run(asked(self.server.http_address, "/ready"))[0] == 200
+
+    def kill(self) -> None:
+        self.server.signal(signal.SIGKILL)
+        self._end()
+
+    def stop(self) -> None:
+        self._enough.set()
+        self._thread.join(SOON)
+        self.server.signal(signal.SIGTERM)
+        self._end()
+
+    def _end(self) -> None:
+        self._enough.set()
+        try:
+            self.server.wait(SOON)
+            self._thread.join(SOON)
+            assert not self._thread.is_alive()
+        finally:
+            self.server.kill()
+
+
+@pytest.fixture(scope="module")
+def serving(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    secret = tmp_path_factory.mktemp("secret") / "secret"
+    secret.write_text(SECRET)
+    with ExitStack() as stack:
+        options = ("--of", "2", "--dtype", "float32", "--control-secret-file", str(secret))
+        workers = [
+            stack.enter_context(OrcaWorker(model, ("--stage", stage, *options))) for stage in ("1", "2")
+        ]
+        serving = Serving(model, [worker.listens().address for worker in workers], secret)
+        yield serving
+        serving.stop()
+        for worker in workers:
+            assert "Traceback" not in worker.stderr() and SECRET not in worker.stderr()
+
+
+def refusal(model: Path, workers: list[str], **other: Any) -> str:
+    """Why an engine cannot have these workers, which it hears at once."""
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_batch_tokens": N_POSITIONS,
+        "control_secret": SECRET,
+        "deadlines": LONG,
+    }
+    begun = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        LLM(model, workers=workers, **(options | other))
+    assert time.monotonic() - begun < AT_ONCE
+    expected = WorkerUnreachable if "was not reached" in str(caught.value) else WorkerRefused
+    assert caught.type is expected
+    return str(caught.value)
+
+
+def test_another_model_is_named(serving: Serving, model: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", n_embd=32)
+    said = refusal(other, serving.workers)
+    assert said.startswith(f"the worker of stage 1 at {serving.workers[0]} refused: model: this worker has ")
+    assert str(model) in said and str(other) in said
+    serving.is_undisturbed()
+
+
+def test_a_model_of_the_same_name_and_another_shape_is_seen(serving: Serving, model: Path) -> None:
+    config = model / "config.json"
+    before = config.read_text()
+    try:
+        config.write_text(json.dumps(json.loads(before) | {"layer_norm_epsilon": 1e-3}))
+        assert "refused: digest: this worker has " in refusal(model, serving.workers)
+    finally:
+        config.write_text(before)
+    serving.is_undisturbed()
+
+
+def test_another_dtype_is_named(serving: Serving, model: Path) -> None:
+    said = refusal(model, serving.workers, dtype="bfloat16")
+    assert "dtype: this worker has 'float32', and the caller 'bfloat16'; start both with the same" in said
+    serving.is_undisturbed()
+
+
+def test_another_number_of_stages_is_named(serving: Serving, model: Path) -> None:
+    said = refusal(model, [*serving.workers, f"127.0.0.1:{free_port()}"])
+    assert "n_stages: this worker has 2, and the caller 3" in said
+    with OrcaWorker(model, ("--stage", "1", "--of", "3", "--dtype", "float32")) as worker:
+        said = refusal(model, [worker.listens().address, serving.workers[1]], control_secret="")
+        assert "n_stages: this worker has 3, and the caller 2" in said
+    serving.is_undisturbed()
+
+
+def test_addresses_in_another_order_are_refused(serving: Serving, model: Path) -> None:
+    assert "refused: stage: this worker has " in refusal(model, serving.workers[::-1])
+    serving.is_undisturbed()
+
+
+def test_another_version_of_the_protocol_is_named(
+    serving: Serving, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = control_join.PROTOCOL_VERSION
+    monkeypatch.setattr(control_join, "PROTOCOL_VERSION", version + 1)
+    said = refusal(model, serving.workers)
+    assert f"protocol_version: this worker has {version}, and the caller {version + 1}" in said
+    serving.is_undisturbed()
+
+
+def test_a_port_that_nobody_listens_on_is_named(serving: Serving, model: Path) -> None:
+    nobody = f"127.0.0.1:{free_port()}"
+    said = refusal(model, [nobody, f"127.0.0.1:{free_port()}"], deadlines=Deadlines(ready_seconds=1))
+    assert said.startswith(f"the worker of stage 1 at {nobody} was not reached within ")
+    assert said.endswith("; is one started there?")
+    serving.is_undisturbed()
+
+
+@pytest.mark.parametrize("secret", ["", "another secret, long enough"])
+def test_a_wrong_secret_and_a_missing_one_are_refused(serving: Serving, model: Path, secret: str) -> None:
+    said = refusal(model, serving.workers, control_secret=secret)
+    assert "refused: the control plane's secret is wrong; give the server and all workers the same" in said
+    assert SECRET not in said and (not secret or secret not in said)
+    serving.is_undisturbed()
+
+
+def test_rubbish_at_the_control_port_changes_nothing(serving: Serving) -> None:
+    for address in serving.workers:
+        host, _, port = address.rpartition(":")
+        connections = [socket.create_connection((host, int(port)), SOON) for _ in range(20)]
+        for i, connection in enumerate(connections):
+            connection.sendall(bytes((i * 37 + j * 101) % 256 for j in range(1000 * (i + 1))))
+        with pytest.raises((httpx2.HTTPError, OSError)):
+            httpx2.post(f"http://{address}/orca.v1.Worker/Frames", content=b"{}", timeout=SOON)
+        serving.is_undisturbed()  # while those connections are open
+        for connection in connections:
+            connection.close()
+    serving.is_undisturbed()
+
+
+def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) -> None:
+    ready = ("--ready-timeout", "3")
+    line = serve_mistake((*serving.flags, *ready), seconds=60)
+    assert f"the worker of stage 1 at {serving.workers[0]} refused: an engine master has joined this " in line
+    assert line.endswith("end that one first")
+    serving.is_undisturbed()
+    serving.kill()
+    serving.begin()  # with the same workers, which still run
+    serving.is_undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--stage", "3", "--of", "2"), "stage is 3; it must be a whole number from 1 to 2"),
+        (("--listen", "0.0.0.0:0"), "data_host is '0.0.0.0'; it must be one address"),
+        (("--listen", "0.0.0.0:0", "--data-host", "127.0.0.1"), "reached by others, and there is no secret"),
+        (
+            ("--listen", "here", "--data-host", "127.0.0.1"),
+            "a worker's address is 'here'; it must be host:port",
+        ),
+        (
+            ("--tensor-parallel", "2"),
+            "tensor_parallel 2 needs as many devices in the worker's process; JAX has 1",
+        ),
+        (("--control-secret-file", "no/such/file"), "no/such/file"),
+    ],
+)
+def test_a_worker_s_mistake_is_told_in_a_line(model: Path, flags: tuple[str, ...], message: str) -> None:
+    stage = () if "--stage" in flags else ("--stage", "1", "--of", "2")
+    with OrcaWorker(model, (*stage, *flags)) as worker:
+        assert message in worker.mistake()
+
+
+def test_a_worker_without_a_model_says_so(tmp_path: Path) -> None:
+    with OrcaWorker(tmp_path / "nowhere", ("--stage", "1", "--of", "2")) as worker:
+        assert "there is no directory" in worker.mistake()
+
+
+def test_a_taken_port_is_told(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with OrcaWorker(model, ("--stage", "1", "--of", "2", "--listen", address)) as worker:
+            said = worker.mistake()
+    assert f"a worker cannot listen on {address}: " in said
+    assert said.endswith("; choose another address or port")
+
+
+def test_a_mistake_that_its_workers_find_ends_the_server_soon(model: Path, tmp_path: Path) -> None:
+    broken = write_model(tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    line = serve_mistake((str(broken), "--worker-processes", "--pipeline-parallel", "2", *SIZES), seconds=60)
+    assert str(weights) in line and line.startswith("orca: error: stage ")
