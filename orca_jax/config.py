@@ -6,8 +6,6 @@ from typing import Literal, get_args
 
 from orca_jax.errors import ConfigError
 
-Activation = Literal["gelu_tanh", "gelu", "relu"]
-NormPlacement = Literal["pre", "post"]
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
 # How activations cross from a worker's process to the next: independent processes, or one job.
@@ -20,25 +18,14 @@ Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "in
 OnCompile = Literal["warn", "error"]
 COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # where compiled programs are kept unless another folder is said
 
-# Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.
-_LIMITS = {
-    "vocab_size": 1 << 22,
-    "n_positions": 1 << 21,
-    "hidden_size": 1 << 17,
-    "embedding_size": 1 << 17,
-    "ffn_size": 1 << 20,
-    "n_layers": 1024,
-    "n_heads": 1024,
-    "vocab_multiple": 1 << 16,
-}
-
 
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0")
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
+def check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Raises ConfigError unless `value` is a whole number from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
 
@@ -51,65 +38,6 @@ def check_memory_fraction(value: float | None) -> None:
         return
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"memory_fraction is {value!r}; it must be a number above 0, and at most 1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """The shape of a GPT: all that the mathematics needs to know, and nothing of where it came from.
-
-    Sizes are counts of elements; `n_positions` is the longest sequence in tokens, input and output
-    together. `position_offset` is added to a position before the table is read (OPT: 2).
-    `embedding_size` differs from `hidden_size` only where a projection stands between them
-    (OPT-350m). `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
-    padded ids are never sampled.
-    """
-
-    vocab_size: int
-    n_positions: int
-    hidden_size: int
-    n_layers: int
-    n_heads: int
-    ffn_size: int
-    activation: Activation = "gelu_tanh"
-    norm: NormPlacement = "pre"
-    final_norm: bool = True
-    layer_norm_eps: float = 1e-5
-    use_bias: bool = True
-    tie_embeddings: bool = True
-    position_offset: int = 0
-    embedding_size: int = 0  # 0: the hidden size
-    vocab_multiple: int = 1
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.embedding_size == 0:
-            object.__setattr__(self, "embedding_size", self.hidden_size)
-        for name, high in _LIMITS.items():
-            _whole(name, getattr(self, name), 1, high)
-        _whole("position_offset", self.position_offset, 0, 1024)
-        if self.hidden_size % self.n_heads:
-            raise ConfigError(f"hidden_size {self.hidden_size} is not a multiple of n_heads {self.n_heads}")
-        for name, value, allowed in (
-            ("activation", self.activation, get_args(Activation)),
-            ("norm", self.norm, get_args(NormPlacement)),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-        if not 0.0 < self.layer_norm_eps < 1.0:
-            raise ConfigError(f"layer_norm_eps is {self.layer_norm_eps!r}; it must be between 0 and 1")
-        for token_id in (*self.eos_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])):
-            _whole("a special token id", token_id, 0, self.vocab_size - 1)
-
-    @property
-    def head_size(self) -> int:
-        """D: elements of one head."""
-        return self.hidden_size // self.n_heads
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding table."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +68,12 @@ class ServingConfig:
     command_buffer_collectives: bool = False
 
     def __post_init__(self) -> None:
-        _whole("max_batch_size", self.max_batch_size, 1, 4096)
-        _whole("block_size", self.block_size, 1, 1024)
-        _whole("n_slots", self.n_slots, self.block_size, 1 << 31)
-        _whole("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
-        _whole("max_queue", self.max_queue, 1, 1 << 30)
-        _whole("max_queue_bytes", self.max_queue_bytes, 1 << 20, 1 << 50)
+        check_whole("max_batch_size", self.max_batch_size, 1, 4096)
+        check_whole("block_size", self.block_size, 1, 1024)
+        check_whole("n_slots", self.n_slots, self.block_size, 1 << 31)
+        check_whole("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
+        check_whole("max_queue", self.max_queue, 1, 1 << 30)
+        check_whole("max_queue_bytes", self.max_queue_bytes, 1 << 20, 1 << 50)
         share = self.max_queue_share
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"max_queue_share is {share!r}; it must be a number above 0, and at most 1")
@@ -177,7 +105,7 @@ class RestartBound:
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        _whole("restarts", self.restarts, 0, 1 << 20)
+        check_whole("restarts", self.restarts, 0, 1 << 20)
         _positive("seconds", self.seconds)
 
 
@@ -243,8 +171,8 @@ class WorkerOptions:
     end_with_stdin: bool = False
 
     def __post_init__(self) -> None:
-        _whole("the number of stages", self.n_stages, 1, 256)
-        _whole("stage", self.stage + 1, 1, self.n_stages)
+        check_whole("the number of stages", self.n_stages, 1, 256)
+        check_whole("stage", self.stage + 1, 1, self.n_stages)
         check_memory_fraction(self.memory_fraction)
         if self.link not in get_args(WorkerLink):
             raise ConfigError(f"link is {self.link!r}; it must be one of {', '.join(get_args(WorkerLink))}")

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from orca_jax.aot.compiled_stage import BLOCK_SIZE, compile_stage
 from orca_jax.aot.described_gpu import described_devices
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.sharding.partition import StagePart, split_model
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.compiled.partitions import PARTITIONS, distinct_stages
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.aot.memory_plan import compiled_memory
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import Plan, Wanted, make_plan

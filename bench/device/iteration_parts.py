@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.aot.measured_device import seconds
-from orca_jax.config import ModelConfig
 from orca_jax.execution.attention_backend import AttentionPath
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Matmul, activate

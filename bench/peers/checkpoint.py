@@ -8,8 +8,8 @@ import numpy as np
 
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import stacked_shape
-from orca_jax.config import ModelConfig
 from orca_jax.families.hf_config import hf_config_of
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.tensor_names import PREFIXES, source
 from orca_jax.model.gpt import parameter_shapes
 

@@ -37,7 +37,8 @@ from bench.server.reused_id_calls import (
     engine_token,
     on_service,
 )
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock

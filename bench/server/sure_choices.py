@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model import reference
 from orca_jax.model.sampler import sample
 from orca_jax.request.sampling_params import SamplingParams

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from bench.simulate.cluster import KERNEL_GAP, KERNELS_FIRST, KERNELS_LAST, KERNELS_PER_LAYER, Cluster
-from orca_jax.config import Dtype, ModelConfig
+from orca_jax.config import Dtype
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import (
     Device,
     IterationSums,

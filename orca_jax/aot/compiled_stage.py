@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import jax.stages
 from jax.typing import DTypeLike
 
-from orca_jax.config import ModelConfig
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage import SCORED, Stage
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.gpt import parameter_shapes
 from orca_jax.model.kv_cache import LayerCache, cache_shape

@@ -19,7 +19,8 @@ import jax.stages
 from orca_jax.aot.compiled_stage import compile_stage, described_array
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.aot.measured_device import measure_device
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.sampler import sample
 from orca_jax.planning.known_devices import CPU
 from orca_jax.planning.stage_memory import result_bytes

@@ -18,9 +18,10 @@ from orca_jax.checkpoint.locate import find_directory
 from orca_jax.checkpoint.orca_json import ORCA_JSON
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts, stacked_shape
-from orca_jax.config import Dtype, ModelConfig
+from orca_jax.config import Dtype
 from orca_jax.errors import ConfigError
 from orca_jax.families.hf_config import ModelType, hf_config_of, read_hf_config
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import shown
 from orca_jax.families.tensor_names import PREFIXES, source
 from orca_jax.model.gpt import parameter_shapes

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from orca_jax.checkpoint.directory import load_directory, model_config
 from orca_jax.checkpoint.locate import find_directory
-from orca_jax.config import LoadFormat, ModelConfig
+from orca_jax.config import LoadFormat
 from orca_jax.errors import ConfigError, NotACheckpoint
 from orca_jax.execution.capacity import check_weights
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.model.gpt import Parameters
 from orca_jax.request.tokenizer import Tokenizer

@@ -22,8 +22,8 @@ import tensorstore as ts
 
 from orca_jax.checkpoint.orca_json import ORCA_JSON, Description, StoredName, read_description
 from orca_jax.checkpoint.shard_reader import Box, Parts, stacked_shape
-from orca_jax.config import ModelConfig
 from orca_jax.errors import CheckpointError, CorruptFile, TensorMismatch
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.model.gpt import parameter_shapes
 

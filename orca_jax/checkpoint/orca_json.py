@@ -1,6 +1,6 @@
 """orca.json: what an Orbax directory has to say for its weights to be served.
 
-    {"model": {"vocab_size": 256, ...},             the fields of orca_jax.config.ModelConfig
+    {"model": {"vocab_size": 256, ...},             the fields of orca_jax.families.model_config.ModelConfig
      "checkpoint": "40/default",                    where below this directory the arrays lie; "." unless said
      "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
      "ignore": ["opt_state.*"]}                     arrays that are no weights
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from orca_jax.config import ModelConfig
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.hf_config import check_tokenizer, read_config
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.model.gpt import parameter_shapes
 

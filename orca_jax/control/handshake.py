@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from ipaddress import ip_address
 from typing import Any, NamedTuple, cast, get_args
 
-from orca_jax.config import Attention, ModelConfig
+from orca_jax.config import Attention
 from orca_jax.control.frame import HEADER_BYTES, MAX_PAYLOAD, PROTOCOL_VERSION
 from orca_jax.control.worker_pb2 import Frame
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 
 METHOD = "/orca.v1.Worker/Frames"
 MASTER, PREVIOUS = "master", "previous"  # who calls: the engine master, or the worker of the stage before

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.scheduling.kv_manager import KVManager
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from orca_jax.config import Deadlines, ModelConfig, RestartBound, WorkerOptions
+from orca_jax.config import Deadlines, RestartBound, WorkerOptions
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.engine.remote_pipeline import WorkersBehind, remote_pipeline
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.sizes import Sizes
 from orca_jax.planning.stage_layers import check_split
 from orca_jax.workers.environment import says_memory, visible_gpus, worker_environment

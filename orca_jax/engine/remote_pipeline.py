@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orca_jax.config import Deadlines, Dtype, ModelConfig
+from orca_jax.config import Deadlines, Dtype
 from orca_jax.control.batch_sizes import batch_sizes
 from orca_jax.control.frame import MAX_PAYLOAD
 from orca_jax.control.handshake import JoinTerms, model_digest
@@ -14,6 +14,7 @@ from orca_jax.engine.grpc_channel import ControlChannel
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import ConfigError, EngineError, OrcaError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
 from orca_jax.planning.sizes import Sizes, control_wire, kv_manager, serving_config
 from orca_jax.planning.stage_layers import check_split, said_of_split, stage_layers

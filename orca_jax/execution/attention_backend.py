@@ -12,11 +12,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import Attention, ModelConfig
+from orca_jax.config import Attention
 from orca_jax.cudnn import paged_attention as cudnn
 from orca_jax.cudnn import split_attention as by_cudnn
 from orca_jax.cudnn.tiles import TilePlan, tile_words
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model import attention as pure_jax
 from orca_jax.model.gpt import Attend

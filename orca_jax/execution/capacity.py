@@ -4,9 +4,10 @@ import os
 
 import numpy as np
 
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import MODEST_KV_BYTES
 from orca_jax.planning.stage_memory import StageRoom, stage_weight_bytes
 from orca_jax.planning.stage_memory import slot_bytes as stage_slot_bytes

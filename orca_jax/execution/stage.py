@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from orca_jax.config import ModelConfig
 from orca_jax.execution.attention_backend import AttentionPath
 from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.programs import Program
 from orca_jax.execution.ptxas_version import ask_ptxas_once
 from orca_jax.execution.sampling import packed_logprobs
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import Attention, ModelConfig, OnCompile, ServingConfig
+from orca_jax.config import Attention, OnCompile, ServingConfig
 from orca_jax.control.batch_sizes import BatchSizes, batch_sizes
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.message_wire import ControlWire
@@ -24,6 +24,7 @@ from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.programs import compile_all
 from orca_jax.execution.sampling import DeviceTokens
 from orca_jax.execution.worker import Worker
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.model.gpt import Parameters

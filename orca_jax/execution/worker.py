@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
 from orca_jax.control.batch_sizes import BatchSizes
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.stage import SCORED, Last, Stage
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.model.gpt import Parameters

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from orca_jax.config import Activation, ModelConfig
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint, UnsupportedModel
+from orca_jax.families.model_config import Activation, ModelConfig
 from orca_jax.families.strict_json import read_object, shown
 
 ModelType = Literal["gpt2", "opt"]

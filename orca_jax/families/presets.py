@@ -3,7 +3,7 @@
 A preset says nothing of weights: `--load-format dummy` draws them at random.
 """
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 
 _GPT2_END_OF_TEXT = 50256
 

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
 from orca_jax.control.batch_sizes import batch_sizes
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.local_workers import LocalWorkers, all_programs
 from orca_jax.execution.programs import OnProgram, compile_all
 from orca_jax.execution.worker import Worker
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import Parameters
 from orca_jax.planning.sizes import Sizes, control_wire, kv_manager, n_rows, serving_config
 from orca_jax.scheduling.kv_manager import KVManager

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import LayerNorm, Linear, Matmul, activate, matmul
 from orca_jax.model.shard import ALONE, Shard

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 
 
 class LayerCache(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from orca_jax.config import Activation
+from orca_jax.families.model_config import Activation
 from orca_jax.model.shard import Shard
 
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]  # x [T, in], weight [out, in]: [T, out] in x's dtype

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 
 Parameters = Mapping[str, jax.Array]
 

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, cast
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
 
 _MODULE = "orca_jax.aot.memory_plan"

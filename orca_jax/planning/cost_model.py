@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 
 OperationKind = Literal["embed", "linear", "attention", "head", "sampler"]
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
 
-from orca_jax.config import Dtype, ModelConfig, ServingConfig
+from orca_jax.config import Dtype, ServingConfig
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import IterationShape, Operation, hop_bytes, operations, shared_bytes
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
 from orca_jax.planning.sizes import Sizes, n_rows, serving_config

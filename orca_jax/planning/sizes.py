@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orca_jax.config import ModelConfig, ServingConfig, check_memory_fraction
+from orca_jax.config import ServingConfig, check_memory_fraction
 from orca_jax.control.message_wire import ControlWire
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 

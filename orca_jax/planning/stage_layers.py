@@ -2,8 +2,8 @@
 
 import math
 
-from orca_jax.config import ModelConfig
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[range]:

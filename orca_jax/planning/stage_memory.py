@@ -10,7 +10,8 @@ T is the tokens of the largest bucket, R the rows of a batch, n the devices of t
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
+from orca_jax.families.model_config import ModelConfig
 
 Source = Literal["arithmetic", "compiled"]
 

@@ -1,7 +1,8 @@
 """Which requests an engine of given sizes can take at all."""
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, PromptTooLong, RequestTooLarge, TokenOutOfRange
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 
 

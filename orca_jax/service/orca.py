@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from orca_jax.config import ModelConfig, RestartBound, ServingConfig
+from orca_jax.config import RestartBound, ServingConfig
 from orca_jax.errors import EngineError, InvalidSamplingParameter, OutputFailed, ServiceClosed
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from orca_jax.config import ModelConfig
 from orca_jax.errors import NotSupported
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import Constraint, ConstraintRules
 from orca_jax.grammar.grammar import GrammarCompiler
 from orca_jax.request.bad_words import BadWords

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import jax
 
-from orca_jax.config import ModelConfig
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import stage_parameters
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.sharding.device_group import Device, DeviceGroup

@@ -8,7 +8,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import Parameters, init_parameter, parameter_shapes
 from orca_jax.sharding.partition import StagePart
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from orca_jax.config import ModelConfig
 from orca_jax.errors import EngineError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs

@@ -11,8 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import orca_jax
-from orca_jax.config import Dtype, ModelConfig
+from orca_jax.config import Dtype
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named

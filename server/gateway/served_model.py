@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidPrompt, PromptTooLong
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.orca import Orca
 from server.gateway.chat_template import ChatTemplate

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model import reference
 from orca_jax.request.request import Request
 from tests.device.model.golden import MARGIN

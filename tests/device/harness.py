@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import jax
 
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
 from orca_jax.control.batch_sizes import serving_buckets
 from orca_jax.execution.worker import Worker
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import Parameters
 from orca_jax.request.request import FinishReason, Request

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
 from orca_jax.scheduling.kv_manager import KVManager

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from orca_jax.aot.described_gpu import described_devices
-from orca_jax.config import ModelConfig
 from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import LayerCache
 

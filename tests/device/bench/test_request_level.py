@@ -10,8 +10,9 @@ import pytest
 
 from bench.paper.fed_tokens import FedWorkers
 from bench.paper.request_level import RequestLevelScheduler, RowWork
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import Request

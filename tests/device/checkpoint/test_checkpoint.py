@@ -14,9 +14,9 @@ from orca_jax.checkpoint import locate as checkpoint_module
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.directory import Checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.config import ModelConfig
 from orca_jax.errors import ConfigError, NotACheckpoint, TensorMismatch
 from orca_jax.families.hf_config import read_config
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model import reference
 from orca_jax.model.gpt import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import (

@@ -14,8 +14,8 @@ import pytest
 
 from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.config import ModelConfig
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, TensorMismatch
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import init_parameters, parameter_shapes
 
 MODEL: dict[str, Any] = {

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.worker import Worker
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import ConstraintRules
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.bad_words import BadWords

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import ConstraintRules
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters

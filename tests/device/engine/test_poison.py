@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidSamplingParameter, OutputFailed
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tests.device.compiled_once  # noqa: F401
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import init_parameters
 from tests.device.harness import greedy_request, harness, single_worker
 

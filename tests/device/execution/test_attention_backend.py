@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from orca_jax.config import Attention, ModelConfig
+from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
 from orca_jax.execution import attention_backend as attention_path
 from orca_jax.execution.attention_backend import GPU_PATHS, Cudnn, Kernel, Native, PureJax, choose_attention
+from orca_jax.families.model_config import ModelConfig
 from tests.device.execution.interpreted_engine import LENGTHS
 from tests.device.native.native_form import needs_native
 from tests.places import ROOT

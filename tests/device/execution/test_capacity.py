@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution import capacity
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.worker import Worker
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters, parameter_shapes, stage_parameters

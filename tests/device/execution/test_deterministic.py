@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams

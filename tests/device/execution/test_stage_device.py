@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import Deadlines, ModelConfig, ServingConfig
+from orca_jax.config import Deadlines, ServingConfig
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.start_order import StartOrder
 from orca_jax.engine.channel import Arrival
@@ -20,6 +20,7 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import WorkerLost
 from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.buckets import bucket_for, bucket_sizes
 from orca_jax.model import reference
 from orca_jax.model.gpt import Parameters, init_parameters

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import init_parameters, parameter_shapes
 from orca_jax.planning.stage_layers import said_of_split, stage_layers
 from orca_jax.request.request import Request

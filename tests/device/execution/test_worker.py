@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import Attention, ModelConfig, ServingConfig
+from orca_jax.config import Attention, ServingConfig
 from orca_jax.control.batch_sizes import batch_sizes
 from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.worker import Worker
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.iteration.flat_batch import FlatBatch, flat_batch
 from orca_jax.iteration.message import BIAS, CONSTRAINED, ControlMessage, neutral_sampling

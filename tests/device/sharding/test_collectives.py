@@ -11,8 +11,8 @@ import pytest
 
 from bench.compiled.collectives import Collective, collectives, counts
 from orca_jax.aot.compiled_stage import compile_stage
-from orca_jax.config import ModelConfig
 from orca_jax.execution.sampling import TokenChooser
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import Sampler, SamplerArrays
 from orca_jax.sharding.partition import StagePart, split_model

@@ -18,7 +18,7 @@ from bench.simulate.replicas import shares
 from bench.simulate.serving import DoesNotFit, System, play, serve
 from bench.simulate.workload import Tails, Workload, paper_workload
 from bench.trace import paper_trace
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.planning.known_devices import GPUS, KnownDevice

@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from orca_jax.config import ModelConfig
 from orca_jax.control import handshake as control_join
 from orca_jax.control import line as control_line
 from orca_jax.control import port as control_port
@@ -36,6 +35,7 @@ from orca_jax.engine import grpc_channel as control_channel
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.grpc_channel import ControlChannel
 from orca_jax.errors import ConfigError, EngineError, WorkerRefused, WorkerUnreachable
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.sampled import LOGPROBS
 from tests.places import ROOT
 

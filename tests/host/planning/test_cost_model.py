@@ -1,6 +1,6 @@
 import pytest
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import (
     Device,
     IterationShape,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopSearch, StopStrings
 from orca_jax.service.prepared_params import RuleMaker

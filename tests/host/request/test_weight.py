@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.weight import weight_in_bytes
 from orca_jax.service.prepared_params import RuleMaker

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import (
     EmptyPrompt,
     InvalidRequest,
@@ -17,6 +17,7 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 
-from orca_jax.config import ModelConfig, ServingConfig
+from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, QueueFull, RequestTooLarge
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, operations
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ from bench.peers.played import Played
 from bench.peers.rounds import OURS, Rounds, play_in_turn, raw, summary, table, warnings
 from bench.trace import TracedRequest, homogeneous_trace
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.config import ModelConfig
+from orca_jax.families.model_config import ModelConfig
 
 ECHO = """
 import time

@@ -17,7 +17,6 @@ from orca_jax.checkpoint import load
 from orca_jax.checkpoint import locate as checkpoint
 from orca_jax.checkpoint.huggingface import find_tensors
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.config import ModelConfig
 from orca_jax.errors import (
     ConfigError,
     CorruptFile,
@@ -34,6 +33,7 @@ from orca_jax.errors import (
     TokenOutOfRange,
 )
 from orca_jax.execution import capacity
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.reference import forward
 from orca_jax.planning.sizes import Sizes, serving_config
 from orca_jax.service.generation import GenerationResult
