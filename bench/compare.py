@@ -206,9 +206,8 @@ def start_all(
     for name, python in pythons:
         progress.update(task, description=f"starting {name}")
         module, more = (OWN[flags.ours], {}) if name == OURS else PEERS[name]
-        process = EngineProcess(
-            name, python, module, variables(name, python, cores), play_seconds=flags.deadline
-        )
+        around = variables(name, python, cores)
+        process = EngineProcess(name, python, module, around, play_seconds=flags.deadline)
         running.enter_context(process).start(about | more | {"arguments": arguments.get(name, {})})
         engines.append(process)
         progress.advance(task)

@@ -112,9 +112,9 @@ def test_a_flag_that_makes_no_sense_is_refused(
 
 def test_variables_and_flags_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    assert variables("vllm", 2)["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert variables("vllm", 2)["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
-    assert variables("transformers", 2) == {}
+    assert variables("vllm", sys.executable, 2)["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert variables("vllm", sys.executable, 2)["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert variables("transformers", sys.executable, 2) == {}
     assert as_flags({"max_batch_size": 8, "overlap": False, "deterministic": True}) == [
         *("--max-batch-size", "8", "--no-overlap", "--deterministic")
     ]

@@ -1,0 +1,36 @@
+"""The libraries that vLLM's documentation advises to preload on a CPU: tcmalloc, and Intel's OpenMP.
+
+Without them it is some 10 % slower on two cores. tcmalloc is a system package (libtcmalloc-minimal4); OpenMP
+comes with pip's intel-openmp, which puts it into the environment's own lib folder.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_SYSTEM = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/lib",
+)
+_WANTED = {"tcmalloc": "libtcmalloc_minimal.so.4", "OpenMP": "libiomp5.so"}
+
+
+def preloaded(python: str, system: Sequence[str] = _SYSTEM) -> tuple[str, tuple[str, ...]]:
+    """LD_PRELOAD for an engine that runs under `python`, and the names of the libraries that are missing.
+
+    The libraries of its environment come before the system's. What LD_PRELOAD is already set to stays, last.
+    """
+    folders = [Path(os.path.abspath(python)).parents[1] / "lib", *map(Path, system)]
+    paths: list[str] = []
+    missing: list[str] = []
+    for name, file in _WANTED.items():
+        path = next((str(folder / file) for folder in folders if (folder / file).is_file()), None)
+        if path is None:
+            missing.append(f"{name} ({file})")
+        else:
+            paths.append(path)
+    before = os.environ.get("LD_PRELOAD")
+    return ":".join([*paths, *([before] if before else [])]), tuple(missing)
