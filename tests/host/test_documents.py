@@ -1,0 +1,66 @@
+"""What documents repeat from the code is true: folders and their purpose, files, commands, links."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.places import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)")
+_MODULE = re.compile(r"python -m ((?:bench|scripts|orca_jax|server)[\w.]*)")
+_PATH = re.compile(r"`((?:orca_jax|server|bench|tests|scripts|docs|deploy|examples)/[\w./-]+)`")
+
+
+def purpose(folder: Path) -> str:
+    """The first sentence of a package's docstring."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    assert text, folder
+    return text.splitlines()[0].rstrip(".")
+
+
+def folder_rows() -> Iterator[str]:
+    """The lines that docs/structure.md has for the folders of the package."""
+    package = ROOT / "orca_jax"
+    for init in sorted(package.rglob("__init__.py")):
+        if init.parent != package:
+            name = init.parent.relative_to(package).as_posix()
+            yield f"| `{name}/` | {purpose(init.parent)} |"
+
+
+def test_every_folder_is_in_the_structure_with_its_own_words() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    missing = [row for row in folder_rows() if row not in text.splitlines()]
+    assert not missing, "\n".join(missing)
+    named = re.findall(r"^\| `([\w/]+)/` \|", text, re.MULTILINE)
+    gone = [name for name in named if not (ROOT / "orca_jax" / name).is_dir()]
+    assert not gone
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_links_and_commands_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    missing: list[str] = []
+    for target, anchor in _LINK.findall(text):
+        if target.startswith(("http://", "https://")):
+            continue
+        path = document.parent / target
+        if not path.exists():
+            missing.append(target)
+        elif anchor and anchor not in anchors(path):
+            missing.append(f"{target}#{anchor}")
+    missing += [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
+    for module in {*_MODULE.findall(text)} - {"bench.NAME"}:
+        path = ROOT / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+            missing.append(f"python -m {module}")
+    assert not missing, f"{document.name}: {missing}"
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a Markdown file as GitHub links to them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
