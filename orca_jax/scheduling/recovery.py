@@ -1,13 +1,12 @@
 """After the loss of a worker: requests run again, the engine is brought up again, and both within bounds."""
 
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError, WorkerLost
-from orca_jax.request.request import Request
+from orca_jax.scheduling.loss_window import LossWindow
 from orca_jax.scheduling.scheduler import Scheduler
 
 
@@ -25,13 +24,6 @@ class RecoverableEngine(Protocol):
         The next call goes on then. Raises WorkerLost; the next call begins anew.
         """
         ...
-
-
-class _Loss(NamedTuple):
-    """When a worker was lost, and the requests that were in flight."""
-
-    time: float
-    present: frozenset[Request]
 
 
 class Recovery:
@@ -66,7 +58,7 @@ class Recovery:
         self._engine = engine if isinstance(engine, RecoverableEngine) else None
         self._bound = bound
         self._clock = clock
-        self._recent: deque[_Loss] = deque()  # within the bound's seconds
+        self._recent = LossWindow(bound)
         self._lost: WorkerLost | None = None
         # Seconds of all times it was down and came up, and since when it is down now. One tuple, so that
         # another thread never sees one without the other.
@@ -141,14 +133,12 @@ class Recovery:
         seconds, since = self._down
         self._down = (seconds, now if since is None else since)
         present, guilty = self._scheduler.run_again(str(lost))
-        while self._recent and self._recent[0].time <= now - self._bound.seconds:
-            self._recent.popleft()
         if guilty is not None:
             self.n_blamed += 1
-            self._recent = deque(loss for loss in self._recent if guilty not in loss.present)
-        self._recent.append(_Loss(now, present))
+            self._recent.forgive(guilty)
+        allowed = self._recent.add(now, present)
         self._lost = lost
-        if len(self._recent) > self._bound.restarts:
+        if not allowed:
             message = (
                 f"workers were lost {len(self._recent)} times within {self._bound.seconds:g} seconds, and "
             )

@@ -3,13 +3,13 @@
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError
+from orca_jax.scheduling.loss_window import LossWindow
 from orca_jax.workers.supervised_process import DEATH_SECONDS, LOOK_SECONDS, SupervisedProcess, WorkerCommand
 
 _LONGEST_DELAY = 10.0  # before a restart
@@ -60,7 +60,7 @@ class Supervisor:
         self._delay = delay_seconds
         self._patience = patience_seconds
         self._grace = grace_seconds
-        self._restarts: deque[float] = deque()  # when they were, within the bound's seconds
+        self._losses = LossWindow(bound)  # of processes that had not joined
         self._failure: EngineError | None = None
         self._changed = threading.Condition()  # for the stages and `_closing`; never held while one waits
         self._closing = False
@@ -209,16 +209,12 @@ class Supervisor:
 
     def _start_later(self, stage: _Stage, end: str, words: Sequence[str], *, counts: bool = True) -> None:
         now = self._clock()
-        while self._restarts and self._restarts[0] <= now - self._bound.seconds:
-            self._restarts.popleft()
-        if counts:
-            if len(self._restarts) >= self._bound.restarts:
-                self._tell(end)
-                message = f"{end}; workers were started again {len(self._restarts)} times within "
-                message += f"{self._bound.seconds:g} seconds, and {self._bound.restarts} are allowed"
-                self._fail(message + _last(words), words)
-                return
-            self._restarts.append(now)
+        if counts and not self._losses.add(now):
+            self._tell(end)
+            message = f"{end}; workers were started again {len(self._losses) - 1} times within "
+            message += f"{self._bound.seconds:g} seconds, and {self._bound.restarts} are allowed"
+            self._fail(message + _last(words), words)
+            return
         stage.start_at = now + stage.delay
         stage.delay = min(2 * stage.delay, max(_LONGEST_DELAY, self._delay))
         self._tell(f"{end}; starting it again")
