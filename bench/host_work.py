@@ -30,7 +30,8 @@ from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.request_pool import RequestPool
-from orca_jax.scheduling.scheduler import Scheduler, select
+from orca_jax.scheduling.scheduler import Scheduler
+from orca_jax.scheduling.select import select
 from orca_jax.scheduling.timeline import Timeline
 
 AIM_US = 500.0  # at 256 rows

@@ -46,9 +46,10 @@ from orca_jax.launch.local_engine import build_engine
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.engine_protocol import Engine, Returned
 from orca_jax.scheduling.kv_manager import round_up
 from orca_jax.scheduling.request_pool import RequestPool
-from orca_jax.scheduling.scheduler import Engine, Returned, Scheduler
+from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters

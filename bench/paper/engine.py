@@ -31,8 +31,8 @@ from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError
 from orca_jax.families.presets import PRESETS
 from orca_jax.request.request import Request, RequestState
+from orca_jax.scheduling.engine_protocol import never
 from orca_jax.scheduling.kv_manager import round_up
-from orca_jax.scheduling.scheduler import never
 
 SYSTEMS = ("orca", "ft")
 DEADLINE = 600.0  # seconds for one batch

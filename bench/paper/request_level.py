@@ -16,9 +16,10 @@ from enum import StrEnum
 from itertools import islice
 
 from orca_jax.request.request import Request, RequestState
+from orca_jax.scheduling.engine_protocol import Engine, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.scheduler import Engine, input_length, never
+from orca_jax.scheduling.select import input_length
 from orca_jax.scheduling.timeline import Timeline
 
 

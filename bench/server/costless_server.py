@@ -22,8 +22,8 @@ from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.buckets import bucket_sizes
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.scheduler import Returned
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 from server.commands.endpoints import Endpoints

@@ -25,8 +25,8 @@ from orca_jax.iteration.message import (
 )
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import Sampled, token_logprobs
+from orca_jax.scheduling.engine_protocol import Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.scheduler import Returned, never
 
 _POLL_SECONDS = 100e-6  # far below an iteration, far above what a poll costs
 

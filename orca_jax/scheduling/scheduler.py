@@ -1,136 +1,24 @@
-"""Algorithm 1 of ORCA (4.2): which requests run in the next iteration, and when the next one is issued.
+"""Algorithm 1 of ORCA (4.2), lines 1 to 15: issue the next iteration, and take the tokens of the oldest.
 
-`select` is lines 17 to 28, `Scheduler.step` one turn of the loop of lines 3 to 15; the paper's line numbers
-stand beside the code. The property they keep is iteration-level first-come-first-served: of two requests
-in the pool the one that came earlier has run the same number of iterations or more.
+`Scheduler.step` is one turn of the paper's loop, and select.py is its function Select; the paper's line
+numbers stand beside the code. Together they keep iteration-level first-come-first-served: of two requests in
+the pool the one that came earlier has run the same number of iterations or more.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Collection, Sequence
 
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.scheduling.engine_protocol import Engine, never
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
-from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
+from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.select import input_length, may_run_ahead, running_ahead, select
 from orca_jax.scheduling.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
-NOTHING: Mapping[int, Any] = MappingProxyType({})
-
-
-def never() -> bool:
-    """What interrupts a wait beside which nothing can be issued."""
-    return False
-
-
-class Returned(NamedTuple):
-    """A batch whose iteration is done, and what it computed for each request, `[len(batch)]`.
-
-    Log-probabilities by place in the batch, where a request asked for them.
-    """
-
-    batch: Sequence[Request]
-    token_ids: Sequence[int] | npt.NDArray[np.int32]
-    logprobs: Mapping[int, TokenLogprobs] = NOTHING
-    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = NOTHING
-
-
-class Engine(Protocol):
-    """Runs iterations, in flight up to one more than `n_workers`, and returns them in the order of issue.
-
-    Both methods raise EngineError; nothing is in flight any more then.
-    """
-
-    @property
-    def n_workers(self) -> int:
-        """Inter-layer partitions: how many batches keep all of them busy."""
-        ...
-
-    @property
-    def keeps_tokens(self) -> bool:
-        """Whether a request may be issued again before its token has come back: the device has it."""
-        ...
-
-    def issue(self, batch: Sequence[Request]) -> None:
-        """Start one iteration of the model for `batch`, without waiting for a device.
-
-        A request's state is still what it was, and its row and blocks are reserved. One that is RUNNING
-        continues the token that the device has.
-        """
-        ...
-
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """Wait for the oldest issued batch; None if `interrupted` turned true before it was done.
-
-        Where that is `never`, no look at it is needed.
-        """
-        ...
-
-
-def input_length(req: Request) -> int:
-    """Tokens that go into the request's next iteration: all that are known, or the last one."""
-    return req.n_tokens if req.state is INITIATION else 1
-
-
-def may_run_ahead(req: Request) -> bool:
-    """Whether a RUNNING request may be issued once more: its token on the way is not the last it may have."""
-    return req.n_in_flight == 1 and req.ending is None and req.n_tokens_issued < req.max_tokens
-
-
-def running_ahead(batch: Iterable[Request]) -> frozenset[Request]:
-    """Of the batch in flight that returns next those that may be issued once more.
-
-    Of no other batch: before their tokens are there the workers have the batches between to run.
-    """
-    return frozenset([req for req in batch if may_run_ahead(req)])
-
-
-def select(
-    pool: Iterable[Request],
-    n_rsrv: int,
-    *,
-    max_bs: int,
-    n_slots: int,
-    max_batch_tokens: int | None = None,
-    block_size: int = 1,
-    ahead: Collection[Request] = (),
-) -> tuple[list[Request], int]:
-    """The batch of the next iteration, and the slots that are reserved with it (Algorithm 1, lines 17 to 28).
-
-    Changes nothing. With the defaults it is the paper's to the letter. Those of `ahead` may run although they
-    are RUNNING. `max_batch_tokens` bounds the tokens of the batch, and with `block_size` a reservation is of
-    whole blocks, so that it can be allocated; `n_rsrv` is then a multiple of the block, and `n_slots` counts
-    as if it were rounded down to one.
-    """
-    batch: list[Request] = []  # line 18
-    if not isinstance(pool, InArrivalOrder):  # in order already; sorting it would read all that wait
-        pool = sorted(pool, key=lambda req: req.arrival)  # line 20
-    ready = (req for req in pool if req.state is not RUNNING or req in ahead)  # line 19
-    n_tokens = 0
-    token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
-    for req in ready:  # line 21
-        if len(batch) == max_bs:  # line 22
-            break
-        new_n_tokens = n_tokens + input_length(req)
-        if new_n_tokens > token_limit:  # a break, as in line 25, so that no later request overtakes
-            break
-        # One that has a row already runs again after a fault, and holds its reservation.
-        if req.state is INITIATION and req.row < 0:  # line 23
-            new_n_rsrv = n_rsrv + round_up(req.max_tokens, block_size)  # line 24
-            if new_n_rsrv > n_slots:  # line 25
-                break
-            n_rsrv = new_n_rsrv  # line 26
-        n_tokens = new_n_tokens
-        batch.append(req)  # line 27
-    return batch, n_rsrv  # line 28
 
 
 class Scheduler:

@@ -21,10 +21,11 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.request.weight import weight_in_bytes
 from orca_jax.scheduling.admission import admissible, longest_request
+from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.scheduler import Engine, Scheduler
+from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.service.generation import LOOK_SECONDS, Generation, Mailbox
 from orca_jax.service.prepared_params import OutputRules, RuleMaker

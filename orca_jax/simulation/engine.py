@@ -11,7 +11,8 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.scheduling.scheduler import Returned, input_length
+from orca_jax.scheduling.engine_protocol import Returned
+from orca_jax.scheduling.select import input_length
 
 
 class VirtualClock:

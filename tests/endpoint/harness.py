@@ -22,7 +22,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.scheduler import Engine
+from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.service.orca import Orca
 from server.commands.endpoints import Endpoints
 from server.gateway.chat_template import ChatTemplate

@@ -11,8 +11,8 @@ from orca_jax.config import ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from orca_jax.scheduling.engine_protocol import Engine, Returned
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.scheduler import Engine, Returned
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, returned
 

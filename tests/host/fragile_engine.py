@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from orca_jax.errors import WorkerLost
 from orca_jax.request.request import Request
-from orca_jax.scheduling.scheduler import Returned
+from orca_jax.scheduling.engine_protocol import Returned
 from tests.host.engines import GatedEngine, counting
 
 LOST = WorkerLost(1, "its process died")

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.scheduler import Returned, Scheduler
+from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState

@@ -23,7 +23,7 @@ from orca_jax.model.gpt import init_parameters
 from orca_jax.request.bad_words import BadWords
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.scheduler import never
+from orca_jax.scheduling.engine_protocol import never
 from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
 

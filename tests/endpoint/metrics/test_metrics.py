@@ -18,8 +18,8 @@ from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.scheduler import Engine
 from orca_jax.service.orca import Orca
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel

@@ -12,8 +12,8 @@ from orca_jax.iteration.message import ADJUSTED, CONSTRAINED
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.engine_protocol import never
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.scheduler import never
 from orca_jax.simulation.tokens import SimulatedConstraint
 
 CONFIG = ServingConfig(max_batch_size=6, n_slots=256, max_batch_tokens=128, block_size=4)

@@ -10,8 +10,9 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.scheduling.request_pool import InArrivalOrder
-from orca_jax.scheduling.scheduler import Returned, input_length, select
+from orca_jax.scheduling.select import input_length, select
 from orca_jax.simulation.simulation import Simulation
 from tests.host.house import STOP_TOKEN, House, make_request, names
 

@@ -22,7 +22,7 @@ from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.scheduler import select
+from orca_jax.scheduling.select import select
 
 CANCELLED, TIMEOUT = FinishReason.CANCELLED, FinishReason.TIMEOUT
 

@@ -21,10 +21,12 @@ from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling import kv_manager, scheduler, timeline
+from orca_jax.scheduling import kv_manager, scheduler, select, timeline
+from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
-from orca_jax.scheduling.scheduler import Returned, Scheduler, input_length
+from orca_jax.scheduling.scheduler import Scheduler
+from orca_jax.scheduling.select import input_length
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
 from orca_jax.simulation.simulation import Simulation
@@ -412,7 +414,7 @@ class AtLine:
         self.left = n
         self.action = action
         self.is_locked = is_locked
-        self.files = {scheduler.__file__, kv_manager.__file__, timeline.__file__}
+        self.files = {scheduler.__file__, select.__file__, kv_manager.__file__, timeline.__file__}
         self.code: CodeType = InArrivalOrder.__iter__.__code__
 
     def __enter__(self) -> "AtLine":

@@ -13,7 +13,7 @@ from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, 
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
-from orca_jax.scheduling.scheduler import Returned
+from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, cost_model_duration
 from orca_jax.simulation.simulation import Simulation
 
