@@ -15,7 +15,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints
 PIP_BUILD := --build-constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test host-test check format wheel clean
+.PHONY: help demo serve test test-long host-test check format wheel clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,12 +27,18 @@ demo: $(VENV)/.package ## install, then stream text from the model in the packag
 serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gRPC on 8001
 	$(BIN)/orca serve
 
-test: $(VENV)/.dev ## run every test: host, endpoint, device, whole
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder tests/whole tests/endpoint tests/device tests/host
+# Two processes, a file of tests at a time, the slowest folder first.
+PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-host-test: $(HOST_VENV)/.host ## run the host floor's tests where no JAX is installed, but the long ones
+test: $(VENV)/.dev ## run the tests: all that guards behaviour, in under ten minutes on two cores
+	$(BIN)/python $(PYTEST) -m "not long" tests/whole tests/endpoint tests/device tests/host
+
+test-long: $(VENV)/.dev ## run the long tests: soaks, thousands of seeds, killed processes, whole figures
+	$(BIN)/python $(PYTEST) -m long tests/whole tests/endpoint tests/device tests/host
+
+host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'
-	$(HOST_BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder -m "not long" tests/host
+	$(HOST_BIN)/python $(PYTEST) -m "not long" tests/host
 
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -70,7 +76,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.pip
 	@touch $(VENV)/.package $@
 
 $(HOST_VENV)/.host: pyproject.toml $(HOST_VENV)/.pip
-	@echo "Installing the host floor, without JAX, into $(HOST_VENV)"
+	@echo "Installing what needs no JAX into $(HOST_VENV)"
 	$(HOST_BIN)/python $(PIP_INSTALL) --group host
 	$(HOST_BIN)/python $(PIP_INSTALL) $(PIP_BUILD) --no-deps -e .
 	@touch $@
