@@ -21,10 +21,11 @@ from rich.progress import track
 from rich.table import Table
 
 from orca_jax.config import ServingConfig
-from orca_jax.control.batch_sizes import BatchSizes
 from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.iteration.batch_sizes import BatchSizes, batch_sizes
 from orca_jax.iteration.buckets import bucket_sizes
 from orca_jax.iteration.message import ControlMessage, MakeWords
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.request import Request
 from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams
@@ -38,6 +39,7 @@ AIM_US = 500.0  # at 256 rows
 CASES = ((256, 0), (256, 1_000), (256, 100_000), (32, 0), (64, 0), (128, 0), (512, 0))  # rows, waiting
 N_INPUT = 64
 BLOCK_SIZE = 16
+VOCAB_SIZE = 50257
 MODEL_LENGTH = 2048  # tokens: the width of the block table
 WARM_UP = 20
 
@@ -116,16 +118,19 @@ class Serving:
             on_arrival=self.timeline.arrived,
             on_deliveries=lambda deliveries: None,
         )
-        self.sizes = BatchSizes(
-            buckets=self.bucket_sizes,
-            max_rows=n_rows,
-            max_blocks=MODEL_LENGTH // BLOCK_SIZE,
-            block_size=BLOCK_SIZE,
-            n_slots=self.config.n_blocks * BLOCK_SIZE,
-            n_rows=self.kv.n_rows,
+        self.sizes = batch_sizes(
+            EngineShape(
+                block_size=BLOCK_SIZE,
+                max_blocks=MODEL_LENGTH // BLOCK_SIZE,
+                max_rows=n_rows,
+                max_tokens=self.config.max_batch_tokens,
+                n_rows=self.kv.n_rows,
+                n_blocks=self.config.n_blocks,
+                vocab_size=VOCAB_SIZE,
+            )
         )
         self.workers = InstantWorkers(self.sizes)
-        self.engine = EngineMaster(self.workers, self.kv, vocab_size=50257)
+        self.engine = EngineMaster(self.workers, self.kv, vocab_size=VOCAB_SIZE)
         self.scheduler = Scheduler(
             self.pool, self.engine, self.kv, config=self.config, timeline=self.timeline
         )

@@ -8,7 +8,6 @@ beside it, and its biases.
 """
 
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from orca_jax.errors import BadFrame
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ADJUSTED, BIAS, CONSTRAINED, SAMPLING, ControlMessage
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import LOGPROBS
 from orca_jax.request.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS, REPETITION_RANGE
 
@@ -39,145 +39,127 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ControlWire:
-    """Control messages to bytes and back, for an engine of these sizes; master and workers have the same.
+def most_bytes(shape: EngineShape) -> int:
+    """More than any iteration's message, words of allowed tokens, or tokens with what is told of them."""
+    message = _HEADER.size + shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
+    message += 4 * (shape.max_tokens + shape.n_blocks)
+    words = 4 * shape.max_rows * n_words(shape.vocab_size)
+    tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
+    return max(message, words, tokens)
 
-    `max_rows` and `max_tokens` bound a batch, `n_rows`, `n_blocks` and `vocab_size` are how many rows, blocks
-    and token ids there are, and workers must know whether the engine is `deterministic`, and how it pads:
-    `coarse_buckets`. A block table has `max_blocks` columns, and those that are not in use come back as 0.
-    What `decode` makes takes the memory of the bytes that came and `max_blocks` numbers a row.
+
+def _block_dtype(shape: EngineShape) -> str:
+    return "<u2" if shape.n_blocks <= 1 << 16 else "<i4"
+
+
+def encode_message(message: ControlMessage, shape: EngineShape) -> bytes:
+    """The message's bytes."""
+    integers = (
+        message.row,
+        message.token_index,
+        message.input_length,
+        message.kv_length,
+        message.n_prompt,
+    )
+    place = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
+    n, n_tokens, n_biases = len(message.row), len(message.token_ids), len(message.bias)
+    parts = [_HEADER.pack(n, n_tokens, n_biases, 0, message.iteration)]
+    parts.append(message.sampling.tobytes())
+    parts += [column.astype("<i4", copy=False).tobytes() for column in integers]
+    parts.append(message.token_ids.astype("<i4", copy=False).tobytes())
+    parts.append(message.bias.tobytes())
+    parts.append(message.block_table[_in_use(message.kv_length, shape)].astype(_block_dtype(shape)).tobytes())
+    parts.append(place.tobytes())
+    return b"".join(parts)
+
+
+def decode_message(payload: bytes, shape: EngineShape) -> ControlMessage:
+    """The message that these bytes are.
+
+    Raises BadFrame for what this engine's master would not send, so that a worker can rely on the rest.
     """
+    if len(payload) < _HEADER.size:
+        raise BadFrame(f"{len(payload)} bytes came; a control message has {_HEADER.size} at least")
+    n, n_tokens, n_biases, zero, iteration = _HEADER.unpack_from(payload)
+    fixed = _HEADER.size + n * ROW_BYTES + 4 * n_tokens + BIAS.itemsize * n_biases
+    in_bounds = 1 <= n <= shape.max_rows and n <= n_tokens <= shape.max_tokens and not zero
+    if not in_bounds or fixed > len(payload):
+        message = f"a control message of {n} rows, {n_tokens} tokens, {n_biases} biases and "
+        message += f"{len(payload)} bytes came; up to "
+        raise BadFrame(message + f"{shape.max_rows} rows and {shape.max_tokens} tokens are allowed")
+    start = _HEADER.size
+    sampling = np.frombuffer(payload, SAMPLING, n, start)
+    start += sampling.nbytes
+    integers = np.frombuffer(payload, "<i4", len(_INTEGERS) * n, start).reshape(-1, n)
+    start += integers.nbytes
+    token_ids = np.frombuffer(payload, "<i4", n_tokens, start)
+    start += token_ids.nbytes
+    bias = np.frombuffer(payload, BIAS, n_biases, start)
+    start += bias.nbytes
+    _check(integers, token_ids, shape)
+    _check_sampling(sampling, bias, shape.vocab_size)
+    row, token_index, input_length, kv_length, n_prompt = integers
+    in_use = _in_use(kv_length, shape)
+    n_in_use = np.count_nonzero(in_use)
+    width = int(_block_dtype(shape)[-1])
+    if len(payload) != fixed + width * n_in_use:
+        message = f"the control message has {len(payload)} bytes; its {n_in_use} blocks in use make "
+        raise BadFrame(message + f"{fixed + width * n_in_use}")
+    blocks = np.frombuffer(payload, _block_dtype(shape), n_in_use, start)
+    _within("block", blocks, 0, shape.n_blocks - 1)
+    block_table = np.zeros((n, shape.max_blocks), np.int32)
+    block_table[in_use] = blocks
+    place = np.frombuffer(payload, np.uint8, n, len(payload) - n)
+    initiation, on_device = (place & _INITIATION) > 0, (place & _ON_DEVICE) > 0
+    if (place > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
+        raise BadFrame("a row's flags are not known, or its input tokens cannot be on the device")
+    if (n_prompt > np.where(initiation, input_length, 0)).any():
+        raise BadFrame("a row's prompt is longer than its initiation")
+    return ControlMessage(
+        iteration=iteration,
+        row=row,
+        initiation=initiation,
+        token_index=token_index,
+        input_length=input_length,
+        kv_length=kv_length,
+        n_prompt=n_prompt,
+        token_ids=token_ids,
+        token_on_device=on_device,
+        block_table=block_table,
+        sampling=sampling,
+        bias=bias,
+    )
 
-    block_size: int
-    max_blocks: int
-    max_rows: int
-    max_tokens: int
-    n_rows: int
-    n_blocks: int
-    vocab_size: int
-    deterministic: bool = False
-    coarse_buckets: bool = False
 
-    @property
-    def most_bytes(self) -> int:
-        """More than any iteration's message, words of allowed tokens, or tokens with what is told of them."""
-        message = _HEADER.size + self.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
-        message += 4 * (self.max_tokens + self.n_blocks)
-        words = 4 * self.max_rows * n_words(self.vocab_size)
-        tokens = 4 * self.max_rows + LOGPROBS.itemsize * (self.max_rows + self.max_tokens)
-        return max(message, words, tokens)
+def _in_use(kv_length: npt.NDArray[Any], shape: EngineShape) -> npt.NDArray[np.bool_]:
+    """`[R, max_blocks]`: where the block table has a block that holds a token."""
+    return np.arange(shape.max_blocks) * shape.block_size < kv_length[:, np.newaxis]
 
-    @property
-    def _block_dtype(self) -> str:
-        return "<u2" if self.n_blocks <= 1 << 16 else "<i4"
 
-    def encode(self, message: ControlMessage) -> bytes:
-        """The message's bytes."""
-        integers = (
-            message.row,
-            message.token_index,
-            message.input_length,
-            message.kv_length,
-            message.n_prompt,
-        )
-        place = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
-        n, n_tokens, n_biases = len(message.row), len(message.token_ids), len(message.bias)
-        parts = [_HEADER.pack(n, n_tokens, n_biases, 0, message.iteration)]
-        parts.append(message.sampling.tobytes())
-        parts += [column.astype("<i4", copy=False).tobytes() for column in integers]
-        parts.append(message.token_ids.astype("<i4", copy=False).tobytes())
-        parts.append(message.bias.tobytes())
-        parts.append(message.block_table[self._in_use(message.kv_length)].astype(self._block_dtype).tobytes())
-        parts.append(place.tobytes())
-        return b"".join(parts)
+def _check(integers: npt.NDArray[Any], token_ids: npt.NDArray[Any], shape: EngineShape) -> None:
+    longest = shape.longest
+    low = np.array((0, 0, 1, 1, 0))[:, np.newaxis]
+    high = np.array((shape.n_rows - 1, longest, longest, longest, longest))[:, np.newaxis]
+    wrong = (integers < low) | (integers > high)
+    if wrong.any():
+        column, at = (int(i) for i in np.argwhere(wrong)[0])
+        _within(_INTEGERS[column], integers[column, at : at + 1], int(low[column, 0]), int(high[column, 0]))
+    _within("token id", token_ids, 0, shape.vocab_size - 1)
+    input_length, kv_length = integers[2], integers[3]
+    if (input_length > kv_length).any() or int(input_length.sum(dtype=np.int64)) != len(token_ids):
+        raise BadFrame("the rows' input lengths do not fit their tokens")
 
-    def decode(self, payload: bytes) -> ControlMessage:
-        """The message that these bytes are.
 
-        Raises BadFrame for what this engine's master would not send, so that a worker can rely on the rest.
-        """
-        if len(payload) < _HEADER.size:
-            raise BadFrame(f"{len(payload)} bytes came; a control message has {_HEADER.size} at least")
-        n, n_tokens, n_biases, zero, iteration = _HEADER.unpack_from(payload)
-        fixed = _HEADER.size + n * ROW_BYTES + 4 * n_tokens + BIAS.itemsize * n_biases
-        in_bounds = 1 <= n <= self.max_rows and n <= n_tokens <= self.max_tokens and not zero
-        if not in_bounds or fixed > len(payload):
-            message = f"a control message of {n} rows, {n_tokens} tokens, {n_biases} biases and "
-            message += f"{len(payload)} bytes came; up to "
-            raise BadFrame(message + f"{self.max_rows} rows and {self.max_tokens} tokens are allowed")
-        start = _HEADER.size
-        sampling = np.frombuffer(payload, SAMPLING, n, start)
-        start += sampling.nbytes
-        integers = np.frombuffer(payload, "<i4", len(_INTEGERS) * n, start).reshape(-1, n)
-        start += integers.nbytes
-        token_ids = np.frombuffer(payload, "<i4", n_tokens, start)
-        start += token_ids.nbytes
-        bias = np.frombuffer(payload, BIAS, n_biases, start)
-        start += bias.nbytes
-        self._check(integers, token_ids)
-        self._check_sampling(sampling, bias)
-        row, token_index, input_length, kv_length, n_prompt = integers
-        in_use = self._in_use(kv_length)
-        n_in_use = np.count_nonzero(in_use)
-        width = int(self._block_dtype[-1])
-        if len(payload) != fixed + width * n_in_use:
-            message = f"the control message has {len(payload)} bytes; its {n_in_use} blocks in use make "
-            raise BadFrame(message + f"{fixed + width * n_in_use}")
-        blocks = np.frombuffer(payload, self._block_dtype, n_in_use, start)
-        _within("block", blocks, 0, self.n_blocks - 1)
-        block_table = np.zeros((n, self.max_blocks), np.int32)
-        block_table[in_use] = blocks
-        place = np.frombuffer(payload, np.uint8, n, len(payload) - n)
-        initiation, on_device = (place & _INITIATION) > 0, (place & _ON_DEVICE) > 0
-        if (place > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
-            raise BadFrame("a row's flags are not known, or its input tokens cannot be on the device")
-        if (n_prompt > np.where(initiation, input_length, 0)).any():
-            raise BadFrame("a row's prompt is longer than its initiation")
-        return ControlMessage(
-            iteration=iteration,
-            row=row,
-            initiation=initiation,
-            token_index=token_index,
-            input_length=input_length,
-            kv_length=kv_length,
-            n_prompt=n_prompt,
-            token_ids=token_ids,
-            token_on_device=on_device,
-            block_table=block_table,
-            sampling=sampling,
-            bias=bias,
-        )
-
-    def _in_use(self, kv_length: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """`[R, max_blocks]`: where the block table has a block that holds a token."""
-        return np.arange(self.max_blocks) * self.block_size < kv_length[:, np.newaxis]
-
-    def _check(self, integers: npt.NDArray[Any], token_ids: npt.NDArray[Any]) -> None:
-        longest = self.max_blocks * self.block_size
-        low = np.array((0, 0, 1, 1, 0))[:, np.newaxis]
-        high = np.array((self.n_rows - 1, longest, longest, longest, longest))[:, np.newaxis]
-        wrong = (integers < low) | (integers > high)
-        if wrong.any():
-            column, at = (int(i) for i in np.argwhere(wrong)[0])
-            _within(
-                _INTEGERS[column], integers[column, at : at + 1], int(low[column, 0]), int(high[column, 0])
-            )
-        _within("token id", token_ids, 0, self.vocab_size - 1)
-        input_length, kv_length = integers[2], integers[3]
-        if (input_length > kv_length).any() or int(input_length.sum(dtype=np.int64)) != len(token_ids):
-            raise BadFrame("the rows' input lengths do not fit their tokens")
-
-    def _check_sampling(self, sampling: npt.NDArray[np.void], bias: npt.NDArray[np.void]) -> None:
-        for name, (low, high) in _RANGES.items():
-            values = sampling[name]
-            if not ((values >= low) & (values <= high)).all():  # no number is in no range
-                raise BadFrame(f"a row's {name} is out of range; it goes from {low:g} to {high:g}")
-        if len(bias):
-            _within("a bias's place", bias["index"], 0, len(sampling) - 1)
-            _within("token id", bias["token_id"], 0, self.vocab_size - 1)
-            if not np.isfinite(bias["value"]).all():
-                raise BadFrame("a bias is not finite")
+def _check_sampling(sampling: npt.NDArray[np.void], bias: npt.NDArray[np.void], vocab_size: int) -> None:
+    for name, (low, high) in _RANGES.items():
+        values = sampling[name]
+        if not ((values >= low) & (values <= high)).all():  # no number is in no range
+            raise BadFrame(f"a row's {name} is out of range; it goes from {low:g} to {high:g}")
+    if len(bias):
+        _within("a bias's place", bias["index"], 0, len(sampling) - 1)
+        _within("token id", bias["token_id"], 0, vocab_size - 1)
+        if not np.isfinite(bias["value"]).all():
+            raise BadFrame("a bias is not finite")
 
 
 def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:

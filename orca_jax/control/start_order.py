@@ -8,21 +8,11 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
-from orca_jax.control.message_wire import ControlWire
-from orca_jax.errors import BadFrame
+from orca_jax.errors import BadFrame, ConfigError
+from orca_jax.iteration.shape import EngineShape
 
 MAX_ADDRESS = 1_000  # characters
 _MAX_PAYLOAD = 16 << 10  # bytes; an address of characters that JSON escapes twice fits
-# No engine is configured beyond these; an order that says more is a mistake or an attack.
-_MOST = {
-    "block_size": 1 << 10,
-    "max_blocks": 1 << 21,
-    "max_rows": 1 << 12,
-    "max_tokens": 1 << 20,
-    "n_rows": 1 << 22,
-    "n_blocks": 1 << 31,
-    "vocab_size": 1 << 22,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +24,7 @@ class StartOrder:
     `ready_seconds` where programs have to be made first.
     """
 
-    wire: ControlWire
+    shape: EngineShape
     next_address: str
     worker_seconds: float
     ready_seconds: float
@@ -54,41 +44,29 @@ def decode_start(payload: bytes) -> StartOrder:
     except (ValueError, RecursionError) as error:
         raise BadFrame("a start order came that is not JSON") from error
     order = _exactly(found, StartOrder, "a start order")
-    wire = _exactly(order["wire"], ControlWire, "the wire of a start order")
+    sizes = _exactly(order["shape"], EngineShape, "the shape of a start order")
+    try:
+        shape = EngineShape(**sizes)
+    except ConfigError as error:
+        raise BadFrame(f"a start order came whose {error}") from error
     address = order["next_address"]
     if not isinstance(address, str) or len(address) > MAX_ADDRESS or not address.isprintable():
         message = f"a start order came whose next_address is {_shown(address)}; it must be a line of up to "
         raise BadFrame(message + f"{MAX_ADDRESS} characters")
     return StartOrder(
-        wire=ControlWire(
-            **{name: _size(name, wire[name]) for name in _MOST},
-            deterministic=_yes_or_no("deterministic", wire["deterministic"]),
-            coarse_buckets=_yes_or_no("coarse_buckets", wire["coarse_buckets"]),
-        ),
+        shape=shape,
         next_address=address,
         worker_seconds=_seconds("worker_seconds", order["worker_seconds"]),
         ready_seconds=_seconds("ready_seconds", order["ready_seconds"]),
     )
 
 
-def _exactly(found: object, of: type[StartOrder] | type[ControlWire], what: str) -> dict[str, Any]:
+def _exactly(found: object, of: type[StartOrder] | type[EngineShape], what: str) -> dict[str, Any]:
     names = {field.name for field in fields(of)}
     order = cast("dict[str, Any] | None", found if isinstance(found, dict) else None)
     if order is None or order.keys() != names:
         raise BadFrame(f"{what} came that has not these fields: {', '.join(sorted(names))}")
     return order
-
-
-def _size(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST[name]:
-        raise BadFrame(f"a start order came whose {name} is {_shown(value)}; it goes from 1 to {_MOST[name]}")
-    return value
-
-
-def _yes_or_no(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise BadFrame(f"a start order came whose {name} is {_shown(value)}; it must be true or false")
-    return value
 
 
 def _seconds(name: str, value: object) -> float:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orca_jax.config import Deadlines, Dtype
-from orca_jax.control.batch_sizes import batch_sizes
 from orca_jax.control.frame import MAX_PAYLOAD
 from orca_jax.control.handshake import JoinTerms, model_digest
+from orca_jax.control.message_wire import most_bytes
 from orca_jax.control.start_order import StartOrder
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.engine.grpc_channel import ControlChannel
@@ -16,7 +16,7 @@ from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import ConfigError, EngineError, OrcaError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
-from orca_jax.planning.sizes import Sizes, control_wire, kv_manager, serving_config
+from orca_jax.planning.sizes import Sizes, engine_shape, kv_manager, serving_config
 from orca_jax.planning.stage_layers import check_split, said_of_split, stage_layers
 from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 
@@ -121,17 +121,16 @@ def _pipeline(
     ]
     on_cpu = all(one.device == CPU for one in about)
     serving = serving_config(model, said, rooms, coarse_buckets=not on_cpu)
-    kv = kv_manager(model, serving, n_workers=n_stages)
-    wire = control_wire(model, serving, kv)
-    if wire.most_bytes > MAX_PAYLOAD:
+    shape = engine_shape(model, serving, n_workers=n_stages)
+    if most_bytes(shape) > MAX_PAYLOAD:
         message = (
             f"max_batch_size is {serving.max_batch_size} and max_batch_tokens {serving.max_batch_tokens}; "
         )
-        message += f"with this model an iteration may need {wire.most_bytes} bytes on the control plane, and "
-        raise ConfigError(message + f"{MAX_PAYLOAD} are allowed, so lower one of them")
+        message += f"with this model an iteration may need {most_bytes(shape)} bytes on the control plane, "
+        raise ConfigError(message + f"and {MAX_PAYLOAD} are allowed, so lower one of them")
     orders = [
         StartOrder(
-            wire=wire,
+            shape=shape,
             next_address=next_address,
             worker_seconds=deadlines.worker_seconds,
             ready_seconds=deadlines.ready_seconds,
@@ -148,7 +147,7 @@ def _pipeline(
         on_ready=workers.on_ready,
         failure=workers.failure,
     )
-    buckets = batch_sizes(wire).buckets
+    kv = kv_manager(shape)
     engine = RemoteEngine(remote, kv, vocab_size=model.vocab_size, n_workers=n_stages)
     up = engine.recover(lambda: False)
     assert up, "nothing interrupts it"
@@ -157,7 +156,7 @@ def _pipeline(
         kv=kv,
         model=model,
         serving=serving,
-        buckets=buckets,
+        buckets=shape.buckets,
         dtype=dtypes[0],
         device=_all_of([one.device for one in about]),
         stages=f"{said_of_split(model.n_layers, n_stages, tensor_parallel)}, in processes of their own",

@@ -27,6 +27,7 @@ from orca_jax.control.frame import (
     decode_stage_time,
     encode_frame,
 )
+from orca_jax.control.message_wire import encode_message
 from orca_jax.control.sampled_wire import Asked, asked, decode_sampled
 from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.engine.channel import Arrival, Channel
@@ -108,8 +109,8 @@ class RemoteWorkers:
         self.stages = [StageCounters() for _ in orders]
         self.epoch = first_epoch - 1
         self._channel = channel
-        self._wire = orders[0].wire
-        assert all(order.wire == self._wire for order in orders), "one engine has one wire"
+        self._shape = orders[0].shape
+        assert all(order.shape == self._shape for order in orders), "one engine has one shape"
         self._orders = [encode_start(order) for order in orders]
         self._n_stages = n_stages
         self._clock = clock
@@ -133,7 +134,7 @@ class RemoteWorkers:
         The latter as soon as it can be said. Raises as `look`.
         """
         self.look()
-        payload = self._wire.encode(message)
+        payload = encode_message(message, self._shape)
         now = self._clock()
         flight = _Flight(self._n_issued, asked(message), now)
         if not self._in_flight:
@@ -368,7 +369,7 @@ class RemoteWorkers:
             self.counters.duplicates += 1
             return
         flight = self._in_flight[frame.iteration - oldest]
-        sampled = decode_sampled(frame.payload, flight.asked, vocab_size=self._wire.vocab_size)
+        sampled = decode_sampled(frame.payload, flight.asked, vocab_size=self._shape.vocab_size)
         if flight.sampled is not None:
             if flight.payload != frame.payload:
                 raise BadFrame(f"it returned iteration {frame.iteration} twice, with other tokens")

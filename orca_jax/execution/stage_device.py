@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.config import Attention, OnCompile, ServingConfig
-from orca_jax.control.batch_sizes import BatchSizes, batch_sizes
 from orca_jax.control.bounded_queue import FrameQueue
-from orca_jax.control.message_wire import ControlWire
 from orca_jax.control.start_order import StartOrder
 from orca_jax.errors import BadFrame
 from orca_jax.execution.capacity import check_slots, stage_room
@@ -26,7 +24,9 @@ from orca_jax.execution.sampling import DeviceTokens
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
+from orca_jax.iteration.batch_sizes import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
@@ -73,14 +73,14 @@ class JaxStageDevice:
         self._link = link
         self._post = post
         self._address_before = address_before
-        self._wire: ControlWire | None = None  # that the programs are made for, or will be
+        self._shape: EngineShape | None = None  # that the programs are made for, or will be
         self._words = WordsBox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
         self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
         self._compiles = CompileCounter()
         # For the thread alone:
         self._worker: Worker | None = None
-        self._worker_wire: ControlWire | None = None
+        self._worker_shape: EngineShape | None = None
         self._sizes: BatchSizes
         self._epoch = 0
         self._connected = False
@@ -89,12 +89,12 @@ class JaxStageDevice:
 
     def start(self, epoch: int, order: StartOrder) -> bool:
         """StageDevice."""
-        if self._wire is not None and self._link is not None and not self._link.outlives_a_loss:
+        if self._shape is not None and self._link is not None and not self._link.outlives_a_loss:
             self.over = "a worker was lost, and over this link all of them start again then"
-        makes_programs = order.wire != self._wire
-        self._wire = order.wire
+        makes_programs = order.shape != self._shape
+        self._shape = order.shape
         self._words.begin(epoch, order.worker_seconds)
-        self._put(partial(self._start, epoch, order.wire))
+        self._put(partial(self._start, epoch, order.shape))
         return makes_programs
 
     def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
@@ -122,7 +122,7 @@ class JaxStageDevice:
             job()
         self._results.end()
 
-    def _start(self, epoch: int, wire: ControlWire) -> None:
+    def _start(self, epoch: int, shape: EngineShape) -> None:
         self._epoch, self._connected = epoch, False
         self._results.end()  # what is still waited for belongs to an epoch before
         self._results = FrameQueue(_MAX_JOBS)
@@ -130,30 +130,29 @@ class JaxStageDevice:
             target=_wait_for, args=(self._results,), name=f"results of epoch {epoch}", daemon=True
         ).start()
         try:
-            if self._worker is None or wire != self._worker_wire:
+            if self._worker is None or shape != self._worker_shape:
                 self._worker = None  # its caches go before the new ones come
-                self._worker = self._make_worker(wire)
-                self._worker_wire = wire
+                self._worker = self._make_worker(shape)
+                self._worker_shape = shape
             self._worker.renew()
         except Exception as error:  # whatever it is, the engine master has to hear of it
             self._fail(epoch, error)
             return
         self._post(lambda controller: controller.started(epoch))
 
-    def _make_worker(self, wire: ControlWire) -> Worker:
+    def _make_worker(self, shape: EngineShape) -> Worker:
         """A worker for these sizes, with every program compiled that it may need."""
         model = self._model
         self._compiles.watch(None, model.on_compile)
         dtype = next(iter(model.parameters.values())).dtype
         serving = ServingConfig(
-            max_batch_size=wire.max_rows,
-            n_slots=wire.n_blocks * wire.block_size,
-            max_batch_tokens=wire.max_tokens,
-            block_size=wire.block_size,
-            deterministic=wire.deterministic,
-            command_buffer_collectives=model.command_buffer_collectives,
+            max_batch_size=shape.max_rows,
+            n_slots=shape.n_slots,
+            max_batch_tokens=shape.max_tokens,
+            block_size=shape.block_size,
+            deterministic=shape.deterministic,
         )
-        assert wire.vocab_size == model.config.vocab_size, "the model's digest was compared"
+        assert shape.vocab_size == model.config.vocab_size, "the model's digest was compared"
         room = stage_room(
             model.config,
             dtype,
@@ -162,17 +161,17 @@ class JaxStageDevice:
             block_size=serving.block_size,
             attention=model.attention,
         )
-        check_slots(model.config, room, serving, n_rows=wire.n_rows, n_devices=model.n_devices)
+        check_slots(model.config, room, serving, n_rows=shape.n_rows, n_devices=model.n_devices)
         worker = Worker(
             model.config,
             model.parameters,
-            serving,
+            shape,
             model.part,
-            n_rows=wire.n_rows,
+            command_buffer_collectives=model.command_buffer_collectives,
             attention=model.attention,
             caches=False,  # what XLA tries out while it compiles has their room
         )
-        self._sizes = batch_sizes(wire)
+        self._sizes = batch_sizes(shape)
         compile_all([*worker.programs(self._sizes)])
         self._compiles.watch(_THREAD, model.on_compile)
         return worker

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import Attention, ServingConfig
-from orca_jax.control.batch_sizes import BatchSizes
+from orca_jax.config import Attention
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.stage import SCORED, Last, Stage
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.batch_sizes import BatchSizes
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout
 from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.sharding.partition import StagePart
@@ -28,8 +29,8 @@ from orca_jax.sharding.specs import CACHE_SPEC
 class Worker:
     """One stage of an engine: its part of the parameters and of every layer's cache, and its programs.
 
-    `n_rows` are the places of all admitted requests. Caches are made in the parameters' dtype. `attention` is
-    chosen by device and model unless given; raises ConfigError where that cannot run. The last stage samples.
+    Caches are made in the parameters' dtype. `attention` is chosen by device and model unless given; raises
+    ConfigError where that cannot run. The last stage samples.
 
     Without `caches` it can compile its programs, and run them from `renew` on; it needs no weights before:
     `parameters` may be jax.ShapeDtypeStructs that say where they would lie.
@@ -39,25 +40,25 @@ class Worker:
         self,
         config: ModelConfig,
         parameters: Parameters,
-        serving: ServingConfig,
+        shape: EngineShape,
         part: StagePart,
         *,
-        n_rows: int,
+        command_buffer_collectives: bool = False,
         attention: Attention | None = None,
         caches: bool = True,
     ) -> None:
         group, self._dtype = part.group, next(iter(parameters.values())).dtype
-        self._n_rows = n_rows
+        self._n_rows = shape.n_rows
         self.attention = choose_attention(
             group.devices[0],
             config,
             n_heads=config.n_heads // len(group),
-            block_size=serving.block_size,
+            block_size=shape.block_size,
             dtype=self._dtype,
             forced=attention,
-            deterministic=serving.deterministic,
+            deterministic=shape.deterministic,
         )
-        products = choose_products(group.devices[0], self._dtype, deterministic=serving.deterministic)
+        products = choose_products(group.devices[0], self._dtype, deterministic=shape.deterministic)
         self.said = products.beside(self.attention.said)
         self.stage = Stage(
             config,
@@ -65,20 +66,20 @@ class Worker:
             part,
             attention=self.attention.path,
             products=products,
-            command_buffer_collectives=serving.command_buffer_collectives,
+            command_buffer_collectives=command_buffer_collectives,
         )
         self._place = group.place()
         self._hidden_size = config.hidden_size
         # Made on their devices and committed to them, as the programs give them back: else each program
         # would compile twice.
-        shape = cache_shape(config, n_blocks=serving.n_blocks, block_size=serving.block_size)
+        cache = cache_shape(config, n_blocks=shape.n_blocks, block_size=shape.block_size)
         cache_place = group.place(CACHE_SPEC)
-        self._cache_like: Any = jax.ShapeDtypeStruct(shape, self._dtype, sharding=cache_place)
-        empty = jax.jit(lambda: jnp.zeros(shape, self._dtype), out_shardings=cache_place)
+        self._cache_like: Any = jax.ShapeDtypeStruct(cache, self._dtype, sharding=cache_place)
+        empty = jax.jit(lambda: jnp.zeros(cache, self._dtype), out_shardings=cache_place)
         self._empty = Program(empty, key=lambda: ())
         self._caches: list[LayerCache] = []
-        self._chooser = TokenChooser(config.vocab_size, n_rows, self._place) if part.last else None
-        self._no_tokens = jax.device_put(np.zeros(n_rows, np.int32), self._place)
+        self._chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
+        self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)
         if caches:
             self.renew()
 

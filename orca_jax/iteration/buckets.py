@@ -8,6 +8,8 @@ There an iteration of few tokens takes as long as reading the weights, whatever 
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from orca_jax.config import ServingConfig
+
 _STEP = 8  # below 64
 _COARSE = (8, 16, 32)  # the first ones after 1
 
@@ -25,6 +27,28 @@ def bucket_sizes(max_tokens: int, *, coarse: bool = False) -> tuple[int, ...]:
     while sizes[-1] < max_tokens:
         sizes.append(min(size_after(sizes[-1]), max_tokens))
     return tuple(sizes)
+
+
+def engine_buckets(
+    max_tokens: int, max_rows: int, *, deterministic: bool = False, coarse: bool = False
+) -> tuple[int, ...]:
+    """The sizes of an engine whose iterations have up to `max_tokens` tokens and `max_rows` requests.
+
+    A `deterministic` engine has one for each phase: decodes, then prefills.
+    """
+    if deterministic:
+        return tuple(sorted({max_rows, max_tokens}))
+    return bucket_sizes(max_tokens, coarse=coarse)
+
+
+def serving_buckets(serving: ServingConfig) -> tuple[int, ...]:
+    """The sizes of an engine that serves so."""
+    return engine_buckets(
+        serving.max_batch_tokens,
+        serving.max_batch_size,
+        deterministic=serving.deterministic,
+        coarse=serving.coarse_buckets,
+    )
 
 
 def _coarse_size_after(size: int) -> int:

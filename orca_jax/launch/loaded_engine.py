@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from orca_jax.checkpoint.load import FoundModel, load_parameters
 from orca_jax.config import Attention, Dtype, LoadFormat
-from orca_jax.control.batch_sizes import serving_buckets
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.programs import OnProgram
+from orca_jax.iteration.buckets import serving_buckets
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.planning.sizes import Sizes
 from orca_jax.planning.stage_layers import said_of_split

@@ -7,15 +7,15 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from orca_jax.config import Attention, ServingConfig
-from orca_jax.control.batch_sizes import batch_sizes
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.local_workers import LocalWorkers, all_programs
 from orca_jax.execution.programs import OnProgram, compile_all
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.batch_sizes import BatchSizes
 from orca_jax.model.gpt import Parameters
-from orca_jax.planning.sizes import Sizes, control_wire, kv_manager, n_rows, serving_config
+from orca_jax.planning.sizes import Sizes, engine_shape, kv_manager, serving_config
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.sharding.partition import StagePart
 
@@ -47,9 +47,9 @@ def chosen_sizes(
     ]
     on_cpu = parts[0].group.devices[0].platform == "cpu"
     serving = serving_config(config, said, rooms, coarse_buckets=not on_cpu)
-    rows = n_rows(serving.max_batch_size, n_workers=len(parts))
+    shape = engine_shape(config, serving, n_workers=len(parts))
     for room in rooms:
-        check_slots(config, room, serving, n_rows=rows, n_devices=n_devices)
+        check_slots(config, room, serving, n_rows=shape.n_rows, n_devices=n_devices)
     return serving
 
 
@@ -82,21 +82,22 @@ def build_engine(
     before this returns, and `on_program` told; without, each when it is first needed.
     """
     n_workers = len(parts)
-    kv = kv_manager(model, serving, n_workers=n_workers)
+    shape = engine_shape(model, serving, n_workers=n_workers)
+    kv = kv_manager(shape)
     if workers is None:
         workers = [
             Worker(
                 model,
                 own,
-                serving,
+                shape,
                 part,
-                n_rows=kv.n_rows,
+                command_buffer_collectives=serving.command_buffer_collectives,
                 attention=attention,
                 caches=not compile_ahead,  # what XLA tries out while it compiles has their room
             )
             for part, own in zip(parts, parameters, strict=True)
         ]
-    sizes = batch_sizes(control_wire(model, serving, kv), None if buckets is None else tuple(buckets))
+    sizes = BatchSizes(shape, shape.buckets if buckets is None else tuple(buckets))
     if compile_ahead:
         compile_all(all_programs(workers, sizes), on_program)
         for worker in workers:

@@ -15,14 +15,14 @@ from orca_jax.aot.compiled_stage import placed_parameters
 from orca_jax.aot.memory_plan import alike_stages
 from orca_jax.checkpoint.load import find_config
 from orca_jax.config import COMPILE_CACHE, Attention, Dtype
-from orca_jax.control.batch_sizes import batch_sizes
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.local_workers import programs_by_stage
 from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
 from orca_jax.execution.worker import Worker
+from orca_jax.iteration.batch_sizes import batch_sizes
 from orca_jax.launch.local_engine import chosen_sizes
-from orca_jax.planning.sizes import Sizes, control_wire, kv_manager
+from orca_jax.planning.sizes import Sizes, engine_shape
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, one_stage, split_model
 from orca_jax.sharding.random_parameters import padded_vocabulary
@@ -94,20 +94,20 @@ def compile_model(
         )
     config = padded_vocabulary(found, parts[0])
     serving = chosen_sizes(config, element, parts, said, n_devices=n_devices, attention=attention)
-    kv = kv_manager(config, serving, n_workers=len(parts))
+    shape = engine_shape(config, serving, n_workers=len(parts))
     workers = [
         Worker(
             config,
             placed_parameters(config, part, element),
-            serving,
+            shape,
             part,
-            n_rows=kv.n_rows,
+            command_buffer_collectives=serving.command_buffer_collectives,
             attention=attention,
             caches=False,
         )
         for part in parts
     ]
-    programs = programs_by_stage(workers, batch_sizes(control_wire(config, serving, kv)))
+    programs = programs_by_stage(workers, batch_sizes(shape))
     with closing(CompileCounter()) as counter:
         if worker_processes:
             _compile_apart(parts, programs, compile_cache, on_program)

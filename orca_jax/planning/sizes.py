@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orca_jax.config import ServingConfig, check_memory_fraction
-from orca_jax.control.message_wire import ControlWire
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 
@@ -85,14 +85,14 @@ def n_rows(max_batch_size: int, *, n_workers: int) -> int:
     return (n_workers + 1) * max_batch_size
 
 
-def control_wire(model: ModelConfig, serving: ServingConfig, kv: KVManager) -> ControlWire:
-    """Control messages of an engine of these sizes."""
-    return ControlWire(
+def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) -> EngineShape:
+    """The shape of an engine that serves this model so, with as many batches in flight as it has workers."""
+    return EngineShape(
         block_size=serving.block_size,
-        max_blocks=kv.block_table.shape[1],
+        max_blocks=-(-model.n_positions // serving.block_size),
         max_rows=serving.max_batch_size,
         max_tokens=serving.max_batch_tokens,
-        n_rows=kv.n_rows,
+        n_rows=n_rows(serving.max_batch_size, n_workers=n_workers),
         n_blocks=serving.n_blocks,
         vocab_size=model.vocab_size,
         deterministic=serving.deterministic,
@@ -100,11 +100,11 @@ def control_wire(model: ModelConfig, serving: ServingConfig, kv: KVManager) -> C
     )
 
 
-def kv_manager(model: ModelConfig, serving: ServingConfig, *, n_workers: int) -> KVManager:
-    """The K/V manager of an engine of these sizes, with as many batches in flight as it has workers."""
+def kv_manager(shape: EngineShape) -> KVManager:
+    """The K/V manager of an engine of this shape."""
     return KVManager(
-        n_blocks=serving.n_blocks,
-        block_size=serving.block_size,
-        n_rows=n_rows(serving.max_batch_size, n_workers=n_workers),
-        max_blocks_per_row=-(-model.n_positions // serving.block_size),
+        n_blocks=shape.n_blocks,
+        block_size=shape.block_size,
+        n_rows=shape.n_rows,
+        max_blocks_per_row=shape.max_blocks,
     )

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from orca_jax.config import Deadlines, RestartBound, ServingConfig
-from orca_jax.control.message_wire import ControlWire
 from orca_jax.control.start_order import StartOrder
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import EngineError, OrcaError, WorkerLost
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager, round_up
@@ -230,7 +230,7 @@ class FaultSimulation:
             n_rows=n_rows,
             max_blocks_per_row=max_blocks,
         )
-        wire = ControlWire(
+        shape = EngineShape(
             block_size=config.block_size,
             max_blocks=max_blocks,
             max_rows=config.max_batch_size,
@@ -259,7 +259,7 @@ class FaultSimulation:
             self.lines,
             [
                 StartOrder(
-                    wire=wire,
+                    shape=shape,
                     next_address=str(i + 1) if i + 1 < trace.n_stages else "",
                     worker_seconds=DEADLINES.worker_seconds,
                     ready_seconds=DEADLINES.ready_seconds,

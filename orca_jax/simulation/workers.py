@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.control.frame import READY, RECEIVED, START, TOKENS, Frame, encode_frame
-from orca_jax.control.message_wire import ControlWire
 from orca_jax.control.start_order import StartOrder
 from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import Sampled
 from orca_jax.simulation.lines import SimulatedLines
 from orca_jax.simulation.tokens import prefix_digest, through_stage, token_of
@@ -65,7 +65,7 @@ class SimulatedStageDevice:
         self.wedged = False  # it never finishes anything any more
         self.broken = False  # what it runs next fails
         self._stage = stage
-        self._wire: ControlWire
+        self._shape: EngineShape
         self._epoch = 0
         self._programs_at = math.inf  # when they are made
         self._cache: dict[int, int] = {}  # by slot
@@ -78,7 +78,7 @@ class SimulatedStageDevice:
     def start(self, epoch: int, order: StartOrder) -> bool:
         """StageDevice."""
         assert epoch > self._epoch, "epochs grow"
-        self._wire = order.wire
+        self._shape = order.shape
         if self._queue and not self._busy and self._stage.timing.pulls_hang:
             self.wedged = True
         self._epoch = epoch
@@ -146,7 +146,7 @@ class SimulatedStageDevice:
         sampled, link_bytes = None, 0
         if self._stage.next is None:
             keys = zip(out, message.sampling["seed"].tolist(), message.token_index.tolist(), strict=True)
-            tokens = [token_of(*key, self._wire.vocab_size) for key in keys]
+            tokens = [token_of(*key, self._shape.vocab_size) for key in keys]
             self._constrain(tokens, message, iteration)
             self._last_token.update(zip(message.row.tolist(), tokens, strict=True))
             sampled = Sampled(np.array(tokens, np.int32))
@@ -161,7 +161,7 @@ class SimulatedStageDevice:
         rows = np.flatnonzero(message.constrained).tolist()
         if not rows:
             return
-        vocab_size = self._wire.vocab_size
+        vocab_size = self._shape.vocab_size
         words = self._words.pop(iteration).reshape(len(rows), -1)
         for i, own in zip(rows, words, strict=True):
             bits = np.unpackbits(own.view(np.uint8), bitorder="little")
@@ -169,7 +169,7 @@ class SimulatedStageDevice:
                 tokens[i] = (tokens[i] + 1) % vocab_size
 
     def _compute(self, message: ControlMessage, hidden: list[int]) -> list[int]:
-        size, cache = self._wire.block_size, self._cache
+        size, cache = self._shape.block_size, self._cache
         known = message.token_ids.tolist()
         if message.token_on_device.any():  # then this stage is the last one as well
             starts = (np.cumsum(message.input_length) - message.input_length).tolist()

@@ -30,6 +30,7 @@ from orca_jax.control.frame import (
     encode_frame,
     encode_stage_time,
 )
+from orca_jax.control.message_wire import decode_message
 from orca_jax.control.sampled_wire import Asked, asked, encode_sampled
 from orca_jax.control.start_order import StartOrder, decode_start
 from orca_jax.errors import BadFrame
@@ -273,7 +274,7 @@ class Controller:
         self._next += 1
         assert self._order is not None
         try:
-            message = self._order.wire.decode(frame.payload)
+            message = decode_message(frame.payload, self._order.shape)
         except BadFrame as error:
             self._rubbish(error)
             return

@@ -2,16 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
 from orca_jax.config import Attention, ServingConfig
-from orca_jax.control.batch_sizes import serving_buckets
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.buckets import serving_buckets
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import Parameters
+from orca_jax.planning.sizes import engine_shape
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
@@ -109,7 +110,8 @@ def single_worker(
 ) -> Worker:
     """The worker of an engine on one device."""
     (part,) = split_model(model, jax.devices())
-    return Worker(model, parameters, serving, part, n_rows=n_rows, attention=attention)
+    shape = replace(engine_shape(model, serving, n_workers=1), n_rows=n_rows)
+    return Worker(model, parameters, shape, part, attention=attention)
 
 
 def greedy_request(name: str, prompt: Sequence[int], n_output: int) -> Request:

@@ -18,7 +18,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters, parameter_shapes, stage_parameters
-from orca_jax.planning.sizes import Sizes, kv_manager, n_rows, serving_config
+from orca_jax.planning.sizes import Sizes, engine_shape, n_rows, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import shared_vocabulary, stage_memory, stage_weight_bytes
 from orca_jax.sharding.device_group import TENSOR
@@ -49,10 +49,8 @@ def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int,
         {name: jax.device_put(drawn[name], place) for name, place in part.placement(model).items()}
         for part in parts
     ]
-    rows = kv_manager(model, SERVING, n_workers=n_stages).n_rows
-    workers = [
-        Worker(model, own, SERVING, part, n_rows=rows) for part, own in zip(parts, placed, strict=True)
-    ]
+    shape = engine_shape(model, SERVING, n_workers=n_stages)
+    workers = [Worker(model, own, shape, part) for part, own in zip(parts, placed, strict=True)]
     build_engine(model, [], SERVING, parts, workers=workers)
     for worker, part in zip(workers, parts, strict=True):
         memory = stage_memory(

@@ -24,9 +24,8 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.buckets import bucket_for, bucket_sizes
 from orca_jax.model import reference
 from orca_jax.model.gpt import Parameters, init_parameters
-from orca_jax.planning.sizes import control_wire
+from orca_jax.planning.sizes import engine_shape, kv_manager
 from orca_jax.request.request import Request
-from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
@@ -133,15 +132,12 @@ class Serving:
 
     def __init__(self, pipeline: PipelineHere) -> None:
         n_stages = len(pipeline.stages)
-        self.kv = KVManager(
-            n_blocks=SERVING.n_blocks,
-            block_size=SERVING.block_size,
-            n_rows=(n_stages + 1) * SERVING.max_batch_size,
-            max_blocks_per_row=MODEL.n_positions // SERVING.block_size,
-        )
-        wire = control_wire(MODEL, SERVING, self.kv)
+        shape = engine_shape(MODEL, SERVING, n_workers=n_stages)
+        self.kv = kv_manager(shape)
         self.orders = [
-            StartOrder(wire=wire, next_address=f"stage {stage + 1}", worker_seconds=30.0, ready_seconds=120.0)
+            StartOrder(
+                shape=shape, next_address=f"stage {stage + 1}", worker_seconds=30.0, ready_seconds=120.0
+            )
             for stage in range(n_stages)
         ]
         self.workers = RemoteWorkers(pipeline, self.orders, clock=time.monotonic, deadlines=DEADLINES)
@@ -246,7 +242,7 @@ def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with
 def test_other_sizes_make_other_programs_and_those_that_do_not_fit_are_told() -> None:
     with serving(2) as (pipeline, engine):
         for n_blocks in (SERVING.n_blocks // 2, 1 << 28):
-            other = [replace(order, wire=replace(order.wire, n_blocks=n_blocks)) for order in engine.orders]
+            other = [replace(order, shape=replace(order.shape, n_blocks=n_blocks)) for order in engine.orders]
             again = RemoteWorkers(
                 pipeline, other, clock=time.monotonic, deadlines=DEADLINES, first_epoch=1 + n_blocks
             )

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from orca_jax.config import Attention, ServingConfig
-from orca_jax.control.batch_sizes import batch_sizes
 from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import words_of
+from orca_jax.iteration.batch_sizes import batch_sizes
 from orca_jax.iteration.flat_batch import FlatBatch, flat_batch
 from orca_jax.iteration.message import BIAS, CONSTRAINED, ControlMessage, neutral_sampling
 from orca_jax.model.gpt import init_parameters
-from orca_jax.planning.sizes import control_wire, kv_manager
+from orca_jax.planning.sizes import engine_shape
 from tests.device.harness import greedy_request, harness, single_worker
 
 MODEL = ModelConfig(vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24)
@@ -154,8 +154,7 @@ def test_what_may_come_is_asked_for_when_the_forward_pass_is_on_its_way(
 
     is_known = False
     monkeypatch.setattr(device.stage, "forward", issued)
-    wire = control_wire(MODEL, SERVING, kv_manager(MODEL, SERVING, n_workers=1))
-    workers = LocalWorkers([device], batch_sizes(wire))
+    workers = LocalWorkers([device], batch_sizes(engine_shape(MODEL, SERVING, n_workers=1)))
     constrained, _ = batch([2], [[6, 3]], [3], [3], bucket=8)
     constrained.sampling["flags"] = CONSTRAINED
     first = workers.issue(constrained, words)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orca_jax.control.message_wire import ControlWire
 from orca_jax.control.start_order import StartOrder, decode_start, encode_start
 from orca_jax.errors import BadFrame
+from orca_jax.iteration.shape import EngineShape
 
-WIRE = ControlWire(
+SHAPE = EngineShape(
     block_size=16, max_blocks=4, max_rows=8, max_tokens=64, n_rows=9, n_blocks=32, vocab_size=100
 )
-ORDER = StartOrder(wire=WIRE, next_address="10.0.0.7:9001", worker_seconds=30.0, ready_seconds=300.5)
+ORDER = StartOrder(shape=SHAPE, next_address="10.0.0.7:9001", worker_seconds=30.0, ready_seconds=300.5)
 SIZES = {
     "block_size": 16,
     "max_blocks": 4,
@@ -26,7 +26,7 @@ SIZES = {
     "vocab_size": 100,
 }
 SAID = {**SIZES, "deterministic": False, "coarse_buckets": False}
-FIELDS = {"wire": SAID, "next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
+FIELDS = {"shape": SAID, "next_address": "10.0.0.7:9001", "worker_seconds": 30.0, "ready_seconds": 300.5}
 
 
 def test_an_order_is_compact_json():
@@ -40,7 +40,7 @@ def test_an_order_comes_back_as_it_was(address: str):
 
 
 def test_the_largest_engine_fits():
-    wire = ControlWire(
+    shape = EngineShape(
         block_size=1 << 10,
         max_blocks=1 << 21,
         max_rows=1 << 12,
@@ -51,7 +51,7 @@ def test_the_largest_engine_fits():
         deterministic=True,
         coarse_buckets=True,
     )
-    assert decode_start(encode_start(replace(ORDER, wire=wire))).wire == wire
+    assert decode_start(encode_start(replace(ORDER, shape=shape))).shape == shape
 
 
 def test_whole_seconds_are_seconds():
@@ -60,7 +60,7 @@ def test_whole_seconds_are_seconds():
 
 
 def with_size(name: str, value: Any) -> dict[str, Any]:
-    return {**FIELDS, "wire": {**SAID, name: value}}
+    return {**FIELDS, "shape": {**SAID, name: value}}
 
 
 def without(found: dict[str, Any], name: str) -> dict[str, Any]:
@@ -73,18 +73,18 @@ def without(found: dict[str, Any], name: str) -> dict[str, Any]:
         [],
         None,
         7,
-        "wire",
+        "shape",
         {},
         {**FIELDS, "more": 1},
         with_size("more", 1),
         *(without(FIELDS, name) for name in FIELDS),
-        *({**FIELDS, "wire": without(SAID, name)} for name in SAID),
+        *({**FIELDS, "shape": without(SAID, name)} for name in SAID),
         *(
             with_size(name, value)
             for name in ("deterministic", "coarse_buckets")
             for value in (0, 1, None, "true")
         ),
-        *({**FIELDS, "wire": wire} for wire in (None, [], 5, "x")),
+        *({**FIELDS, "shape": shape} for shape in (None, [], 5, "x")),
         *(with_size(name, value) for name in SIZES for value in (True, 0, -1, 1.0, "1", None, [1])),
         *(with_size(name, (1 << 31) + 1) for name in SIZES),
         *({**FIELDS, "next_address": address} for address in (None, 5, ["a"], "a" * 1001, "a\0b", "\ud800")),
@@ -101,7 +101,7 @@ def test_what_is_no_order_is_refused(found: Any):
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"{", b"\xff\xfe", b"[" * 5000, b'{"wire":', b" " * (1 << 20), b"9" * 5000]
+    "payload", [b"", b"{", b"\xff\xfe", b"[" * 5000, b'{"shape":', b" " * (1 << 20), b"9" * 5000]
 )
 def test_what_is_not_json_is_refused(payload: bytes):
     with pytest.raises(BadFrame):
@@ -115,7 +115,7 @@ def test_an_order_that_is_too_long_is_not_read():
 
 
 def test_the_complaint_names_the_field():
-    with pytest.raises(BadFrame, match="n_rows is 0; it goes from 1 to 4194304"):
+    with pytest.raises(BadFrame, match="n_rows is 0; it must be a whole number from 1 to 4194304"):
         decode_start(json.dumps(with_size("n_rows", 0)).encode())
     with pytest.raises(BadFrame, match="ready_seconds is 'soon'; it must be seconds above 0"):
         decode_start(json.dumps({**FIELDS, "ready_seconds": "soon"}).encode())
@@ -138,5 +138,5 @@ def test_a_damaged_order_is_refused_or_is_an_order(place: int, value: int):
     assert decode_start(encode_start(back)) == back
 
 
-def test_every_size_of_the_wire_is_told():
-    assert {field.name for field in fields(ControlWire)} == set(SAID)
+def test_every_size_of_the_engine_is_told():
+    assert {field.name for field in fields(EngineShape)} == set(SAID)

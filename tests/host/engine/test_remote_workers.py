@@ -27,6 +27,7 @@ from orca_jax.control.frame import (
     encode_frame,
     encode_stage_time,
 )
+from orca_jax.control.message_wire import decode_message
 from orca_jax.control.start_order import StartOrder, decode_start
 from orca_jax.engine.channel import Arrival
 from orca_jax.engine.engine_master import PendingTokens, Workers
@@ -38,7 +39,7 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.recovery import RecoverableEngine
-from tests.host.control.test_message_wire import ONE, WIRE, message_of
+from tests.host.control.test_message_wire import ONE, SHAPE, message_of
 
 DEADLINES = Deadlines(
     iteration_seconds=2, worker_seconds=4, ready_seconds=10, retry_seconds=1, look_seconds=0.5
@@ -51,7 +52,7 @@ def no_words() -> np.ndarray:
 
 
 ORDERS = [
-    StartOrder(wire=WIRE, next_address=address, worker_seconds=4.0, ready_seconds=10.0)
+    StartOrder(shape=SHAPE, next_address=address, worker_seconds=4.0, ready_seconds=10.0)
     for address in ("two:2", "three:3", "")
 ]
 
@@ -141,7 +142,7 @@ def test_an_iteration_goes_to_worker_1_alone_and_its_tokens_come_back():
     pending = bench.workers.issue(MESSAGE_OF_TWO, no_words)
     ((stage, frame),) = bench.sent
     assert (stage, frame.kind, frame.epoch, frame.iteration) == (0, MESSAGE, 1, 0)
-    assert WIRE.decode(frame.payload).row.tolist() == [3, 3]
+    assert decode_message(frame.payload, SHAPE).row.tolist() == [3, 3]
     assert not pending.is_ready()
     bench.tokens(0, 7, 8)
     assert pending.is_ready() and pending.is_ready()
@@ -171,7 +172,11 @@ def test_what_constrained_rows_allow_goes_straight_to_the_last_worker():
     message = message_of([ONE, {**ONE, "flags": 2}, {**ONE, "flags": 3}])
     bench.workers.issue(message, lambda: np.array([[1, 2], [3, -4]], np.int32))
     (_, first), (stage, words) = bench.sent
-    assert first.kind is MESSAGE and WIRE.decode(first.payload).constrained.tolist() == [False, True, True]
+    assert first.kind is MESSAGE and decode_message(first.payload, SHAPE).constrained.tolist() == [
+        False,
+        True,
+        True,
+    ]
     assert (stage, words.kind, words.epoch, words.iteration) == (2, WORDS, 1, 0)
     assert np.frombuffer(words.payload, "<i4").tolist() == [1, 2, 3, -4]
     assert bench.workers.counters.word_bytes == 16
@@ -685,9 +690,9 @@ def test_times_are_kept_in_bounded_memory():
     assert len(bench.workers._received_at[1]) < 4096  # pyright: ignore[reportPrivateUsage]
 
 
-def test_one_engine_has_one_wire():
-    orders = [*ORDERS[:2], replace(ORDERS[2], wire=replace(WIRE, n_rows=5))]
-    with pytest.raises(AssertionError, match="one wire"):
+def test_one_engine_has_one_shape():
+    orders = [*ORDERS[:2], replace(ORDERS[2], shape=replace(SHAPE, n_rows=5))]
+    with pytest.raises(AssertionError, match="one shape"):
         RemoteWorkers(Bench(), orders=orders, clock=lambda: 0.0, deadlines=DEADLINES)
 
 
@@ -706,7 +711,7 @@ def test_the_engine_master_sends_what_it_sends_to_a_local_worker():
     request = Request("r", (5, 6, 7), 9, SamplingParams(temperature=0.5), seed=3)
     request.row = kv.reserve(9)
     engine.issue([request])
-    message = WIRE.decode(bench.sent[-1][1].payload)
+    message = decode_message(bench.sent[-1][1].payload, SHAPE)
     assert message.token_ids.tolist() == [5, 6, 7] and message.initiation.tolist() == [True]
     assert message.sampling["seed"].tolist() == [3]
     assert engine.wait(lambda: True) is None

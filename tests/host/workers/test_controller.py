@@ -20,13 +20,14 @@ from orca_jax.control.frame import (
     decode_stage_time,
     encode_frame,
 )
+from orca_jax.control.message_wire import encode_message
 from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.request.sampled import Sampled
 from orca_jax.workers.controller import Controller
-from tests.host.control.test_message_wire import ONE, WIRE, message_of
+from tests.host.control.test_message_wire import ONE, SHAPE, message_of
 
-ORDER = StartOrder(wire=WIRE, next_address="next:1", worker_seconds=4.0, ready_seconds=50.0)
+ORDER = StartOrder(shape=SHAPE, next_address="next:1", worker_seconds=4.0, ready_seconds=50.0)
 
 
 def start(epoch: int, order: StartOrder = ORDER) -> Frame:
@@ -101,7 +102,9 @@ class Bench:
         return self.log[n:]
 
     def message(self, iteration: int, epoch: int = 1) -> list[str]:
-        return self.take(Frame(MESSAGE, epoch, iteration, 0, WIRE.encode(message_of([ONE, ONE], iteration))))
+        return self.take(
+            Frame(MESSAGE, epoch, iteration, 0, encode_message(message_of([ONE, ONE], iteration), SHAPE))
+        )
 
 
 def tokens(*token_ids: int) -> Sampled:
@@ -119,7 +122,9 @@ def test_an_epoch_starts_when_the_device_is_ready():
 def test_a_message_goes_on_before_it_is_run():
     bench = Bench(stage=1).up()
     assert bench.message(0) == ["forward", "RECEIVED 1.0", "run 1.0"]
-    assert bench.forwarded == [encode_frame(Frame(MESSAGE, 1, 0, 0, WIRE.encode(message_of([ONE, ONE], 0))))]
+    assert bench.forwarded == [
+        encode_frame(Frame(MESSAGE, 1, 0, 0, encode_message(message_of([ONE, ONE], 0), SHAPE)))
+    ]
     assert bench.messages[0].row.tolist() == [3, 3]
     assert bench.message(1) == ["forward", "RECEIVED 1.1", "run 1.1"], "it waits for no device"
     assert bench.reports[-1].stage == 1
@@ -307,7 +312,7 @@ def test_a_start_tells_the_sizes_and_the_next_stage():
     bench = Bench().up(1)
     assert bench.take(start(1)) == ["READY 1.0"]
     assert (bench.orders, bench.addresses) == ([ORDER], ["next:1"]), "once for each epoch"
-    small = replace(ORDER, wire=replace(WIRE, max_rows=1), next_address="next:2")
+    small = replace(ORDER, shape=replace(SHAPE, max_rows=1), next_address="next:2")
     assert bench.take(start(2, small)) == ["start 2"]
     bench.controller.started(2)
     assert (bench.orders, bench.addresses) == ([ORDER, small], ["next:1", "next:2"])
@@ -381,7 +386,7 @@ def test_a_message_that_is_held_back_goes_on_when_the_device_is_done():
     bench.controller.done(1, 0)
     bench.controller.done(1, 1)
     assert bench.log == ["forward", "DONE 1.0", "forward", "DONE 1.1"]
-    payloads = [WIRE.encode(message_of([ONE, ONE], i)) for i in (0, 1)]
+    payloads = [encode_message(message_of([ONE, ONE], i), SHAPE) for i in (0, 1)]
     assert [decode_frame(data) for data in bench.forwarded] == [
         Frame(MESSAGE, 1, i, 0, payload) for i, payload in enumerate(payloads)
     ]

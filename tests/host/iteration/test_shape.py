@@ -1,0 +1,91 @@
+"""The sizes of an engine: what no engine has is refused, and the rest follows from them."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from orca_jax.config import ServingConfig
+from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.batch_sizes import batch_sizes
+from orca_jax.iteration.buckets import serving_buckets
+from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.iteration.shape import EngineShape
+from orca_jax.planning.sizes import engine_shape, kv_manager
+
+SHAPE = EngineShape(
+    block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
+)
+SIZES = [field.name for field in fields(EngineShape) if field.type is int or field.type == "int"]
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_a_whole_number_within_bounds(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is .*; it must be a whole number from 1 to \d+$"):
+        replace(SHAPE, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["deterministic", "coarse_buckets"])
+@pytest.mark.parametrize("value", [0, 1, None, "true"])
+def test_a_choice_is_true_or_false(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is .*; it must be True or False$"):
+        replace(SHAPE, **{name: value})
+
+
+def test_every_engine_that_can_be_configured_has_a_shape() -> None:
+    model = ModelConfig(
+        vocab_size=1 << 22, n_positions=1 << 21, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8
+    )
+    largest = ServingConfig(
+        max_batch_size=4096, n_slots=1 << 31, max_batch_tokens=1 << 20, block_size=1, deterministic=True
+    )
+    shape = engine_shape(model, largest, n_workers=256)
+    assert shape.n_rows == 257 * 4096
+    assert (shape.n_slots, shape.longest, shape.vocab_size) == (1 << 31, 1 << 21, 1 << 22)
+
+
+def test_a_shape_follows_from_model_and_config() -> None:
+    model = ModelConfig(vocab_size=100, n_positions=33, hidden_size=8, n_layers=2, n_heads=2, ffn_size=16)
+    serving = ServingConfig(
+        max_batch_size=5, n_slots=131, max_batch_tokens=77, block_size=16, coarse_buckets=True
+    )
+    shape = engine_shape(model, serving, n_workers=2)
+    assert shape == EngineShape(
+        block_size=16,
+        max_blocks=3,
+        max_rows=5,
+        max_tokens=77,
+        n_rows=15,
+        n_blocks=8,
+        vocab_size=100,
+        coarse_buckets=True,
+    )
+    kv = kv_manager(shape)
+    assert (kv.n_blocks, kv.block_size, kv.n_rows, kv.block_table.shape) == (8, 16, 15, (15, 3))
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "coarse", "buckets"),
+    [
+        (False, False, (1, 8, 16, 24, 32, 40, 48, 56, 64)),
+        (False, True, (1, 8, 16, 32, 48, 64)),
+        (True, False, (6, 64)),
+    ],
+)
+def test_buckets_and_layouts_follow_from_a_shape(
+    deterministic: bool, coarse: bool, buckets: tuple[int, ...]
+) -> None:
+    shape = replace(SHAPE, deterministic=deterministic, coarse_buckets=coarse)
+    assert shape.buckets == buckets
+    serving = ServingConfig(
+        max_batch_size=6, max_batch_tokens=64, deterministic=deterministic, coarse_buckets=coarse
+    )
+    assert serving_buckets(serving) == buckets, "they are known before the model is"
+    layouts = batch_sizes(shape).layouts
+    assert layouts == [FlatLayout(n, min(n, 6), 8) for n in buckets]
+
+
+def test_a_deterministic_engine_of_one_size_has_one_bucket() -> None:
+    assert replace(SHAPE, deterministic=True, max_tokens=6).buckets == (6,)
