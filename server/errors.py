@@ -1,4 +1,4 @@
-"""What each error means to a client: one table for both endpoints."""
+"""Maps each error to its HTTP status and gRPC status, in one table for both endpoints."""
 
 from typing import NamedTuple
 
@@ -18,11 +18,11 @@ from orca_jax.errors import (
 
 
 class NotReady(OrcaError):
-    """The model is still loading, or the server is shutting down; try again later, or elsewhere."""
+    """The model is still loading, or the server is shutting down. Retry later, or on another server."""
 
 
 class UnknownModel(OrcaError):
-    """A request for another model than the one that is served."""
+    """The request names a model that this server does not serve."""
 
 
 class Unauthorized(OrcaError):
@@ -30,19 +30,19 @@ class Unauthorized(OrcaError):
 
 
 class RequestIdTaken(OrcaError):
-    """A live request has that id already."""
+    """The request id belongs to a request that is still live."""
 
 
 class TooManyConnections(OrcaError):
-    """The server has as many open connections as it takes."""
+    """The server has reached its limit of open connections."""
 
 
 class TooManyFromAddress(OrcaError):
-    """One address has as many open connections as it may have."""
+    """A client address has reached its limit of open connections."""
 
 
 class Meaning(NamedTuple):
-    """HTTP status, `type` and `code` of OpenAI's error shape, and the status of gRPC."""
+    """HTTP status, `type` and `code` of OpenAI's error object, and the gRPC status."""
 
     http: int
     type: str
@@ -74,5 +74,5 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
 
 
 def meaning(error: OrcaError) -> Meaning:
-    """The entry of the error's class, or of the nearest class above it."""
-    return next(_MEANINGS[kind] for kind in type(error).__mro__ if kind in _MEANINGS)
+    """The table's entry for the error's class, or for its nearest base class that has one."""
+    return next(_MEANINGS[cls] for cls in type(error).__mro__ if cls in _MEANINGS)

@@ -1,1 +1,1 @@
-"""Between the endpoints and the engine: requests in, pieces out, on the event loop. Start with gateway.py."""
+"""Connects the HTTP and gRPC endpoints to the engine, on the event loop. Start with gateway.py."""

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes a text as the model knows it, by the checkpoint's Jinja template."""
+"""Chat templates: the checkpoint's Jinja template turns a conversation into the prompt the model expects."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,24 +20,24 @@ _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep",
 
 
 class BadConversation(InvalidRequest):
-    """Messages that the model's chat template refuses, or cannot make a text of."""
+    """The model's chat template rejects these messages or fails on them."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="messages")
 
 
 class ChatTemplate:
-    """A Jinja template as Hugging Face's tokenizers have it, run in a sandbox. May be used by many threads.
+    """A Jinja chat template in the form of Hugging Face's tokenizers, run in a sandbox. Thread-safe.
 
-    It sees `messages`, `add_generation_prompt`, `tools` and `documents` (None here), the special tokens by
-    their names, and the functions `raise_exception` and `strftime_now`. What it writes holds the special
-    tokens that belong there, so it is to be encoded without adding others.
+    The template sees `messages`, `add_generation_prompt`, `tools` and `documents` (always None), the special
+    tokens by name, and the functions `raise_exception` and `strftime_now`. Its output contains the special
+    tokens, so encode it without adding more.
 
-    `source` has at most MAX_SOURCE characters, the result MAX_OUTPUT; loops and calls end after
-    `max_seconds`. Not bounded is what a single expression does, as in `'a' * 10 ** 12`: the template is the
-    operator's own file. The messages are a client's, and are data: nothing in them is ever run.
+    `source` has at most MAX_SOURCE characters, the output at most MAX_OUTPUT. Loops and calls stop after
+    `max_seconds`. The cost of a single expression, such as `'a' * 10 ** 12`, is not limited: the template is
+    the operator's own file. The messages come from clients and are data only: nothing in them is executed.
 
-    Raises CorruptFile, which names `origin`, for a source that is no template.
+    Raises CorruptFile, which names `origin`, if `source` is not a valid template.
     """
 
     def __init__(
@@ -54,15 +54,16 @@ class ChatTemplate:
             self._template = Sandbox().template(source)
         except jinja2.TemplateSyntaxError as error:
             raise CorruptFile(f"{origin}, line {error.lineno}: {error.message}") from error
-        except Exception as error:  # Python's compiler has limits of its own, and says so in many ways
-            raise CorruptFile(f"{origin} is no usable template: {_told(error)}") from error
+        except Exception as error:  # Python's compiler has limits of its own, and many exceptions for them
+            raise CorruptFile(f"{origin} is no usable template: {_describe(error)}") from error
         self._special_tokens = dict(special_tokens or {})
         self._max_seconds = max_seconds
 
     def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """The text of `messages`, each with `role` and `content`; the model goes on where it ends.
+        """The prompt text for `messages`, each with `role` and `content`.
 
-        With `add_generation_prompt` it ends with the beginning of an answer. Raises BadConversation.
+        With `add_generation_prompt` the text ends with the start of the model's reply. Raises
+        BadConversation.
         """
         variables = {
             **self._special_tokens,
@@ -81,18 +82,18 @@ class ChatTemplate:
                     raise Refusal(f"the text would have more than {MAX_OUTPUT} characters")
         except Refusal as error:
             raise BadConversation(f"the model's chat template refuses the messages: {error}") from error
-        except Exception as error:  # a template may fail in any way that Python code can
-            message = f"the model's chat template fails with these messages: {_told(error)}"
+        except Exception as error:  # a template can raise anything that Python code can
+            message = f"the model's chat template fails with these messages: {_describe(error)}"
             raise BadConversation(message) from error
         return "".join(pieces)
 
 
 def load_chat_template(directory: Path | None, file: Path | None) -> ChatTemplate | None:
-    """The template in `file`, or else the one of the checkpoint in `directory`; None where there is none.
+    """The template in `file`, else the one of the checkpoint in `directory`, else None.
 
-    A checkpoint has it in chat_template.jinja or in tokenizer_config.json, there alone or as the one named
-    `default`. The special tokens' texts come from tokenizer_config.json and special_tokens_map.json. Raises
-    CorruptFile, which names the file at fault.
+    A checkpoint has its template in chat_template.jinja or in tokenizer_config.json, there as the only one or
+    as the one named `default`. The text of special tokens comes from tokenizer_config.json and
+    special_tokens_map.json. Raises CorruptFile, which names the file at fault.
     """
     config_file = None if directory is None else directory / "tokenizer_config.json"
     config = _read_object(config_file)
@@ -105,18 +106,18 @@ def load_chat_template(directory: Path | None, file: Path | None) -> ChatTemplat
         file = own_file if file is None and own_file.exists() else file
     if file is not None:
         return ChatTemplate(_read(file, MAX_SOURCE), special_tokens=special_tokens, origin=str(file))
-    source = _default_of(config.get("chat_template"), config_file)
+    source = _default_template(config.get("chat_template"), config_file)
     if source is None:
         return None
     return ChatTemplate(source, special_tokens=special_tokens, origin=f"chat_template in {config_file}")
 
 
-def _default_of(found: object, path: Path | None) -> str | None:
-    """What `chat_template` in tokenizer_config.json holds: a template, or a list of them with names."""
-    if found is None or isinstance(found, str):
-        return found
+def _default_template(value: object, path: Path | None) -> str | None:
+    """The default in `chat_template` of tokenizer_config.json: one template, or a list of named ones."""
+    if value is None or isinstance(value, str):
+        return value
     named = dict[str, str]()
-    for entry in found if isinstance(found, list) else [found]:
+    for entry in value if isinstance(value, list) else [value]:
         name, template = (
             (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
         )
@@ -133,11 +134,11 @@ def _default_of(found: object, path: Path | None) -> str | None:
 def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
     tokens = dict[str, str]()
     for name in _SPECIAL_TOKENS:
-        found = config.get(name)
-        text = found.get("content") if isinstance(found, dict) else found
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
             tokens[name] = text
-        elif found is not None:
+        elif value is not None:
             raise CorruptFile(f"{path}: {name} must be a text, or an object with a text as its 'content'")
     return tokens
 
@@ -150,17 +151,17 @@ def _read(path: Path, max_bytes: int) -> str:
 
 
 def _read_object(path: Path | None) -> dict[str, Any]:
-    """The JSON object in `path`; empty where there is no such file."""
+    """The JSON object in `path`; empty if there is no such file."""
     if path is None or not path.exists():
         return {}
     try:
         value = json.loads(_read(path, _MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path} is not usable JSON: {_told(error)}") from error
+        raise CorruptFile(f"{path} is not usable JSON: {_describe(error)}") from error
     if not isinstance(value, dict):
         raise CorruptFile(f"{path} holds {type(value).__name__}, not a JSON object")
     return value
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"

@@ -1,8 +1,9 @@
-"""The gateway: where both endpoints hand requests to the service, and take their pieces on the event loop.
+"""The gateway: both endpoints submit requests to the service here and receive output on the event loop.
 
-The scheduler's thread crosses to the event loop once an iteration, whatever the number of requests: it says
-which have something new, and each is then woken to take it from its mailbox. What a slow client has not taken
-lies there, no more than its request's own output, and holds nobody up.
+The scheduler's thread calls into the event loop once per iteration, whatever the number of requests, and
+names the requests that have new output. Each of them then wakes and takes its output from its own mailbox.
+Output that a slow client has not read stays in that mailbox, which holds no more than the request's whole
+output, so a slow client delays nobody else.
 """
 
 import asyncio
@@ -31,11 +32,11 @@ from server.gateway.rule_compiler import RuleCompiler
 from server.gateway.served_model import ServedModel
 from server.gateway.trouble_log import log_failure, log_loss, log_recovery
 
-_GRACE_SECONDS = 5.0  # for the scheduler to end what it was asked to end; a device that hangs never does
+_GRACE_SECONDS = 5.0  # for the scheduler to end a request when asked; if a device hangs it never does
 
 
 class Phase(StrEnum):
-    """Where a server is in its life. While it is RECOVERING requests are taken, and wait for the engine."""
+    """The phases of a server's life. While RECOVERING it accepts requests, which wait for the engine."""
 
     LOADING = "loading"
     READY = "ready"
@@ -44,27 +45,28 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
-class Standing(NamedTuple):
-    """The phase a server is in, and why; None when it is ready."""
+class ServerStatus(NamedTuple):
+    """A server's phase and the reason for it; the reason is None when the server is ready."""
 
     phase: Phase
     reason: str | None
 
 
 class LiveRequest:
-    """A request of an endpoint: an asynchronous iterator of its pieces, and a context manager that ends it.
+    """An endpoint's request: an async iterator of output pieces, and a context manager that ends the request.
 
-    The last piece has the finish reason `stop` or `length`. A request that ends otherwise yields what came
-    and then raises RequestCancelled, RequestTimedOut or EngineError. For one consumer, on the gateway's loop.
+    The last piece has the finish reason `stop` or `length`. A request that ends otherwise yields the output
+    so far, then raises RequestCancelled, RequestTimedOut or EngineError. For one consumer, on the gateway's
+    loop.
     """
 
     def __init__(self, gateway: "Gateway", generation: Generation, timeout: float | None) -> None:
         self._gateway = gateway
         self._generation = generation
-        # By hand, because an asyncio.Event costs several times as much, and this is done for each token.
+        # Not an asyncio.Event: that costs several times as much, and this runs for each token.
         self._woken = False
         self._waiter: asyncio.Future[None] | None = None
-        self._over: RequestCancelled | RequestTimedOut | EngineError | None = None
+        self._error: RequestCancelled | RequestTimedOut | EngineError | None = None
         self._exhausted = False
         self._timeout = timeout
         self._timers: list[asyncio.TimerHandle] = []
@@ -73,32 +75,30 @@ class LiveRequest:
 
     @property
     def request_id(self) -> str:
-        """The request's name in the service."""
         return self._generation.request_id
 
     @property
     def n_input(self) -> int:
-        """Tokens of the prompt."""
+        """The number of prompt tokens."""
         return self._generation.n_input
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt."""
         return self._generation.prompt_ids
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Those of the prompt's tokens behind the first, from the first piece on; None if not asked for."""
+        """Of each prompt token after the first. None before the first piece, or if not requested."""
         return self._generation.prompt_logprobs
 
     @property
     def seed(self) -> int:
-        """The caller's seed, or the one that was drawn."""
+        """The caller's seed, or the random one chosen for the request."""
         return self._generation.seed
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs."""
+        """Why the request ended; None while it runs."""
         return self._generation.finish_reason
 
     def __aiter__(self) -> Self:
@@ -109,26 +109,26 @@ class LiveRequest:
             if not self._woken:
                 self._waiter = self._gateway.loop.create_future()
                 await self._waiter
-            self._woken = self._over is not None  # then there is nothing more to wait for
+            self._woken = self._error is not None  # after an error there is nothing more to wait for
             piece = self._generation.poll()
             if piece is None:
-                # Woken for nothing, unless the engine was given its time to answer and did not.
-                self._exhausted = self._over is not None
+                # A spurious wake-up, unless the engine did not end the request within its grace period.
+                self._exhausted = self._error is not None
             elif piece.finish_reason is None:
                 return piece
             else:
                 self._exhausted = True
                 if piece.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     return piece
-                self._over = self._why(piece.finish_reason)
+                self._error = self._error_for(piece.finish_reason)
                 if piece.token_ids:
                     return replace(piece, finish_reason=None)
-        if self._over is not None:
-            raise self._over
+        if self._error is not None:
+            raise self._error
         raise StopAsyncIteration
 
     def end(self, reason: FinishReason) -> None:
-        """Ask for its end; if the engine does not answer within seconds, it ends here all the same."""
+        """Ask the engine to end the request; if it does not within a few seconds, end it here anyway."""
         self._generation.end(reason)
         self._timers.append(self._gateway.loop.call_later(_GRACE_SECONDS, self._give_up, reason))
 
@@ -142,7 +142,7 @@ class LiveRequest:
         self._gateway.forget(self)
 
     def wake(self) -> None:
-        """There may be something new."""
+        """Wake the consumer: there may be new output."""
         self._woken = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -152,10 +152,10 @@ class LiveRequest:
 
     def _give_up(self, reason: FinishReason) -> None:
         if self._generation.finish_reason is None:
-            self._over = self._why(reason)
+            self._error = self._error_for(reason)
             self.wake()
 
-    def _why(self, reason: FinishReason) -> RequestCancelled | RequestTimedOut | EngineError:
+    def _error_for(self, reason: FinishReason) -> RequestCancelled | RequestTimedOut | EngineError:
         if reason is FinishReason.TIMEOUT:
             after = "" if self._timeout is None else f" after {self._timeout:g} seconds"
             return RequestTimedOut(f"the request was ended{after}, before it was complete")
@@ -170,10 +170,10 @@ class LiveRequest:
 
 
 class Gateway:
-    """Both endpoints' way to the service; lives on one event loop and is used on it alone.
+    """Connects both endpoints to the service. Use it only on the event loop where it was made.
 
-    It opens when the model is there, and closes when the server drains. `request_timeout` in seconds bounds
-    every request, None does not. `loop` is its event loop; `compiler` makes the rules of requests.
+    It accepts requests from `open` until the server drains. `request_timeout` in seconds limits every
+    request; None means no limit. `loop` is its event loop; `compiler` makes the output rules of requests.
     """
 
     def __init__(self, *, request_timeout: float | None = None) -> None:
@@ -188,43 +188,43 @@ class Gateway:
 
     @property
     def phase(self) -> Phase:
-        """Where the server is in its life; FAILED stays, for the engine does not come back."""
-        return self.standing.phase
+        """The server's current phase. FAILED is final: the engine does not recover."""
+        return self.status.phase
 
     @property
-    def standing(self) -> Standing:
-        """The phase and the reason, of one moment."""
+    def status(self) -> ServerStatus:
+        """The current phase and its reason, read together."""
         service = None if self._model is None else self._model.service
         if service is not None and service.failure is not None:
-            return Standing(Phase.FAILED, f"the engine failed: {service.failure}")
+            return ServerStatus(Phase.FAILED, f"the engine failed: {service.failure}")
         if self._draining:
-            return Standing(Phase.DRAINING, "the server is shutting down")
+            return ServerStatus(Phase.DRAINING, "the server is shutting down")
         if service is None:
-            return Standing(Phase.LOADING, "the model is still loading")
+            return ServerStatus(Phase.LOADING, "the model is still loading")
         trouble = service.trouble
         if trouble is not None:
             reason = f"{trouble}; its requests run again when the workers are up"
-            return Standing(Phase.RECOVERING, reason)
-        return Standing(Phase.READY, None)
+            return ServerStatus(Phase.RECOVERING, reason)
+        return ServerStatus(Phase.READY, None)
 
     @property
     def n_live(self) -> int:
-        """Requests whose clients have not got all yet."""
+        """Requests whose clients have not received all output yet."""
         return len(self._live)
 
     @property
     def served(self) -> ServedModel | None:
-        """The model, once it is there, whatever the phase."""
+        """The model once it is loaded, whatever the phase."""
         return self._model
 
     def open(self, model: ServedModel) -> None:
-        """The model is loaded and warm: let requests in."""
+        """Accept requests: the model is loaded and warm."""
         self._model = model
-        model.service.on_delivered = self._delivered
-        model.service.recovery.on_trouble = partial(self._troubled, model)
+        model.service.on_delivered = self._on_delivered
+        model.service.recovery.on_trouble = partial(self._on_trouble, model)
 
     def model(self, name: str | None = None) -> ServedModel:
-        """The model that is served. Raises NotReady, EngineError, or UnknownModel if `name` is another's."""
+        """The served model. Raises NotReady, EngineError, or UnknownModel if `name` is another model."""
         phase = self.phase
         if self._model is None or phase is Phase.LOADING:
             raise NotReady("the model is still loading; try again later")
@@ -245,19 +245,20 @@ class Gateway:
         owner: str = "",
         timeout: float | None = None,
     ) -> LiveRequest:
-        """Hand a request to the service. `timeout` in seconds, where it is shorter than the server's own.
+        """Submit a request to the service.
 
-        `owner` is the API key or the address that it takes a place in the queue for.
+        `owner` is the API key or client address whose share of the queue the request uses. `timeout` in
+        seconds applies if it is shorter than the server's own.
 
-        Raises a leaf of InvalidRequest, RequestIdTaken, QueueFull, EngineError or NotReady.
+        Raises a subclass of InvalidRequest, RequestIdTaken, QueueFull, EngineError or NotReady.
         """
         model = self.model()
-        if request_id in self._live:  # the pool may have let it go while its client still reads
+        if request_id in self._live:  # the pool may have released the id while its client still reads
             raise RequestIdTaken(f"request_id {request_id!r} is that of a live request; give each its own")
         try:
             generation = model.service.submit(prompt_ids, sampling, request_id=request_id, owner=owner)
         except InvalidRequest as error:
-            if error.param == "request_id":  # its client has left, and the pool has yet to let it go
+            if error.param == "request_id":  # its client has left, but the pool has not released the id yet
                 raise RequestIdTaken(str(error)) from error
             raise
         timeouts = [limit for limit in (timeout, self._request_timeout) if limit is not None]
@@ -267,14 +268,14 @@ class Gateway:
         return live
 
     def forget(self, request: LiveRequest) -> None:
-        """The endpoint is done with it."""
+        """Drop a request that its endpoint is done with."""
         if self._live.get(request.request_id) is request:
             del self._live[request.request_id]
         if not self._live:
             self._empty.set()
 
     def cancel(self, request_id: str) -> bool:
-        """Ask a live request to end as cancelled; False when there is none of that id."""
+        """Cancel a live request; False if no live request has that id."""
         live = self._live.get(request_id)
         if live is None or live.finish_reason is not None:
             return False
@@ -282,9 +283,9 @@ class Gateway:
         return True
 
     async def watch(self) -> None:
-        """Wake all that wait when the service died without a word, and log its end, whatever it was.
+        """Run forever: when the service has failed, log it once and wake all waiting requests.
 
-        Runs as long as the server.
+        The service may fail without delivering anything, so nothing else would wake them.
         """
         logged = False
         while True:
@@ -297,7 +298,10 @@ class Gateway:
                 self._wake_all()
 
     async def drain(self, timeout: float) -> int:
-        """Take no more, and let what is live end within `timeout` seconds; how many had to be ended."""
+        """Reject new requests, and give live ones `timeout` seconds to finish, then cancel them.
+
+        Returns how many were cancelled.
+        """
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
@@ -310,26 +314,26 @@ class Gateway:
                 async with asyncio.timeout(2 * _GRACE_SECONDS):
                     await self._empty.wait()
             except TimeoutError:
-                pass  # clients that do not read; their connections are closed next
+                pass  # some clients do not read; the caller closes their connections next
             return len(left)
         return 0
 
-    def _delivered(self, deliveries: Sequence[Delivery]) -> None:
-        """On the scheduler's thread, once an iteration."""
+    def _on_delivered(self, deliveries: Sequence[Delivery]) -> None:
+        """Called on the scheduler's thread, once per iteration."""
         self._on_loop(partial(self._wake, deliveries))
 
-    def _troubled(self, model: ServedModel, lost: WorkerLost | None) -> None:
-        """On the scheduler's thread, which must not wait for whoever reads the log."""
+    def _on_trouble(self, model: ServedModel, lost: WorkerLost | None) -> None:
+        """Called on the scheduler's thread, which must not block on writing the log."""
         service = model.service
         if lost is not None:
             self._on_loop(partial(log_loss, lost, service.pool.n_running))
         elif service.recovery.last_recovery_seconds is not None:
             self._on_loop(partial(log_recovery, service.recovery.last_recovery_seconds))
 
-    def _on_loop(self, what: Callable[[], None]) -> None:
+    def _on_loop(self, callback: Callable[[], None]) -> None:
         try:
-            self.loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop is closed: nobody is left to be told
+            self.loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the event loop is closed: no client is left
             pass
 
     def _wake(self, deliveries: Sequence[Delivery]) -> None:

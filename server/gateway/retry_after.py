@@ -1,4 +1,4 @@
-"""When a client that found the queue full should try again."""
+"""When a client should retry after the queue was full."""
 
 import math
 
@@ -8,9 +8,9 @@ _LONGEST_SECONDS = 60
 
 
 def retry_after_seconds(gateway: Gateway) -> int:
-    """Whole seconds, 1 to 60: as long as the requests that wait now take to end, at the pace of late.
+    """Whole seconds, 1 to 60: how long the waiting requests take to finish at the recent rate.
 
-    1 where there is no pace yet to judge by.
+    1 if too few requests have finished to tell the rate.
     """
     if gateway.served is None:
         return 1

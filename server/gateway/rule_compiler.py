@@ -1,4 +1,4 @@
-"""Sampling parameters become rules; the compilation of a grammar is no work for the event loop."""
+"""Turns sampling parameters into output rules. Grammars compile on threads, off the event loop."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -9,15 +9,15 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.weight import weight_in_bytes
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.served_model import ServedModel
-from server.gateway.side_threads import reading
+from server.gateway.side_threads import run_for_request
 
-_MOST_WAITING = 16  # requests with grammars, those that are being compiled among them
-_HELD_PER_BYTE = 8  # about: what parameters hold, of what they came in
-_THREADS = 4  # of their own, so that nothing else waits for a grammar, which takes up to seconds
+_MOST_WAITING = 16  # requests whose grammars wait to be compiled or are being compiled
+_HELD_PER_BYTE = 8  # roughly: bytes of memory that parameters take per byte of the request
+_THREADS = 4  # only for grammars: compiling one may take seconds, and nothing else should wait for it
 
 
 class RuleCompiler:
-    """One for a server; on its event loop alone."""
+    """A server has one. Use it only on the server's event loop."""
 
     def __init__(self) -> None:
         self._n_waiting = 0
@@ -27,8 +27,8 @@ class RuleCompiler:
         """The rules for requests with these parameters. Raises a leaf of InvalidRequest, or QueueFull."""
         make = partial(model.service.rules, sampling)
         if sampling.grammar is None:
-            came_in = weight_in_bytes((), sampling) // _HELD_PER_BYTE
-            return await reading(came_in, make)
+            n_bytes = weight_in_bytes((), sampling) // _HELD_PER_BYTE
+            return await run_for_request(n_bytes, make)
         if self._n_waiting >= _MOST_WAITING:
             raise QueueFull(f"{_MOST_WAITING} grammars wait to be compiled, as many as may; try again later")
         self._n_waiting += 1

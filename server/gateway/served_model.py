@@ -1,4 +1,4 @@
-"""The model that the endpoints serve: all they need to know of an engine."""
+"""The model that the endpoints serve, with everything they need from its engine."""
 
 import time
 from collections.abc import Callable
@@ -14,29 +14,30 @@ from server.gateway.chat_template import ChatTemplate
 
 
 class CompileCounts(Protocol):
-    """What JAX has compiled in the server's process, all counts from the start."""
+    """What JAX has compiled in the server's process since it started."""
 
     @property
     def programs(self) -> int:
-        """Programs, those that were read from disk included."""
+        """Programs compiled or read from the disk cache."""
         ...
 
     @property
     def from_disk(self) -> int:
-        """Those that were."""
+        """Programs read from the disk cache."""
         ...
 
     @property
     def seconds(self) -> float:
-        """Of all, added up over threads."""
+        """Time spent compiling or reading programs, summed over threads."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """A running service with its tokenizer and the name that clients call it by.
+    """A running service, its tokenizer, and the name that clients use for the model.
 
-    Without a tokenizer prompts are token ids, and texts come out empty. `created` is in seconds since 1970.
+    Without a tokenizer prompts must be token ids, and output text is empty. `created` is in seconds since
+    1970.
     """
 
     name: str
@@ -49,14 +50,14 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require_tokenizer(self, param: str) -> Tokenizer:
-        """The tokenizer; raises InvalidPrompt, which names the field `param`, where the model has none."""
+        """The tokenizer. Raises InvalidPrompt for the field `param` if the model has none."""
         if self.tokenizer is None:
             message = f"{self.name} has no tokenizer, so {param} must be token ids"
             raise InvalidPrompt(message, param=param)
         return self.tokenizer
 
     def encode(self, text: str, *, param: str = "prompt", add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; a text that must have too many is refused before the work is done.
+        """Token ids of `text`. Rejects a text that is certain to be too long before it is tokenized.
 
         Raises InvalidPrompt and PromptTooLong.
         """

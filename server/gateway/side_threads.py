@@ -1,7 +1,7 @@
-"""Work that grows with what clients send, on threads of its own: the event loop does none of it.
+"""Runs work whose cost grows with the size of a request or response on threads, not on the event loop.
 
-Python runs one thread at a time, so a thread alone does not keep the loop going: no call of a function in C
-may take long in it either (`http/bodies/json_text.py` sees to that for bodies).
+Python runs one thread at a time, so a thread alone does not keep the event loop responsive: no single call of
+a C function may hold the GIL for long either (`http/bodies/json_text.py` ensures that for request bodies).
 """
 
 import asyncio
@@ -14,16 +14,19 @@ from orca_jax.errors import QueueFull
 
 T = TypeVar("T")
 
-LONG = 8_000  # bytes, characters or tokens; what takes longer than a millisecond or two is not for the loop
-_VERY_LONG = 128_000  # has a thread to itself, so that what is short need not wait for it
+LONG = 8_000  # bytes, characters or tokens: more takes over 1 to 2 ms, too long for the event loop
+_VERY_LONG = 128_000  # above this, work has a thread of its own, so that shorter work does not wait for it
 _MOST_BYTES = 64 << 20
 
 
 class Lane:
-    """A few threads, and a bounded wait for them. For any thread and any event loop."""
+    """A few threads with a bounded queue. Usable from any thread and any event loop."""
 
     def __init__(self, name: str, *, threads: int, most_waiting: int, most_bytes: int) -> None:
-        """Work for `most_waiting` requests may wait or run, with `most_bytes` together; one may always."""
+        """At most `most_waiting` requests, of `most_bytes` together, may wait or run.
+
+        A single request is accepted whatever its size.
+        """
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._most_waiting, self._most_bytes = most_waiting, most_bytes
         self._lock = threading.Lock()
@@ -31,7 +34,7 @@ class Lane:
         self.n_done = 0
 
     async def run(self, n_bytes: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which grows with `n_bytes`. Raises QueueFull, and whatever `work` does."""
+        """The result of `work`, whose cost grows with `n_bytes`. Raises QueueFull and what `work` raises."""
         with self._lock:
             if self._n_waiting and (
                 self._n_waiting >= self._most_waiting or self._n_bytes + n_bytes > self._most_bytes
@@ -41,7 +44,7 @@ class Lane:
             self._n_waiting += 1
             self._n_bytes += n_bytes
 
-        def over(_: Future[T]) -> None:
+        def release(_: Future[T]) -> None:
             with self._lock:
                 self._n_waiting -= 1
                 self._n_bytes -= n_bytes
@@ -50,35 +53,38 @@ class Lane:
         try:
             future = self._threads.submit(work)
         except BaseException:  # no thread could be started
-            over(Future())
+            release(Future())
             raise
-        future.add_done_callback(over)
+        future.add_done_callback(release)
         return await asyncio.wrap_future(future)
 
 
-# One set for the process, which has one server: they are threads, of which more would not run at a time.
+# One set per process, which has one server: because of the GIL, more threads would not run at the same time.
 _LONG = Lane("long", threads=1, most_waiting=256, most_bytes=_MOST_BYTES)
 _LONGEST = Lane("longest", threads=1, most_waiting=32, most_bytes=_MOST_BYTES)
-_ANSWERS = ThreadPoolExecutor(2, thread_name_prefix="answers")
+_RESPONSES = ThreadPoolExecutor(2, thread_name_prefix="responses")
 
 
 def n_very_long() -> int:
-    """Requests so far whose size needed a thread to itself."""
+    """How many very long requests have been processed so far."""
     return _LONGEST.n_done
 
 
-async def reading(n_bytes: int, work: Callable[[], T]) -> T:
-    """Work on what a request has sent, before it is accepted: on a thread where it is much.
+async def run_for_request(n_bytes: int, work: Callable[[], T]) -> T:
+    """Process what a request sent, before it is accepted: inline if short, on a thread if long.
 
-    Raises QueueFull where too much waits already.
+    Raises QueueFull if too much such work is waiting.
     """
     if n_bytes <= LONG:
         return work()
     return await (_LONG if n_bytes <= _VERY_LONG else _LONGEST).run(n_bytes, work)
 
 
-async def beside(n_characters: int, work: Callable[[], T]) -> T:
-    """Work on an answer, which is never refused: the number of live requests bounds it."""
+async def run_for_response(n_characters: int, work: Callable[[], T]) -> T:
+    """Process part of a response: inline if short, on a thread if long.
+
+    Never refused: the number of live requests bounds this work.
+    """
     if n_characters <= LONG:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_ANSWERS, work)
+    return await asyncio.get_running_loop().run_in_executor(_RESPONSES, work)

@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in: Jinja's own, with a limit to its time and what templates expect."""
+"""The sandbox for chat templates: Jinja's own, with a time limit and the functions that templates expect."""
 
 import json
 import time
@@ -13,15 +13,15 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_TICK = "each step"  # a variable of the context; no template can write a name with a space
+_TICK = "each step"  # a context variable; templates cannot reach it, because its name has a space
 
 
 class Refusal(jinja2.TemplateError):
-    """What a template raises on purpose, and what ends one that goes beyond a limit."""
+    """Raised by a template on purpose, or because it exceeded a limit."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of Hugging Face's chat templates. Each pass of a loop and each call is a step."""
+    """The environment of Hugging Face's chat templates. Each loop iteration and each call checks the time."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
@@ -31,23 +31,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["in_steps"] = _in_steps
 
     def template(self, source: str) -> jinja2.Template:
-        """Compile `source`; raises TemplateSyntaxError, and whatever Python's compiler has against it."""
+        """Compile `source`. Raises TemplateSyntaxError, and any error of Python's compiler."""
         tree = self.parse(source)
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = nodes.Filter(loop.iter, "in_steps", [], [], None, None, lineno=loop.lineno)
         return self.from_string(tree)
 
-    # The names of the first three parameters are none that a template could give an argument.
+    # A template cannot use the names of the first three parameters for keyword arguments.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call in a template."""
         __context[_TICK]()
         return super().call(__context, __obj, *args, **kwargs)
 
 
 def run(template: jinja2.Template, variables: dict[str, Any], max_seconds: float) -> Iterator[str]:
-    """The pieces of what `template` writes; raises Refusal at the first step after `max_seconds`.
+    """Yield the template's output in pieces.
 
-    Also raises whatever the template's code runs into.
+    Raises Refusal at the first loop iteration or call after `max_seconds`, and any error of the template.
     """
     deadline = time.monotonic() + max_seconds
 
@@ -55,12 +54,12 @@ def run(template: jinja2.Template, variables: dict[str, Any], max_seconds: float
         if time.monotonic() > deadline:
             raise Refusal(f"it would take more than {max_seconds:g} seconds")
 
-    step: dict[str, Callable[[], None]] = {_TICK: tick}
-    return template.generate(variables | step)
+    ticking: dict[str, Callable[[], None]] = {_TICK: tick}
+    return template.generate(variables | ticking)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model wrote, for training; nothing is made of it here."""
+    """`{% generation %}` marks the model's own text, for training. Serving ignores the mark."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -92,7 +91,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own writes `<` as an escape, for HTML."""
+    """Replaces Jinja's `tojson`, which escapes `<` for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

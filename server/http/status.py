@@ -49,7 +49,7 @@ async def ready(gateway: GatewayOf) -> Response:
     """200 while requests run; 503 while the model loads, while the server drains, or for good, and while lost
     workers are brought up again: requests are taken then, and wait.
     """
-    phase, reason = gateway.standing
+    phase, reason = gateway.status
     body = Readiness(status=phase, reason=reason).model_dump(exclude_none=True)
     if phase is Phase.READY:
         return JSONResponse(body)

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, TokenOutOfRange
-from server.gateway.side_threads import reading
+from server.gateway.side_threads import run_for_request
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
@@ -74,7 +74,7 @@ async def tokenize(gateway: GatewayOf, body: TokenizeRequest, request: Request) 
         whole = {"tokens": tokens, "count": len(tokens), "max_model_len": longest}
         return as_json(whole, 4 * len(tokens)).encode()
 
-    return _json(await reading(len(await request.body()), read))
+    return _json(await run_for_request(len(await request.body()), read))
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
@@ -93,7 +93,7 @@ async def detokenize(gateway: GatewayOf, body: DetokenizeRequest, request: Reque
                 raise TokenOutOfRange(message, param=f"tokens.{i}")
         return as_json({"prompt": tokenizer.decode(body.tokens)}, ascii=False).encode()
 
-    return _json(await reading(len(await request.body()), read))
+    return _json(await run_for_request(len(await request.body()), read))
 
 
 def _json(content: bytes) -> Response:

@@ -1,1 +1,1 @@
-"""What operators see: `/metrics` for Prometheus, and the access log. Start with metrics.py."""
+"""`/metrics` for Prometheus, and the access log. Start with metrics.py."""

@@ -1,6 +1,6 @@
-"""The access log: one line for each request of either endpoint, as text or JSON.
+"""The access log: one line per HTTP or gRPC request, as text or JSON.
 
-Nothing that a client sends can make a line of its own or hide one: all but printable ASCII is escaped.
+Clients cannot forge or hide lines: everything but printable ASCII is escaped.
 """
 
 import json
@@ -19,7 +19,7 @@ _BARE = re.compile(r"[A-Za-z0-9_./:@+-]+").fullmatch
 
 
 def configure_access_log(style: AccessLog) -> None:
-    """Let the lines go to stderr; nothing else writes there through this logger. The second time replaces."""
+    """Send access log lines to stderr. A second call replaces the configuration of the first."""
     LOGGER.propagate = False
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
@@ -34,7 +34,7 @@ def configure_access_log(style: AccessLog) -> None:
 
 
 def log_access(style: AccessLog, record: Mapping[str, object]) -> None:
-    """Write one request's record, with the time in front. It holds neither prompts, texts nor keys."""
+    """Write one request's record, preceded by the time. Records hold no prompts, output text or API keys."""
     if style != "off" and LOGGER.isEnabledFor(logging.INFO):
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         LOGGER.info("%s", _LINES[style]({"time": now, **record}))

@@ -1,7 +1,6 @@
-"""An engine's figures for Prometheus: what its timeline told since it was observed, and how it stands now.
+"""An engine's metrics for Prometheus: counters and histograms fed by its timeline, and gauges read on scrape.
 
-The names are those that other engines' dashboards have, with the prefix `orca_`, and every figure carries the
-served model's name.
+The names match other engines' dashboards, with the prefix `orca_`. Every metric has the label `model_name`.
 """
 
 import threading
@@ -25,7 +24,7 @@ from server.metrics.worker_metrics import WorkerMetrics
 _LABELS = ("model_name",)
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
-# Upper bounds of buckets. Seconds first:
+# Upper bounds of histogram buckets, in seconds:
 _WAIT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -38,24 +37,25 @@ _WHOLE = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-# Then counts:
+# Upper bounds of histogram buckets, as counts:
 _TOKENS = tuple(float(n * 10**power) for power in range(6) for n in (1, 2, 5))
 _ROWS = tuple(float(1 << power) for power in range(13))
 _BATCH_TOKENS = (1.0, *(float(1 << power) for power in range(3, 18)))
 
 
 class EngineMetrics:
-    """The timeline's observer, on its threads; `collect` may be called on any other.
+    """Observes the timeline, on the timeline's threads. `collect` may be called on any thread.
 
-    Prompt tokens count when the first token came, for only then were they processed. Latency of a whole
-    request, its normalized latency and its tokens are of requests that ended as complete (stop, length); the
-    queue time is of those that got a first token. What was live before it observed is not counted right.
+    Prompt tokens count when the first output token comes, because only then have they been processed.
+    End-to-end latency, normalized latency and tokens per request cover requests that ended with `stop` or
+    `length`; queue time covers requests that got a first token. Requests that were already live when
+    observation began are not counted correctly.
     """
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._workers = WorkerMetrics(model)
-        self._lock = threading.Lock()  # held for moments: the scheduler waits for it
+        self._lock = threading.Lock()  # held only briefly: the scheduler waits for it
         self._n_arrived = 0
         self._n_prompt_tokens = 0
         self._n_output_tokens = 0
@@ -75,7 +75,7 @@ class EngineMetrics:
             "inter_token_latency_seconds", "From a token to the next of the same request.", _TOKEN
         )
         self._latency = new(
-            "e2e_request_latency_seconds", "From a request's arrival to its end, of complete ones.", _WHOLE
+            "e2e_request_latency_seconds", "From a request's arrival to its end, if it completed.", _WHOLE
         )
         self._normalized = new(
             "request_normalized_latency_seconds_per_token",
@@ -87,21 +87,19 @@ class EngineMetrics:
             "request_generation_tokens", "Generated tokens of complete requests.", _TOKENS
         )
         self._rows = new("iteration_batch_size", "Requests in an iteration.", _ROWS)
-        self._tokens = new("iteration_tokens", "Tokens that go into an iteration.", _BATCH_TOKENS)
+        self._tokens = new("iteration_tokens", "Input tokens of an iteration.", _BATCH_TOKENS)
         self._bucket = new(
-            "iteration_bucket_tokens", "Tokens that an iteration was padded to.", _BATCH_TOKENS
+            "iteration_bucket_tokens", "Input tokens of an iteration, padding included.", _BATCH_TOKENS
         )
         self._seconds = new("iteration_seconds", "From an iteration's issue to its return.", _TOKEN)
 
-    # The observer.
+    # Called by the timeline.
 
     def arrived(self, record: RequestRecord) -> None:
-        """A request was accepted."""
         with self._lock:
             self._n_arrived += 1
 
     def returned(self, record: IterationRecord) -> None:
-        """An iteration came back."""
         assert record.returned is not None
         n_tokens = record.n_tokens
         with self._lock:
@@ -113,7 +111,10 @@ class EngineMetrics:
             self._seconds.observe(record.returned - record.issued)
 
     def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
-        """An iteration's tokens are handed out."""
+        """An iteration's tokens were delivered: `first` are the requests that got their first token.
+
+        `gaps` are the seconds since the previous token of each other request.
+        """
         with self._lock:
             self._n_output_tokens += len(gaps) + len(first)
             self._gap.observe_all(gaps)
@@ -124,7 +125,6 @@ class EngineMetrics:
                 self._queue_time.observe(record.queue_time)
 
     def ended(self, record: RequestRecord) -> None:
-        """A request ended."""
         assert record.finish_reason is not None and record.finished is not None
         with self._lock:
             self._n_ended[record.finish_reason] += 1
@@ -135,17 +135,17 @@ class EngineMetrics:
                 self._request_input.observe(record.n_input)
                 self._request_output.observe(record.n_output)
 
-    # The scrape.
+    # Called on a scrape.
 
     def collect(self) -> Iterator[Metric]:
-        """Every figure; those that were observed are all of one moment."""
+        """All metrics. Counters and histograms are a consistent snapshot."""
         with self._lock:
             counts = (
                 ("requests", "Requests accepted.", self._n_arrived),
                 ("prompt_tokens", "Prompt tokens processed.", self._n_prompt_tokens),
                 ("generation_tokens", "Tokens generated.", self._n_output_tokens),
-                ("iterations", "Iterations that came back.", self._n_iterations),
-                ("iteration_padding_tokens", "Tokens computed for nothing.", self._n_padding),
+                ("iterations", "Iterations completed.", self._n_iterations),
+                ("iteration_padding_tokens", "Padding tokens computed.", self._n_padding),
             )
             ended = dict(self._n_ended)
             histograms = {name: histogram.read() for name, (_, _, histogram) in self._histograms.items()}
@@ -162,7 +162,7 @@ class EngineMetrics:
         yield reasons
         for name, (documentation, bounds, _) in self._histograms.items():
             histogram = HistogramMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
-            histogram.add_metric(label, *_exposed(bounds, *histograms[name]))
+            histogram.add_metric(label, *_cumulative(bounds, *histograms[name]))
             yield histogram
         for name, documentation, value in self._gauges():
             gauge = GaugeMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
@@ -175,16 +175,16 @@ class EngineMetrics:
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         service = self._model.service
         pool, kv = service.pool, service.scheduler.kv
-        # The newest token of a request is not in the cache yet, and nothing is before its first one came.
+        # The newest token of a request is not in the cache yet. Before its first token nothing is.
         used = sum([req.n_tokens - 1 for req in pool.admitted() if req.output_ids])
-        yield "num_requests_running", "Requests that take part in iterations.", pool.n_running
-        yield "num_requests_waiting", "Requests that wait to be admitted.", pool.n_waiting
+        yield "num_requests_running", "Requests admitted to iterations.", pool.n_running
+        yield "num_requests_waiting", "Requests waiting to be admitted.", pool.n_waiting
         yield (
             "kv_cache_usage_perc",
-            "Blocks held over all blocks, 0 to 1.",
+            "K/V cache blocks in use, as a fraction from 0 to 1.",
             1 - kv.n_free_blocks / kv.n_blocks,
         )
-        yield "slots_total", "Tokens whose keys and values fit.", kv.n_blocks * kv.block_size
+        yield "slots_total", "Slots: tokens whose keys and values fit.", kv.n_blocks * kv.block_size
         yield "slots_reserved", "Slots reserved for requests (n_rsrv).", service.scheduler.n_rsrv
         yield "slots_used", "Slots that hold a token's keys and values.", used
 
@@ -198,17 +198,17 @@ def _compiles(counts: CompileCounts, label: Sequence[str]) -> Iterator[Metric]:
     for name, documentation, count in (
         ("compiles", "Programs that JAX compiled or read from disk in this process.", counts.programs),
         ("compiles_from_disk", "Programs that JAX read from disk.", counts.from_disk),
-        ("compile_seconds", "Time of that, added up over threads.", counts.seconds),
+        ("compile_seconds", "Time spent compiling or reading programs, summed over threads.", counts.seconds),
     ):
         counter = CounterMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
         counter.add_metric(label, count)
         yield counter
 
 
-def _exposed(
+def _cumulative(
     bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> tuple[list[tuple[str, float]], float]:
-    """A histogram as it is exposed: each bucket with all that are below it, and the sum of values."""
+    """A histogram in Prometheus's form: cumulative counts by upper bound, and the sum of all values."""
     buckets: list[tuple[str, float]] = []
     n = 0
     for bound, count in zip((*bounds, float("inf")), counts, strict=True):

@@ -1,4 +1,4 @@
-"""Histograms that take a whole iteration's values at once: counts in buckets, as Prometheus has them."""
+"""Prometheus-style histograms that can observe all values of an iteration in one call."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-_MANY = 32  # values from which numpy's fixed cost is less than that of a loop
+_MANY = 32  # from this many values on numpy is faster than a loop
 
 
 class Histogram:
-    """Counts of values by ascending upper bounds, each inclusive, with one bucket above the last.
+    """Counts of values by ascending, inclusive upper bounds, with one bucket above the last bound.
 
-    One thread at a time may use it; whoever shares it brings the lock.
+    Not thread-safe: callers that share it need a lock.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -22,12 +22,11 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Count many values; cheapest from an `array` of doubles."""
+        """Count many values. An `array` of doubles is fastest."""
         if len(values) < _MANY:
             for value in values:
                 self.observe(value)
@@ -38,5 +37,5 @@ class Histogram:
         self._sum += float(numbers.sum())
 
     def read(self) -> tuple[list[int], float]:
-        """The count of each bucket, the one above the last bound at the end, and the sum of all values."""
+        """The count of each bucket, in order, ending with the one above the last bound, and the sum."""
         return list(self._counts), self._sum

@@ -1,4 +1,4 @@
-"""What `/metrics` shows: the server's own figures, the engine's once a model is there, and the process's."""
+"""The metrics at `/metrics`: the server's, the process's and, once a model is loaded, the engine's."""
 
 import asyncio
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What only the event loop may look at; `n_tasks` is None where none runs."""
+class _LoopState:
+    """State that may be read only on the event loop. `n_tasks` is None if no event loop runs."""
 
     phase: Phase
     n_live: int
@@ -34,10 +34,10 @@ class _Seen:
 
 
 class Metrics(Collector):
-    """One server's figures, in a registry of their own, so that servers in one process do not mix.
+    """One server's metrics, in a registry of its own, so that several servers in one process do not mix.
 
-    Used on the gateway's event loop; the engine's threads write only to what `attach` makes. A scrape is
-    rendered on a thread, because nobody needs a key to ask for one and it takes milliseconds.
+    Use it on the gateway's event loop; the engine's threads write only to the `EngineMetrics` that `attach`
+    makes. A scrape is rendered on a thread, because it takes milliseconds and anyone may ask without a key.
     """
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
@@ -45,7 +45,7 @@ class Metrics(Collector):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._engine: EngineMetrics | None = None
-        self._seen = self._look()
+        self._loop_state = self._read_loop_state()
         self._rendering: asyncio.Task[bytes] | None = None
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -62,57 +62,57 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def attach(self, model: ServedModel) -> None:
-        """Observe the model's engine from now on; call it while no request is live."""
+        """Observe the model's engine from now on. Call it while no request is live."""
         self._engine = EngineMetrics(model)
         model.service.timeline.observer = self._engine
 
     def http_request(self, path: str, method: str, status: int) -> None:
-        """Count an HTTP request. `path` is its route's template, so that clients cannot make labels."""
+        """Count an HTTP request. `path` is its route's template, so that clients cannot create labels."""
         self._http.labels(path, method if method in _METHODS else "other", str(status)).inc()
 
     def http_refusal(self, status: int) -> None:
-        """Count an answer to what never became a request: malformed, too large, too slow, one too many."""
+        """Count a refusal before the application: malformed, too large, too slow or over a limit."""
         self.http_request("other", "other", status)
 
     def grpc_request(self, method: str, code: str) -> None:
-        """Count a gRPC call: the name of a known method, and the name of the status that it ended with."""
+        """Count a gRPC call by the name of a known method and the name of its final status."""
         self._grpc.labels(method, code).inc()
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format, whose content type is `content_type`."""
-        self._seen = self._look()
+        """All metrics in Prometheus's text format, whose content type is `content_type`."""
+        self._loop_state = self._read_loop_state()
         return generate_latest(self.registry)
 
     async def scrape(self) -> bytes:
-        """The same, without holding up the loop: callers that come while it is rendered share it."""
+        """Like `render`, without blocking the event loop. Concurrent callers share one rendering."""
         if self._rendering is None:
-            self._seen = self._look()
+            self._loop_state = self._read_loop_state()
             self._rendering = asyncio.create_task(asyncio.to_thread(generate_latest, self.registry))
             self._rendering.add_done_callback(self._rendered)
         return await asyncio.shield(self._rendering)
 
     def collect(self) -> Iterator[Metric]:
-        """What the registry asks for: all but the process's figures and the counts of requests."""
-        seen = self._seen
+        """Called by the registry: all metrics but the process's and the request counters."""
+        state = self._loop_state
         yield InfoMetricFamily("orca_build", "What is running.", {"version": orca_jax.__version__})
         phase = GaugeMetricFamily("orca_server_phase", "1 for the phase the server is in.", labels=["phase"])
-        for one in Phase:
-            phase.add_metric([one.value], one is seen.phase)
+        for each in Phase:
+            phase.add_metric([each.value], each is state.phase)
         yield phase
         yield GaugeMetricFamily(
-            "orca_live_streams", "Requests whose clients have not got all yet.", seen.n_live
+            "orca_live_streams", "Requests whose clients have not received all output yet.", state.n_live
         )
-        if seen.n_tasks is not None:
-            yield GaugeMetricFamily("orca_asyncio_tasks", "Tasks of the event loop.", seen.n_tasks)
+        if state.n_tasks is not None:
+            yield GaugeMetricFamily("orca_asyncio_tasks", "Tasks on the event loop.", state.n_tasks)
         if self._engine is not None:
             yield from self._engine.collect()
 
-    def _look(self) -> _Seen:
+    def _read_loop_state(self) -> _LoopState:
         try:
             n_tasks = len(asyncio.all_tasks())
         except RuntimeError:  # no event loop runs on this thread
             n_tasks = None
-        return _Seen(self._gateway.phase, self._gateway.n_live, n_tasks)
+        return _LoopState(self._gateway.phase, self._gateway.n_live, n_tasks)
 
     def _rendered(self, _: object) -> None:
         self._rendering = None

@@ -1,6 +1,6 @@
-"""Figures of workers in processes of their own for Prometheus: losses and recoveries, and the control plane.
+"""Prometheus metrics of worker processes: losses, recoveries and the control plane.
 
-An engine that has no such workers has none of these. The label `stage` counts from 1, as all messages do.
+An engine without worker processes has none of these. The label `stage` counts from 1, as in all messages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,85 +15,85 @@ _STAGE_LABELS = (*_LABELS, "stage")
 
 
 class ControlCounts(Protocol):
-    """What went over the control lines of all stages, all counts from the start."""
+    """Counts over the control connections of all stages, since the start."""
 
     @property
     def messages(self) -> int:
-        """Control messages sent, one for each iteration."""
+        """Control messages sent, one per iteration."""
         ...
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of them all."""
+        """Bytes of all control messages."""
         ...
 
     @property
     def stale(self) -> int:
-        """Frames that came of an epoch before."""
+        """Frames received from an earlier epoch."""
         ...
 
     @property
     def duplicates(self) -> int:
-        """Frames that came twice."""
+        """Frames received twice."""
         ...
 
     @property
     def rubbish(self) -> int:
-        """Frames that made no sense."""
+        """Malformed frames received."""
         ...
 
 
 class StageCounts(Protocol):
-    """What one stage told of itself, all counts from the start."""
+    """Counts that one stage reported, since the start."""
 
     @property
     def link_bytes(self) -> int:
-        """Bytes of activations that it sent to the next stage."""
+        """Bytes of activations sent to the next stage."""
         ...
 
     @property
     def received(self) -> int:
-        """Iterations that it took; what it is done with the last stage does not say, it returns tokens."""
+        """Iterations received. Iterations done are not counted: the last stage returns tokens instead."""
         ...
 
 
 @runtime_checkable
 class Workers(Protocol):
-    """What is needed of an engine's `workers`."""
+    """The part of an engine's `workers` that these metrics need."""
 
     @property
     def counters(self) -> ControlCounts:
-        """Of all lines."""
+        """Of all control connections."""
         ...
 
     @property
     def stages(self) -> Sequence[StageCounts]:
-        """Of each stage, the first one first."""
+        """Of each stage, in order."""
         ...
 
 
 class WorkerMetrics:
-    """The figures of one engine's workers; `collect` may be called on any thread."""
+    """The metrics of one engine's workers. `collect` may be called on any thread."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """Every figure; none for an engine that cannot lose workers."""
+        """All metrics; none for an engine without worker processes."""
         recovery = self._model.service.recovery
         if not recovery.recoverable:
             return
         yield self._counter("worker_losses", "Workers lost.", recovery.losses)
-        yield self._counter("worker_recoveries", "Times the workers came up again.", recovery.recoveries)
+        yield self._counter("worker_recoveries", "Recoveries from lost workers.", recovery.recoveries)
         yield self._counter(
-            "worker_blamed_requests", "Requests ended because workers died of them.", recovery.n_blamed
+            "worker_blamed_requests", "Requests ended because they killed workers.", recovery.n_blamed
         )
         yield self._counter(
-            "worker_down_seconds", "Time from a loss until the workers were up again.", recovery.down_seconds
+            "worker_down_seconds", "Time from losing workers to recovery, in total.", recovery.down_seconds
         )
         last = GaugeMetricFamily(
             "orca_worker_last_recovery_seconds",
-            "Time from the last loss that is over until the workers were up again.",
+            "Duration of the latest completed recovery, from loss to recovery.",
             labels=_LABELS,
         )
         if recovery.last_recovery_seconds is not None:
@@ -107,17 +107,17 @@ class WorkerMetrics:
     def _control(self, counts: ControlCounts) -> Iterator[Metric]:
         yield self._counter("control_messages", "Control messages sent.", counts.messages)
         yield self._counter("control_message_bytes", "Bytes of control messages.", counts.message_bytes)
-        yield self._counter("control_stale_frames", "Frames of an epoch before.", counts.stale)
-        yield self._counter("control_duplicate_frames", "Frames that came twice.", counts.duplicates)
-        yield self._counter("control_rubbish_frames", "Frames that made no sense.", counts.rubbish)
+        yield self._counter("control_stale_frames", "Frames from an earlier epoch.", counts.stale)
+        yield self._counter("control_duplicate_frames", "Frames received twice.", counts.duplicates)
+        yield self._counter("control_rubbish_frames", "Malformed frames.", counts.rubbish)
 
     def _stages(self, stages: Sequence[StageCounts], troubled: int | None) -> Iterator[Metric]:
-        up = GaugeMetricFamily("orca_worker_up", "0 for the stage that is lost.", labels=_STAGE_LABELS)
+        up = GaugeMetricFamily("orca_worker_up", "0 for a lost stage, else 1.", labels=_STAGE_LABELS)
         link_bytes = CounterMetricFamily(
             "orca_link_bytes", "Bytes of activations sent to the next stage.", labels=_STAGE_LABELS
         )
         iterations = CounterMetricFamily(
-            "orca_stage_iterations", "Iterations that the stage took.", labels=_STAGE_LABELS
+            "orca_stage_iterations", "Iterations received by the stage.", labels=_STAGE_LABELS
         )
         for index, stage in enumerate(stages):
             label = [self._model.name, str(index + 1)]

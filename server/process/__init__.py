@@ -1,1 +1,1 @@
-"""The server's own process: its addresses, file descriptors, memory and interpreter."""
+"""Settings of the server's own process: sockets, file descriptors, memory and the Python interpreter."""

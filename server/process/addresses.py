@@ -1,4 +1,4 @@
-"""Addresses: those to listen on, where a mistake is told as the system tells it, and those of clients."""
+"""Addresses to listen on, and the addresses of clients."""
 
 import ipaddress
 import socket
@@ -7,13 +7,13 @@ from orca_jax.errors import ConfigError
 
 
 def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
-    """A TCP socket bound to the address, not listening yet; `flag` is what sets the port.
+    """A TCP socket bound to the address but not listening yet. `flag` is the option that sets the port.
 
-    Raises ConfigError where the address is taken, not this machine's, or none.
+    Raises ConfigError, with the system's reason, if the address is in use, invalid or not on this machine.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # With its protocol, without which asyncio would not send small messages at once.
+        # asyncio sets TCP_NODELAY, which sends small messages at once, only if the protocol is given.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -28,17 +28,20 @@ def bound_socket(host: str, port: int, *, flag: str) -> socket.socket:
 
 
 def in_url(host: str) -> str:
-    """The host as it stands in a URL: an IPv6 address in brackets."""
+    """The host as written in a URL, with brackets around an IPv6 address."""
     return f"[{host}]" if ":" in host else host
 
 
 def network_of(host: str) -> str:
-    """Whom a client's address belongs to: an IPv6 host has a whole /64 to choose its addresses from."""
+    """The client's network: an IPv4 address itself, or the /64 of an IPv6 address.
+
+    One IPv6 host can choose its addresses from a whole /64, so limits apply to the /64.
+    """
     if ":" not in host:
         return host
     try:
         address = ipaddress.IPv6Address(host)
-    except ValueError:  # no address of a network, such as a socket's path
+    except ValueError:  # not an IP address, for example the path of a Unix socket
         return host
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
@@ -46,5 +49,5 @@ def network_of(host: str) -> str:
 
 
 def owner_at(host: str) -> str:
-    """The owner of requests that come from this address without an API key."""
+    """The owner of requests from this address that carry no API key."""
     return f"address {network_of(host)}"

@@ -1,9 +1,9 @@
-"""Memory that long requests took and no longer need goes back to the system.
+"""Returns memory freed after long requests to the operating system.
 
-An engine on a CPU has the C library keep what is freed, because XLA's temporaries want it
-(orca_jax/execution/host_allocator.py). Long bodies leave holes there that grow with each round of them:
-bodies of 4 MiB of token ids took the process from 1.8 GB to 2.8. So after such bodies free pages are given
-back, seldom enough that an iteration does not notice.
+A CPU engine makes the C library keep freed memory, because XLA reuses it for temporaries
+(orca_jax/execution/host_allocator.py). Long request bodies fragment that memory more with each round: bodies
+of 4 MiB of token ids grew the process from 1.8 GB to 2.8 GB. So free pages go back to the system after such
+bodies, rarely enough not to slow an iteration down.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ _LOOK_SECONDS = 5.0
 
 
 async def give_back(n_long: Callable[[], int]) -> None:
-    """Look now and then, as long as this runs; `n_long` counts the long bodies so far."""
-    seen = n_long()
+    """Run forever: trim memory when `n_long`, the count of long bodies so far, has grown."""
+    n_trimmed = n_long()
     while True:
         await asyncio.sleep(_LOOK_SECONDS)
         n = n_long()
-        if n != seen:
-            seen = n
+        if n != n_trimmed:
+            n_trimmed = n
             await asyncio.to_thread(trim)
 
 
 def trim() -> bool:
-    """Free what is only held in reference cycles, then give free pages back; whether the C library can."""
+    """Collect reference cycles, then release free pages; False if the C library has no `malloc_trim`."""
     gc.collect()
     try:
         malloc_trim = ctypes.CDLL(None).malloc_trim

@@ -1,17 +1,17 @@
-"""Settings of Python itself for a server that is loaded."""
+"""Settings of the Python interpreter for a server that has finished loading."""
 
 import gc
 import sys
 
-_SWITCH_SECONDS = 0.001  # Python's own are 0.005
+_SWITCH_SECONDS = 0.001  # Python's default is 0.005
 
 
 def settle() -> None:
-    """Keep what a request can make the interpreter do from holding all threads; once all is loaded.
+    """Call once everything is loaded, so that no request can make the interpreter block all threads.
 
-    A full garbage collection looks at every object, for 0.2 s with JAX, and large bodies bring one about: it
-    need not look at what is there by now. And a thread that waits for the interpreter gets it after a
-    millisecond, because the event loop waits several times for each request while another thread computes.
+    Large bodies trigger a full garbage collection, which visits every object and takes 0.2 s with JAX loaded.
+    Freezing the objects that exist now exempts them. A thread that waits for the GIL now gets it after 1 ms:
+    the event loop waits for it several times per request while another thread computes.
     """
     gc.collect()
     gc.freeze()

@@ -9,7 +9,7 @@ from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest
-from server.gateway.side_threads import beside
+from server.gateway.side_threads import run_for_response
 from server.gateway.submissions import Submission, submitted
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
@@ -43,7 +43,7 @@ class Choice:
                 index=self._index,
             )
             n_told = len(piece.logprobs) + (0 if self.n_written else len(self.live.prompt_logprobs or ()))
-            await write(await beside(_TOLD * n_told, make))
+            await write(await run_for_response(_TOLD * n_told, make))
             self.n_written += len(piece.token_ids)
 
 

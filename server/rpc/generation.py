@@ -11,7 +11,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
-from server.gateway.side_threads import reading
+from server.gateway.side_threads import run_for_request
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
 from server.rpc.calls import Calls, Context
@@ -52,11 +52,11 @@ class Generation:
         """Continue a prompt."""
         async with self._calls.answered("Generate", context) as facts:
             deadline = Deadline(context)
-            request = await reading(len(data), partial(messages.parsed, pb.GenerateRequest, data))
+            request = await run_for_request(len(data), partial(messages.parsed, pb.GenerateRequest, data))
             request_id = messages.request_id(request)
             facts["request_id"] = request_id
             model = self._gateway.model(request.model or None)
-            sampling, prompt_ids = await reading(len(data), partial(self._read, request, model))
+            sampling, prompt_ids = await run_for_request(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
             async with choices_of(
                 self._gateway,
@@ -81,7 +81,7 @@ class Generation:
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
         """End a live request."""
         async with self._calls.answered("Cancel", context) as facts:
-            request = await reading(len(data), partial(messages.parsed, pb.CancelRequest, data))
+            request = await run_for_request(len(data), partial(messages.parsed, pb.CancelRequest, data))
             facts["request_id"] = request.request_id
             choices = self._live.get(request.request_id)
             if choices is not None:
@@ -91,7 +91,7 @@ class Generation:
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
         """What is served."""
         async with self._calls.answered("Models", context):
-            await reading(len(data), partial(messages.parsed, pb.ModelsRequest, data))
+            await run_for_request(len(data), partial(messages.parsed, pb.ModelsRequest, data))
             return pb.ModelsResponse(models=[messages.model_card(self._gateway.model())])
 
     def _check_number(self, n: int, model: ServedModel) -> None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from server.gateway.side_threads import reading
+from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_text import parse
 from server.http.fields.not_built import refuse_what_is_not_built
 
@@ -42,7 +42,7 @@ class JsonRoute(APIRoute):
             except ClientDisconnect as error:
                 raise HTTPException(400, "the client left before its body was complete") from error
             if data:
-                read.value = await reading(len(data), partial(self._value, data))
+                read.value = await run_for_request(len(data), partial(self._value, data))
             return await handler(read)
 
         return handle

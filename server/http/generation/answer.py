@@ -11,7 +11,7 @@ from starlette.types import Receive
 import orca_jax
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
-from server.gateway.side_threads import beside
+from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
 from server.http.fields.both import GenerationRequest, StreamOptions
@@ -69,4 +69,4 @@ async def answer(
         whole = {**head, "object": object_name, "choices": finished(choices, wholes), "usage": usage}
         return as_json(whole, n, ascii=False).encode()
 
-    return Response(await beside(n, write), media_type="application/json")
+    return Response(await run_for_response(n, write), media_type="application/json")

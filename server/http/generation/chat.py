@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from orca_jax.request.sampling_params import SamplingParams
-from server.gateway.side_threads import reading
+from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.chat import ChatCompletion, ChatCompletionRequest
 from server.http.fields.client_names import named
@@ -53,9 +53,9 @@ async def create_chat_completion(
         return body.sampling(longest=longest), prompt
 
     with named(**body.client_names):
-        sampling, prompt = await reading(n_bytes, read)
+        sampling, prompt = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
-        await reading(n_bytes, partial(check, model, [prompt], rules))
+        await run_for_request(n_bytes, partial(check, model, [prompt], rules))
     telling = Telling(names=TokenNames(model.tokenizer), logprobs=chat_logprobs) if body.logprobs else None
     response_id = new_response_id("chatcmpl")
     choices = Choices(

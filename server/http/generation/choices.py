@@ -13,7 +13,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.service.generation import Piece
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest
-from server.gateway.side_threads import beside
+from server.gateway.side_threads import run_for_response
 from server.gateway.submissions import Submission, submitted
 from server.http.fields.both import Usage
 from server.http.fields.token_places import PlacedToken
@@ -128,7 +128,7 @@ class Choices:
         output = self._outputs[index]
         if output.n_to_tell and not is_first:
             await scored.wait()
-        shown = await beside(4 * output.n_to_tell, partial(output.take, piece))
+        shown = await run_for_response(4 * output.n_to_tell, partial(output.take, piece))
         if is_first:
             scored.set()
         return shown

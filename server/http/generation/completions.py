@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from orca_jax.request.sampling_params import SamplingParams
-from server.gateway.side_threads import reading
+from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.client_names import named
 from server.http.fields.completions import Completion, CompletionRequest
@@ -48,9 +48,9 @@ async def create_completion(
         return texts(model, body.prompts) if body.echo else None
 
     with named(**body.client_names):
-        sampling, prompts = await reading(n_bytes, read)
+        sampling, prompts = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
-        prompt_texts = await reading(n_bytes, look_through)
+        prompt_texts = await run_for_request(n_bytes, look_through)
     telling = None
     if body.echo or body.logprobs is not None:
         telling = Telling(

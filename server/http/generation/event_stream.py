@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from orca_jax.errors import OrcaError
 from orca_jax.service.generation import Piece
 from server.gateway.gateway import LiveRequest
-from server.gateway.side_threads import beside
+from server.gateway.side_threads import run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.fields.both import StreamOptions
 from server.http.fields.token_places import n_characters
@@ -116,7 +116,7 @@ class EventStream(Response):
         if not tokens:
             return self._chunk(index, piece)
         n = n_characters(tokens)
-        told = await beside(n, lambda: as_json(self._choices.logprobs(tokens), n))
+        told = await run_for_response(n, lambda: as_json(self._choices.logprobs(tokens), n))
         return self._chunk(index, piece, told)
 
     def _end(self) -> bytes:

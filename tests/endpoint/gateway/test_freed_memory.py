@@ -5,7 +5,7 @@ import asyncio
 import httpx2
 import pytest
 
-from server.gateway import side_threads as beside
+from server.gateway import side_threads
 from server.process import freed_memory
 from server.settings.config import EndpointOptions
 from tests.endpoint.harness import serving, until
@@ -48,7 +48,7 @@ def test_a_server_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
     options = EndpointOptions(port=0, grpc_port=None, access_log="off")
     with serving(options=options) as server, httpx2.Client(base_url=server.url, timeout=SOON) as client:
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
-        before = beside.n_very_long()
+        before = side_threads.n_very_long()
         assert client.post("/v1/completions", json=LONG).status_code == 400
-        assert beside.n_very_long() > before
+        assert side_threads.n_very_long() > before
         until(lambda: bool(trimmed), "a trim")

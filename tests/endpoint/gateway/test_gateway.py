@@ -274,13 +274,13 @@ def test_while_workers_are_brought_up_requests_are_taken_and_wait() -> None:
     async def test(gateway: Gateway) -> None:
         await until(engine.is_down.is_set)
         reason = "stage 2: its process died; its requests run again when the workers are up"
-        assert gateway.standing == (Phase.RECOVERING, reason)
+        assert gateway.status == (Phase.RECOVERING, reason)
         assert gateway.model("test").name == "test"
         with gateway.submit([97], SamplingParams(max_tokens=3), request_id="one") as live:
             assert service.pool.n_waiting == 1
             engine.recoveries.append(True)
             await until(lambda: gateway.phase is Phase.READY)
-            assert gateway.standing == (Phase.READY, None)
+            assert gateway.status == (Phase.READY, None)
             engine.let(100)
             assert await text_of(live) == "abc"
 

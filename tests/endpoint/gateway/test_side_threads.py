@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from orca_jax.errors import QueueFull
-from server.gateway import side_threads as beside
-from server.gateway.side_threads import LONG, Lane, reading
+from server.gateway import side_threads
+from server.gateway.side_threads import LONG, Lane, run_for_request
 from server.http.bodies import json_body
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import JSON, connected, error_of
@@ -55,11 +55,11 @@ def test_what_is_short_does_not_wait_for_what_is_very_long(monkeypatch: pytest.M
     gate = threading.Event()
 
     async def main() -> None:
-        slow = asyncio.create_task(reading(10**6, lambda: gate.wait(SOON)))
+        slow = asyncio.create_task(run_for_request(10**6, lambda: gate.wait(SOON)))
         await asyncio.sleep(0)
         async with asyncio.timeout(SOON):
-            assert await reading(LONG, threading.current_thread) is threading.main_thread()
-            assert (await reading(LONG + 1, threading.current_thread)).name.startswith("long_")
+            assert await run_for_request(LONG, threading.current_thread) is threading.main_thread()
+            assert (await run_for_request(LONG + 1, threading.current_thread)).name.startswith("long_")
         assert not slow.done()
         gate.set()
         assert await slow
@@ -98,7 +98,7 @@ def test_too_many_long_bodies_are_429_and_short_ones_go_on(
         return parse(data)
 
     monkeypatch.setattr(json_body, "parse", held)
-    monkeypatch.setattr(beside, "_LONG", Lane("few", threads=1, most_waiting=1, most_bytes=10**6))
+    monkeypatch.setattr(side_threads, "_LONG", Lane("few", threads=1, most_waiting=1, most_bytes=10**6))
     body = b'{"prompt": "a"}' + b" " * LONG
     with connected(server) as client, ThreadPoolExecutor(1) as clients:
         first = clients.submit(client.post, "/tokenize", content=body, headers=JSON)
