@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.peers.checkpoint import write_random_gpt2
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
-from orca_jax.checkpoint.shard_reader import stacked_shape
-from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.tensor_names import PREFIXES, source
-from orca_jax.model.gpt import parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
 from orca_jax.sharding.partition import split_model
 
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))  # stages, tensor axis
@@ -48,20 +44,6 @@ def placements(config: ModelConfig, n_stages: int, n_tensor: int) -> list[dict[s
     """Where the parameters of each stage lie."""
     parts = split_model(config, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=n_tensor)
     return [dict(part.placement(config)) for part in parts]
-
-
-def write_checkpoint(directory: Path, config: ModelConfig) -> None:
-    """Random float32 weights in GPT-2's layout, one tensor at a time."""
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(hf_config_of(config)))
-    rng = np.random.default_rng(0)
-    tensors: list[Tensor] = []
-    for name, shape in parameter_shapes(config).items():
-        wanted = source(name, "gpt2", PREFIXES["gpt2"][0])
-        theirs = stacked_shape(name, shape)[:: -1 if wanted.transpose else 1]
-        read = partial(rng.standard_normal, theirs, np.float32)
-        tensors.append(Tensor(wanted.names[0], theirs, np.dtype("f4"), read))
-    write_files(directory, tensors, 1 << 29)
 
 
 def save_with_orbax(source_path: Path, directory: Path) -> None:
@@ -181,7 +163,7 @@ def report(work: Path, flags: argparse.Namespace) -> None:
     sources = {name: work / name.replace(" ", "-") for name in ("safetensors", "orbax", "by Orbax")}
     with Progress(console=console) as progress:
         task = progress.add_task("writing", total=4 + len(sources) * sum(1 + s for s, _ in LAYOUTS))
-        write_checkpoint(sources["safetensors"], config)
+        write_random_gpt2(sources["safetensors"], config, max_file_bytes=1 << 29)
         progress.advance(task)
         conversions["to orbax"] = in_a_process("--convert", sources["safetensors"], sources["orbax"])
         progress.advance(task)

@@ -15,7 +15,7 @@ from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage import SCORED, Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
-from orca_jax.model.gpt import parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC

@@ -17,14 +17,14 @@ from orca_jax.checkpoint.huggingface import INDEX
 from orca_jax.checkpoint.locate import find_directory
 from orca_jax.checkpoint.orca_json import ORCA_JSON
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
-from orca_jax.checkpoint.shard_reader import Box, Parts, stacked_shape
+from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.config import Dtype
 from orca_jax.errors import ConfigError
-from orca_jax.families.hf_config import ModelType, hf_config_of, read_hf_config
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.family import Family
+from orca_jax.families.hf_config import hf_config_of, read_hf_config
+from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import shown
-from orca_jax.families.tensor_names import PREFIXES, source
-from orca_jax.model.gpt import parameter_shapes
 
 Format = Literal["safetensors", "orbax"]
 
@@ -58,9 +58,10 @@ def convert_checkpoint(
     target = Path(destination).expanduser()
     model, parts = find_parameters(directory)
     to: Format = "safetensors" if orbax_checkpoint.is_orbax(directory) else "orbax"
-    shapes = parameter_shapes(model)
+    table = parameter_table(model)
+    shapes = {name: parameter.shape for name, parameter in table.items()}
     dtypes = {name: _DTYPES[dtype] if dtype else _own_dtype(parts[name]) for name in shapes}
-    reader = _Reader(parts, shapes, dtypes, on_bytes)
+    reader = _Reader(parts, table, dtypes, on_bytes)
     try:
         _refuse_what_is_there(target)
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +75,8 @@ def convert_checkpoint(
                 config = _described(directory)
             else:
                 config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _described(directory)
-                model_type: ModelType = config["model_type"]
-                write_files(place, [*_tensors(model, model_type, dtypes, reader)], max_file_bytes)
+                family = FAMILIES[config["model_type"]]
+                write_files(place, [*_tensors(table, family, dtypes, reader)], max_file_bytes)
             _copy_beside(directory, place)
             for key in _DTYPE_KEYS:
                 if dtype is not None and key in config:
@@ -112,22 +113,24 @@ class _Reader:
     def __init__(
         self,
         parts: dict[str, Parts],
-        shapes: dict[str, tuple[int, ...]],
+        table: dict[str, Parameter],
         dtypes: dict[str, np.dtype],
         on_bytes: Callable[[int, int], None] | None,
     ) -> None:
-        self._parts, self._shapes, self._dtypes, self._on_bytes = parts, shapes, dtypes, on_bytes
+        self._parts, self._table, self._dtypes, self._on_bytes = parts, table, dtypes, on_bytes
         self._done = 0
-        self._total = sum(parts[name].n_bytes(shape, _all(shape)) for name, shape in shapes.items())
+        self._total = sum(
+            parts[name].n_bytes(parameter.shape, _all(parameter.shape)) for name, parameter in table.items()
+        )
 
     def whole(self, name: str) -> np.ndarray:
         """A parameter."""
-        shape = self._shapes[name]
+        shape = self._table[name].shape
         return self._counted(name, shape, _all(shape))
 
     def rows(self, name: str, first: int, end: int, *, transpose: bool) -> np.ndarray:
         """Rows of a parameter with its leading axes taken as one, turned around with `transpose`."""
-        shape = stacked_shape(name, self._shapes[name])
+        shape = self._table[name].stacked_shape
         values = self._counted(name, shape, ((first, end), *_all(shape[1:])))
         return values.T if transpose else values
 
@@ -144,17 +147,17 @@ def _all(shape: tuple[int, ...]) -> Box:
 
 
 def _tensors(
-    model: ModelConfig, model_type: ModelType, dtypes: dict[str, np.dtype], reader: _Reader
+    table: dict[str, Parameter], family: Family, dtypes: dict[str, np.dtype], reader: _Reader
 ) -> Iterator[Tensor]:
     """The Hugging Face tensors of all parameters, in the order of the parameters."""
-    for parameter, shape in parameter_shapes(model).items():
-        wanted = source(parameter, model_type, PREFIXES[model_type][0])
-        n_rows, *columns = stacked_shape(parameter, shape)
+    for name, parameter in table.items():
+        wanted = family.stored_name(name, family.prefixes[0])
+        n_rows, *columns = parameter.stacked_shape
         part = n_rows // len(wanted.names)
-        for i, name in enumerate(wanted.names):
-            theirs = (part, *columns)[:: -1 if wanted.transpose else 1]
-            read = partial(reader.rows, parameter, i * part, (i + 1) * part, transpose=wanted.transpose)
-            yield Tensor(name, theirs, dtypes[parameter], read)
+        for i, theirs in enumerate(wanted.names):
+            shape = (part, *columns)[:: -1 if wanted.transpose else 1]
+            read = partial(reader.rows, name, i * part, (i + 1) * part, transpose=wanted.transpose)
+            yield Tensor(theirs, shape, dtypes[name], read)
 
 
 def _copy_beside(directory: Path, place: Path) -> None:

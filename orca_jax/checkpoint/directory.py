@@ -20,7 +20,7 @@ from orca_jax.checkpoint.shard_reader import Parts, Place, bytes_read, put
 from orca_jax.errors import ConfigError
 from orca_jax.families.hf_config import read_config, read_hf_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.gpt import parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, StoredTensor, read_header, same_values
-from orca_jax.checkpoint.shard_reader import Parts, stacked_shape
+from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import (
     BadModelConfig,
     CheckpointError,
@@ -15,9 +15,9 @@ from orca_jax.errors import (
     UnsafeFile,
 )
 from orca_jax.families.hf_config import HFConfig
+from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, parameter_table
+from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.families.tensor_names import HEAD, PREFIXES, Source, is_buffer, layer_number, source
-from orca_jax.model.gpt import parameter_shapes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -96,32 +96,31 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
     """
     if not stored:
         raise TensorMismatch(f"the files beside {shown(hf_config.path)} hold no tensor at all")
-    model_type = hf_config.model_type
+    family = hf_config.family
     prefix = next(
         (
             prefix
-            for prefix in PREFIXES[model_type]
-            if source("token_embedding", model_type, prefix).names[0] in stored
+            for prefix in family.prefixes
+            if family.stored_name(TOKEN_EMBEDDING, prefix).names[0] in stored
         ),
-        PREFIXES[model_type][0],
+        family.prefixes[0],
     )
+    (head,) = family.stored_name(HEAD, prefix).names
     found: dict[str, list[StoredTensor]] = {}
     parts: dict[str, Parts] = {}
-    for parameter, shape in parameter_shapes(hf_config.model).items():
-        wanted = source(parameter, model_type, prefix)
-        n_rows, *columns = stacked_shape(parameter, shape)
+    for name, parameter in parameter_table(hf_config.model).items():
+        wanted = family.stored_name(name, prefix)
+        n_rows, *columns = parameter.stacked_shape
         part = (n_rows // len(wanted.names), *columns)
-        found[parameter] = _of_shape(hf_config, stored, wanted, part)
-        parts[parameter] = Parts(tuple(found[parameter]), wanted.transpose)
+        found[name] = _of_shape(hf_config, stored, wanted, part)
+        parts[name] = Parts(tuple(found[name]), wanted.transpose)
     used = {tensor.name for tensors in found.values() for tensor in tensors}
     left = [
-        tensor
-        for name, tensor in stored.items()
-        if name not in used and not is_buffer(name, model_type, prefix)
+        tensor for name, tensor in stored.items() if name not in used and not family.is_buffer(name, prefix)
     ]
     for tensor in left:
-        embedding = found["token_embedding"][0]
-        if tensor.name != HEAD or not hf_config.model.tie_embeddings:
+        embedding = found[TOKEN_EMBEDDING][0]
+        if tensor.name != head or not hf_config.model.tie_embeddings:
             raise _left_over(hf_config, tensor, prefix, len(left))
         if tensor.dtype != embedding.dtype or not same_values(tensor, embedding):
             raise BadModelConfig(
@@ -132,7 +131,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
 
 
 def _of_shape(
-    hf_config: HFConfig, stored: dict[str, StoredTensor], wanted: Source, shape: tuple[int, ...]
+    hf_config: HFConfig, stored: dict[str, StoredTensor], wanted: StoredName, shape: tuple[int, ...]
 ) -> list[StoredTensor]:
     shape = tuple(reversed(shape)) if wanted.transpose else shape
     tensors: list[StoredTensor] = []
@@ -161,7 +160,7 @@ def _of_shape(
 
 def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:
     """A tensor that nothing uses would mean computing another model than the one that was saved."""
-    layer = layer_number(tensor.name, hf_config.model_type, prefix)
+    layer = hf_config.family.layer_of(tensor.name, prefix)
     if layer is not None and layer >= hf_config.model.n_layers:
         return BadModelConfig(
             f"two files disagree: {shown(hf_config.path)} says {hf_config.model.n_layers} layers, "

@@ -20,12 +20,13 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 
-from orca_jax.checkpoint.orca_json import ORCA_JSON, Description, StoredName, read_description
+from orca_jax.checkpoint.orca_json import ORCA_JSON, Description, read_description
 from orca_jax.checkpoint.shard_reader import Box, Parts, stacked_shape
 from orca_jax.errors import CheckpointError, CorruptFile, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import parameter_shapes
+from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.model.gpt import parameter_shapes
 
 _TREE = "_METADATA"
 _COMMIT = "_CHECKPOINT_METADATA"

@@ -10,7 +10,6 @@
 
 import fnmatch
 import os.path
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,12 +18,12 @@ from typing import Any
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.hf_config import check_tokenizer, read_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import in_layers, parameter_shapes
+from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.model.gpt import parameter_shapes
 
 ORCA_JSON = "orca.json"
 _MAX_BYTES = 1_000_000
-_LAYER = re.compile(r"layers\.(\d+)\.")
 
 # What a field's value must be; what is allowed beyond its type, ModelConfig says itself.
 _FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
@@ -40,19 +39,6 @@ _FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "eos_token_ids": ((list,), "a list of token ids"),
 }
 _NEEDED = ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredName:
-    """What a parameter is called in the checkpoint.
-
-    `names`: one array, or several that lie one above the other. `transpose`: each is stored [in, out].
-    `reshape`: it has more axes, of which neighbours are to be taken as one.
-    """
-
-    names: tuple[str, ...]
-    transpose: bool = False
-    reshape: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +131,11 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
     names: dict[str, StoredName] = {}
     used: set[str] = set()
     for parameter in parameter_shapes(model):
-        layer = _LAYER.match(parameter)
-        pattern = _LAYER.sub("layers.{i}.", parameter)
+        pattern, layer = in_layers(parameter)
         key = parameter if parameter in values else pattern
         if key not in values:
             raise _bad(path, "names", f"an entry for {pattern}", sorted(values))
-        names[parameter] = _stored(path, key, values[key], layer[1] if layer else "")
+        names[parameter] = _stored(path, key, values[key]).in_layer(layer)
         used.add(key)
     for key in values:
         if key not in used:
@@ -158,7 +143,7 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
     return names
 
 
-def _stored(path: Path, key: str, value: object, layer: str) -> StoredName:
+def _stored(path: Path, key: str, value: object) -> StoredName:
     entry: dict[str, Any] = value if isinstance(value, dict) else {"name": value}
     _known(path, f"names.{key}.", entry, {"name", "transpose", "reshape"})
     named = entry.get("name")
@@ -168,5 +153,4 @@ def _stored(path: Path, key: str, value: object, layer: str) -> StoredName:
     for option in ("transpose", "reshape"):
         if not isinstance(entry.get(option, False), bool):
             raise _bad(path, f"names.{key}.{option}", "true or false", entry[option])
-    names = tuple(name.replace("{i}", layer) for name in listed)
-    return StoredName(names, entry.get("transpose", False), entry.get("reshape", False))
+    return StoredName(tuple(listed), entry.get("transpose", False), entry.get("reshape", False))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import Initial, parameter_table
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import LayerNorm, Linear, Matmul, activate, matmul
 from orca_jax.model.shard import ALONE, Shard
@@ -27,58 +28,25 @@ class Attend(Protocol):
         ...
 
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter; linear weights are [out, in]. The one truth of both.
-
-    `qkv` has an axis of three in front, for queries, keys and values: so its heads can be split over devices
-    by a PartitionSpec.
-    """
-    c, h = config, config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embedding": (c.padded_vocab_size, c.embedding_size),
-        "position_embedding": (c.n_positions + c.position_offset, h),
-    }
-    if c.embedding_size != h:
-        shapes |= {"project_in": (h, c.embedding_size), "project_out": (c.embedding_size, h)}
-
-    def norm(name: str) -> None:
-        shapes[f"{name}.scale"] = shapes[f"{name}.bias"] = (h,)
-
-    for i in range(c.n_layers):
-        for name, out, into in (
-            ("qkv", (3, h), h),
-            ("out", (h,), h),
-            ("up", (c.ffn_size,), h),
-            ("down", (h,), c.ffn_size),
-        ):
-            shapes[f"layers.{i}.{name}.weight"] = (*out, into)
-            if c.use_bias:
-                shapes[f"layers.{i}.{name}.bias"] = out
-        norm(f"layers.{i}.attn_norm")
-        norm(f"layers.{i}.mlp_norm")
-    if c.final_norm:
-        norm("final_norm")
-    if not c.tie_embeddings:
-        shapes["head.weight"] = (c.padded_vocab_size, c.embedding_size)
-    return shapes
-
-
 def init_parameters(config: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, jax.Array]:
-    """Random parameters as GPT-2 was initialised: normal with deviation 0.02, norms at 1 and 0."""
-    shapes = parameter_shapes(config)
-    keys = jax.random.split(key, len(shapes))
+    """Random parameters, of the shapes and initial values in the table of weights."""
+    table = parameter_table(config)
+    keys = jax.random.split(key, len(table))
     return {
-        name: init_parameter(name, shapes[name], one, dtype) for name, one in zip(shapes, keys, strict=True)
+        name: init_parameter(entry.initial, entry.shape, own, dtype)
+        for (name, entry), own in zip(table.items(), keys, strict=True)
     }
 
 
-def init_parameter(name: str, shape: tuple[int, ...], key: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """One of them."""
-    if name.endswith(".scale"):
-        return jnp.ones(shape, dtype)
-    if name.endswith(".bias"):
-        return jnp.zeros(shape, dtype)
-    return 0.02 * jax.random.normal(key, shape, dtype)
+def init_parameter(initial: Initial, shape: tuple[int, ...], key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """One parameter."""
+    match initial:
+        case "ones":
+            return jnp.ones(shape, dtype)
+        case "zeros":
+            return jnp.zeros(shape, dtype)
+        case "normal":
+            return 0.02 * jax.random.normal(key, shape, dtype)
 
 
 class Block(nnx.Module):
@@ -129,9 +97,9 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """The layers `layers` of the model, by default all; built from named parameters and never changed.
 
-    The first layer brings the embedding with it, the last one the final norm and the head: `stage_parameters`
-    names what is needed. With `shard` each call computes one part, from that part's weights; linear layers
-    and the head run `product`.
+    The first layer brings the embedding with it, the last one the final norm and the head:
+    `families.parameters.stage_parameters`. With `shard` each call computes one part, from that part's
+    weights; linear layers and the head run `product`.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
@@ -215,25 +183,6 @@ class GPT(nnx.Module):
         head = self.token_embedding if self.head is None else self.head.weight
         logits = shard.side_by_side(product(x, head[...]))[:, : self.config.vocab_size]
         return logits.astype(jnp.float32)
-
-
-def stage_parameters(config: ModelConfig, layers: range) -> list[str]:
-    """The names of the parameters that `GPT(config, parameters, layers)` takes."""
-    first, last = layers.start == 0, layers.stop == config.n_layers
-    outside = {
-        "token_embedding": first or (last and config.tie_embeddings),
-        "position_embedding": first,
-        "project_in": first,
-        "project_out": last,
-        "final_norm.scale": last,
-        "final_norm.bias": last,
-        "head.weight": last,
-    }
-    return [
-        name
-        for name in parameter_shapes(config)
-        if (int(name.split(".")[1]) in layers if name.startswith("layers.") else outside[name])
-    ]
 
 
 def _layer_parameter(parameters: Parameters, layer: int, name: str) -> jax.Array | None:

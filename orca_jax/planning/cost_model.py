@@ -8,11 +8,21 @@ A model may be cut (ORCA 4.1): into stages of `layers`, and each layer over `n_s
 counted what one device of the stage does, and what it sends to the others.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import (
+    HEAD,
+    TOKEN_EMBEDDING,
+    Parameter,
+    Stage,
+    layer_parameters,
+    outside_parameters,
+    stage_elements,
+)
 
 OperationKind = Literal["embed", "linear", "attention", "head", "sampler"]
 
@@ -98,38 +108,47 @@ def operations(
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = _sums(shape)
-    n_tokens, n_rows = sums.n_tokens, sums.n_rows
-    hidden, embedding = model.hidden_size, model.embedding_size
-    own_hidden, own_ffn = hidden // n_shards, model.ffn_size // n_shards
-    own_vocab = -(-model.padded_vocab_size // n_shards)
+    outside = outside_parameters(model, layers)
 
-    def linear(n_in: int, n_out: int, *, bias: bool) -> Operation:
-        n_weights = n_in * n_out + (n_out if bias else 0)
-        n_activations = n_tokens * (n_in + n_out)
-        return Operation("linear", weight_bytes * (n_weights + n_activations), 2 * n_tokens * n_in * n_out)
+    def linear(parameter: Parameter, bias: Parameter | None = None) -> Operation:
+        *out, n_in = parameter.local_shape(n_shards)
+        n_out = math.prod(out)
+        n_weights = n_in * n_out + (0 if bias is None else math.prod(bias.local_shape(n_shards)))
+        n_activations = sums.n_tokens * (n_in + n_out)
+        n_bytes = weight_bytes * (n_weights + n_activations)
+        return Operation("linear", n_bytes, 2 * sums.n_tokens * n_in * n_out)
 
-    bias = model.use_bias
-    layer = [
-        linear(hidden, 3 * own_hidden, bias=bias),
-        _attention(own_hidden, sums, weight_bytes=weight_bytes, kv_bytes=kv_bytes),
-        linear(own_hidden, hidden, bias=bias),
-        linear(hidden, own_ffn, bias=bias),
-        linear(own_ffn, hidden, bias=bias),
-    ]
-    projected = embedding != hidden
+    def layer(parameters: Mapping[str, Parameter]) -> Iterator[Operation]:
+        for name, parameter in parameters.items():
+            if parameter.use != "linear":
+                continue
+            if "N" in parameter.axes[-1]:  # its input is what attention returns
+                width = parameter.local_shape(n_shards)[-1]
+                yield _attention(width, sums, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
+            yield linear(parameter, parameters.get(name.replace(".weight", ".bias")))
+
+    def projections(stage: Stage) -> list[Operation]:
+        return [linear(one) for one in outside.values() if one.use == "linear" and one.stage == stage]
+
     found: list[Operation] = []
     if layers.start == 0:
         # A token's row of each table is read, their sum is written.
-        n_embed_bytes = weight_bytes * n_tokens * (embedding + 2 * hidden)
-        found.append(Operation("embed", n_embed_bytes, n_tokens * hidden))
-        found += [linear(embedding, hidden, bias=False)] if projected else []
-    found += layer * len(layers)
+        tables = [one.shape[1] for one in outside.values() if one.use == "embedding"]
+        n_embed_bytes = weight_bytes * sums.n_tokens * (sum(tables) + model.hidden_size)
+        n_embed_flops = sums.n_tokens * model.hidden_size * (len(tables) - 1)
+        found.append(Operation("embed", n_embed_bytes, n_embed_flops))
+        found += projections("first")
+    found += [*layer(layer_parameters(model, 0))] * len(layers)
     if layers.stop == model.n_layers:
-        found += [linear(hidden, embedding, bias=False)] if projected else []
-        n_head_bytes = weight_bytes * embedding * (own_vocab + n_rows) + LOGIT_BYTES * n_rows * own_vocab
-        found.append(Operation("head", n_head_bytes, 2 * n_rows * embedding * own_vocab))
+        found += projections("last")
+        head = outside.get(HEAD, outside.get(TOKEN_EMBEDDING))
+        assert head is not None, "the last stage has a head, or the embedding that is tied to it"
+        own_vocab, n_in = head.local_shape(n_shards)
+        n_logit_bytes = LOGIT_BYTES * sums.n_rows * own_vocab
+        n_head_bytes = weight_bytes * n_in * (own_vocab + sums.n_rows) + n_logit_bytes
+        found.append(Operation("head", n_head_bytes, 2 * sums.n_rows * n_in * own_vocab))
         vocab = model.padded_vocab_size  # each device chooses from all logits
-        found.append(Operation("sampler", LOGIT_BYTES * n_rows * vocab, n_rows * vocab))
+        found.append(Operation("sampler", LOGIT_BYTES * sums.n_rows * vocab, sums.n_rows * vocab))
     return found
 
 
@@ -181,14 +200,7 @@ def floor(operations: Iterable[Operation], device: Device) -> float:
 
 def parameter_count(model: ModelConfig) -> int:
     """Elements of all weights, the padded rows of the vocabulary included."""
-    hidden, ffn, embedding = model.hidden_size, model.ffn_size, model.embedding_size
-    norm = 2 * hidden
-    biases = 3 * hidden + hidden + ffn + hidden if model.use_bias else 0
-    layer = 3 * hidden * hidden + hidden * hidden + 2 * hidden * ffn + biases + 2 * norm
-    tables = model.padded_vocab_size * embedding + (model.n_positions + model.position_offset) * hidden
-    projections = 2 * hidden * embedding if embedding != hidden else 0
-    head = 0 if model.tie_embeddings else model.padded_vocab_size * embedding
-    return tables + projections + model.n_layers * layer + (norm if model.final_norm else 0) + head
+    return stage_elements(model, range(model.n_layers), 1)
 
 
 def weight_bytes_total(model: ModelConfig, itemsize: int) -> int:

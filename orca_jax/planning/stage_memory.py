@@ -12,6 +12,7 @@ from typing import Literal
 
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import stage_elements
 
 Source = Literal["arithmetic", "compiled"]
 
@@ -131,24 +132,8 @@ def shared_vocabulary(config: ModelConfig, n_devices: int) -> ModelConfig:
 
 
 def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Of each device. Matrices are split by heads, feed-forward units or vocabulary; the rest is whole."""
-    hidden, ffn, embedding = config.hidden_size, config.ffn_size, config.embedding_size
-    norm = 2 * hidden
-    split = 3 * hidden * hidden + hidden * hidden + 2 * hidden * ffn
-    whole = 2 * norm
-    if config.use_bias:
-        split += 3 * hidden + ffn
-        whole += 2 * hidden
-    elements = len(layers) * (split // n_devices + whole)
-    first, last = layers.start == 0, layers.stop == config.n_layers
-    vocab = -(-config.padded_vocab_size // n_devices) * embedding
-    project = hidden * embedding if embedding != hidden else 0
-    if first:
-        elements += (config.n_positions + config.position_offset) * hidden + project
-    if last:
-        elements += (norm if config.final_norm else 0) + project
-    n_tables = (first or last) if config.tie_embeddings else first + last
-    return itemsize * (elements + n_tables * vocab)
+    """Of each device: its share of what is split, and all of the rest."""
+    return itemsize * stage_elements(config, layers, n_devices)
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:

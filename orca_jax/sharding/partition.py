@@ -7,7 +7,7 @@ import jax
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.gpt import stage_parameters
+from orca_jax.families.parameters import stage_parameters
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.sharding.device_group import Device, DeviceGroup
 from orca_jax.sharding.specs import spec
@@ -24,7 +24,10 @@ class StagePart:
 
     def placement(self, config: ModelConfig) -> Mapping[str, jax.sharding.Sharding]:
         """Where each of the stage's parameters lies."""
-        return {name: self.group.place(spec(name)) for name in stage_parameters(config, self.layers)}
+        return {
+            name: self.group.place(spec(parameter.axes))
+            for name, parameter in stage_parameters(config, self.layers).items()
+        }
 
 
 def split_model(

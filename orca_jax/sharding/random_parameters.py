@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.gpt import Parameters, init_parameter, parameter_shapes
+from orca_jax.families.parameters import Initial, parameter_table
+from orca_jax.model.gpt import Parameters, init_parameter
 from orca_jax.sharding.partition import StagePart
 
 
@@ -21,19 +22,18 @@ def padded_vocabulary(config: ModelConfig, part: StagePart) -> ModelConfig:
 def random_parameters(
     config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Mapping[str, jax.sharding.Sharding]
 ) -> Parameters:
-    """Those of `placement`, drawn where they lie; the numbers are the same however the model is split."""
-    shapes = parameter_shapes(config)
-    keys = dict(zip(shapes, jax.random.split(jax.random.key(seed), len(shapes)), strict=True))
+    """Parameters drawn where `placement` has them; the values are the same however the model is split."""
+    table = parameter_table(config)
+    keys = dict(zip(table, jax.random.split(jax.random.key(seed), len(table)), strict=True))
 
     @cache
     def drawing(
-        kind: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+        initial: Initial, shape: tuple[int, ...], sharding: jax.sharding.Sharding
     ) -> Callable[..., jax.Array]:
         """One program for what is alike in every layer."""
-        return jax.jit(partial(init_parameter, kind, shape, dtype=dtype), out_shardings=sharding)
+        return jax.jit(partial(init_parameter, initial, shape, dtype=dtype), out_shardings=sharding)
 
     def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        kind = "." + name.rpartition(".")[2]  # all that init_parameter looks at
-        return drawing(kind, shapes[name], sharding)(keys[name])
+        return drawing(table[name].initial, table[name].shape, sharding)(keys[name])
 
     return {name: draw(name, sharding) for name, sharding in placement.items()}

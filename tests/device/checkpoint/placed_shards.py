@@ -16,7 +16,7 @@ from orca_jax.checkpoint import orbax as orbax_checkpoint
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.model.gpt import parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import GPT2, OPT, gpt2_tensors, opt_tensors, write_checkpoint
 
 N_DEVICES = 8

@@ -17,8 +17,8 @@ from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import ConfigError, NotACheckpoint, TensorMismatch
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import parameter_shapes
 from orca_jax.model import reference
-from orca_jax.model.gpt import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import (
     DTYPES,
     GPT2,

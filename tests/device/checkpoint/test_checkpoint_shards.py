@@ -17,7 +17,7 @@ from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.orbax import _boxes
 from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.errors import CorruptFile, TensorMismatch
-from orca_jax.model.gpt import parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import GPT2, OPT, gpt2_tensors, opt_tensors, write_checkpoint
 from tests.places import ROOT
 

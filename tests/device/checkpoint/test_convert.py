@@ -15,7 +15,7 @@ from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import CheckpointError, ConfigError, UnsupportedModel
 from orca_jax.families.hf_config import hf_config_of, read_config
-from orca_jax.model.gpt import parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import (
     DTYPES,
     GPT2,

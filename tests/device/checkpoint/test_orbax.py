@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,18 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from orca_jax.checkpoint import orbax, orbax_boxes, orbax_store
 from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.gpt import init_parameters, parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
+from orca_jax.model.gpt import init_parameters
+from tests.device.checkpoint.test_checkpoint_fuzz import mutate
 
 MODEL: dict[str, Any] = {
     "vocab_size": 11,
@@ -170,6 +179,137 @@ def test_a_map_that_transposes_and_reshapes(tmp_path: Path, parameters: dict[str
     fails(TensorMismatch, tmp_path / "model", "blocks.0.out.kernel", "[64, 64]", shape, '"reshape": true')
 
 
+def test_a_checkpoint_of_our_writer_before_orbax_wrote_for_us(
+    tmp_path: Path, parameters: dict[str, jax.Array]
+) -> None:
+    """One OCDBT database without processes' parts, a tree of flat names, and no time of commit."""
+    place = tmp_path / "model"
+    place.mkdir()
+    tree: Tree = {}
+    for name, value in parameters.items():
+        kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{place}/"}, "path": name}
+        chunks = [min(n, 24) for n in value.shape]
+        metadata = {"chunks": chunks, "compressor": {"id": "zstd", "level": 1}}
+        spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
+        store = ts.open(spec, create=True, shape=value.shape, dtype=ts.float32).result()
+        store.write(np.asarray(value)).result()
+        tree[f"('{name}',)"] = {
+            "key_metadata": [{"key": name, "key_type": 2}],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+    about = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False}
+    about |= {"store_array_data_equal_to_fill_value": True, "custom_metadata": None}
+    (place / "_METADATA").write_text(json.dumps(about))
+    describe(place)
+    assert_equal(load_checkpoint(place, dtype=np.float32).parameters, parameters)
+
+
+def test_chunks_that_an_old_orbax_left_out_are_zeros(
+    tmp_path: Path, parameters: dict[str, jax.Array]
+) -> None:
+    """It stored no chunk of zeros, and its tree does not say that it does."""
+    place, name = tmp_path / "model", "layers.1.up.bias"
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(place, args=ocp.args.PyTreeSave(parameters))
+    describe(place)
+    (place / name / "0").unlink()
+    fails(CorruptFile, place, name, "cannot be read")
+    tree = json.loads((place / "_METADATA").read_text())
+    del tree["store_array_data_equal_to_fill_value"]
+    (place / "_METADATA").write_text(json.dumps(tree))
+    expected = {**parameters, name: jnp.zeros_like(parameters[name])}
+    assert_equal(load_checkpoint(place, dtype=np.float32).parameters, expected)
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 700, 1 << 23])
+def test_pieces_of_any_size_are_the_array(
+    saved: Path, parameters: dict[str, jax.Array], monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    monkeypatch.setattr(orbax_boxes, "_PIECE_BYTES", piece_bytes)
+    assert_equal(load_checkpoint(saved, dtype=np.float32).parameters, parameters)
+
+
+# --- what is written
+
+
+def test_orbax_restores_what_is_written_onto_shardings(tmp_path: Path) -> None:
+    values = {
+        "b.bias": np.arange(7, dtype="f4"),
+        "a": np.arange(24, dtype="f4").reshape(3, 4, 2).astype(ml_dtypes.bfloat16),
+        "c.0.weight": np.zeros((5, 9), np.float16),  # a chunk of zeros is stored as well
+    }
+    orbax.write(tmp_path / "model", values, values.__getitem__)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        for name, value in values.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "model", target)
+    assert restored.keys() == values.keys()
+    for name, value in values.items():
+        assert isinstance(restored[name], jax.Array) and restored[name].sharding == sharding
+        assert restored[name].dtype == value.dtype
+        np.testing.assert_array_equal(np.asarray(restored[name]), value, name)
+
+
+def test_chunks_are_small_and_queries_keys_and_values_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 256)
+    arrays = {"qkv": np.ones((3, 8, 8), "f4"), "up": np.ones((36, 8), "f4"), "bias": np.ones(64, "f4")}
+    orbax.write(tmp_path / "model", arrays, arrays.__getitem__)
+    located = {info.name: info for info in orbax_store.read_tree(tmp_path / "model")}
+    opened = orbax_store.open_arrays(located, str, zeros_are_stored=True)
+    chunks = {name: store.chunk_layout.read_chunk.shape for name, store in opened.items()}
+    assert chunks == {"qkv": (1, 8, 8), "up": (6, 8), "bias": (64,)}
+
+
+def test_arrays_are_written_one_at_a_time(tmp_path: Path) -> None:
+    alive: list[weakref.ref[np.ndarray]] = []
+
+    def read(name: str) -> np.ndarray:
+        assert not any(array() is not None for array in alive)
+        array = np.full((300, 300), len(alive), "f4")
+        alive.append(weakref.ref(array))
+        return array
+
+    orbax.write(tmp_path / "model", ["b", "a", "c"], read)
+    assert len(alive) == 3
+
+
+def test_writing_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
+    def read(name: str) -> np.ndarray:
+        if name == "b":
+            raise CorruptFile("the source is broken")
+        return np.ones(3, "f4")
+
+    with pytest.raises(CorruptFile, match="the source is broken"):
+        orbax.write(tmp_path / "model", ["a", "b"], read)
+    assert not (tmp_path / "model").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("mine")
+    with pytest.raises(CheckpointError, match="full cannot be written"):
+        orbax.write(tmp_path / "full", ["a"], read)
+    assert (tmp_path / "full" / "x").read_text() == "mine"
+
+
+def test_serving_from_safetensors_loads_neither_orbax_nor_tensorstore() -> None:
+    """They take a while to import."""
+    code = (
+        "import sys; from orca_jax import LLM\n"
+        "with LLM() as llm: assert llm.generate('a').text\n"
+        "assert 'orca_jax.checkpoint.orbax' in sys.modules\n"
+        "loaded = [name for name in ('orbax.checkpoint', 'tensorstore') if name in sys.modules]\n"
+        "assert not loaded, loaded"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 # --- half-written
 
 
@@ -269,12 +409,65 @@ def test_a_wrong_dtype(tmp_path: Path, parameters: dict[str, jax.Array]) -> None
         {"tree_metadata": {"x": 3}},
         {"tree_metadata": {"x": {"key_metadata": [{"key": 3}], "value_metadata": {}}}},
         {"tree_metadata": {"x": {"key_metadata": [{"key": "../../x"}], "value_metadata": {}}}},
+        {"tree_metadata": {}},
+        {"tree_metadata": {"x": {"key_metadata": [], "value_metadata": {}}}},
     ],
 )
 def test_a_tree_that_makes_no_sense(copy: Path, change: dict[str, Any]) -> None:
     path = copy / "_METADATA"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     fails(CorruptFile, copy, "_METADATA")
+
+
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        ([("../../x", 2)], CorruptFile),  # outside of the directory
+        ([("/etc/passwd", 2)], CorruptFile),
+        ([(".hidden", 2)], CorruptFile),
+        ([("a\0b", 2)], CorruptFile),
+        ([("final_norm.scale", 2)], CorruptFile),  # a name that is there already
+        ([("final_norm", 2), ("scale", 2)], CorruptFile),
+        ([("x", 2), ("1000000000000", 1)], CorruptFile),  # a list with so many elements
+        ([("x", 2), ("-1", 1)], CorruptFile),
+        ([("x", 2), ("y", 1)], CorruptFile),
+        ([("x", 7)], CorruptFile),
+        ([("a", 2)] * 100_000, CorruptFile),  # nested so deep
+        ([("a", 2)] * 50, TensorMismatch),  # an array too many
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_keys_of_an_array_that_a_stranger_chose(
+    copy: Path, keys: list[tuple[str, int]], error: type[CheckpointError]
+) -> None:
+    path = copy / "_METADATA"
+    tree = json.loads(path.read_text())
+    tree["tree_metadata"]["mine"] = {
+        "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys],
+        "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+    }
+    path.write_text(json.dumps(tree))
+    fails(error, copy, "_METADATA" if error is CorruptFile else "left over")
+
+
+SMALL: Tree = {"a.x": np.arange(3, dtype="f4"), "b": [np.ones((2, 2), "f4"), {"c": np.ones(1, "f4")}]}
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_mutated_trees(tmp_path: Path, data: st.DataObject) -> None:
+    place = tmp_path / "model"
+    if not place.exists():
+        save(place, SMALL)
+        (tmp_path / "tree").write_bytes((place / "_METADATA").read_bytes())
+    tree = json.loads((tmp_path / "tree").read_text())
+    (place / "_METADATA").write_text(json.dumps(mutate(data, tree)))
+    try:
+        located = {info.name: info for info in orbax_store.read_tree(place)}
+        opened = orbax_store.open_arrays(located, str, zeros_are_stored=True)
+    except CheckpointError:
+        return
+    assert all(store.read().result().size <= 4 for store in opened.values())  # and nothing else is there
 
 
 # --- orca.json

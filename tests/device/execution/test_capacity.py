@@ -15,9 +15,10 @@ from orca_jax.execution import capacity
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import stage_parameters
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
-from orca_jax.model.gpt import init_parameters, parameter_shapes, stage_parameters
+from orca_jax.model.gpt import init_parameters
 from orca_jax.planning.sizes import Sizes, engine_shape, n_rows, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import shared_vocabulary, stage_memory, stage_weight_bytes
@@ -76,13 +77,14 @@ def test_the_weights_of_every_preset_split_as_the_plan_says(name: str, n_stages:
     if PRESETS[name].n_heads % tensor:
         pytest.skip(f"{PRESETS[name].n_heads} heads do not split over {tensor}")
     model = shared_vocabulary(PRESETS[name], tensor)
-    shapes, mesh = parameter_shapes(model), AbstractMesh((tensor,), (TENSOR,))
+    mesh = AbstractMesh((tensor,), (TENSOR,))
     for layers in stage_layers(model.n_layers, n_stages):
         parameters = {
             key: jax.ShapeDtypeStruct(
-                NamedSharding(mesh, spec(key)).shard_shape(shapes[key]), jnp.dtype(jnp.bfloat16)
+                NamedSharding(mesh, spec(own.axes)).shard_shape(own.shape),
+                jnp.dtype(jnp.bfloat16),
             )
-            for key in stage_parameters(model, layers)
+            for key, own in stage_parameters(model, layers).items()
         }
         n_bytes = sum(one.size * one.dtype.itemsize for one in parameters.values())
         assert n_bytes == stage_weight_bytes(model, layers, tensor, 2)

@@ -14,7 +14,8 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.gpt import init_parameters, parameter_shapes
+from orca_jax.families.parameters import parameter_shapes
+from orca_jax.model.gpt import init_parameters
 from orca_jax.planning.stage_layers import said_of_split, stage_layers
 from orca_jax.request.request import Request
 from orca_jax.sharding.partition import one_stage, split_model

@@ -10,9 +10,10 @@ import pytest
 
 import orca_jax
 from orca_jax.families.hf_config import read_config
+from orca_jax.families.parameters import parameter_shapes
 from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
-from orca_jax.model.gpt import GPT, Parameters, init_parameters, parameter_shapes
+from orca_jax.model.gpt import GPT, Parameters, init_parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size

@@ -1,0 +1,54 @@
+"""What a model family is: how its config.json reads, and what its checkpoints call our weights."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import in_layers
+from orca_jax.families.stored_name import StoredName
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A table. `title` is what people call the family, `model_type` what config.json calls it.
+
+    `read` makes a ModelConfig of config.json. It raises BadModelConfig or UnsupportedModel, or passes on the
+    ModelConfig's ConfigError, whose words `config_names` translates into those of config.json. `write` is the
+    reverse: the fields of a config.json that `read` reads as this model, or None where there is none.
+
+    `weights` has an entry for each of our weights, "{i}" for the number of a layer, and in the family's names
+    "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
+    another. `buffers` is a pattern of tensors that are not weights, without their prefix.
+    """
+
+    model_type: str
+    title: str
+    architectures: tuple[str, ...]
+    config_names: Mapping[str, str]
+    read: Callable[[ConfigFields], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any] | None]
+    prefixes: tuple[str, ...]
+    weights: Mapping[str, StoredName]
+    buffers: str = ""
+
+    def stored_name(self, parameter: str, prefix: str) -> StoredName:
+        """The tensors that make up a weight."""
+        name, layer = in_layers(parameter)
+        return self.weights[name].in_layer(layer, prefix)
+
+    def is_buffer(self, tensor: str, prefix: str) -> bool:
+        """Whether a tensor is known not to be a weight."""
+        return re.fullmatch(self.buffers, tensor.removeprefix(prefix)) is not None
+
+    def layer_of(self, tensor: str, prefix: str) -> int | None:
+        """The layer that a tensor belongs to by its name, if any."""
+        for stored in self.weights.values():
+            for name in stored.names:
+                before, i, _ = name.removeprefix("{prefix}").partition("{i}")
+                number = re.match(re.escape(before) + r"(\d{1,9})\.", tensor.removeprefix(prefix))
+                if i and number:
+                    return int(number[1])
+        return None

@@ -1,0 +1,173 @@
+"""The weights of a model: their names, shapes, split, initial values and stages. No other file has a shape.
+
+An axis is written in letters, and its size is their product; a digit stands for itself:
+
+    V  rows of the vocabulary, padded     E  embedding size     P  rows of the position table
+    H  hidden size                        N  attention heads    D  head size
+    F  feed-forward size                  3  queries, keys and values
+
+Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
+Figure 6): QKV and up projections by their columns, that is by heads and by feed-forward units, out and down
+projections by the same as their rows, embedding and head by vocabulary. So a layer needs two sums over the
+devices, after `out` and after `down`.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from orca_jax.families.model_config import ModelConfig
+
+SPLIT = frozenset("VNKF")  # K: key/value heads, which only the K/V cache has as an axis
+TOKEN_EMBEDDING, HEAD = "token_embedding", "head.weight"
+
+Initial = Literal["normal", "ones", "zeros"]  # normal: with deviation 0.02, as GPT-2 was initialised
+Use = Literal["embedding", "linear", "bias", "norm", "head"]
+Stage = Literal["first", "last", "both"]  # both: the first and the last
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One weight. `shape` has a size for each of `axes`; `stage` is None for a weight of a layer."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    initial: Initial
+    use: Use
+    stage: Stage | None = None
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """The shape with a counting axis ("3") and the next one taken as one: [n] or [rows, columns]."""
+        if not self.axes[0].isdigit():
+            return self.shape
+        return (self.shape[0] * self.shape[1], *self.shape[2:])
+
+    def local_shape(self, n_devices: int) -> tuple[int, ...]:
+        """What each of a stage's devices has of it."""
+        return tuple(
+            -(-size // n_devices) if is_split(axis) else size
+            for axis, size in zip(self.axes, self.shape, strict=True)
+        )
+
+    def is_on(self, layers: range, n_layers: int) -> bool:
+        """Whether the stage of these layers has it, for a weight outside of layers."""
+        first, last = layers.start == 0, layers.stop == n_layers
+        return (first and self.stage != "last") or (last and self.stage != "first")
+
+
+def is_split(axis: str) -> bool:
+    """Whether a stage's devices share this axis."""
+    return not SPLIT.isdisjoint(axis)
+
+
+def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
+    """All weights by name, in the order in which random ones are drawn."""
+    return stage_parameters(config, range(config.n_layers))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every weight."""
+    return {name: parameter.shape for name, parameter in parameter_table(config).items()}
+
+
+def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
+    """The weights that the stage of these layers has."""
+    before, after = _outside(config, layers)
+    within = {
+        f"layers.{i}.{name}": parameter
+        for i in layers
+        for name, parameter in layer_parameters(config, i).items()
+    }
+    return before | within | after
+
+
+def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
+    """The weights that the stage of these layers has outside of layers."""
+    before, after = _outside(config, layers)
+    return before | after
+
+
+def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
+    """The weights of one layer, by their names in it; matrices in the order in which a token meets them."""
+    sizes = _sizes(config)
+    found: dict[str, Parameter] = {}
+    for name, out, into in (
+        ("qkv", ("3", "ND"), "H"),
+        ("out", ("H",), "ND"),
+        ("up", ("F",), "H"),
+        ("down", ("H",), "F"),
+    ):
+        found[f"{name}.weight"] = _parameter((*out, into), sizes, "normal", "linear")
+        if config.use_bias:
+            found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
+    return found | _norm("attn_norm", sizes, None) | _norm("mlp_norm", sizes, None)
+
+
+def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
+    """Elements of weights on each of the `n_devices` of the stage of these layers."""
+    each_layer = _elements(layer_parameters(config, 0).values(), n_devices)
+    return _elements(outside_parameters(config, layers).values(), n_devices) + len(layers) * each_layer
+
+
+def in_layers(name: str) -> tuple[str, str]:
+    """A weight's name with {i} for its layer's number, and that number; "" outside of layers."""
+    layer = _LAYER.match(name)
+    return _LAYER.sub("layers.{i}.", name), layer[1] if layer else ""
+
+
+def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Those that are drawn before those of layers, and those that are drawn after them."""
+    sizes = _sizes(config)
+    tied = config.tie_embeddings
+    before = {
+        TOKEN_EMBEDDING: _parameter(("V", "E"), sizes, "normal", "embedding", "both" if tied else "first"),
+        "position_embedding": _parameter(("P", "H"), sizes, "normal", "embedding", "first"),
+    }
+    if config.embedding_size != config.hidden_size:
+        before["project_in"] = _parameter(("H", "E"), sizes, "normal", "linear", "first")
+        before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")
+    after = _norm("final_norm", sizes, "last") if config.final_norm else {}
+    if not tied:
+        after[HEAD] = _parameter(("V", "E"), sizes, "normal", "head", "last")
+
+    def on_stage(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        return {name: one for name, one in parameters.items() if one.is_on(layers, config.n_layers)}
+
+    return on_stage(before), on_stage(after)
+
+
+def _norm(name: str, sizes: Mapping[str, int], stage: Stage | None) -> dict[str, Parameter]:
+    return {
+        f"{name}.scale": _parameter(("H",), sizes, "ones", "norm", stage),
+        f"{name}.bias": _parameter(("H",), sizes, "zeros", "norm", stage),
+    }
+
+
+def _sizes(config: ModelConfig) -> Mapping[str, int]:
+    return {
+        "V": config.padded_vocab_size,
+        "E": config.embedding_size,
+        "P": config.n_positions + config.position_offset,
+        "H": config.hidden_size,
+        "N": config.n_heads,
+        "D": config.head_size,
+        "F": config.ffn_size,
+    }
+
+
+def _parameter(
+    axes: tuple[str, ...], sizes: Mapping[str, int], initial: Initial, use: Use, stage: Stage | None = None
+) -> Parameter:
+    shape = tuple(
+        math.prod(int(letter) if letter.isdigit() else sizes[letter] for letter in axis) for axis in axes
+    )
+    return Parameter(axes, shape, initial, use, stage)
+
+
+def _elements(parameters: Iterable[Parameter], n_devices: int) -> int:
+    return sum(math.prod(parameter.local_shape(n_devices)) for parameter in parameters)

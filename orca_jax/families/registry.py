@@ -1,0 +1,27 @@
+"""The families that are known, by the model_type of config.json."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from orca_jax.errors import ConfigError
+from orca_jax.families.family import Family
+from orca_jax.families.gpt2 import GPT2
+from orca_jax.families.opt import OPT
+
+_families: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT)}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(_families)
+
+
+def register(family: Family) -> None:
+    """Make a family known in this process. Raises ConfigError where its model_type is known already."""
+    if family.model_type in _families:
+        raise ConfigError(f"a family of the model_type {family.model_type!r} is registered already")
+    _families[family.model_type] = family
+
+
+def unregister(model_type: str) -> Family:
+    """Forget a family, and return it. Raises ConfigError where there is none of that model_type."""
+    if model_type not in _families:
+        raise ConfigError(f"no family of the model_type {model_type!r} is registered")
+    return _families.pop(model_type)
