@@ -1,47 +1,47 @@
-"""The error tree. Every mistake a user can make is a leaf here; `assert` is for our own invariants.
+"""The error classes. Every mistake that a user can make has a class here; `assert` is for our own invariants.
 
-A message says what came, what is allowed, and what to do. `InvalidRequest.param` names the field at
-fault, so that an endpoint can put it into its own error shape.
+A message says what was given, what is allowed, and what to do. `InvalidRequest.param` names the field at
+fault, for the endpoint's own error format.
 """
 
 
 class OrcaError(Exception):
-    """Anything this package raises on purpose."""
+    """Base class of everything that this package raises on purpose."""
 
 
 class ConfigError(OrcaError, ValueError):
-    """A configuration that cannot work, found when it is made."""
+    """A configuration that cannot work, detected when it is made."""
 
 
 class WorkerRefused(ConfigError):
-    """A worker that is another than the engine master takes it for, or knows another secret; the message
-    names what differs, expected and found.
+    """A worker that differs from what the engine master expects, or has another secret; the message names
+    the difference, expected and found.
     """
 
 
 class WorkerUnreachable(ConfigError):
-    """Nothing answers at a worker's address within the time allowed."""
+    """No answer from a worker's address within the timeout."""
 
 
 class EngineError(OrcaError, RuntimeError):
-    """The engine failed while it ran; the requests in flight end with the reason `error`."""
+    """The engine failed while running; requests in flight end with the reason `error`."""
 
 
 class NotCompiledAhead(EngineError):
-    """A program was needed that had not been compiled before the engine was ready, and the engine is one that
-    fails rather than let requests wait for a compiler.
+    """A program was needed that had not been compiled before the engine was ready, and the engine is
+    configured to fail rather than make requests wait for the compiler.
     """
 
 
 class OutputFailed(EngineError):
-    """One output cannot go on, as where its grammar outgrew its limits; the engine and all others do."""
+    """One output cannot continue, for example because its grammar exceeded its limits; others can."""
 
 
 class WorkerLost(EngineError):
-    """A worker died, hangs or answers rubbish. Keys and values are lost, and with them what is in flight; an
-    engine that can bring its workers up again goes on from there.
+    """A worker died, hangs or sends malformed messages. Its keys and values are lost, and so is everything in
+    flight; an engine that can restart its workers resumes from there.
 
-    `stage` counts from 0; the message counts as its reader does, from 1.
+    `stage` counts from 0; the message counts from 1.
     """
 
     def __init__(self, stage: int, why: str) -> None:
@@ -51,31 +51,31 @@ class WorkerLost(EngineError):
 
 
 class BadFrame(OrcaError, ValueError):
-    """Bytes on the control plane that are no message of its protocol, or not one for this engine."""
+    """Bytes on the control plane that are not a valid message, or not one for this engine."""
 
 
 class ServiceClosed(OrcaError, RuntimeError):
-    """A request came after the service was closed."""
+    """A request arrived after the service was closed."""
 
 
 class QueueFull(OrcaError, RuntimeError):
-    """As many requests wait as the pool may hold; try again later."""
+    """The pool holds its maximum of waiting requests; try again later."""
 
 
 class RequestEnded(OrcaError, RuntimeError):
-    """A request that was accepted ended before it was complete."""
+    """An accepted request ended before it was complete."""
 
 
 class RequestCancelled(RequestEnded):
-    """Its user cancelled it, or the server had to."""
+    """Cancelled by its user, or by the server."""
 
 
 class RequestTimedOut(RequestEnded, TimeoutError):
-    """Its deadline passed."""
+    """The request's deadline passed."""
 
 
 class InvalidRequest(OrcaError, ValueError):
-    """A request that can never be run, found when it is added; nothing else is disturbed."""
+    """A request that can never run, detected when it is added; other requests are not affected."""
 
     def __init__(self, message: str, *, param: str) -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ class InvalidPrompt(InvalidRequest):
 
 
 class EmptyPrompt(InvalidRequest):
-    """A prompt without a token."""
+    """A prompt without tokens."""
 
 
 class PromptTooLong(InvalidRequest):
@@ -99,7 +99,7 @@ class TokenOutOfRange(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """`max_tokens` that could never be reserved, whatever else runs."""
+    """`max_tokens` that could never be reserved, even on an idle engine."""
 
 
 class InvalidSamplingParameter(InvalidRequest):
@@ -107,7 +107,7 @@ class InvalidSamplingParameter(InvalidRequest):
 
 
 class NotSupported(InvalidRequest):
-    """A parameter that is understood but not built; refused rather than ignored."""
+    """A known parameter that is not implemented; rejected rather than ignored."""
 
 
 class CheckpointError(OrcaError):
@@ -115,11 +115,11 @@ class CheckpointError(OrcaError):
 
 
 class NotACheckpoint(CheckpointError):
-    """No checkpoint at that place: the path or a needed file is missing."""
+    """No checkpoint there: the path or a required file is missing."""
 
 
 class UnsupportedModel(CheckpointError):
-    """A checkpoint of an architecture, or with an option, that this engine does not compute."""
+    """A checkpoint whose architecture, or an option of it, this engine does not implement."""
 
 
 class BadModelConfig(CheckpointError):
@@ -131,8 +131,8 @@ class CorruptFile(CheckpointError):
 
 
 class UnsafeFile(CheckpointError):
-    """A pickle (.bin, .pt, .pth, .ckpt ...): reading one runs code, so it is refused."""
+    """A pickle (.bin, .pt, .pth, .ckpt ...): rejected, because reading one runs code."""
 
 
 class TensorMismatch(CheckpointError):
-    """A tensor that is missing, or has another shape or dtype than the config says."""
+    """A tensor that is missing, or whose shape or dtype differs from the config."""

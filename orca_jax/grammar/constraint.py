@@ -1,4 +1,4 @@
-"""Which tokens may come next in one request's output, as words of bits."""
+"""Which tokens may come next in one request's output, as a bit mask."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,9 +11,9 @@ from orca_jax.request.bad_words import BadWords, History
 
 @dataclass(frozen=True, kw_only=True)
 class ConstraintRules:
-    """What constrains an output, before it begins.
+    """A request's constraints, shared by all its outputs.
 
-    `end_token_ids` may not come before there are `min_tokens`. All outputs of a request share it.
+    `end_token_ids` are forbidden until the output has `min_tokens`.
     """
 
     vocab_size: int
@@ -25,11 +25,11 @@ class ConstraintRules:
 
     @cached_property
     def base(self) -> Words:
-        """What may come where no grammar says it."""
+        """The allowed tokens where no grammar decides."""
         return words_of(self.allowed_token_ids, self.vocab_size)
 
     def begin(self) -> "Constraint | None":
-        """The state of one output; None where every token may come at any time."""
+        """The state of one output; None if every token is always allowed."""
         early = self.min_tokens > 0 and len(self.end_token_ids) > 0
         if not (early or self.bad_words or self.grammar) and self.allowed_token_ids is None:
             return None
@@ -37,27 +37,27 @@ class ConstraintRules:
 
 
 class Constraint:
-    """One output's; on the scheduler's thread alone."""
+    """The constraint of one output. Used only on the scheduler's thread."""
 
     def __init__(self, rules: ConstraintRules) -> None:
         self._rules = rules
         self._grammar: GrammarState | None = None if rules.grammar is None else rules.grammar.start()
-        self._history: History | None = None  # where there are bad words
+        self._history: History | None = None  # made when first needed; only for bad words
         self._always = bool(rules.bad_words or rules.grammar) or rules.allowed_token_ids is not None
 
     @property
     def failure(self) -> str | None:
-        """Why the output cannot go on; None while it can."""
+        """Why the output cannot continue; None while it can."""
         return None if self._grammar is None else self._grammar.failure
 
     def acts(self, n_output: int) -> bool:
-        """Whether some token may not come next, for all that is known without looking."""
+        """Whether some token may be forbidden next; a cheap check, without computing the mask."""
         return self._always or n_output < self._rules.min_tokens
 
     def allowed(self, prompt_ids: Sequence[int], output_ids: Sequence[int], into: Words) -> None:
-        """Fill in what may come next, `[n_words]`; at least one token always may.
+        """Write the mask of allowed next tokens into `into`, `[n_words]`; at least one is always allowed.
 
-        Where `bad_words` and `min_tokens` would leave nothing, they do not count.
+        If `bad_words` and `min_tokens` would forbid every token, they are ignored.
         """
         if self._grammar is None:
             into[:] = self._rules.base
@@ -71,7 +71,7 @@ class Constraint:
                 into[:] = without
 
     def accept(self, token_id: int) -> bool:
-        """Take the token that came; True when the grammar is at its end."""
+        """Take the sampled token; True when the grammar is complete."""
         return self._grammar is not None and self._grammar.accept(token_id)
 
     def _banned(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> set[int]:

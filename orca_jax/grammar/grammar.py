@@ -1,8 +1,8 @@
 """Structured output: which tokens may come next under a JSON schema, a regular expression, choices or Lark.
 
-llguidance does the work, here on the host: it follows the output's bytes through the grammar and says which
-of the vocabulary's tokens may follow. A compilation has a time, beside the sizes and limits of grammar_text;
-what keeps none of them is refused before anything runs, and what outgrows its limits later ends that output.
+llguidance does the work, on the host: it follows the output's bytes through the grammar and computes which
+tokens of the vocabulary may follow. Compilation has a time limit, in addition to the size limits of
+source.py. A grammar that exceeds them is rejected before it runs; if it exceeds them later, that output ends.
 """
 
 import json
@@ -23,40 +23,39 @@ from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 
-COMPILE_SECONDS = 2.0  # all that a compilation may take, and before it the wait for a place
-COMPILE_PLACES = 2  # compilations at a time; one that is given up keeps its place until it ends by itself
+COMPILE_SECONDS = 2.0  # limit of a compilation, and of the wait for a place before it
+COMPILE_PLACES = 2  # concurrent compilations; one that timed out keeps its place until it ends by itself
 COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
-N_KEPT = 64  # grammars, compiled or refused; of the compiled ones as many as fit into MAX_BYTES
-N_TRIED = 8  # tokens of a trial output when a grammar is compiled: what fails at once is refused, not begun
+N_KEPT = 64  # cached grammars, compiled or rejected; of the compiled ones as many as fit into MAX_BYTES
+N_TRIED = 8  # tokens of the trial output after compiling: a grammar that fails at once is rejected here
 
-# Where the grammar leaves one text, llguidance would allow the one token that a tokenizer would take, out of
-# its context and by a call back into Python. We allow each token that fits.
+# If the grammar leaves only one text, llguidance allows only the token that a tokenizer would choose for it,
+# without context and by calling back into Python. With this option it allows every token that fits.
 _EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
 
-_stack_size = threading.Lock()  # the size of a new thread's stack is one setting for all
+_stack_size = threading.Lock()  # the stack size of new threads is one setting for the whole process
 
 
 class GrammarCompiler:
-    """Makes a request's grammar, and keeps those it made last. Safe to use from many threads."""
+    """Compiles requests' grammars and caches the last ones. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size` is the model's, which may have ids that the tokenizer does not know.
 
-        Takes 0.2 s for 50,000 tokens, and holds the interpreter meanwhile.
+        Takes 0.2 s for 50,000 tokens, and holds the GIL meanwhile.
         """
         self._vocabulary = _Vocabulary.of(tokenizer, vocab_size, frozenset(eos_token_ids))
         self._places = threading.BoundedSemaphore(COMPILE_PLACES)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[GrammarText, Grammar | str] = OrderedDict()  # or why it was refused
+        self._kept: OrderedDict[GrammarText, Grammar | str] = OrderedDict()  # or why it was rejected
         self._live = LiveGrammars()
 
     def compile(self, sampling: SamplingParams) -> "Grammar | None":
-        """The grammar that `sampling` asks for; None where it asks for none.
+        """The grammar that `sampling` asks for; None if it asks for none.
 
-        Raises InvalidSamplingParameter, which names the field, for what is no grammar, allows no output or
-        is too large; QueueFull where too many are being compiled, or those that requests follow leave no
-        memory for one more. Returns within 2 `COMPILE_SECONDS`; the
-        interpreter runs on meanwhile, but for some milliseconds.
+        Raises InvalidSamplingParameter, which names the field, if the grammar is malformed, allows no output
+        or is too large; QueueFull if too many are being compiled, or if the grammars in use leave no memory
+        for another. Returns within 2 `COMPILE_SECONDS`; releases the GIL except for some milliseconds.
         """
         source = grammar_text(sampling)
         if source is None:
@@ -73,7 +72,7 @@ class GrammarCompiler:
         return known
 
     def _make_room(self) -> None:
-        """Let go of the oldest that are kept, until the others leave room."""
+        """Evict the oldest cached grammars until there is room."""
         while self._live.n_bytes() >= MAX_BYTES:
             with self._lock:
                 oldest = next(
@@ -88,7 +87,7 @@ class GrammarCompiler:
                 )
 
     def _compile_apart(self, source: GrammarText) -> "Grammar | str":
-        """In a thread with a stack that no text of the size allowed can fill, and given up after a time."""
+        """Compile in a thread with a stack that no allowed text can overflow, and give up after a time."""
         if not self._places.acquire(timeout=COMPILE_SECONDS):
             raise QueueFull(f"{COMPILE_PLACES} other grammars are being compiled; try again later")
         too_long = f"to compile it takes more than {COMPILE_SECONDS:g} s"
@@ -98,9 +97,9 @@ class GrammarCompiler:
         def run() -> None:
             try:
                 made.append(self._compile(source))
-            except BaseException as error:  # llguidance is not Python: its panics are no Exception
+            except BaseException as error:  # llguidance is written in Rust: its panics are not an Exception
                 made.append(shortened(str(error)))
-            # One that had to wait for a processor may be used after all, the next time it is asked for.
+            # If it only waited for a processor, it can still be used the next time.
             self._keep(source, made[0] if time.thread_time() <= COMPILE_SECONDS else too_long)
             self._places.release()
             done.set()
@@ -129,7 +128,7 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
 
     def _compile(self, source: GrammarText) -> "Grammar | str":
-        # Named as Lark: a text that begins with a brace would be read as llguidance's own JSON.
+        # Named as Lark: llguidance would read a text that begins with a brace as its own JSON.
         grammars = json.dumps({"grammars": [{"lark_grammar": source.lark + _EVERY_TOKEN}]})
         growth = HeapGrowth()
         matcher = LLMatcher(self._vocabulary.tokenizer, grammars, log_level=0, limits=source.limits)
@@ -145,22 +144,22 @@ class GrammarCompiler:
 
 
 class Grammar:
-    """Compiled, shared by many requests."""
+    """A compiled grammar, shared by many requests."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
-        self.worn = False  # a limit was hit, on what its requests share: it is to be compiled anew
+        self.worn = False  # a limit was hit in the state that requests share: compile it again
         self.n_bytes_compiled = 0
-        self.n_masks = 0  # all of its requests'
+        self.n_masks = 0  # computed for all of its requests
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     @property
     def n_bytes(self) -> int:
-        """What it holds, about."""
+        """Approximate memory."""
         return self.n_bytes_compiled + grown_by(self.n_masks)
 
     def start(self) -> "GrammarState":
-        """For a request that begins, or begins again; takes some microseconds. Raises OutputFailed."""
+        """State for a new or resumed request; takes some microseconds. Raises OutputFailed."""
         try:
             matcher = self._matcher.deep_copy()
         except BaseException as error:
@@ -171,7 +170,7 @@ class Grammar:
         return GrammarState(self, matcher, self._vocabulary)
 
     def why_not(self) -> str | None:
-        """Why no output can begin so, found by beginning one."""
+        """Why no output can begin under this grammar, found with a trial output; None if one can."""
         state, into = self.start(), np.empty_like(self._vocabulary.text)
         for _ in range(N_TRIED):
             state.allowed(into)
@@ -186,10 +185,10 @@ class Grammar:
 
 
 class GrammarState:
-    """How far one request's output has come. Used on one thread at a time.
+    """The position of one request's output in its grammar. Not thread-safe.
 
-    `failure` says why it cannot go on, as where llguidance hit a limit, or panicked; None while it can. No
-    call raises: it would end the thread, and with it every other request.
+    `failure` says why the output cannot continue, for example because llguidance hit a limit or panicked;
+    None while it can. No method raises: that would end the scheduler's thread, and with it all requests.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
@@ -198,34 +197,34 @@ class GrammarState:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._words = np.empty(vocabulary.n_words, np.int32)  # as llguidance writes them
-        self._address = self._words.ctypes.data  # kept: to ask for it costs more than the mask
-        self._allowed = self._words[: len(vocabulary.text)]  # those of the model's tokens
-        self._is_known = False
+        self._address = self._words.ctypes.data  # cached: looking it up costs more than the mask
+        self._allowed = self._words[: len(vocabulary.text)]  # the bits of the model's tokens
+        self._is_known = False  # `_words` is current
         self._is_more = True  # text may follow
 
     def allowed(self, into: Words) -> None:
-        """Fill `into`, [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 where token t may come next.
+        """Fill `into`, [ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is 1 if token t may come next.
 
-        An end-of-sequence token may where the grammar can end. At least one token may: after a failure all.
-        The interpreter runs on meanwhile.
+        End-of-sequence tokens are allowed where the grammar can end. At least one token is always allowed:
+        after a failure, all. Releases the GIL.
         """
         if self.failure is None and not self._is_known:
             try:
                 self._look_ahead()
             except BaseException as error:
-                self._broke(error)
+                self._panicked(error)
             if not self._is_more and not self._vocabulary.eos_token_ids and self.failure is None:
                 self._fail("only the end can come next, and the model has no end-of-sequence token")
         into[:] = self._allowed if self.failure is None else self._vocabulary.text
 
     def accept(self, token_id: int) -> bool:
-        """Take the next token; True when the output is complete, or cannot go on (then `failure` is set)."""
+        """Take the next token; True if the output is complete, or cannot continue (then `failure` is set)."""
         if self.failure is not None or token_id in self._vocabulary.eos_token_ids:
             return True
         try:
             return self._accept(token_id)
         except BaseException as error:
-            self._broke(error)
+            self._panicked(error)
             return True
 
     def _accept(self, token_id: int) -> bool:
@@ -238,7 +237,7 @@ class GrammarState:
             return True
         if not self._matcher.is_accepting():
             return False
-        self._look_ahead()  # it could end here: it must, where nothing can follow
+        self._look_ahead()  # it could end here: it must end if nothing can follow
         return self.failure is not None or not self._is_more
 
     def _look_ahead(self) -> None:
@@ -255,12 +254,12 @@ class GrammarState:
         self._is_known = True
 
     def _fail(self, reason: str) -> None:
-        said = shortened(self._matcher.get_error())
-        self.failure = f"{reason}: {said}" if said else reason
+        detail = shortened(self._matcher.get_error())
+        self.failure = f"{reason}: {detail}" if detail else reason
         self._grammar.worn = True
 
-    def _broke(self, error: BaseException) -> None:
-        """A panic, after which the matcher is asked nothing more."""
+    def _panicked(self, error: BaseException) -> None:
+        """Record an exception or panic; the matcher is not used after that."""
         if not is_failure(error):
             raise error
         self.failure = f"llguidance failed: {shortened(str(error))}"
@@ -269,13 +268,13 @@ class GrammarState:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The model's tokens. A grammar's end is a token behind them, so that no model must have one."""
+    """The model's tokens. The grammar's end is an extra token after them, so the model needs none."""
 
     tokenizer: LLTokenizer
     eos_token_ids: frozenset[int]
-    end: int  # the grammar's end, as llguidance knows it
-    n_words: int  # of llguidance's masks, which have a bit for it
-    text: Words  # [ceil(vocab_size / 32)], bits of the tokens that stand for bytes
+    end: int  # the token id that marks the grammar's end in llguidance
+    n_words: int  # of llguidance's masks, which include a bit for `end`
+    text: Words  # [ceil(vocab_size / 32)], bits of the tokens that have bytes
     eos: Words  # [ceil(vocab_size / 32)], bits of the end-of-sequence tokens
 
     @classmethod
@@ -296,7 +295,7 @@ class _Vocabulary:
 
 
 class _Tokens:
-    """What llguidance wants to know of a tokenizer. A token without bytes is never allowed."""
+    """The tokenizer interface that llguidance needs. A token without bytes is never allowed."""
 
     bos_token_id = None
     special_token_ids = ()
@@ -306,5 +305,5 @@ class _Tokens:
         self.eos_token_id = len(tokens)
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens it would force; we have it force none."""
+        """The tokens that llguidance would force; none, because forcing is turned off."""
         return []

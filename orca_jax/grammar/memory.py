@@ -1,8 +1,8 @@
-"""How much compiled grammars hold, and when there is no room for one more.
+"""The memory of compiled grammars, and when there is no room for another.
 
-A grammar lies in the heap of llguidance, which does not say how large it is. So the heap is asked before a
-compilation and after it. A grammar grows further while outputs follow it, for each combination of rules that
-they meet; that is estimated, from what hostile ones were measured to do.
+A grammar lies in llguidance's heap, and llguidance does not report its size. So the heap is measured before
+and after a compilation. A grammar grows further while outputs follow it, for each new combination of rules;
+this is estimated from measurements of hostile grammars.
 """
 
 import ctypes
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakSet
 
-MAX_BYTES = 1 << 30  # of all grammars that are kept or followed
-_UNKNOWN = 4 << 20  # where the heap cannot be asked; most have a tenth of this
+MAX_BYTES = 1 << 30  # of all grammars, cached or in use
+_UNKNOWN = 4 << 20  # assumed if the heap cannot be measured; most grammars need a tenth of this
 _LEAST = 64 << 10
-_MOST = 256 << 20  # a compilation of all that is allowed takes half: more is somebody else's
+_MOST = 256 << 20  # the largest allowed grammar takes half; anything above is another thread's memory
 
 # The largest grew by 22 kB a mask at first and by 2 kB later, to 20 to 50 MB; usual ones by 0.2 MB in all.
 _GROWTH_PER_MASK = 8 << 10
@@ -33,7 +33,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def _find_heap() -> Callable[[], int] | None:
-    """What tells how many bytes the process's heap has given out; glibc alone does."""
+    """A function that returns the bytes allocated in the process's heap; only glibc has one."""
     if sys.platform != "linux":
         return None
     try:
@@ -43,8 +43,8 @@ def _find_heap() -> Callable[[], int] | None:
     mallinfo2.restype = _Mallinfo2
 
     def used() -> int:
-        said = mallinfo2()
-        return int(said.uordblks) + int(said.hblkhd)
+        info = mallinfo2()
+        return int(info.uordblks) + int(info.hblkhd)
 
     return used
 
@@ -53,45 +53,42 @@ _heap = _find_heap()
 
 
 class HeapGrowth:
-    """The heap's growth from when this is made: what a compilation has kept, and what other threads did."""
+    """Heap growth since construction: what a compilation keeps, plus what other threads allocated."""
 
     def __init__(self) -> None:
         self._before = None if _heap is None else _heap()
 
     def n_bytes(self) -> int:
-        """Within what a grammar can have."""
+        """The growth, limited to sizes that a grammar can have."""
         if _heap is None or self._before is None:
             return _UNKNOWN
         return min(max(_heap() - self._before, _LEAST), _MOST)
 
 
 def grown_by(n_masks: int) -> int:
-    """Bytes that so many masks have added, about."""
+    """Approximate growth in bytes after `n_masks` masks."""
     return min(n_masks * _GROWTH_PER_MASK, _MOST_GROWTH)
 
 
 class Sized(Protocol):
-    """A grammar."""
+    """Anything that reports its size, such as a grammar."""
 
     @property
-    def n_bytes(self) -> int:
-        """What it holds."""
-        ...
+    def n_bytes(self) -> int: ...
 
 
 class LiveGrammars:
-    """Those that something still refers to, whether kept or followed by a request. For any thread."""
+    """All grammars that are still referenced, cached or in use. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._all = WeakSet[Sized]()
 
     def add(self, grammar: Sized) -> None:
-        """Count it until nothing refers to it any more."""
+        """Count `grammar` as long as anything refers to it."""
         with self._lock:
             self._all.add(grammar)
 
     def n_bytes(self) -> int:
-        """Of all of them."""
         with self._lock:
             return sum(grammar.n_bytes for grammar in self._all)

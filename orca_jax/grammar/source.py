@@ -1,7 +1,7 @@
-"""A grammar as text: from a request's fields to llguidance's Lark, and what such a text may hold.
+"""From a request's fields to llguidance's Lark text, with limits on what that text may contain.
 
-Grammars come from strangers and can be made to cost any time. What is too large is refused here, before
-llguidance sees it, and with the limits that llguidance itself is to keep.
+Grammars are untrusted input and can be made arbitrarily expensive. Those that are too large are rejected
+here, before llguidance sees them, and llguidance gets limits of its own.
 """
 
 import json
@@ -17,41 +17,41 @@ from orca_jax.errors import InvalidSamplingParameter
 from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
 
-# What a text may hold. llguidance's own limits count nodes, and the cost of a node grows with the text: these
-# hold the worst we know to 2 s and 130 MB, where it was minutes (`a?` 30,000 times: 21 s and 3.4 GB).
-MAX_REGEX = 4096  # characters of guided_regex, and of all the patterns in a schema
+# Limits of the text. llguidance's own limits count nodes, and the cost of a node grows with the text. These
+# keep the worst known case to 2 s and 130 MB; before, it took minutes (`a?` 30,000 times: 21 s and 3.4 GB).
+MAX_REGEX = 4096  # characters of guided_regex, and of all patterns in a schema
 MAX_LARK = 8192  # characters
-MAX_CHOICES = 1 << 16  # characters of all of them
+MAX_CHOICES = 1 << 16  # characters of all choices together
 MAX_OPERATORS = 32  # `&` and `~` in Lark: 60 take milliseconds, 280 never end
-MAX_PATTERN_PROPERTIES = 32  # in a schema; each is compared with each
-MAX_MULTIPLE_OF = 20_000  # the sum of a schema's, without their decimal points; each makes that many states
+MAX_PATTERN_PROPERTIES = 32  # in a schema; every pair is compared
+MAX_MULTIPLE_OF = 20_000  # sum over a schema, without decimal points; each makes that many states
 
 
 def _limits(*, row: int, step: int, size: int) -> LLParserLimits:
-    """llguidance's own: items in a row of its parser, items for one mask, symbols of the grammar."""
+    """llguidance's limits: items in a row of its parser, items for one mask, symbols of the grammar."""
     return LLParserLimits(
         max_items_in_row=row,
         step_max_items=step,
         max_grammar_size=size,
         initial_lexer_fuel=200_000,  # nodes of all regular expressions; 0.1 s, Unicode's 1.5 s
         step_lexer_fuel=50_000,  # nodes for one mask: some 10 ms
-        max_lexer_states=50_000,  # 25 to 100 MB; all requests of one grammar share them
-        precompute_large_lexemes=True,  # what is too large is found when it is compiled
-        verbose_errors=False,  # or messages would show the grammar's state
+        max_lexer_states=50_000,  # 25 to 100 MB; shared by all requests of one grammar
+        precompute_large_lexemes=True,  # so that too large ones are detected at compile time
+        verbose_errors=False,  # otherwise messages would show the grammar's state
     )
 
 
-# Lark may be ambiguous, where the cost goes with the square of a row's items; grammars of whole languages (a
-# Python, an SQL) need a fifth of this. A schema has no such rows, but 4 items in one for each property that
-# may be left out, and 400 of these need 40,000 items for one mask.
+# Lark may be ambiguous; then the cost grows with the square of a row's items. Grammars of whole languages
+# (Python, SQL) need a fifth of this. A schema has no such rows, but 4 items per optional property in one row,
+# and 400 such properties need 40,000 items for one mask.
 _LARK_LIMITS = _limits(row=300, step=10_000, size=20_000)
 _JSON_LIMITS = _limits(row=2_000, step=50_000, size=20_000)
 
-# One space at most wherever JSON has white space, none around the whole: the two usual ways to write JSON on
-# one line, and no output that runs on in blanks. The rest is llguidance's way to say: nothing is left out.
+# At most one space wherever JSON allows whitespace, and none around it: this covers the two usual one-line
+# styles, and no output can run on in spaces. The other settings enforce the whole schema.
 _JSON_FORM = {"whitespace_pattern": " ?", "coerce_one_of": False, "lenient": False}
 
-# The options behind a rule's name, up to the one that is looked for.
+# The options after a rule's name, up to the one that is searched for.
 _OPTIONS = r'\[(?:"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|[^]"/\n])*?'
 _NOT_IN_LARK = {
     "the option temperature (give it to the request)": rf"^[ \t]*[?!]*[\w-]+{_OPTIONS}\btemperature\s*=",
@@ -62,26 +62,26 @@ _NOT_IN_LARK = {
 }
 
 
-# Comments, strings and regular expressions. One that does not end goes to the end of its line, and llguidance
-# refuses it: so no character is looked at twice.
+# Comments, strings and regular expressions. An unterminated one goes to the end of its line, and llguidance
+# rejects it; so no character is scanned twice.
 _TEXTS_OF_LARK = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?')
 
 
 @dataclass(frozen=True)
 class GrammarText:
-    """A grammar in llguidance's Lark, whatever it came as."""
+    """A grammar in llguidance's Lark, converted from the request's `field`."""
 
     field: str
     lark: str
 
     @property
     def limits(self) -> LLParserLimits:
-        """What llguidance may spend on it."""
+        """llguidance's limits for it."""
         return _JSON_LIMITS if self.field.startswith("guided_json") else _LARK_LIMITS
 
 
 def grammar_text(sampling: SamplingParams) -> GrammarText | None:
-    """None where no grammar is asked for; raises InvalidSamplingParameter, which names the field."""
+    """None if no grammar is requested; raises InvalidSamplingParameter, which names the field."""
     return None if sampling.grammar is None else _TEXTS[sampling.grammar](sampling)
 
 
@@ -99,7 +99,7 @@ def _regex(sampling: SamplingParams) -> GrammarText:
 def _choice(sampling: SamplingParams) -> GrammarText:
     choices = sampling.guided_choice or ()
     _text("guided_choice", "".join(choices), MAX_CHOICES)
-    # A terminal is one automaton; alternatives of a rule would be followed side by side.
+    # A terminal is one automaton; alternatives of a rule would be followed in parallel.
     return GrammarText("guided_choice", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
@@ -161,7 +161,7 @@ def _json_source(field: str, schema: dict[str, Any]) -> GrammarText:
 
 
 def _entries(schema: object) -> Iterator[tuple[str, Any]]:
-    """Every key with its value, at any depth; without recursion, which a deep schema would exhaust."""
+    """Every key with its value, at any depth; iterative, because a deep schema would exhaust recursion."""
     todo: list[Any] = [schema]
     while todo:
         value = todo.pop()
@@ -173,10 +173,10 @@ def _entries(schema: object) -> Iterator[tuple[str, Any]]:
 
 
 def _without_point(number: float) -> int:
-    """1.25 as 125, 300 as 300; one more than is allowed for all that are too large."""
+    """1.25 as 125, 300 as 300; values that are too large as one more than is allowed."""
     value = abs(Decimal(repr(number)))
     if not value.is_finite():
-        return 0  # for llguidance to refuse
+        return 0  # llguidance rejects it
     places = max(0, -int(value.normalize().as_tuple().exponent))
     return int(min(value.scaleb(places), Decimal(MAX_MULTIPLE_OF + 1)))
 
@@ -191,18 +191,18 @@ def _text(field: str, text: str, most: int) -> str:
     return text
 
 
-def shortened(said: str) -> str:
-    """llguidance's message on one line, without the excerpts of the grammar."""
-    said = said.split("<backtrace>")[0].split("\n<non-verbose/>")[0]
-    lines = [line.strip() for line in said.splitlines() if not re.match(r"\s*(\d+ \||\^)", line)]
+def shortened(message: str) -> str:
+    """llguidance's message on one line, without excerpts of the grammar."""
+    message = message.split("<backtrace>")[0].split("\n<non-verbose/>")[0]
+    lines = [line.strip() for line in message.splitlines() if not re.match(r"\s*(\d+ \||\^)", line)]
     reason = next((line for line in lines if line.startswith("error: ")), None)  # of a regular expression
-    said = f"in a regular expression: {reason[7:]}" if reason else " ".join(filter(None, lines))
-    said = re.sub(r"^(at )?1\(\d+\): (failed to compile JSON schema: )?", "", said)
-    said = next((ours for theirs, ours in _IN_OUR_WORDS.items() if said.startswith(theirs)), said)
-    return said if len(said) <= 240 else f"{said[:110]} ... {said[-120:]}"
+    message = f"in a regular expression: {reason[7:]}" if reason else " ".join(filter(None, lines))
+    message = re.sub(r"^(at )?1\(\d+\): (failed to compile JSON schema: )?", "", message)
+    message = next((ours for theirs, ours in _IN_OUR_WORDS.items() if message.startswith(theirs)), message)
+    return message if len(message) <= 240 else f"{message[:110]} ... {message[-120:]}"
 
 
-_IN_OUR_WORDS = {  # what llguidance says by how it begins, where it speaks of what only its caller can do
+_IN_OUR_WORDS = {  # by their beginning: llguidance's messages that make sense only to its caller
     "lexer precomputation failed": "its regular expressions are too large",
     "oneOf constraints are not supported": "oneOf is for schemas that exclude each other; write anyOf",
     "NoExtensionBias": "",
@@ -212,5 +212,5 @@ _IN_OUR_WORDS = {  # what llguidance says by how it begins, where it speaks of w
 
 def refuse(field: str, reason: str) -> NoReturn:
     """Raise InvalidSamplingParameter."""
-    message = f"{field} cannot be followed: {reason}; mend it, or give a smaller one"
+    message = f"{field} cannot be followed: {reason}; correct it, or use a smaller one"
     raise InvalidSamplingParameter(message, param=field)

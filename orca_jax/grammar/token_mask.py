@@ -1,4 +1,4 @@
-"""Sets of tokens as words of bits: bit t % 32 of word t // 32 stands for token t."""
+"""Sets of tokens as bit masks: bit t % 32 of word t // 32 stands for token t."""
 
 from collections.abc import Iterable
 
@@ -9,12 +9,12 @@ Words = npt.NDArray[np.int32]
 
 
 def n_words(vocab_size: int) -> int:
-    """Words that have a bit for each token id."""
+    """The number of words with a bit for each token id."""
     return -(-vocab_size // 32)
 
 
 def words_of(token_ids: Iterable[int] | None, vocab_size: int) -> Words:
-    """[n_words] with the bits of these, or of every token of the vocabulary where they are None."""
+    """[n_words] with the bits of `token_ids`, or of the whole vocabulary if None."""
     bits = np.zeros(32 * n_words(vocab_size), np.bool_)
     if token_ids is None:
         bits[:vocab_size] = True
