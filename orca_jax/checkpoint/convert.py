@@ -69,11 +69,11 @@ def convert_checkpoint(
             prefix=f".{target.name}.", dir=target.absolute().parent, ignore_cleanup_errors=True
         ) as work:
             place = Path(work) / target.name
-            place.mkdir()
             if to == "orbax":
-                orbax_checkpoint.write(place, ((name, reader.whole(name)) for name in shapes))
+                orbax_checkpoint.write(place, shapes, reader.whole)
                 config = _described(directory)
             else:
+                place.mkdir()
                 config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _described(directory)
                 family = FAMILIES[config["model_type"]]
                 write_files(place, [*_tensors(table, family, dtypes, reader)], max_file_bytes)

@@ -54,6 +54,8 @@ DEVICE_ROOMS["aot"].discard("checkpoint")
 # They know both kinds, and each those before it.
 COMPOSITION = ("launch", "llm")
 LAZY = {"checkpoint", *COMPOSITION}  # where the face's lazy names are from
+# Imported inside a function, by the one file that may: what is slow to import and few need.
+ON_DEMAND = {"orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     **HOST_ROOMS,
@@ -166,7 +168,8 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
     if item.target.endswith("()"):
         return f"{item.target} hides an import" if top in ("orca_jax", "server") else None
     lazy_face = path == "orca_jax/__init__.py" and item.inside in ("__getattr__", "TYPE_CHECKING")
-    if item.inside not in (None, "TYPE_CHECKING") and not lazy_face:
+    lazy = lazy_face or ON_DEMAND.get(path) == item.target
+    if item.inside not in (None, "TYPE_CHECKING") and not lazy:
         return f"import of {item.target} inside {item.inside}"
     if top == "server":
         return (
@@ -328,6 +331,12 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ("orca_jax/llm.py", "def f():\n    import jax", "import of jax inside f"),
         ("orca_jax/llm.py", "class A:\n    async def f(self):\n        import jax", "inside f"),
         ("server/cli.py", "class A:\n    from math import pi", "import of math inside A"),
+        (
+            "orca_jax/checkpoint/load.py",
+            "def f():\n    import orca_jax.checkpoint.orbax_store",
+            "import of orca_jax.checkpoint.orbax_store inside f",
+        ),
+        ("orca_jax/checkpoint/orbax.py", "def f():\n    import jax", "import of jax inside f"),
         ("orca_jax/__init__.py", "from orca_jax.llm import LLM", "imports llm at once"),
         ("orca_jax/__init__.py", "from orca_jax.checkpoint import load", "imports checkpoint at once"),
         ("orca_jax/__init__.py", "def g():\n    from orca_jax.llm import LLM", "inside g"),
@@ -394,6 +403,7 @@ def test_a_cycle_is_found() -> None:
         ),
         ("tests/host/test_x.py", "from orca_jax.families.presets import PRESETS"),
         ("bench/iteration.py", "import jax\nimport orca_jax.model.gpt"),
+        ("orca_jax/checkpoint/orbax.py", "def f():\n    import orca_jax.checkpoint.orbax_store"),
         ("orca_jax/scheduling/scheduler.py", "x = 1\n" * 400),
     ],
 )

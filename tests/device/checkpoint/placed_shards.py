@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from orca_jax.checkpoint import orbax as orbax_checkpoint
+from orca_jax.checkpoint import orbax_store
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
@@ -59,7 +59,7 @@ def check(directory: Path, data: st.DataObject) -> None:
     )
     orbax = place.with_name(place.name + "-orbax")
     safetensors_file._CHUNK_BYTES = data.draw(st.sampled_from([40, 1 << 24]))
-    orbax_checkpoint._CHUNK_BYTES = data.draw(st.sampled_from([200, 1 << 24]))
+    orbax_store._CHUNK_BYTES = data.draw(st.sampled_from([200, 1 << 24]))
     convert_checkpoint(place, orbax)
 
     whole = load_checkpoint(place, dtype=np.float32, vocab_multiple=8)

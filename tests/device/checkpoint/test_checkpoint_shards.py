@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.checkpoint import orbax as orbax_checkpoint
+from orca_jax.checkpoint import orbax_store
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import find_parameters
-from orca_jax.checkpoint.orbax import _boxes
+from orca_jax.checkpoint.orbax_boxes import runs
 from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.families.parameters import parameter_shapes
@@ -32,7 +32,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     directory = tmp_path_factory.mktemp("sources")
     found: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orbax_checkpoint, "_CHUNK_BYTES", 40)
+        patch.setattr(orbax_store, "_CHUNK_BYTES", 40)
         for name, config, tensors in (("gpt2", GPT2, gpt2_tensors()), ("opt", OPT, opt_tensors())):
             place = write_checkpoint(directory / name, config, tensors, n_files=2)
             convert_checkpoint(place, directory / f"{name}-orbax")
@@ -70,8 +70,8 @@ def test_a_run_of_merged_axes_as_boxes(case: tuple[tuple[int, ...], int, int]) -
     sizes, one, other = case
     first, end = sorted((one, other))
     values = np.arange(np.prod(sizes)).reshape(sizes)
-    runs = [values[tuple(slice(a, b) for a, b in box)].ravel() for box in _boxes(sizes, first, end)]
-    found = np.concatenate([np.arange(0), *runs]) if first < end else np.arange(0)
+    pieces = [values[tuple(slice(a, b) for a, b in box)].ravel() for box in runs(sizes, first, end)]
+    found = np.concatenate([np.arange(0), *pieces]) if first < end else np.arange(0)
     np.testing.assert_array_equal(found, np.arange(first, end))
 
 

@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors import safe_open
 
-from orca_jax.checkpoint import orbax as orbax_checkpoint
+from orca_jax.checkpoint import orbax_store
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import CheckpointError, ConfigError, UnsupportedModel
@@ -55,7 +55,7 @@ def read(directory: Path) -> Tensors:
 def test_there_and_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, config: dict[str, Any], tensors: Tensors
 ) -> None:
-    monkeypatch.setattr(orbax_checkpoint, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 64)
     tensors = {name: value.astype(DTYPES[stored]) for name, value in tensors.items()}
     first = write_checkpoint(tmp_path / "first", config, tensors, n_files=2)
     write_json(first / "tokenizer.json", {"model": {"vocab": {"a": 0}}})

@@ -1,0 +1,134 @@
+"""Orbax reads a checkpoint's tree and writes checkpoints; TensorStore, its storage, opens the arrays.
+
+No other file imports either library, and checkpoint/orbax.py imports this one only when it meets an Orbax
+directory: serving from safetensors loads neither.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from orca_jax.checkpoint.orbax_boxes import reason
+from orca_jax.errors import CheckpointError, CorruptFile
+from orca_jax.families.strict_json import shown
+
+_SECONDS = 600.0  # for opening or writing one array
+_CHUNK_BYTES = 1 << 22  # of what is written: a shard whose edges fall inside chunks reads little beyond them
+_CACHE_BYTES = 1 << 24  # of the database's index
+
+Location = ocp.type_handlers.ParamInfo  # where Orbax keeps an array, and in which format
+
+
+class _Locate(ocp.type_handlers.ArrayHandler):
+    """Answers with where arrays are when Orbax asks for their metadata, and opens none."""
+
+    async def metadata(self, infos: Sequence[Location]) -> Sequence[Any]:
+        return infos
+
+
+class _LocateEverything(ocp.type_handlers.TypeHandlerRegistry):
+    """One handler for values of every kind: scalars, text and unknown ones are located and never opened."""
+
+    _locate = _Locate()
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("one handler is for all")
+
+    def get(self, ty: Any) -> ocp.type_handlers.TypeHandler:
+        return self._locate
+
+    def has(self, ty: Any) -> bool:
+        return True
+
+
+def read_tree(place: Path) -> list[Location]:
+    """What the checkpoint in `place` holds, named by its keys joined with dots; empty nodes are left out.
+
+    Raises CorruptFile.
+    """
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_LocateEverything())
+    directory: Any = place.absolute()  # Orbax's own kind of path has the same methods
+    try:
+        tree = handler.metadata(directory).tree
+    except Exception as error:  # a ValueError, a KeyError, an AssertionError and others
+        raise CorruptFile(f"{shown(place / '_METADATA')} is not a tree of arrays: {reason(error)}") from error
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Location)]
+
+
+def open_arrays(
+    places: Mapping[str, Location], describe: Callable[[str], str], *, zeros_are_stored: bool
+) -> dict[str, ts.TensorStore]:
+    """Open arrays by name: their own metadata is read, no data.
+
+    Where Orbax stored every chunk (`zeros_are_stored`), one that is missing is an error, not zeros.
+    `describe(name)` begins an error message. Raises CorruptFile.
+    """
+    context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
+    opening: dict[str, Any] = {}
+    for name, info in places.items():
+        spec = ocp.type_handlers.get_json_tspec_read(
+            info,
+            use_ocdbt=bool(info.is_ocdbt_checkpoint),
+            raise_array_data_missing_error=zeros_are_stored,
+        )
+        opening[name] = ts.open(ts.Spec(spec), read=True, open=True, context=context)
+    stores: dict[str, ts.TensorStore] = {}
+    for name, store in opening.items():
+        try:
+            stores[name] = store.result(timeout=_SECONDS)
+        except Exception as error:  # a ValueError, a KeyError and others, by the kind of failure
+            raise CorruptFile(f"{describe(name)} cannot be opened: {reason(error)}") from error
+    return stores
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """An array that is read when its turn to be written has come."""
+
+    read: Callable[[], np.ndarray]
+
+
+class _WriteInTurn(ocp.type_handlers.NumpyHandler):
+    """Writes one array after another: given the arrays themselves, Orbax would need all of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Location], args: Sequence[ocp.SaveArgs] | None = None
+    ) -> Sequence[Any]:
+        for value, info in zip(values, infos, strict=True):
+            await self._write(value.read(), info)
+        return []
+
+    async def _write(self, array: np.ndarray, info: Location) -> None:
+        # Queries, keys and values lie in chunks of their own: a device's shard has a part of each.
+        axes = (0,) if array.ndim == 3 else ()
+        chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
+        for written in await super().serialize([array], [info], [chunks]):
+            written.result(timeout=_SECONDS)
+
+
+def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
+    """Write a checkpoint of named arrays, one after another: `read(name)` is called when one's turn comes.
+
+    `directory` must not exist. Raises CheckpointError, also what `read` raises of that kind.
+    """
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteInTurn())
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    tree = {name: _Unread(lambda name=name: read(name)) for name in names}
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))
+    except CheckpointError:
+        raise
+    except Exception as error:  # a ValueError, an OSError and others, by the kind of failure
+        raise CheckpointError(f"{shown(directory)} cannot be written: {reason(error)}") from error
