@@ -1,4 +1,4 @@
-"""Sequences of tokens that an output must not have."""
+"""Sequences of tokens that an output must not contain."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,16 +6,18 @@ import numpy as np
 
 
 class BadWords:
-    """The sequences, kept so that each iteration can ask quickly; made once for a request, never changed.
+    """The sequences of a request, indexed so that each iteration can check quickly; immutable.
 
-    The last token of one may not follow the others, be they of the prompt or of the output, as Hugging Face
-    has it. Four bytes a token; only those are compared whose token before the last is the newest one.
+    The last token of a sequence must not follow the others, whether those are in the prompt or the output, as
+    in Hugging Face. Takes four bytes per token; compares only sequences whose second last token is the
+    newest.
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]] = ()) -> None:
-        self._always = set[int]()  # those of one token
-        self._after: dict[int, list[tuple[bytes, int]]] = {}  # what must stand before, and the last one
-        self.longest = 0  # tokens of history that it takes to tell
+        self._always = set[int]()  # sequences of one token
+        # By second last token: the tokens before the last, and the last.
+        self._after: dict[int, list[tuple[bytes, int]]] = {}
+        self.longest = 0  # tokens of history that the comparison needs
         for sequence in dict.fromkeys(map(tuple, sequences)):
             *before, last = sequence
             if not before:
@@ -29,11 +31,11 @@ class BadWords:
 
     @property
     def n_bytes(self) -> int:
-        """About what the sequences take."""
+        """Approximate memory of the sequences."""
         return sum(128 + len(before) for group in self._after.values() for before, _ in group)
 
     def completed_by(self, history: "History") -> set[int]:
-        """The tokens that would complete one."""
+        """The tokens that would complete a sequence."""
         group = self._after.get(history.newest)
         if not group:
             return self._always
@@ -42,7 +44,7 @@ class BadWords:
 
 
 class History:
-    """The newest `n_kept` tokens of a prompt and its output, or some more, as bytes."""
+    """At least the newest `n_kept` tokens of a prompt and its output, as bytes."""
 
     def __init__(self, prompt_ids: Sequence[int], n_kept: int) -> None:
         self.tokens = bytearray(_as_bytes(prompt_ids[max(0, len(prompt_ids) - n_kept) :]))
@@ -51,7 +53,7 @@ class History:
         self._n_output = 0
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        """Take the tokens of the output that came since the last call."""
+        """Add the output tokens since the last call."""
         if len(output_ids) == self._n_output:
             return
         self.tokens += _as_bytes(output_ids[self._n_output :])

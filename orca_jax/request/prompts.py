@@ -1,6 +1,6 @@
-"""What a user of `LLM` hands in: prompts and sampling parameters, one or many, as lists that fit."""
+"""The arguments of `LLM`, normalized: prompts and sampling parameters as lists of equal length."""
 
-# What a user hands in is checked when it runs as well, whatever its annotations promise.
+# Users' values are checked at run time too, whatever the annotations promise.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def prompt_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) ->
 
 
 def listed_prompts(prompts: Any) -> list[Any]:
-    """One prompt or many as many: a sequence that begins with a number is one prompt's token ids."""
+    """A list of prompts, from one or many; a sequence that begins with a number is one prompt's token ids."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
@@ -48,7 +48,7 @@ def one_for_each(params: Any, n_prompts: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     listed = [params] * n_prompts if isinstance(params, SamplingParams) else params
-    if not isinstance(listed, list | tuple) or not all(isinstance(one, SamplingParams) for one in listed):
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, SamplingParams) for each in listed):
         message = f"sampling_params is {params!r}; it must be a SamplingParams or a list of them"
         raise InvalidSamplingParameter(message, param="sampling_params")
     if len(listed) != n_prompts:

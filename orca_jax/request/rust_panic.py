@@ -1,9 +1,9 @@
-"""Failures of libraries written in Rust: a panic of theirs is no `Exception`, and must not end a thread."""
+"""Failures of libraries written in Rust: their panics are not an `Exception`, and must not end a thread."""
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether it is an Exception or a panic; not what ends a thread or a process, as KeyboardInterrupt does.
+    """Whether this is an Exception or a panic, as opposed to KeyboardInterrupt and the like.
 
-    pyo3 makes a class PanicException for each library, which none of them lets one import.
+    pyo3 creates a class PanicException for each library, which cannot be imported; hence the name.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,10 +1,10 @@
-"""What a request may ask of its output: how tokens are chosen, which are allowed, when to stop, what to tell.
+"""Sampling and output parameters of a request.
 
-The one definition for the offline API, both endpoints and the command line; docs/generation.md says in which
-order these act.
+The one definition for the offline API, both endpoints and the command line; docs/generation.md gives the
+order in which they are applied.
 """
 
-# What a user hands in is checked when it runs as well, whatever its annotations promise.
+# Users' values are checked at run time too, whatever the annotations promise.
 # pyright: reportUnnecessaryIsInstance=false, reportUnnecessaryComparison=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
@@ -20,15 +20,15 @@ from orca_jax.errors import InvalidSamplingParameter
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 4096
-MAX_BAD_WORDS = 8192  # characters of all of them together: an output is compared with each at every token
+MAX_BAD_WORDS = 8192  # characters in total: an output is compared with each at every token
 
-# A device computes in float32. What is divided by, or compared with a probability, is held far enough from
-# zero to be a number there too: logits below 1e28 stay finite.
+# Devices compute in float32. A divisor, or a value that probabilities are compared with, is kept far enough
+# from zero to be representable there: logits below 1e28 stay finite.
 TEMPERATURE_RANGE = (1e-10, 100.0)  # and 0, which divides by nothing
 TOP_P_RANGE = (1e-10, 1.0)
 REPETITION_RANGE = (0.01, 100.0)
 
-_SHORT = 80  # characters of what came, in a message
+_SHORT = 80  # characters of a rejected value in a message
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = _SHORT
 _MAX_GRAMMAR = 1 << 16  # characters
@@ -39,24 +39,24 @@ _GRAMMARS = ("guided_json", "guided_json_object", "guided_regex", "guided_choice
 class SamplingParams:
     """Checked when made; raises InvalidSamplingParameter, which names the field.
 
-    How tokens are chosen: `temperature` 0 is greedy, else it is 1e-10 to 100; `top_k` 0 (or -1), `top_p` 1
-    and `min_p` 0 leave every token in. `repetition_penalty` (0.01 to 100) 1, `frequency_penalty` 0,
-    `presence_penalty` 0 and an empty `logit_bias` (token id to what is added) change nothing. `seed` None:
+    Sampling: `temperature` 0 is greedy, otherwise it is 1e-10 to 100; `top_k` 0 (or -1), `top_p` 1 and
+    `min_p` 0 keep every token. `repetition_penalty` (0.01 to 100) 1, `frequency_penalty` 0,
+    `presence_penalty` 0 and an empty `logit_bias` (token id to the value added) change nothing. `seed` None:
     the service draws one and reports it.
 
-    Which tokens may come: `allowed_token_ids` (None: all), `bad_words` (texts that do not come, of 8,192
-    characters together at most), and one grammar: `guided_json` (a JSON schema), `guided_json_object` (any
-    JSON object), `guided_regex`, `guided_choice` (one of these texts), `guided_grammar` (in Lark's form). A
-    grammar's end ends the request, and it goes before `min_tokens` and `bad_words` where they leave no token.
+    Allowed tokens: `allowed_token_ids` (None: all), `bad_words` (forbidden texts, at most 8,192 characters in
+    total), and one grammar: `guided_json` (a JSON schema), `guided_json_object` (any JSON object),
+    `guided_regex`, `guided_choice` (one of these texts), `guided_grammar` (Lark syntax). The end of the
+    grammar ends the request, and the grammar wins over `min_tokens` and `bad_words` if they leave no token.
 
-    When to stop: after `max_tokens` output tokens (as in OpenAI's API, without the prompt's), at an
+    Stopping: after `max_tokens` output tokens (as in OpenAI's API, without the prompt's), at an
     end-of-sequence token unless `ignore_eos`, at one of `stop_token_ids`, before one of the texts `stop`;
-    none of the last three before there are `min_tokens`.
+    the last three only once there are `min_tokens`.
 
-    What to tell: `logprobs` n gives the logarithm of each output token's probability and of the n likeliest,
-    `prompt_logprobs` the same for the prompt. They are those of the model, before anything above has acted.
+    Extra output: `logprobs` n returns the log-probability of each output token and of the n most likely ones,
+    `prompt_logprobs` the same for the prompt. They are the model's, before any of the above is applied.
 
-    `n` outputs are made of one prompt; output i has the seed `seed + i`.
+    `n` outputs are generated from one prompt; output i has the seed `seed + i`.
     """
 
     n: int = 1
@@ -122,19 +122,19 @@ class SamplingParams:
 
     @property
     def grammar(self) -> str | None:
-        """The name of the field that asks for a grammar; None where none does."""
+        """The name of the field that asks for a grammar, or None."""
         return next((name for name in _GRAMMARS if getattr(self, name) not in (None, False)), None)
 
     def choices(self, *, prompt_once: bool = False) -> "list[SamplingParams]":
-        """Those of each of the `n` outputs: each with n 1, and with a seed of its own where one is given.
+        """The parameters of each of the `n` outputs: with n 1, and with a seed of its own if one is given.
 
-        With `prompt_once` the first alone is asked for the prompt's log-probabilities, the same for all.
+        With `prompt_once` only the first asks for the prompt's log-probabilities, which are the same for all.
         """
         if self.n == 1:
             return [self]
         choices: list[SamplingParams] = []
         for i in range(self.n):
-            choice = copy.copy(self)  # all that is in it was checked
+            choice = copy.copy(self)  # its values are already checked
             choice._set("n", 1)
             choice._set("seed", None if self.seed is None else self.seed + i)
             if prompt_once and i:
@@ -143,7 +143,7 @@ class SamplingParams:
         return choices
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raise InvalidSamplingParameter, naming the field, for a token id that the model does not have."""
+        """Raise InvalidSamplingParameter, naming the field, for a token id outside the model's vocabulary."""
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             largest = max(getattr(self, name) or (), default=-1)
             if largest >= vocab_size:
@@ -156,8 +156,8 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _refuse(self, name: str, rule: str) -> None:
-        came = _short(getattr(self, name))
-        raise InvalidSamplingParameter(f"{name} is {came}; it {rule}", param=name)
+        value = _short(getattr(self, name))
+        raise InvalidSamplingParameter(f"{name} is {value}; it {rule}", param=name)
 
     def _integer(self, name: str, low: int, high: int) -> None:
         if not _is_whole(getattr(self, name), low, high):
@@ -170,7 +170,7 @@ class SamplingParams:
             self._refuse(name, f"must be {start} from {low:g} to {high:g}")
 
     def _checked_bias(self) -> dict[int, float]:
-        """Keys as numbers: in JSON they are texts."""
+        """`logit_bias` with integer keys: in JSON keys are strings."""
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_BIASES:
             rule = f"must map up to {MAX_BIASES} token ids to numbers from -100 to 100"
             self._refuse("logit_bias", rule)
@@ -195,8 +195,8 @@ class SamplingParams:
             value = (value,)
         if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
             count = f"{len(value)} texts" if isinstance(value, tuple | list) else _short(value)
-            one = "a text or " if one_text else ""
-            message = f"{name} is {count}; it must be {one}a list of up to {most} texts"
+            alternative = "a text or " if one_text else ""
+            message = f"{name} is {count}; it must be {alternative}a list of up to {most} texts"
             raise InvalidSamplingParameter(message, param=name)
         for text in value:
             if not isinstance(text, str) or not 1 <= len(text) <= 1024:
@@ -221,12 +221,12 @@ class SamplingParams:
         return tuple(token_ids)
 
     def _check_grammar(self) -> None:
-        asked = [name for name in _GRAMMARS if getattr(self, name) not in (None, False)]
-        if len(asked) > 1:
-            message = f"{asked[0]} and {asked[1]} are both given; an output follows one grammar"
-            raise InvalidSamplingParameter(message, param=asked[1])
-        if asked and self.allowed_token_ids is not None:
-            message = f"allowed_token_ids and {asked[0]} are both given; give one of them"
+        given = [name for name in _GRAMMARS if getattr(self, name) not in (None, False)]
+        if len(given) > 1:
+            message = f"{given[0]} and {given[1]} are both given; an output follows one grammar"
+            raise InvalidSamplingParameter(message, param=given[1])
+        if given and self.allowed_token_ids is not None:
+            message = f"allowed_token_ids and {given[0]} are both given; give one of them"
             raise InvalidSamplingParameter(message, param="allowed_token_ids")
         for name in ("guided_regex", "guided_grammar"):
             value = getattr(self, name)
@@ -240,7 +240,7 @@ class SamplingParams:
             self._set("guided_json", self._json_schema())
 
     def _json_schema(self) -> str:
-        """As JSON text, whatever it came as."""
+        """`guided_json` as JSON text, whatever its type."""
         schema = self.guided_json
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -255,7 +255,7 @@ class SamplingParams:
 
 
 def _short(value: object) -> str:
-    """What came, for a message; no more of it is read than is shown."""
+    """A rejected value for a message; reads no more of it than is shown."""
     return _shown.repr(value)[:_SHORT]
 
 
@@ -266,4 +266,4 @@ def _is_whole(value: object, low: int, high: int) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isinstance(value, int) or math.isfinite(value)  # an int may be too large to ask
+    return isinstance(value, int) or math.isfinite(value)  # isfinite cannot convert a very large int

@@ -1,29 +1,29 @@
-"""Stop strings, looked for in a text that comes in pieces.
+"""Search for stop strings in text that arrives in pieces.
 
-The automaton of Aho and Corasick: a character costs the same however many strings there are and whatever came
-before it. That matters because the scheduler's thread takes the characters of every request.
+Uses the Aho-Corasick automaton: the cost per character does not depend on the number of strings or on the
+text before it. That matters because the scheduler's thread processes the characters of every request.
 """
 
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-_NONE = "\udfff"  # half of a surrogate pair: no decoded text has it
+_NONE = "\udfff"  # half of a surrogate pair, which decoded text never contains
 
 
 class StopStrings:
-    """What is looked for: made once for a request, shared by all its outputs, never changed.
+    """The automaton of a request's stop strings, shared by all its outputs; immutable.
 
-    A state of the automaton stands for the beginning of a string, state 0 for the empty one. State s goes to
-    s + 1 with the character `_next[s]`; the few other ways stand in a table. So 16 strings of 1,024
-    characters take a quarter of a megabyte.
+    A state stands for a prefix of a string, state 0 for the empty one. State s goes to s + 1 with the
+    character `_next[s]`; the few other transitions are in a table. So 16 strings of 1,024 characters take a
+    quarter of a megabyte.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         following, ends = [""], array("I", [0])
         self._branches: dict[tuple[int, str], int] = {}
         self._depths = array("I", [0])  # characters that a state stands for
-        self._ends = ends  # length of the longest string that a state ends with; 0 where there is none
+        self._ends = ends  # length of the longest string that ends at a state; 0 if none does
         for stop in stops:
             state = 0
             for depth, character in enumerate(stop, 1):
@@ -44,7 +44,7 @@ class StopStrings:
             ends[state] = len(stop)
         self._next = "".join(character or _NONE for character in following)
         self._first = frozenset(stop[0] for stop in stops)
-        # The state of the longest proper end of what a state stands for that is a beginning as well.
+        # The state of the longest proper suffix of a state's prefix that is a prefix of a string itself.
         self._fallbacks = array("I", bytes(ends.itemsize * len(ends)))
         for state, character, to in self._shortest_first(following):
             if state:
@@ -64,12 +64,12 @@ class StopStrings:
             state = self._fallbacks[state]
 
     def depth(self, state: int) -> int:
-        """Characters at the text's end that are the beginning of a string."""
+        """The number of characters at the text's end that are a prefix of a string."""
         return self._depths[state]
 
     def feed(self, state: int, text: str) -> tuple[int, int, int]:
-        """Take `text` in `state`: the new state, and where in `text` the first complete string ends and its
-        length, 0 and 0 where none does; feed nothing after that.
+        """Consume `text` from `state`: returns the new state, and the end in `text` and the length of the
+        first complete string, or 0 and 0. After a match feed nothing more.
         """
         if not state and self._first.isdisjoint(text):
             return 0, 0, 0
@@ -80,7 +80,7 @@ class StopStrings:
         return state, 0, 0
 
     def _shortest_first(self, following: Sequence[str]) -> Iterator[tuple[int, str, int]]:
-        """Every way from a state to a longer one; those from shorter states come before."""
+        """All transitions to a longer state, those from shorter states first."""
         branches: dict[int, list[tuple[str, int]]] = {}
         for (state, character), to in self._branches.items():
             branches.setdefault(state, []).append((character, to))
@@ -98,8 +98,8 @@ class StopStrings:
 class StopSearch:
     """The search in one text.
 
-    What is found depends on the text alone, not on its pieces: the match that ends first, and of those that
-    end at one place the longest.
+    The result depends on the text alone, not on its pieces: the match that ends first, and of those that end
+    at the same place the longest.
     """
 
     def __init__(self, stops: StopStrings) -> None:
@@ -108,10 +108,10 @@ class StopSearch:
 
     @property
     def n_open(self) -> int:
-        """Characters at the text's end that may yet turn out to be the beginning of a stop string."""
+        """The number of characters at the text's end that may be the beginning of a stop string."""
         return self._stops.depth(self._state)
 
     def feed(self, text: str) -> tuple[int, int] | None:
-        """Where in `text` the first complete stop string ends, and its length; feed nothing after that."""
+        """The end in `text` and the length of the first complete stop string; feed nothing after that."""
         self._state, end, length = self._stops.feed(self._state, text)
         return (end, length) if length else None

@@ -1,7 +1,7 @@
-"""Text to token ids and back; incrementally, and cut at stop strings.
+"""Text to token ids and back, incrementally, with stop strings.
 
-Byte-level BPE alone (GPT-2, OPT): there a token is a run of bytes, whatever stands beside it, so that a text
-can be decoded token by token at a cost that does not grow, and comes out as if decoded at once.
+Supports only byte-level BPE (GPT-2, OPT). There a token is a fixed sequence of bytes whatever its neighbours,
+so text can be decoded token by token at constant cost, with the same result as decoding all at once.
 """
 
 from codecs import utf_8_decode
@@ -20,7 +20,7 @@ _MAX_FILE_BYTES = 100_000_000
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 and up."""
+    """Byte-level BPE's alphabet: printable Latin-1 stands for itself, other bytes map to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -30,13 +30,13 @@ _BYTE_OF_CHARACTER = _byte_of_character()
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json, as the `tokenizers` library reads it. Safe to use from many threads."""
+    """A checkpoint's tokenizer.json, as read by the `tokenizers` library. Thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Raises ValueError for a tokenizer that is not byte-level."""
+        """Raises ValueError if the tokenizer is not byte-level."""
         if not isinstance(tokenizer.decoder, ByteLevel):
             raise ValueError(f"its decoder is {type(tokenizer.decoder).__name__}, not ByteLevel")
-        tokenizer.no_truncation()  # a prompt is taken whole or refused
+        tokenizer.no_truncation()  # a prompt that is too long is rejected, never cut
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._special = {
@@ -56,7 +56,7 @@ class Tokenizer:
             raise CorruptFile(f"{path} has more than {_MAX_FILE_BYTES} bytes, too many for a tokenizer")
         try:
             tokenizer = tokenizers.Tokenizer.from_buffer(data)
-        except BaseException as error:  # the library raises nothing narrower than Exception, and may panic
+        except BaseException as error:  # the library raises plain Exception, and may panic
             if not is_failure(error):
                 raise
             raise CorruptFile(f"{path} is not a tokenizer's file: {error}") from error
@@ -66,11 +66,11 @@ class Tokenizer:
             raise UnsupportedModel(f"{path}: only byte-level BPE is supported; {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with special tokens around it where the file's own post-processor adds them.
+        """Token ids of `text`; with special tokens around it if the file's post-processor adds them.
 
-        OPT's puts `</s>` in front, GPT-2's adds none; without `add_special_tokens` none is added. The name of
-        a special token within the text is that token, as in Hugging Face's tokenizers. Raises InvalidPrompt
-        for text that is not valid Unicode (lone surrogates), or that this tokenizer has no tokens for.
+        OPT's adds `</s>` in front, GPT-2's adds none; without `add_special_tokens` none is added. The name of
+        a special token within the text becomes that token, as in Hugging Face's tokenizers. Raises
+        InvalidPrompt for text that is not valid Unicode (lone surrogates) or that has no tokens here.
         """
         try:
             text.encode("utf-8")
@@ -86,28 +86,28 @@ class Tokenizer:
 
     @cached_property
     def max_token_length(self) -> int:
-        """Characters of the longest token: `n` tokens never stand for more than `n` times as many."""
+        """Characters of the longest token; `n` tokens stand for at most `n` times as many."""
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of the tokens without special ones; bytes that are not UTF-8 become U+FFFD."""
+        """The text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; none for a special token, or an id that has no token."""
+        """The bytes of a token; empty for a special token, or an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
         return known
 
     def token_name(self, token_id: int) -> str | None:
-        """What the vocabulary calls a token; None for an id that has none."""
+        """The token's name in the vocabulary; None for an id without a token."""
         return self._tokenizer.id_to_token(token_id)
 
     def _look_up(self, token_id: int) -> bytes:
         try:
             token = self.token_name(token_id)
-        except BaseException as error:  # on the scheduler's thread, which every other request needs
+        except BaseException as error:  # this is the scheduler's thread, which all other requests need
             if not is_failure(error):
                 raise
             return "\ufffd".encode()
@@ -120,11 +120,11 @@ class Tokenizer:
 
 
 class TextStream:
-    """A request's tokens become text as they come; an `orca_jax.request.request.OutputSink`.
+    """Turns a request's tokens into text as they arrive; an `orca_jax.request.request.OutputSink`.
 
-    No part of a stop string ever comes out, and nothing behind it: what may be the beginning of one is held
-    back until it is known. So is the beginning of a character until its last byte is there. Stop strings are
-    looked for in the text behind the first `min_tokens` tokens. A request's outputs share their StopStrings.
+    No part of a stop string is ever released, nor anything after it: a possible beginning of one is held
+    back until it is decided. So are the first bytes of an incomplete character. Stop strings are searched in
+    the text after the first `min_tokens` tokens. A request's outputs share their StopStrings.
     """
 
     def __init__(
@@ -135,31 +135,31 @@ class TextStream:
         self._tokenizer = tokenizer
         stops = stop if isinstance(stop, StopStrings) else StopStrings(stop) if stop else None
         self._stops = None if stops is None else StopSearch(stops)
-        self._open: bytes = b""  # of a character whose last byte has not come
+        self._open: bytes = b""  # the bytes of an incomplete character
         self._held = ""
         self._safe: list[str] = []
         self._n_taken = 0  # pieces of `_safe`
 
     @property
     def text(self) -> str:
-        """All that has come out so far, taken or not."""
+        """All text released so far, taken or not."""
         return "".join(self._safe)
 
     def push(self, token_id: int) -> bool:
-        """Take one token; True when a stop string is complete, and from then on."""
+        """Add a token; True from the moment that a stop string is complete."""
         if not self.stopped:
             self._feed(self._tokenizer.token_bytes(token_id), final=False)
             self._n_early = max(0, self._n_early - 1)
         return self.stopped
 
     def take(self) -> str:
-        """What has come out since the last call."""
+        """The text released since the last call."""
         text = "".join(self._safe[self._n_taken :])
         self._n_taken = len(self._safe)
         return text
 
     def finish(self) -> None:
-        """The request has ended: what was held back is text after all, unless a stop string ended it."""
+        """The request has ended: release what was held back, unless a stop string ended it."""
         if not self.stopped:
             self._feed(b"", final=True)
             self._safe.append(self._held)
@@ -173,9 +173,9 @@ class TextStream:
             self._safe.append(text)
             return
         held = self._held + text
-        found = self._stops.feed(text)
-        if found is not None:
-            end, length = found
+        match = self._stops.feed(text)
+        if match is not None:
+            end, length = match
             self._safe.append(held[: len(self._held) + end - length])
             self._held = ""
             self.stopped = True

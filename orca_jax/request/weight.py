@@ -1,27 +1,27 @@
-"""How many bytes a request keeps while it waits."""
+"""The memory of a waiting request."""
 
 from collections.abc import Sequence
 
 from orca_jax.request.sampling_params import SamplingParams
 
-_REQUEST = 4096  # whatever it asks for: the request, its mailbox, its parameters
-_TOKEN_ID = 40  # a place in a tuple, and the number
+_REQUEST = 4096  # fixed cost: the request, its mailbox, its parameters
+_TOKEN_ID = 40  # an element of a tuple, and the number
 _STOP_TOKEN = 240  # a token id in a tuple and in two sets
-_BIAS = 160  # an entry of a dictionary, a whole number and a real one
+_BIAS = 160  # a dictionary entry, an int and a float
 _CHARACTER = 4
-_TEXT = 80  # a text besides its characters
+_TEXT = 80  # a string without its characters
 _STOP = 300
-_STOP_CHARACTER = 24  # of a stop string: itself, and a state of the automaton
-_BAD_CHARACTER = 36  # of a bad word: itself, and its tokens as they stand alone and behind a blank
+_STOP_CHARACTER = 24  # of a stop string: the character, and a state of the automaton
+_BAD_CHARACTER = 36  # of a bad word: the character, and its tokens at the start of a word and after a space
 _BAD_WORD = 400
-_GRAMMAR_STATE = 128 << 10  # how far the output has come, with the bits of its next mask
+_GRAMMAR_STATE = 128 << 10  # the output's position, with the bits of its next mask
 
 
 def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
-    """An estimate from above of what a queued request holds, with what was made of its parameters.
+    """Upper estimate of a queued request's memory in bytes, including what is derived from its parameters.
 
-    It costs no more than a look at each text. Outputs of one prompt share most of what each is charged with
-    here. A compiled grammar is not in it: the compiler has a bound of its own.
+    Costs no more than the lengths of its texts. Outputs of one prompt share most of what each is charged for
+    here. Compiled grammars are not included: the compiler has its own limit.
     """
     n = _REQUEST + _TOKEN_ID * len(prompt_ids)
     n += _BIAS * len(sampling.logit_bias)
