@@ -1,4 +1,4 @@
-"""A stage's forward program, compiled for devices that may be described only; nothing is run."""
+"""Compiles a stage's forward program for real or described devices, without running it."""
 
 import math
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage import SCORED, Stage
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.families.parameters import parameter_shapes
+from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -26,9 +26,9 @@ DTYPE = jnp.dtype("bfloat16")
 
 @dataclass(frozen=True)
 class CompiledStage:
-    """A program, and of one device's memory the bytes of its weights and of all its arguments.
+    """A compiled program with the bytes, per device, of its weights and of all its arguments.
 
-    `score` is the last stage's program that scores a prompt's tokens, lowered.
+    `score` is the last stage's program that scores a prompt's tokens, lowered but not compiled.
     """
 
     program: jax.stages.Compiled
@@ -41,12 +41,12 @@ class CompiledStage:
 def described_array(
     shape: tuple[int, ...], place: jax.sharding.Sharding, dtype: DTypeLike = DTYPE
 ) -> jax.Array:
-    """What stands for an array wherever nothing is run."""
+    """A placeholder for an array, with its shape, dtype and sharding."""
     return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype, sharding=place))
 
 
 def placed_parameters(model: ModelConfig, part: StagePart, dtype: DTypeLike = DTYPE) -> dict[str, jax.Array]:
-    """A stage's parameters, by shape and place alone."""
+    """A stage's parameters as placeholders."""
     shapes = parameter_shapes(model)
     placement = part.placement(model)
     return {name: described_array(shapes[name], place, dtype) for name, place in placement.items()}
@@ -66,10 +66,10 @@ def compile_stage(
     command_buffer_collectives: bool = False,
     compiler_options: Mapping[str, str | bool] | None = None,
 ) -> CompiledStage:
-    """Compile one bucket with the attention that is chosen for the devices of `part`.
+    """Compile one bucket, with the attention that is chosen for the devices of `part`.
 
-    `n_rows` are the places of all admitted requests: twice `max_bs` unless said. `compiler_options` are
-    XLA's, on top of the stage's own.
+    `n_rows` is the number of rows for all admitted requests, by default twice `max_bs`. `compiler_options`
+    are passed to XLA in addition to the stage's own.
     """
     group = part.group
     chosen = choose_attention(
@@ -110,7 +110,7 @@ def compile_stage(
 
 
 def device_bytes(arrays: object) -> int:
-    """The bytes that a tree of arrays takes on each of its devices."""
+    """The bytes of a tree of arrays on each of its devices."""
     return sum(
         leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(arrays)

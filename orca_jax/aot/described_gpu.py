@@ -1,4 +1,4 @@
-"""GPUs that need not be there: XLA compiles for their description where the CUDA plugin is installed."""
+"""GPUs that need not be present: XLA compiles for their description if the CUDA plugin is installed."""
 
 from dataclasses import dataclass
 
@@ -12,23 +12,23 @@ from orca_jax.sharding.device_group import Device
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """What GPUs of a generation have in common, in the form of XLA's GpuTargetConfigProto."""
+    """The common properties of GPUs of one generation, as text of XLA's GpuTargetConfigProto."""
 
     text: str
     l2_cache: dict[str, int]
 
 
-# The public data sheets and NVIDIA's tuning guides; a shared-memory block may have 1 KiB less than a core.
-# The versions are the oldest that JAX's CUDA 13 plugin runs on: without them XLA takes the driver for one
-# that knows no CUDA graphs of library and custom calls, and leaves those outside its command buffers.
+# From the public data sheets and NVIDIA's tuning guides; a block may use 1 KiB less shared memory than a core
+# has. The versions are the oldest that JAX's CUDA 13 plugin supports: without them XLA assumes a driver that
+# cannot record library and custom calls in CUDA graphs, and leaves those outside its command buffers.
 _ALIKE = """
   threads_per_block_limit: 1024  threads_per_warp: 32
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   registers_per_core_limit: 65536  registers_per_block_limit: 65536  shared_memory_per_block: 49152
   driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"
 """
-# `active_links` are NVLinks to the machine's other GPUs: by them XLA decides whether small all-reduces go by
-# kernels of its own.
+# `active_links` are NVLinks to the machine's other GPUs: XLA uses them to decide whether small all-reduces
+# use its own kernels.
 _GENERATIONS = (
     _Generation(
         """
@@ -64,8 +64,8 @@ _GENERATIONS = (
 
 
 def described_devices(kind: str, n: int) -> list[Device]:
-    """`n` GPUs of one machine, for which programs can be compiled and not run."""
-    (generation,) = (one for one in _GENERATIONS if kind in one.l2_cache)
+    """`n` GPUs of one machine that programs can be compiled for, but not run on."""
+    (generation,) = (each for each in _GENERATIONS if kind in each.l2_cache)
     known = GPUS[kind]
     memory = (
         f"memory_bandwidth: {known.bandwidth:.0f}  device_memory_size: {known.memory}  "
@@ -84,5 +84,5 @@ def described_devices(kind: str, n: int) -> list[Device]:
 
 
 def on_h200() -> NamedSharding:
-    """Where arguments of a program for one H200 are said to lie."""
+    """The sharding of arguments of a program compiled for one described H200."""
     return NamedSharding(Mesh(np.array(described_devices("h200", 1)), ("device",)), PartitionSpec())

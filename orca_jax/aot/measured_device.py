@@ -1,4 +1,4 @@
-"""A device's two ceilings, measured in the run that they are used in: memory bandwidth and matrix rate."""
+"""Measures a device's memory bandwidth and matrix rate, in the same run that uses them."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from orca_jax.planning.cost_model import Device
 
 
 def seconds(run: Callable[[], object], *, repeat: int) -> list[float]:
-    """Times of `repeat` calls of `run`, each waited for, after one that is not counted."""
+    """Seconds of each of `repeat` calls of `run`, waiting for its result, after one warm-up call."""
     jax.block_until_ready(run())
     times: list[float] = []
     for _ in range(repeat):
@@ -21,11 +21,11 @@ def seconds(run: Callable[[], object], *, repeat: int) -> list[float]:
 
 
 def measure_device(dtype: jnp.dtype, *, repeat: int = 10) -> Device:
-    """What the default device does at its best in `dtype`.
+    """The best bandwidth and matrix rate of the default device in `dtype`.
 
-    Bandwidth: the bytes of a large array that is summed, read once and larger than any cache. Matrix rate: a
-    product of the kind and size that an initiation phase runs. The best of `repeat` runs each, since only
-    what disturbs can make a run slower.
+    Bandwidth: the sum of a large array, which is read once and exceeds every cache. Matrix rate: a product of
+    the shape that a prefill runs. Each is the best of `repeat` runs, since disturbances only make a run
+    slower.
     """
     small = jax.default_backend() == "cpu"
     return Device(

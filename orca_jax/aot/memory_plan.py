@@ -1,8 +1,8 @@
-"""XLA's own plan of the memory that a stage's programs need, for devices that need not be there.
+"""XLA's memory plan for a stage's programs, for devices that need not be present.
 
     python -m orca_jax.aot.memory_plan < question.json
 
-is what planning/ask_xla.py runs: a question in JSON on stdin, and the answer as the last line on stdout.
+is run by planning/ask_xla.py: a question in JSON on stdin, the answer as the last line of stdout.
 """
 
 import json
@@ -29,10 +29,10 @@ from orca_jax.sharding.partition import StagePart, split_model
 
 @dataclass(frozen=True, slots=True)
 class CompiledMemory:
-    """Of a stage's programs, in bytes of each device.
+    """Memory of a stage's programs, in bytes per device.
 
-    `arguments` are the weights, the keys and values and an iteration's buffer. `temporaries` are the most
-    that one program needs, and the results that are kept.
+    `arguments` are the weights, the K/V cache and an iteration's buffer. `temporaries` are the most that any
+    one program needs, plus the results that are kept.
     """
 
     arguments: int
@@ -42,10 +42,10 @@ class CompiledMemory:
 def compiled_memory(
     model: ModelConfig, part: StagePart, serving: ServingConfig, *, n_rows: int, dtype: jnp.dtype
 ) -> CompiledMemory:
-    """What XLA plans for a stage's programs.
+    """XLA's plan for a stage's programs.
 
-    They are the forward pass of the largest bucket, and on the last stage the scoring of a prompt and
-    the full sampler.
+    These are the forward pass of the largest bucket, and on the last stage the scoring of a prompt and the
+    full sampler.
     """
     compiled = compile_stage(
         model,
@@ -72,7 +72,7 @@ def compiled_memory(
 
 
 def alike_stages(parts: tuple[StagePart, ...]) -> Iterator[tuple[int, int]]:
-    """Each stage's index, and that of the first one that is like it: as many layers, first or last alike."""
+    """For each stage its index, and that of the first stage equal to it in layer count, first and last."""
     seen: dict[tuple[int, bool, bool], int] = {}
     for i, part in enumerate(parts):
         yield i, seen.setdefault((len(part.layers), part.first, part.last), i)
@@ -110,13 +110,13 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
             continue
         n_rows = question["n_rows"]
         dtype = jnp.dtype(question["dtype"])
-        found = compiled_memory(model, parts[i], serving, n_rows=n_rows, dtype=dtype)
-        temporaries.append(found.temporaries)
+        memory = compiled_memory(model, parts[i], serving, n_rows=n_rows, dtype=dtype)
+        temporaries.append(memory.temporaries)
     return {"temporaries": temporaries, "jax": jax.__version__}
 
 
 def main() -> int:
-    """One question, one answer."""
+    """Answer one question."""
     print(json.dumps(_answer(json.load(sys.stdin))))
     return 0
 

@@ -1,8 +1,8 @@
-"""Which split attention a stage's forward program runs: chosen here and nowhere else.
+"""Chooses the split attention of a stage's forward program; nothing else does.
 
-A CPU with AVX-512 and a C compiler runs it in C (native/), another one in pure JAX that follows the real
-lengths. What GPUs take is in GPU_PATHS. A path has two halves: what the host prepares once per iteration, as
-words behind the flat batch's buffer, and what is traced into the forward program.
+A CPU with AVX-512 and a C compiler runs it in C (native/), other CPUs in pure JAX with loops that follow the
+real lengths. GPUs use GPU_PATHS. A path has two halves: what the host prepares once per iteration, as words
+after the flat batch's buffer, and what is traced into the forward program.
 """
 
 from dataclasses import dataclass, replace
@@ -37,18 +37,18 @@ Device = Any  # a jax.Device
 
 
 class AttentionPath(Protocol):
-    """One way to run split attention."""
+    """An implementation of split attention."""
 
     def n_words(self, layout: FlatLayout) -> int:
-        """32-bit words that the host prepares for a bucket."""
+        """The number of 32-bit words that the host prepares for a bucket."""
         ...
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """Them [n_words], for one iteration; `batch` holds numpy arrays."""
+        """The words [n_words] for one iteration; `batch` holds numpy arrays."""
         ...
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """Attention with this iteration's tables bound; `batch` and `words` [n_words] are traced."""
+        """Attention bound to this iteration's tables; `batch` and `words` [n_words] are traced."""
         ...
 
 
@@ -59,15 +59,14 @@ class PureJax:
     follow_lengths: bool
 
     def n_words(self, layout: FlatLayout) -> int:
-        """None: the work is cut up on the device."""
+        """0: the work is divided on the device."""
         return 0
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """[0]."""
         return _NO_WORDS
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """The tiles of both phases are made once, and used by every layer."""
+        """The tiles of both phases are made once and shared by all layers."""
         work = pure_jax.attention_work(
             batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
         )
@@ -88,19 +87,16 @@ class PureJax:
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """One call a layer of what native/split_attention.c does."""
+    """native/split_attention.c, called once per layer."""
 
     def n_words(self, layout: FlatLayout) -> int:
-        """None: it reads the batch's own tables."""
+        """0: it reads the batch's own tables."""
         return 0
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """[0]."""
         return _NO_WORDS
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """The same tables for every layer."""
-
         def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
             return native.native_split_attention(
                 qkv[:, 0], cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
@@ -111,10 +107,11 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The Mosaic GPU kernel (pallas/split_attention.py): one launch a layer, its list made on the host.
+    """The Mosaic GPU kernel (pallas/split_attention.py): one launch per layer, its work list made on the
+    host.
 
-    K `n_kv_heads` of `group` query heads each; `n_cores` streaming multiprocessors; K/V blocks of
-    `block_size` slots. With `fixed` rows are cut at fixed places. `interpret` runs it on the CPU, for tests.
+    `n_kv_heads` (K), each with `group` query heads; `n_cores` streaming multiprocessors; K/V blocks of
+    `block_size` slots. `fixed` cuts rows at fixed positions. `interpret` runs it on the CPU, for tests.
     """
 
     n_kv_heads: int
@@ -130,15 +127,13 @@ class Kernel:
         return plan.fixed(layout.max_blocks * self.block_size) if self.fixed else plan
 
     def n_words(self, layout: FlatLayout) -> int:
-        """Those of the list of work."""
+        """The words of the work list."""
         return self._plan(layout).n_records * N_COLUMNS
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """The list, flat."""
         return work_items(batch.row_start, batch.kv_length, self._plan(layout)).ravel()
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """The same list for every layer."""
         plan = self._plan(layout)
         work = words.reshape(plan.n_records, N_COLUMNS)
 
@@ -162,7 +157,7 @@ class Kernel:
 class Cudnn:
     """cuDNN's paged attention (cudnn/split_attention.py) over blocks of `block_size` slots.
 
-    `call` is its reference in tests, which have no such GPU.
+    Tests, which have no such GPU, pass a reference as `call`.
     """
 
     block_size: int
@@ -172,15 +167,13 @@ class Cudnn:
         return TilePlan(layout.n_tokens, layout.n_rows)
 
     def n_words(self, layout: FlatLayout) -> int:
-        """Those of the tiles, and where each token's result will be."""
+        """The words of the tiles, and of the position of each token's result."""
         return self._plan(layout).n_words
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """Them, flat."""
         return tile_words(batch.row_start, self._plan(layout))
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """The same tables for every layer."""
         work = by_cudnn.attention_work(
             batch.block_table,
             batch.row_start,
@@ -197,7 +190,7 @@ class Cudnn:
 
 
 class GpuPath(NamedTuple):
-    """What GPUs of some compute capabilities take: the first of these that can serve the model."""
+    """The paths for GPUs of some compute capabilities; the first that supports the model is used."""
 
     gpus: str
     capabilities: tuple[str, ...]  # empty: any other
@@ -228,7 +221,7 @@ GPU_PATHS = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """A path, what kind it is, and what to say of it at start-up."""
+    """The chosen path, its kind, and its description at startup."""
 
     path: AttentionPath
     kind: Attention
@@ -245,11 +238,10 @@ def choose_attention(
     forced: Attention | None = None,
     deterministic: bool = False,
 ) -> AttentionChoice:
-    """The attention for K/V blocks of `block_size` slots of `dtype` on a device, or the one that is `forced`.
+    """The attention for K/V blocks of `block_size` slots of `dtype` on a device, or the `forced` one.
 
-    `n_heads` are those that the device has of the model's. `deterministic`: rows are split at fixed places.
-
-    Raises ConfigError where the forced one cannot run there.
+    `n_heads` is the number of the model's heads on this device. `deterministic`: rows are split at fixed
+    positions. Raises ConfigError if the forced one cannot run there.
     """
     model = _OnDevice(device, config.head_size, block_size, np.dtype(dtype).name, n_heads, deterministic)
     reasons: list[str] = []
@@ -269,17 +261,17 @@ def choose_attention(
 def _preferred(device: Device) -> tuple[Attention, ...]:
     if device.platform == "cpu":
         return "native", "follow_lengths"
-    found = _capability(device)
-    return next(path.takes for path in GPU_PATHS if found in path.capabilities or not path.capabilities)
+    capability = _capability(device)
+    return next(path.takes for path in GPU_PATHS if capability in path.capabilities or not path.capabilities)
 
 
 def _capability(device: Device) -> str:
-    """The compute capability, "8.0"; that of other makers' devices is of another form, or none."""
+    """The compute capability, such as "8.0"; other makers' devices have another form, or "None"."""
     return str(getattr(device, "compute_capability", None))
 
 
 class _OnDevice(NamedTuple):
-    """A model's sizes, and the device that it is to run on."""
+    """A model's sizes and the device that it runs on."""
 
     device: Device
     head_size: int
@@ -289,7 +281,7 @@ class _OnDevice(NamedTuple):
     deterministic: bool
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
-        """The path of a kind that can run, and what to say of it."""
+        """The path of a kind that can run, and its description."""
         if kind == "native":
             return Native(), "native split attention"
         if kind == "follow_lengths":
@@ -305,7 +297,7 @@ class _OnDevice(NamedTuple):
         return replace(kernel, n_cores=1, interpret=True), "split-attention kernel, interpreted"
 
     def against(self, kind: Attention) -> str | None:
-        """Why a kind cannot run, as a clause for a sentence."""
+        """Why a kind cannot run, as a clause; None if it can."""
         sizes = (self.head_size, self.block_size, self.dtype, self.n_heads, self.n_heads)
         if kind == "native":
             return self._not_native(sizes)
@@ -331,11 +323,11 @@ class _OnDevice(NamedTuple):
         return reason
 
     def _not_cudnn(self, sizes: tuple[int, int, str, int, int]) -> str | None:
-        known = [one for path in GPU_PATHS if "cudnn" in path.takes for one in path.capabilities]
-        reason = self._not_of(*known, "none of the GPUs that cuDNN's attention is for")
+        capabilities = [each for path in GPU_PATHS if "cudnn" in path.takes for each in path.capabilities]
+        reason = self._not_of(*capabilities, "none of the GPUs that cuDNN's attention is for")
         if reason is None and self.deterministic:
-            # By its documents it computes alike from run to run. But where it splits a row's keys is its own
-            # affair, and may depend on the lengths of others.
+            # It is documented to give the same result in every run. But where it splits a row's keys is not
+            # documented, and may depend on the lengths of other rows.
             reason = "cuDNN does not say where it splits a row, which --deterministic must know"
         if reason is None:
             reason = cudnn.unsupported(*sizes)
@@ -345,8 +337,8 @@ class _OnDevice(NamedTuple):
 
     def _not_of(self, *capabilities_and_name: str) -> str | None:
         *capabilities, name = capabilities_and_name
-        found = _capability(self.device)
-        if found in capabilities:
+        capability = _capability(self.device)
+        if capability in capabilities:
             return None
-        has = "" if found == "None" else f" has compute capability {found} and"
+        has = "" if capability == "None" else f" has compute capability {capability} and"
         return f"{self.device.device_kind}{has} is {name}"

@@ -1,4 +1,4 @@
-"""What a stage's devices have room for."""
+"""The memory of a stage's devices, and how many slots fit into it."""
 
 import os
 
@@ -14,9 +14,9 @@ from orca_jax.planning.stage_memory import slot_bytes as stage_slot_bytes
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.environment import held_fraction
 
-# Where nobody says how much: on a CPU, and on a device that does not say what it has.
+# If no size is given: on a CPU, and on a device that does not report its memory.
 DEFAULT_KV_BYTES = MODEST_KV_BYTES
-_WITH_WEIGHTS = 64 << 20  # what else may be in use of a device when its weights are loaded
+_WITH_WEIGHTS = 64 << 20  # other device memory that may be in use once the weights are loaded
 _BLOCK_SIZE = ServingConfig().block_size
 
 
@@ -30,12 +30,13 @@ def stage_room(
     attention: Attention | None = None,
     memory_fraction: float | None = None,
 ) -> StageRoom:
-    """What a stage's devices have left beside its weights, loaded or not, for n_slots to be chosen by.
+    """The room on a stage's devices beside its weights, loaded or not, from which n_slots is chosen.
 
-    `dtype` is that of weights, keys and values. `n_devices` are those of all stages: where they are a CPU's,
-    they share the machine's memory. `attention` is chosen by device and model unless given. `memory_fraction`
-    is the share that this engine may take of each device's memory: by default all that JAX holds of a GPU's,
-    and of a CPU's a modest part. Raises ConfigError for more than JAX holds, and as `choose_attention`.
+    `dtype` is that of weights, keys and values. `n_devices` counts those of all stages: if they are CPU
+    devices, they share the machine's memory. `attention` is chosen by device and model unless given.
+    `memory_fraction` is the share of each device's memory that this engine may use: by default all that JAX
+    reserves on a GPU, and a modest part on a CPU. Raises ConfigError if it exceeds what JAX reserves, and as
+    `choose_attention` does.
     """
     device = part.group.devices[0]
     cpu = device.platform == "cpu"
@@ -62,20 +63,20 @@ def stage_room(
 def check_slots(
     config: ModelConfig, room: StageRoom, serving: ServingConfig, *, n_rows: int, n_devices: int
 ) -> None:
-    """Refuse more slots than there is memory for in a stage's `room`. Raises ConfigError."""
+    """Check that `n_slots` fit into a stage's `room`. Raises ConfigError."""
     memory = room.memory(config, serving, n_rows)
     what = f"the keys and values of n_slots = {serving.n_slots}"
     _refuse(what, serving.n_slots * memory.slot, room.kv_bytes(memory), n_devices)
 
 
 def check_weights(config: ModelConfig, itemsize: int, part: StagePart, *, n_devices: int) -> None:
-    """Refuse what can never fit, before the machine grinds to a halt over it. Raises ConfigError."""
+    """Check that the weights fit, before loading them exhausts the machine's memory. Raises ConfigError."""
     n_bytes = stage_weight_bytes(config, part.layers, len(part.group), itemsize)
     _refuse("the weights", n_bytes, _free_bytes(part, n_devices), n_devices)
 
 
 def slot_bytes(config: ModelConfig, itemsize: int, part: StagePart) -> int:
-    """Bytes that one slot takes on each of a stage's devices."""
+    """The bytes of one slot on each of a stage's devices."""
     return stage_slot_bytes(config, part.layers, len(part.group), itemsize)
 
 
@@ -88,10 +89,11 @@ def _refuse(what: str, n_bytes: int, free: int | None, n_devices: int) -> None:
 def _left(
     config: ModelConfig, itemsize: int, part: StagePart, n_devices: int, memory_fraction: float | None
 ) -> int | None:
-    """What each device has for all but the weights, within the fraction; None where it does not say.
+    """Each device's memory for everything but the weights, within the fraction; None if not reported.
 
-    The same at each start and before the weights are loaded, so that programs compiled then are found again:
-    what is in use counts only where it is more than the weights and what comes with them.
+    It is the same at each start, and before and after the weights are loaded, so that sizes, and therefore
+    cached programs, stay the same: memory in use counts only if it exceeds the weights and what comes with
+    them.
     """
     memory = _whole(part, n_devices, memory_fraction)
     if memory is None:
@@ -102,18 +104,18 @@ def _left(
 
 
 def _free_bytes(part: StagePart, n_devices: int) -> int | None:
-    """What the memory of each of a stage's devices still holds, None where they do not say."""
+    """The free memory of each of a stage's devices; None if not reported."""
     memory = _whole(part, n_devices, None)
     return None if memory is None else max(0, memory - _in_use(part))
 
 
 def _in_use(part: StagePart) -> int:
-    """Bytes that JAX's allocator has given out on each device; 0 where it does not say."""
+    """Bytes allocated by JAX on each device; 0 if not reported."""
     return (part.group.devices[0].memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def _whole(part: StagePart, n_devices: int, memory_fraction: float | None) -> int | None:
-    """The memory of each of a stage's devices that may be taken, None where they do not say."""
+    """The memory that may be used on each of a stage's devices; None if not reported."""
     device = part.group.devices[0]
     if device.platform == "cpu":
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_devices

@@ -1,4 +1,4 @@
-"""What JAX itself says of compiling: how many programs this process compiled, and which one it begins now."""
+"""Counts the programs that this process compiles, from JAX's own monitoring events."""
 
 import logging
 import threading
@@ -12,15 +12,16 @@ from orca_jax.errors import NotCompiledAhead
 
 LOGGER = logging.getLogger("orca_jax.compile")
 
-# JAX tells the first when it asks XLA for a program (a scalar: the time) and when it has it (a duration) ...
+# JAX sends the first as a scalar when it asks XLA for a program and as a duration when it has it, and the
+# second in between if the program was in the disk cache.
 _COMPILE = "/jax/core/compile/backend_compile_duration"
-_FOUND = "/jax/compilation_cache/cache_hits"  # ... and this in between, where the program was on disk
+_FROM_DISK = "/jax/compilation_cache/cache_hits"
 
 
 @dataclass(frozen=True, slots=True)
 class CompileCounts:
-    """Since the counter was made: programs that JAX asked XLA for, those of them that were read from disk,
-    and the seconds of all, added up over threads.
+    """Since the counter was made: programs that JAX requested from XLA, how many of them came from disk, and
+    the seconds of all, summed over threads.
     """
 
     programs: int = 0
@@ -29,9 +30,9 @@ class CompileCounts:
 
 
 class CompileCounter:
-    """Listens to JAX's monitoring events from when it is made until `close`; for use from many threads.
+    """Listens to JAX's monitoring events from construction until `close`. Thread-safe.
 
-    JAX tells them to all listeners of a process, whoever compiles.
+    JAX sends every event to all listeners of a process, whichever code compiles.
     """
 
     def __init__(self) -> None:
@@ -39,27 +40,26 @@ class CompileCounter:
         self._programs = self._from_disk = 0
         self._seconds = 0.0
         self._watched: tuple[str | None, OnCompile] = None, "warn"
-        self._told = set[str]()
+        self._warned = set[str]()
         self._listens = True
         jax.monitoring.register_scalar_listener(self._begins)
         jax.monitoring.register_event_duration_secs_listener(self._ends)
         jax.monitoring.register_event_listener(self._event)
 
     def counts(self) -> CompileCounts:
-        """As they stand."""
         with self._lock:
             return CompileCounts(self._programs, self._from_disk, self._seconds)
 
     def watch(self, thread: str | None, on_compile: OnCompile) -> None:
-        """From now on nothing should be compiled on threads of this name; None: anything may be anywhere.
+        """From now on, treat compiles on threads with this name as unexpected; None: none are.
 
-        What is all the same is a warning in the log, once for each function; with "error" it is refused
-        before it begins: the caller gets NotCompiledAhead.
+        An unexpected compile logs a warning, once per function. With "error" it is refused before it begins:
+        the caller gets NotCompiledAhead.
         """
         self._watched = thread, on_compile
 
     def close(self) -> None:
-        """Listen no more; nothing the second time."""
+        """Stop listening; idempotent."""
         with self._lock:
             if not self._listens:
                 return
@@ -84,14 +84,14 @@ class CompileCounter:
         with self._lock:
             self._programs += 1
             self._seconds += duration_secs
-            tell = self._is_watched("warn") and name not in self._told
-            if tell:
-                self._told.add(name)
-        if tell:
+            warn = self._is_watched("warn") and name not in self._warned
+            if warn:
+                self._warned.add(name)
+        if warn:
             LOGGER.warning("%s was compiled after ready: requests waited %.2f s for it", name, duration_secs)
 
     def _event(self, event: str, **about: Any) -> None:
-        if event == _FOUND:
+        if event == _FROM_DISK:
             with self._lock:
                 self._from_disk += 1
 

@@ -1,6 +1,6 @@
-"""Which product the linear layers and the head of a stage run: chosen here and nowhere else.
+"""Chooses the matrix product for a stage's linear layers and head; nothing else does.
 
-In C (native/) for float32 on a CPU with AVX-512 and a compiler; else XLA's.
+The product in C (native/) for float32 on a CPU with AVX-512 and a compiler; otherwise XLA's.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,9 @@ Device = Any  # a jax.Device
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The native ones or XLA's, and what to say of them at start-up: nothing where there are no others.
+    """The native product or XLA's; `said` describes it at startup, and is empty if there is no alternative.
 
-    `whole`: padding is computed as well, since by how many tokens there are sums are made in one order or
-    another.
+    `whole`: padding is computed too, because the number of tokens decides in which order sums are made.
     """
 
     native: bool
@@ -29,11 +28,11 @@ class Products:
     whole: bool = False
 
     def beside(self, attention: str) -> str:
-        """What is said of attention and of these."""
+        """The startup text for attention and for the products."""
         return f"{attention}; {self.said}" if self.said else attention
 
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
-        """The product of an iteration whose first `n_tokens` [1] int32 alone are real; None: all are."""
+        """The product for an iteration of which the first `n_tokens` [1] int32 are real; None: all are."""
         if not self.native:
             return matmul
         n_computed = None if self.whole else n_tokens
@@ -45,7 +44,7 @@ class Products:
 
 
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:
-    """The products for weights of `dtype` on a device; `deterministic`: what a bucket has is all computed."""
+    """The product for weights of `dtype` on a device; `deterministic`: padding is computed too."""
     if device.platform != "cpu":
         return Products(native=False)
     name = np.dtype(dtype).name

@@ -1,6 +1,6 @@
-"""Programs that are compiled ahead of their first call, in parallel threads.
+"""Compiles programs ahead of their first call, in parallel threads.
 
-A program is compiled from shapes and places alone: neither weights nor caches need be there.
+A program is compiled from shapes and shardings alone: neither weights nor caches need exist.
 """
 
 import os
@@ -13,19 +13,19 @@ from typing import Any
 import jax
 import jax.stages
 
-OnProgram = Callable[[int, int, str], object]  # done, in all, and the one that was begun last
+OnProgram = Callable[[int, int, str], object]  # number done, total, name of the one begun last
 
 _MAX_THREADS = 16
-# Python runs one thread at a time. Lowered in turn, the first program is with XLA while the next is lowered;
-# all at once, they would all come to XLA late.
+# Python runs one thread at a time. If programs are lowered in turn, XLA compiles the first while the next is
+# lowered; if all were lowered at once, XLA would start late on all of them.
 _lowering = threading.Lock()
 
 
 class Program:
-    """A jitted function that keeps what was compiled of it ahead of time, and calls that where it fits.
+    """A jitted function that stores its ahead-of-time compiled forms, and calls one if it fits.
 
-    `key` gives of a call's arguments what sets one compiled form apart from the others; a form that was not
-    compiled ahead is compiled at its first call. Arrays must lie where `compile` was told that they would.
+    `key` maps a call's arguments to what distinguishes one compiled form from another. A form that was not
+    compiled ahead is compiled at its first call. Arrays must have the shardings that `compile` was given.
     """
 
     def __init__(self, function: jax.stages.Wrapped, key: Callable[..., Hashable]) -> None:
@@ -34,7 +34,6 @@ class Program:
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def __call__(self, *arrays: Any, **static: Any) -> Any:
-        """What the function gives."""
         if self._compiled:
             compiled = self._compiled.get(self._key(*arrays, **static))
             if compiled is not None:
@@ -42,11 +41,11 @@ class Program:
         return self._function(*arrays, **static)
 
     def lower(self, *shapes: Any, **static: Any) -> jax.stages.Lowered:
-        """Trace it and lower it, as jax.stages has it."""
+        """Trace and lower it, as in jax.stages."""
         return self._function.lower(*shapes, **static)
 
     def compile(self, *shapes: Any, **static: Any) -> None:
-        """Compile for these: arrays, or jax.ShapeDtypeStructs that say where the arrays will lie."""
+        """Compile for these arguments: arrays, or jax.ShapeDtypeStructs with their shardings."""
         key = self._key(*shapes, **static)
         if key not in self._compiled:
             with _lowering:
@@ -56,40 +55,40 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ToCompile:
-    """A program's form that is to be compiled, by a name for people."""
+    """A form of a program to compile, with a display name."""
 
     name: str
     compile: Callable[[], object]
 
 
 def compile_all(programs: Sequence[ToCompile], on_program: OnProgram | None = None) -> None:
-    """Compile them, as many at once as there are processors: XLA's part runs beside Python's.
+    """Compile `programs` in as many threads as there are processors: XLA compiles while Python lowers.
 
-    `on_program` is called on the threads, one call at a time. What fails is raised when those that have
-    begun are done; the others are left then.
+    `on_program` is called on the threads, one call at a time. If one fails, those that have begun are
+    finished, the rest are cancelled, and the error is raised.
     """
     lock = threading.Lock()
     n_done = 0
 
-    def run(one: ToCompile) -> None:
+    def run(program: ToCompile) -> None:
         nonlocal n_done
         with lock:
-            tell(n_done, len(programs), one.name)
-        one.compile()
+            report(n_done, len(programs), program.name)
+        program.compile()
         with lock:
             n_done += 1
-            tell(n_done, len(programs), one.name)
+            report(n_done, len(programs), program.name)
 
-    tell = on_program or _nobody_looks
+    report = on_program or _no_report
     n_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(n_threads, thread_name_prefix="compile") as pool:
-        futures = [pool.submit(run, one) for one in programs]
-        done, left = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in left:
+        futures = [pool.submit(run, program) for program in programs]
+        done, not_done = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in not_done:
             future.cancel()
         for future in done:
             future.result()
 
 
-def _nobody_looks(done: int, total: int, name: str) -> None:
-    """At the progress."""
+def _no_report(done: int, total: int, name: str) -> None:
+    pass

@@ -1,7 +1,7 @@
-"""Mosaic asks ptxas for its version wherever a kernel turns a truth value into a number; once is enough.
+"""Makes Mosaic ask ptxas for its version once, instead of each time a kernel converts a boolean to a number.
 
-Each time that starts a process, for which Python waits with its lock held: about 118 times in the
-split-attention kernel, so more than a second for each bucket, in which no other bucket is lowered either.
+Each time starts a process and waits for it with the GIL held: about 118 times for the split-attention kernel,
+more than a second per bucket, during which no other bucket can be lowered.
 """
 
 import functools
@@ -13,7 +13,7 @@ _ASK = "_get_ptxas_isa_version"
 
 
 def ask_ptxas_once() -> None:
-    """From now on this process asks once. Does nothing where Mosaic's compiler is not installed."""
+    """Cache the version from now on. Does nothing if Mosaic's compiler is not installed."""
     library: Any = getattr(fragmented_array, "mgpu_lib", None)
     extension = getattr(library, "_mosaic_gpu_ext", None)
     ask = getattr(extension, _ASK, None)

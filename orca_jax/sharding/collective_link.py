@@ -1,7 +1,7 @@
-"""Hidden states from a stage's process to the next one's by NCCL: a device_put across processes.
+"""Sends hidden states between stages in separate processes over NCCL: a device_put across processes.
 
 All stages are processes of one `jax.distributed` job. Each device sends to its counterpart, over NVLink or
-InfiniBand. The job stands and falls as a whole: after the loss of one worker all of them must start again.
+InfiniBand. The job fails as a whole: after the loss of one worker all of them must restart.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ _CONNECT_SECONDS = 300
 
 
 def join_job(coordinator: str, *, stage: int, n_stages: int) -> None:
-    """Become a process of the job; waits for all others. The first stage's process is at `coordinator`.
+    """Join the job as one of its processes and wait for the others; the first stage's is at `coordinator`.
 
-    Before JAX is used for anything else. Raises ConfigError where they do not come together.
+    Call it before any other use of JAX. Raises ConfigError if the processes do not connect.
     """
     try:
         jax.distributed.initialize(coordinator, n_stages, stage, initialization_timeout=_CONNECT_SECONDS)
@@ -29,9 +29,9 @@ def join_job(coordinator: str, *, stage: int, n_stages: int) -> None:
 
 
 class CollectiveLink:
-    """A stage's end of the links to both of its neighbours, which take part in the same order of iterations.
+    """A stage's links to both neighbours; all stages must run the same iterations in the same order.
 
-    `devices` are those of the whole job. Raises ConfigError where JAX cannot do this between them.
+    `devices` are those of the whole job. Raises ConfigError if JAX cannot transfer between them.
     """
 
     address = ""
@@ -48,25 +48,25 @@ class CollectiveLink:
         self._meet()
 
     def offer(self, key: tuple[int, int, int], hidden: jax.Array) -> int:
-        """Send an iteration's hidden states [T, H]; gives the bytes, of all devices together."""
+        """Send an iteration's hidden states [T, H]; returns the bytes, of all devices together."""
         assert self._behind is not None
         jax.device_put(hidden, self._behind.place())
         return hidden.nbytes * len(self._group)
 
     def connect(self, address: str) -> None:
-        """Nothing: the job is connected."""
+        """Does nothing: the job is already connected."""
 
     def pull(self, key: tuple[int, int, int], like: jax.ShapeDtypeStruct) -> jax.Array:
         """Receive an iteration's hidden states onto this stage's devices."""
         assert self._before is not None
-        # As this process sees it: an array of which it holds no part.
+        # The array as this process sees it: it holds no part of it.
         theirs = jax.make_array_from_single_device_arrays(
             like.shape, self._before.place(), [], dtype=like.dtype
         )
         return jax.device_put(theirs, self._group.place())
 
     def _meet(self) -> None:
-        """Have the connections made, which takes seconds that no iteration has."""
+        """Open the connections now: it takes seconds, too long for an iteration."""
         first = (0, 0, 0)
         if self._behind is not None:
             self.offer(first, jax.device_put(jnp.zeros((1, 1)), self._group.place()))
@@ -75,5 +75,5 @@ class CollectiveLink:
 
 
 def _group_of(stage: int, n_devices: int, devices: Sequence[Any]) -> DeviceGroup:
-    """The devices of the process that has this stage."""
+    """The devices of the process that runs this stage."""
     return DeviceGroup(tuple([d for d in devices if d.process_index == stage][:n_devices]))

@@ -18,18 +18,18 @@ Device = Any  # a jax.Device
 
 
 def default_dtype(device: Device) -> Dtype:
-    """Of weights, keys and values, where none is said."""
+    """The default dtype of weights, keys and values."""
     return "float32" if device.platform == "cpu" else "bfloat16"
 
 
 def device_name(device: Device) -> str:
-    """What it is called at start-up."""
+    """The device's name in startup messages."""
     return "cpu" if device.platform == "cpu" else device.device_kind
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """One stage's devices, in the order of the parts they hold."""
+    """One stage's devices, in the order of the parts that they hold."""
 
     devices: tuple[Device, ...]
 
@@ -38,18 +38,19 @@ class DeviceGroup:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Them along the axis `TENSOR`."""
+        """The devices along the axis `TENSOR`."""
         return Mesh(np.array(self.devices), (TENSOR,))
 
     def place(self, spec: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
-        """Where an array split by `spec` lies; by default every device has the whole."""
+        """The sharding of an array split by `spec`; by default every device holds the whole."""
         if len(self) == 1:
-            # What programs of one device give back lies so; a mesh of one would compile each a second time.
+            # Results of one-device programs have this sharding; a mesh of one would compile each a second
+            # time.
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, spec)
 
     def shard(self) -> Shard:
-        """The part that the device at hand computes, inside of a shard_map over `mesh`."""
+        """The part that the current device computes, inside a shard_map over `mesh`."""
         if len(self) == 1:
             return ALONE
         return Shard(

@@ -1,4 +1,4 @@
-"""How what one stage computes reaches the next (ORCA 4.1: data from device to device, control apart)."""
+"""Moves a stage's hidden states to the next stage (ORCA 4.1: data between devices, separate from control)."""
 
 from typing import Protocol
 
@@ -8,33 +8,33 @@ from orca_jax.sharding.device_group import DeviceGroup
 
 
 class Link(Protocol):
-    """From one stage to the next in one process."""
+    """The link from one stage to the next within a process."""
 
     def send(self, hidden: jax.Array) -> jax.Array:
-        """The hidden array [T, H] on the next stage's devices; returns without waiting for it."""
+        """The hidden array [T, H] on the next stage's devices; returns without waiting for the copy."""
         ...
 
 
 class ProcessLink(Protocol):
-    """One stage's end of the links to the stages before and behind it, which are other processes.
+    """One stage's links to the previous and the next stage, which are other processes.
 
-    Nothing here waits. A key is (epoch, iteration, stage), of the stage that offers. `address` is what the
-    next stage's end must be told; where a link does not outlive a loss, its process must start again then.
+    No method waits. A key is (epoch, iteration, stage), with the stage that offers. `address` is passed to
+    the next stage's process. If the link does not outlive a loss, its process must restart after one.
     """
 
     address: str
     outlives_a_loss: bool
 
     def offer(self, key: tuple[int, int, int], hidden: jax.Array) -> int:
-        """Let the next stage have an iteration's hidden states [T, H]; gives the bytes of that."""
+        """Make an iteration's hidden states [T, H] available to the next stage; returns their bytes."""
         ...
 
     def connect(self, address: str) -> None:
-        """The stage before is at this address in this epoch."""
+        """Use this address of the previous stage in the new epoch."""
         ...
 
     def pull(self, key: tuple[int, int, int], like: jax.ShapeDtypeStruct) -> jax.Array:
-        """The hidden states of the stage before on this stage's devices; `like` says shape, dtype, place."""
+        """The previous stage's hidden states on this stage's devices; `like` has shape, dtype, sharding."""
         ...
 
 
@@ -45,5 +45,4 @@ class DeviceLink:
         self._place = to.place()
 
     def send(self, hidden: jax.Array) -> jax.Array:
-        """As Link says."""
         return jax.device_put(hidden, self._place)
