@@ -33,6 +33,7 @@ from bench.peers.checkpoint import write_random_gpt2
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.config import ParallelConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.sharding.partition import split_model
@@ -42,7 +43,9 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))  # stages, tensor axi
 
 def placements(config: ModelConfig, n_stages: int, n_tensor: int) -> list[dict[str, Sharding]]:
     """Where the parameters of each stage lie."""
-    parts = split_model(config, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=n_tensor)
+    parts = split_model(
+        config, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_tensor)
+    )
     return [dict(part.placement(config)) for part in parts]
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
@@ -222,7 +222,7 @@ def run_split(flags: argparse.Namespace) -> SplitResult:
     model = replace(PRESETS[flags.preset], vocab_multiple=multiple)
     if flags.same_gpu:
         devices = devices[:1] * n_stages
-    parts = split_model(model, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
+    parts = split_model(model, devices, ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor))
     dtype = jnp.dtype("float32" if devices[0].platform == "cpu" else "bfloat16")
     return measure_split(flags, SplitBench(StagesHere(model, dtype, parts)))
 

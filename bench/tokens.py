@@ -23,12 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.device.bare_engine import BareEngine
-from orca_jax.config import Dtype
+from orca_jax.config import Dtype, Sizes
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
-from orca_jax.planning.sizes import Sizes
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.scheduler import Scheduler

@@ -26,7 +26,7 @@ from orca_jax.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from orca_jax.checkpoint.convert import convert_checkpoint
     from orca_jax.checkpoint.load import find_config
-    from orca_jax.launch.precompile import compile_model
+    from orca_jax.launch.precompile import compile_engine, compile_model
     from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
 
@@ -35,6 +35,7 @@ __all__ = [
     "LLM",
     "SamplingParams",
     "__version__",
+    "compile_engine",
     "compile_model",
     "convert_checkpoint",
     "find_config",
@@ -48,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from orca_jax.llm import LLM
 
         return LLM
+    if name == "compile_engine":
+        from orca_jax.launch.precompile import compile_engine
+
+        return compile_engine
     if name == "compile_model":
         from orca_jax.launch.precompile import compile_model
 

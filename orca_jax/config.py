@@ -1,8 +1,10 @@
 """Frozen configuration, checked when made, composed and never inherited."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
 
 from orca_jax.errors import ConfigError
 
@@ -30,14 +32,14 @@ def check_whole(name: str, value: object, low: int, high: int) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
 
 
-def check_memory_fraction(value: float | None) -> None:
-    """The share of a device's memory that an engine may take, or None for what is usual there. Raises
-    ConfigError.
-    """
-    if value is None:
-        return
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"memory_fraction is {value!r}; it must be a number above 0, and at most 1")
+def _check_fraction(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+        raise ConfigError(f"{name} is {value!r}; it must be a number above 0, and at most 1")
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +76,7 @@ class ServingConfig:
         check_whole("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
         check_whole("max_queue", self.max_queue, 1, 1 << 30)
         check_whole("max_queue_bytes", self.max_queue_bytes, 1 << 20, 1 << 50)
-        share = self.max_queue_share
-        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"max_queue_share is {share!r}; it must be a number above 0, and at most 1")
+        _check_fraction("max_queue_share", self.max_queue_share)
         for name in ("deterministic", "overlap", "coarse_buckets", "command_buffer_collectives"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -95,6 +95,98 @@ class ServingConfig:
     def n_blocks(self) -> int:
         """Whole blocks within `n_slots`: what is reserved can always be allocated."""
         return self.n_slots // self.block_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """The ServingConfig that a user asks for. None: it follows from the model and from memory.
+
+    `memory_fraction` is the share of each device's memory that an engine may take; `n_slots` follows from it.
+    """
+
+    max_batch_size: int = 32
+    n_slots: int | None = None
+    max_batch_tokens: int | None = None
+    block_size: int = 16
+    max_queue: int = 1 << 20
+    max_queue_bytes: int = 1 << 50
+    max_queue_share: float = 1.0
+    deterministic: bool = False
+    overlap: bool = True
+    command_buffer_collectives: bool = False
+    memory_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_fraction is not None:
+            _check_fraction("memory_fraction", self.memory_fraction)
+        self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
+
+    def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
+        """These sizes, and the given ones where a user asked for none. Raises ConfigError."""
+        asked: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        del asked["memory_fraction"]
+        chosen = {name: value for name, value in asked.items() if value is not None}
+        defaults: dict[str, Any] = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
+        return ServingConfig(**{**asked, **defaults, **chosen, "coarse_buckets": coarse_buckets})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How a model is split over devices, and in which processes its stages run (ORCA 4.1, Figures 6 and 7).
+
+    The model is cut into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
+    devices. All stages run in this process; or with `worker_processes` each in a process of its own on this
+    machine; or each in a worker that runs already, and `workers` are their control ports, "host:port" of
+    stage 1 first: then `pipeline_parallel` is their number.
+
+    `link` is how activations cross from one process to the next: "nccl" makes all of them one jax.distributed
+    job, which meets at `coordinator`, a "host:port" of stage 1's machine.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    worker_processes: bool = False
+    workers: Sequence[str] | None = None
+    link: WorkerLink = "transfer"
+    coordinator: str | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("pipeline_parallel", self.pipeline_parallel, 1, 1024)
+        check_whole("tensor_parallel", self.tensor_parallel, 1, 1024)
+        if self.workers is not None:
+            self._take_workers(self.workers)
+        _check_choice("link", self.link, get_args(WorkerLink))
+        if (self.link == "nccl") != (self.coordinator is not None):
+            raise ConfigError(
+                f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT "
+                "of the first stage's machine, and with transfer there is none"
+            )
+
+    def _take_workers(self, workers: Sequence[str]) -> None:
+        if isinstance(workers, str) or not workers:
+            raise ConfigError(f"workers is {workers!r}; it must be a list of addresses, one for each stage")
+        if self.worker_processes:
+            raise ConfigError(
+                "workers and worker_processes exclude each other: workers run already, or they are started "
+                "here; give one of the two"
+            )
+        if self.pipeline_parallel not in (1, len(workers)):
+            raise ConfigError(
+                f"pipeline_parallel is {self.pipeline_parallel}, and there are {len(workers)} workers; each "
+                "is one stage, so leave pipeline_parallel out"
+            )
+        object.__setattr__(self, "workers", tuple(workers))
+        object.__setattr__(self, "pipeline_parallel", len(workers))
+
+    @property
+    def n_devices(self) -> int:
+        """Of all stages."""
+        return self.pipeline_parallel * self.tensor_parallel
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether all stages are."""
+        return self.workers is None and not self.worker_processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,51 +230,88 @@ class Deadlines:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerOptions:
-    """What a worker's process is told when it is started; the sizes come from the engine master later.
+class Compiling:
+    """When programs are compiled, and where they are kept.
 
-    `stage` counts from 0. `listen` is the control port's address, "host:port" or "unix:/path"; `data_host`
-    the address that the next stage reaches its data port by. `link` is how activations cross from process
-    to process: "nccl" makes all of them one jax.distributed job, whose first stage is at `coordinator`.
-    `secret` guards the control port. `forward_ahead` False forwards control messages only behind the device's
-    work, to measure what forwarding ahead is good for. `on_compile`, `compile_cache` and
-    `command_buffer_collectives` are those of `orca_jax.LLM`; a worker always compiles ahead. `end_with_stdin`
-    ends the process when its standard input does, which its parent holds open.
+    With `compile_ahead` all of them before an engine is ready. `on_compile` says what becomes of one that is
+    missing then. `compile_cache` is a folder, or None to keep nothing.
     """
 
-    model: str | None = None
-    stage: int
-    n_stages: int
-    listen: str
-    data_host: str = "127.0.0.1"
-    link: WorkerLink = "transfer"
-    coordinator: str | None = None
-    tensor_parallel: int = 1
-    dtype: Dtype | None = None
-    load_format: LoadFormat = "auto"
-    attention: Attention | None = None
-    memory_fraction: float | None = None
-    seed: int = 0
-    secret: str = field(default="", repr=False)
+    compile_ahead: bool = False
     on_compile: OnCompile = "warn"
-    compile_cache: str | None = COMPILE_CACHE
-    command_buffer_collectives: bool = False
-    forward_ahead: bool = True
-    end_with_stdin: bool = False
+    compile_cache: str | Path | None = COMPILE_CACHE
 
     def __post_init__(self) -> None:
-        check_whole("the number of stages", self.n_stages, 1, 256)
-        check_whole("stage", self.stage + 1, 1, self.n_stages)
-        check_memory_fraction(self.memory_fraction)
-        if self.link not in get_args(WorkerLink):
-            raise ConfigError(f"link is {self.link!r}; it must be one of {', '.join(get_args(WorkerLink))}")
-        if (self.link == "nccl") != (self.coordinator is not None):
+        _check_choice("on_compile", self.on_compile, get_args(OnCompile))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """All that an engine is asked for: which model, how large, how split, how compiled, how patient.
+
+    `LLM`, every command of `orca` and each worker's process take one; `LLM` says what its fields mean.
+    """
+
+    model: str | Path | None = None
+    load_format: LoadFormat = "auto"
+    dtype: Dtype | None = None
+    seed: int | None = None
+    attention: Attention | None = None
+    sizes: Sizes = Sizes()
+    parallel: ParallelConfig = ParallelConfig()
+    compiling: Compiling = Compiling()
+    deadlines: Deadlines = Deadlines()
+    restarts: RestartBound = RestartBound()
+    control_secret: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        _check_choice("load_format", self.load_format, get_args(LoadFormat))
+        if self.dtype is not None:
+            _check_choice("dtype", self.dtype, get_args(Dtype))
+        if self.attention is not None:
+            _check_choice("attention", self.attention, get_args(Attention))
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"seed is {self.seed!r}; it must be a whole number or None")
+        compiling = self.compiling
+        if self.parallel.workers is not None:
+            self._check_what_workers_choose()
+        elif (
+            compiling.on_compile == "error" and self.parallel.in_this_process and not compiling.compile_ahead
+        ):
             raise ConfigError(
-                f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT "
-                "of the first stage's machine, and with transfer there is none"
+                'on_compile="error" forbids what is not compiled ahead, so that without compile_ahead nothing'
+                " could run; set compile_ahead, or leave on_compile out"
             )
-        if self.data_host in ("", "0.0.0.0", "::"):
-            raise ConfigError(
-                f"data_host is {self.data_host!r}; it must be one address that the next stage's worker can "
-                "reach this one by"
-            )
+
+    def _check_what_workers_choose(self) -> None:
+        if self.attention is not None:
+            raise ConfigError("attention is chosen by each worker: say it to `orca worker`, not here")
+        for name, is_given in (
+            ("memory_fraction", self.sizes.memory_fraction is not None),
+            ("on_compile", self.compiling.on_compile == "error"),
+            ("command_buffer_collectives", self.sizes.command_buffer_collectives),
+        ):
+            if is_given:
+                raise ConfigError(f"{name} is each worker's own: say it to `orca worker`, not here")
+
+    @classmethod
+    def of(cls, **arguments: Any) -> Self:
+        """From keyword arguments as `LLM` takes them, each field of a part by its own name.
+
+        Raises ConfigError, and TypeError for a name that is none of them.
+        """
+        parts: dict[str, Any] = {}
+        for name, part in (("sizes", Sizes), ("parallel", ParallelConfig), ("compiling", Compiling)):
+            names = [field.name for field in fields(part) if field.name in arguments]
+            parts[name] = part(**{name: arguments.pop(name) for name in names})
+        return cls(**parts, **arguments)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """From what `dataclasses.asdict` made of one. Raises ConfigError, and TypeError for another dict."""
+        parts: dict[str, Any] = {
+            field.name: type(field.default) for field in fields(cls) if is_dataclass(field.default)
+        }
+        return cls(
+            **{name: parts[name](**value) if name in parts else value for name, value in values.items()}
+        )

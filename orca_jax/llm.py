@@ -1,12 +1,12 @@
 # pyright: standard
-"""The offline API, which is also the composition root: an engine is chosen here, with its workers' place."""
+"""The offline API: a model, ready to continue prompts."""
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Self
 
 import numpy as np
 
@@ -16,23 +16,14 @@ from orca_jax.config import (
     Attention,
     Deadlines,
     Dtype,
+    EngineConfig,
     LoadFormat,
     OnCompile,
     RestartBound,
-    WorkerOptions,
 )
-from orca_jax.engine.local_processes import supervised_pipeline
-from orca_jax.engine.remote_pipeline import WorkersBehind, remote_pipeline
-from orca_jax.errors import (
-    ConfigError,
-    EngineError,
-    InvalidRequest,
-    ServiceClosed,
-)
-from orca_jax.execution.compile_cache import keep_compiled_programs
+from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
-from orca_jax.launch.loaded_engine import local_engine
-from orca_jax.planning.sizes import Sizes
+from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.generation import Generation, GenerationResult
@@ -117,101 +108,65 @@ class LLM:
         on_program: Callable[[int, int, str], object] | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
-        _one_of("load_format", load_format, get_args(LoadFormat))
-        if dtype is not None:
-            _one_of("dtype", dtype, get_args(Dtype))
-        if attention is not None:
-            _one_of("attention", attention, get_args(Attention))
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise ConfigError(f"seed is {seed!r}; it must be a whole number or None")
-        said = Sizes(
+        config = EngineConfig.of(
+            model=model,
             max_batch_size=max_batch_size,
             n_slots=n_slots,
             max_batch_tokens=max_batch_tokens,
+            dtype=dtype,
+            load_format=load_format,
+            seed=seed,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            overlap=overlap,
             block_size=block_size,
             max_queue=max_queue,
             max_queue_bytes=max_queue_bytes,
             max_queue_share=max_queue_share,
             deterministic=deterministic,
             command_buffer_collectives=command_buffer_collectives,
-            overlap=overlap,
             memory_fraction=memory_fraction,
+            attention=attention,
+            workers=workers,
+            worker_processes=worker_processes,
+            control_secret=control_secret,
+            deadlines=deadlines or Deadlines(),
+            restarts=restarts or RestartBound(),
+            compile_ahead=compile_ahead,
+            on_compile=on_compile,
+            compile_cache=compile_cache,
         )
-        place = _place_of(workers, worker_processes, pipeline_parallel)
-        _one_of("on_compile", on_compile, get_args(OnCompile))
-        if on_compile == "error" and place == "here" and not compile_ahead:
-            raise ConfigError(
-                'on_compile="error" forbids what is not compiled ahead, so that without compile_ahead nothing'
-                " could run; set compile_ahead, or leave on_compile out"
-            )
-        deadlines, restarts = deadlines or Deadlines(), restarts or RestartBound()
-        found = find_model(model, load_format)
+        self._start(config, on_load, on_program, on_event)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        *,
+        on_load: Callable[[int, int], None] | None = None,
+        on_program: Callable[[int, int, str], object] | None = None,
+        on_event: Callable[[str], None] | None = None,
+    ) -> Self:
+        """The same, from a configuration that was put together before."""
+        llm = cls.__new__(cls)
+        llm._start(config, on_load, on_program, on_event)
+        return llm
+
+    def _start(
+        self,
+        config: EngineConfig,
+        on_load: Callable[[int, int], None] | None,
+        on_program: Callable[[int, int, str], object] | None,
+        on_event: Callable[[str], None] | None,
+    ) -> None:
+        found = find_model(config.model, config.load_format)
         self.name = found.name
         self.directory = found.directory
         self.tokenizer = found.tokenizer
         self._compiles = CompileCounter()
-        if place == "here":
-            keep_compiled_programs(compile_cache)
-            built = local_engine(
-                found,
-                said,
-                load_format=load_format,
-                dtype=dtype,
-                seed=seed or 0,
-                pipeline_parallel=pipeline_parallel,
-                tensor_parallel=tensor_parallel,
-                attention=attention,
-                on_load=on_load,
-                compile_ahead=compile_ahead,
-                on_program=on_program,
-            )
-        elif place == "elsewhere":
-            assert workers is not None
-            if attention is not None:
-                raise ConfigError("attention is chosen by each worker: say it to `orca worker`, not here")
-            if memory_fraction is not None:
-                raise ConfigError("memory_fraction is each worker's own: say it to `orca worker`, not here")
-            if on_compile == "error":
-                raise ConfigError("on_compile is each worker's own: say it to `orca worker`, not here")
-            if command_buffer_collectives:
-                raise ConfigError(
-                    "command_buffer_collectives is each worker's own: say it to `orca worker`, not here"
-                )
-            built = remote_pipeline(
-                found.name,
-                found.config,
-                said,
-                WorkersBehind(addresses=tuple(workers), secret=control_secret),
-                dtype=dtype,
-                tensor_parallel=tensor_parallel,
-                deadlines=deadlines,
-                on_event=on_event or _nobody_listens,
-            )
-        else:
-            options = WorkerOptions(
-                model=None if model is None else str(model),
-                stage=0,
-                n_stages=pipeline_parallel,
-                listen="",
-                tensor_parallel=tensor_parallel,
-                dtype=dtype,
-                load_format=load_format,
-                attention=attention,
-                memory_fraction=memory_fraction,
-                on_compile=on_compile,
-                compile_cache=None if compile_cache is None else str(compile_cache),
-                command_buffer_collectives=command_buffer_collectives,
-                seed=seed or 0,
-            )
-            built = supervised_pipeline(
-                found.name,
-                found.config,
-                said,
-                options,
-                restarts=restarts,
-                deadlines=deadlines,
-                on_event=on_event or _nobody_listens,
-            )
+        built = start_engine(
+            found, config, on_load=on_load, on_program=on_program, on_event=on_event or _ignore
+        )
         self.config = built.model
         self.dtype = built.dtype
         self.device = built.device
@@ -226,11 +181,11 @@ class LLM:
             model=self.config,
             tokenizer=self.tokenizer,
             bucket_sizes=built.buckets,
-            seed=seed,
-            restarts=restarts,
+            seed=config.seed,
+            restarts=config.restarts,
         )
-        if compile_ahead and place == "here":
-            self._compiles.watch(SCHEDULER_THREAD, on_compile)
+        if config.compiling.compile_ahead and config.parallel.in_this_process:
+            self._compiles.watch(SCHEDULER_THREAD, config.compiling.on_compile)
         self._service.start()
         self._finalizer = weakref.finalize(self, _close_quietly, self._service, self._close_engine)
 
@@ -324,34 +279,8 @@ class LLM:
                 raise
 
 
-def _place_of(
-    workers: Sequence[str] | None, worker_processes: bool, pipeline_parallel: int
-) -> Literal["here", "elsewhere", "processes"]:
-    """Where the stages run. Raises ConfigError for what contradicts itself."""
-    if workers is None:
-        return "processes" if worker_processes else "here"
-    if isinstance(workers, str) or not workers:
-        raise ConfigError(f"workers is {workers!r}; it must be a list of addresses, one for each stage")
-    if worker_processes:
-        raise ConfigError(
-            "workers and worker_processes exclude each other: workers run already, or they are started here; "
-            "give one of the two"
-        )
-    if pipeline_parallel not in (1, len(workers)):
-        raise ConfigError(
-            f"pipeline_parallel is {pipeline_parallel}, and there are {len(workers)} workers; each is one "
-            "stage, so leave pipeline_parallel out"
-        )
-    return "elsewhere"
-
-
-def _nobody_listens(line: str) -> None:
-    """Nobody wants to know what becomes of the processes."""
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+def _ignore(line: str) -> None:
+    """What becomes of the processes."""
 
 
 def _close_both(close_engine: Callable[[], None], compiles: CompileCounter) -> None:

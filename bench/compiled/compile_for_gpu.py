@@ -30,6 +30,7 @@ from rich.table import Table
 from bench.compiled.thunks import Launches, dumped_launches
 from orca_jax.aot.compiled_stage import BLOCK_SIZE, CompiledStage, compile_stage
 from orca_jax.aot.described_gpu import described_devices
+from orca_jax.config import ParallelConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
@@ -69,7 +70,7 @@ def compile_forward(
 ) -> CompiledStage:
     """One bucket's forward program in bfloat16, with the attention that is chosen for such GPUs."""
     devices = described_devices(device, tensor_parallel)
-    (part,) = split_model(model, devices, tensor_parallel=tensor_parallel)
+    (part,) = split_model(model, devices, ParallelConfig(tensor_parallel=tensor_parallel))
     n_blocks = max_bs * -(-model.n_positions // BLOCK_SIZE)
     return compile_stage(
         model,

@@ -31,6 +31,7 @@ from rich.table import Table
 
 from orca_jax.aot.compiled_stage import BLOCK_SIZE, compile_stage
 from orca_jax.aot.described_gpu import described_devices
+from orca_jax.config import ParallelConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.sharding.partition import StagePart, split_model
@@ -108,7 +109,7 @@ def cpu_seconds() -> float:
 
 def parts(model: ModelConfig, n_gpus: int, a_program: int) -> list[StagePart]:
     """What is compiled: the whole model, or with `a_program` layers each its beginning, middle and end."""
-    (whole,) = split_model(model, described_devices("h200", n_gpus), tensor_parallel=n_gpus)
+    (whole,) = split_model(model, described_devices("h200", n_gpus), ParallelConfig(tensor_parallel=n_gpus))
     if not a_program:
         return [whole]
     n, k = model.n_layers, a_program

@@ -33,6 +33,7 @@ from orca_jax.aot.compiled_stage import (
     placed_parameters,
 )
 from orca_jax.aot.described_gpu import described_devices
+from orca_jax.config import ParallelConfig
 from orca_jax.execution.capacity import slot_bytes
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
@@ -138,9 +139,11 @@ def measure(gpu: str, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
     """The distinct stages of one partition."""
     model = PRESETS[name]
     devices = described_devices(gpu, n_stages * tensor)
-    parts = split_model(model, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
+    parts = split_model(model, devices, ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor))
     shallow = replace(model, n_layers=n_stages)
-    shallow_parts = split_model(shallow, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
+    shallow_parts = split_model(
+        shallow, devices, ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
+    )
     for i in distinct_stages(parts):
         part = parts[i]
         compiled = [program_of(model, part, bucket, memory_bytes=GPUS[gpu].memory) for bucket in BUCKETS]

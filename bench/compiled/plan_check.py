@@ -25,11 +25,12 @@ from rich.table import Table
 from bench.compiled.partitions import PARTITIONS, distinct_stages
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.aot.memory_plan import compiled_memory
+from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import Plan, Wanted, make_plan
-from orca_jax.planning.sizes import Sizes, n_rows
+from orca_jax.planning.sizes import n_rows
 from orca_jax.sharding.partition import split_model
 
 DTYPE = "bfloat16"
@@ -76,20 +77,19 @@ def wanted(gpu: str, model: ModelConfig, n_stages: int, tensor: int, n_slots: in
     return Wanted(
         config=model,
         device=GPUS[gpu],
-        said=Sizes(n_slots=n_slots),
+        sizes=Sizes(n_slots=n_slots),
         dtype=DTYPE,
         context=model.n_positions // 2,
-        pipeline_parallel=n_stages,
-        tensor_parallel=tensor,
+        parallel=ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor),
     )
 
 
 def compare(gpu: str, name: str, plan: Plan) -> Iterator[Row]:
     """The distinct stages of a plan that fits."""
     asked = plan.wanted
-    n_stages, tensor = asked.pipeline_parallel, asked.tensor_parallel
-    devices = described_devices(gpu, n_stages * tensor)
-    parts = split_model(asked.model, devices, pipeline_parallel=n_stages, tensor_parallel=tensor)
+    n_stages, tensor = asked.parallel.pipeline_parallel, asked.parallel.tensor_parallel
+    devices = described_devices(gpu, asked.parallel.n_devices)
+    parts = split_model(asked.model, devices, asked.parallel)
     rows = n_rows(plan.serving.max_batch_size, n_workers=n_stages)
     for i in distinct_stages(parts):
         start = time.perf_counter()

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from orca_jax.checkpoint.directory import load_directory
-from orca_jax.config import Attention, Dtype
+from orca_jax.config import Attention, Dtype, ParallelConfig, Sizes
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.buckets import serving_buckets
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
-from orca_jax.planning.sizes import Sizes
 from orca_jax.request.request import Request
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
@@ -66,7 +65,7 @@ class BareEngine:
         self.device = device_name(devices[0])
         self.n_stages = pipeline_parallel
         element = jnp.dtype(self.dtype)
-        parts = split_model(model, devices, pipeline_parallel=pipeline_parallel)
+        parts = split_model(model, devices, ParallelConfig(pipeline_parallel=pipeline_parallel))
         placements = [part.placement(model) for part in parts]
         if directory is None:
             self.parameters = [random_parameters(model, seed, element, place) for place in placements]

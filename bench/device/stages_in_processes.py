@@ -4,10 +4,9 @@ import json
 from dataclasses import asdict
 
 from bench.stages import BLOCK_SIZE, Built, SplitBench, measure_split, numbers, parse, sizes_of
-from orca_jax.config import Deadlines, RestartBound, ServingConfig, WorkerOptions
+from orca_jax.config import Deadlines, EngineConfig, ParallelConfig, RestartBound, ServingConfig, Sizes
 from orca_jax.engine.local_processes import supervised_pipeline
 from orca_jax.families.presets import PRESETS
-from orca_jax.planning.sizes import Sizes
 from orca_jax.scheduling.kv_manager import round_up
 
 
@@ -20,22 +19,21 @@ class StagesInProcesses:
         self._built = supervised_pipeline(
             preset,
             self.model,
-            Sizes(
-                max_batch_size=rows,
-                n_slots=rows * self.n_stages * round_up(self.model.n_positions, BLOCK_SIZE),
-                block_size=BLOCK_SIZE,
-            ),
-            WorkerOptions(
+            EngineConfig(
                 model=preset,
-                stage=0,
-                n_stages=self.n_stages,
-                listen="",
-                tensor_parallel=tensor,
                 load_format="dummy",
-                forward_ahead=not split.endswith("+after"),
+                sizes=Sizes(
+                    max_batch_size=rows,
+                    n_slots=rows * self.n_stages * round_up(self.model.n_positions, BLOCK_SIZE),
+                    block_size=BLOCK_SIZE,
+                ),
+                parallel=ParallelConfig(
+                    pipeline_parallel=self.n_stages, tensor_parallel=tensor, worker_processes=True
+                ),
+                restarts=RestartBound(restarts=0),
+                deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
             ),
-            restarts=RestartBound(restarts=0),
-            deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
+            forward_ahead=not split.endswith("+after"),
             on_event=lambda line: None,
         )
 

@@ -16,8 +16,8 @@ import jax
 import orca_jax
 from bench.device.bare_engine import BareEngine
 from bench.peers.child import Play, Playing, serve
+from orca_jax.config import Sizes
 from orca_jax.families.hf_config import read_config
-from orca_jax.planning.sizes import Sizes
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.request_pool import Delivery

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from bench.simulate.cluster import KERNEL_GAP, KERNELS_FIRST, KERNELS_LAST, KERNELS_PER_LAYER, Cluster
-from orca_jax.config import Dtype
+from orca_jax.config import Dtype, ParallelConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import (
     Device,
@@ -36,7 +36,9 @@ class Partition:
     dtype: Dtype = "float16"
 
     def __post_init__(self) -> None:
-        check_split(self.model, pipeline_parallel=self.n_stages, tensor_parallel=self.n_devices)
+        check_split(
+            self.model, ParallelConfig(pipeline_parallel=self.n_stages, tensor_parallel=self.n_devices)
+        )
 
     @property
     def itemsize(self) -> int:

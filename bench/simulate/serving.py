@@ -8,9 +8,8 @@ from bench.simulate.cluster import Cluster
 from bench.simulate.figures import Served, StreamedFigures
 from bench.simulate.places import Partition, Places
 from bench.simulate.workload import Workload
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.planning.plan import Plan, Wanted, make_plan
-from orca_jax.planning.sizes import Sizes
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.timeline import Timeline
@@ -64,7 +63,7 @@ class System:
             Wanted(
                 config=self.partition.model,
                 device=device,
-                said=Sizes(
+                sizes=Sizes(
                     max_batch_size=self.max_bs,
                     n_slots=self.n_slots,
                     block_size=BLOCK_SIZE,
@@ -72,8 +71,9 @@ class System:
                 ),
                 dtype=self.partition.dtype,
                 context=1,
-                pipeline_parallel=self.partition.n_stages,
-                tensor_parallel=self.partition.n_devices,
+                parallel=ParallelConfig(
+                    pipeline_parallel=self.partition.n_stages, tensor_parallel=self.partition.n_devices
+                ),
             )
         )
 

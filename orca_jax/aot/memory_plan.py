@@ -19,7 +19,7 @@ import jax.stages
 from orca_jax.aot.compiled_stage import compile_stage, described_array
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.aot.measured_device import measure_device
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.sampler import sample
 from orca_jax.planning.known_devices import CPU
@@ -99,10 +99,10 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"bandwidth": device.bandwidth, "matrix_rate": device.matrix_rate}
     model = ModelConfig(**{**question["model"], "eos_token_ids": tuple(question["model"]["eos_token_ids"])})
     serving = ServingConfig(**question["serving"])
-    n_stages, n_parts = question["pipeline_parallel"], question["tensor_parallel"]
+    parallel = ParallelConfig(**question["parallel"])
     kind = question["device"]
-    devices = jax.devices() if kind == CPU else described_devices(kind, n_stages * n_parts)
-    parts = split_model(model, devices, pipeline_parallel=n_stages, tensor_parallel=n_parts)
+    devices = jax.devices() if kind == CPU else described_devices(kind, parallel.n_devices)
+    parts = split_model(model, devices, parallel)
     temporaries: list[int] = []
     for i, like in alike_stages(parts):
         if like < i:

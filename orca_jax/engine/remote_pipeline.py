@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orca_jax.config import Deadlines, Dtype
+from orca_jax.config import EngineConfig
 from orca_jax.control.frame import MAX_PAYLOAD
 from orca_jax.control.handshake import JoinTerms, model_digest
 from orca_jax.control.message_wire import most_bytes
@@ -16,8 +16,8 @@ from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import ConfigError, EngineError, OrcaError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
-from orca_jax.planning.sizes import Sizes, engine_shape, kv_manager, serving_config
-from orca_jax.planning.stage_layers import check_split, said_of_split, stage_layers
+from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
+from orca_jax.planning.stage_layers import check_split, split_summary, stage_layers
 from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 
 
@@ -30,7 +30,7 @@ def _no_failure() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkersBehind:
+class StageWorkers:
     """Where the workers are, and who looks after their processes.
 
     `addresses` are their control ports, of stage 1 first; `on_suspect` and `on_ready` are told a stage that
@@ -48,28 +48,26 @@ class WorkersBehind:
 def remote_pipeline(
     name: str,
     model: ModelConfig,
-    said: Sizes,
-    workers: WorkersBehind,
+    config: EngineConfig,
+    workers: StageWorkers,
     *,
-    dtype: Dtype | None,
-    tensor_parallel: int,
-    deadlines: Deadlines,
     on_event: Callable[[str], None],
 ) -> BuiltEngine:
-    """Join all workers and bring their first epoch up; `name` is the model's, `dtype` None takes theirs.
+    """Join all workers and bring their first epoch up; `name` is the model's.
 
-    `on_event` is told whom it waits for, when that takes long.
+    Without a dtype in `config` theirs is taken. `on_event` is told whom it waits for, when that takes long.
 
     Raises ConfigError (WorkerRefused, WorkerUnreachable) for workers that do not fit, and EngineError where
     they do not come up; nothing is left joined then.
     """
-    n_stages = len(workers.addresses)
-    check_split(model, pipeline_parallel=n_stages, tensor_parallel=tensor_parallel)
+    n_stages = config.parallel.pipeline_parallel
+    assert n_stages == len(workers.addresses)
+    check_split(model, config.parallel)
     terms = [
         JoinTerms(
             model=name,
             digest=model_digest(model),
-            dtype=dtype,
+            dtype=config.dtype,
             stage=stage,
             n_stages=n_stages,
             first_layer=layers.start,
@@ -81,27 +79,21 @@ def remote_pipeline(
         workers.addresses,
         terms,
         secret=workers.secret,
-        seconds=deadlines.ready_seconds,
+        seconds=config.deadlines.ready_seconds,
         failure=workers.failure,
         on_wait=on_event,
     )
     try:
-        return _pipeline(model, said, workers, channel, tensor_parallel=tensor_parallel, deadlines=deadlines)
+        return _pipeline(model, config, workers, channel)
     except OrcaError:
         channel.close()
         raise
 
 
 def _pipeline(
-    model: ModelConfig,
-    said: Sizes,
-    workers: WorkersBehind,
-    channel: ControlChannel,
-    *,
-    tensor_parallel: int,
-    deadlines: Deadlines,
+    model: ModelConfig, config: EngineConfig, workers: StageWorkers, channel: ControlChannel
 ) -> BuiltEngine:
-    n_stages = len(workers.addresses)
+    n_stages, deadlines = config.parallel.pipeline_parallel, config.deadlines
     about = channel.about
     dtypes = [one.dtype for one in about]
     if len(set(dtypes)) > 1:
@@ -120,7 +112,7 @@ def _pipeline(
         for own, one in zip(layers, about, strict=True)
     ]
     on_cpu = all(one.device == CPU for one in about)
-    serving = serving_config(model, said, rooms, coarse_buckets=not on_cpu)
+    serving = serving_config(model, config.sizes, rooms, coarse_buckets=not on_cpu)
     shape = engine_shape(model, serving, n_workers=n_stages)
     if most_bytes(shape) > MAX_PAYLOAD:
         message = (
@@ -159,7 +151,7 @@ def _pipeline(
         buckets=shape.buckets,
         dtype=dtypes[0],
         device=_all_of([one.device for one in about]),
-        stages=f"{said_of_split(model.n_layers, n_stages, tensor_parallel)}, in processes of their own",
+        stages=f"{split_summary(model.n_layers, config.parallel)}, in processes of their own",
         attention=_all_of([one.attention for one in about]),
         close=channel.close,
     )

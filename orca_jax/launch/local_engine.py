@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from orca_jax.config import Attention, ServingConfig
+from orca_jax.config import Attention, ServingConfig, Sizes
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.local_workers import LocalWorkers, all_programs
@@ -15,7 +15,7 @@ from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.batch_sizes import BatchSizes
 from orca_jax.model.gpt import Parameters
-from orca_jax.planning.sizes import Sizes, engine_shape, kv_manager, serving_config
+from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.sharding.partition import StagePart
 
@@ -24,12 +24,12 @@ def chosen_sizes(
     config: ModelConfig,
     dtype: jnp.dtype,
     parts: Sequence[StagePart],
-    said: Sizes,
+    sizes: Sizes,
     *,
     n_devices: int,
     attention: Attention | None = None,
 ) -> ServingConfig:
-    """The sizes of an engine of these stages: what was said of them, and for the rest what fits.
+    """The sizes of an engine of these stages: what is asked for, and for the rest what fits.
 
     The arguments are those of `stage_room`. Raises ConfigError for what does not fit.
     """
@@ -39,14 +39,14 @@ def chosen_sizes(
             dtype,
             part,
             n_devices=n_devices,
-            block_size=said.block_size,
+            block_size=sizes.block_size,
             attention=attention,
-            memory_fraction=said.memory_fraction,
+            memory_fraction=sizes.memory_fraction,
         )
         for part in parts
     ]
     on_cpu = parts[0].group.devices[0].platform == "cpu"
-    serving = serving_config(config, said, rooms, coarse_buckets=not on_cpu)
+    serving = serving_config(config, sizes, rooms, coarse_buckets=not on_cpu)
     shape = engine_shape(config, serving, n_workers=len(parts))
     for room in rooms:
         check_slots(config, room, serving, n_rows=shape.n_rows, n_devices=n_devices)

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from orca_jax.aot.compiled_stage import placed_parameters
 from orca_jax.aot.memory_plan import alike_stages
 from orca_jax.checkpoint.load import find_config
-from orca_jax.config import COMPILE_CACHE, Attention, Dtype
+from orca_jax.config import EngineConfig
+from orca_jax.errors import ConfigError
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.local_workers import programs_by_stage
@@ -22,7 +24,7 @@ from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
 from orca_jax.execution.worker import Worker
 from orca_jax.iteration.batch_sizes import batch_sizes
 from orca_jax.launch.local_engine import chosen_sizes
-from orca_jax.planning.sizes import Sizes, engine_shape
+from orca_jax.planning.sizes import engine_shape
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, one_stage, split_model
 from orca_jax.sharding.random_parameters import padded_vocabulary
@@ -42,58 +44,41 @@ class CompiledModel:
 def compile_model(
     model: str | Path | None = None,
     *,
-    max_batch_size: int = 32,
-    n_slots: int | None = None,
-    max_batch_tokens: int | None = None,
-    block_size: int = 16,
-    deterministic: bool = False,
-    command_buffer_collectives: bool = False,
-    memory_fraction: float | None = None,
-    dtype: Dtype | None = None,
-    attention: Attention | None = None,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
-    worker_processes: bool = False,
-    compile_cache: str | Path = COMPILE_CACHE,
     on_program: Callable[[int, int, str], object] | None = None,
+    **arguments: Any,
 ) -> CompiledModel:
-    """Compile what an `orca_jax.LLM` of the same arguments runs, on the first devices that JAX has.
+    """`compile_engine` with the keyword arguments of `orca_jax.LLM`."""
+    return compile_engine(EngineConfig.of(model=model, **arguments), on_program=on_program)
+
+
+def compile_engine(
+    asked: EngineConfig, *, on_program: Callable[[int, int, str], object] | None = None
+) -> CompiledModel:
+    """Compile what an engine runs, on the first devices that JAX has.
 
     A preset's name needs no `load_format` here. With `worker_processes` each stage is compiled for the first
     devices, as its own process will see them. Raises ConfigError or a CheckpointError.
     """
-    said = Sizes(
-        max_batch_size=max_batch_size,
-        n_slots=n_slots,
-        max_batch_tokens=max_batch_tokens,
-        block_size=block_size,
-        deterministic=deterministic,
-        command_buffer_collectives=command_buffer_collectives,
-        memory_fraction=memory_fraction,
-    )
-    found = find_config(model)
-    folder = keep_compiled_programs(compile_cache)
+    parallel = asked.parallel
+    cache = asked.compiling.compile_cache
+    if cache is None:
+        raise ConfigError("compile_cache is none, so nothing would be kept; name a folder, or leave it out")
+    if parallel.workers is not None:
+        raise ConfigError("workers elsewhere compile their own programs; leave workers out")
+    found = find_config(asked.model)
+    folder = keep_compiled_programs(cache)
     assert folder is not None
-    devices, n_devices = jax.devices(), pipeline_parallel * tensor_parallel
-    element = jnp.dtype(dtype or default_dtype(devices[0]))
-    if worker_processes:
-        stages = range(pipeline_parallel)
-        parts = tuple(
-            one_stage(
-                found,
-                devices,
-                stage,
-                pipeline_parallel=pipeline_parallel,
-                tensor_parallel=tensor_parallel,
-            )
-            for stage in stages
-        )
+    devices, n_devices = jax.devices(), parallel.n_devices
+    element = jnp.dtype(asked.dtype or default_dtype(devices[0]))
+    if parallel.worker_processes:
+        stages = range(parallel.pipeline_parallel)
+        parts = tuple(one_stage(found, devices, parallel, stage) for stage in stages)
     else:
-        parts = split_model(
-            found, devices, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel
-        )
+        parts = split_model(found, devices, parallel)
     config = padded_vocabulary(found, parts[0])
-    serving = chosen_sizes(config, element, parts, said, n_devices=n_devices, attention=attention)
+    serving = chosen_sizes(
+        config, element, parts, asked.sizes, n_devices=n_devices, attention=asked.attention
+    )
     shape = engine_shape(config, serving, n_workers=len(parts))
     workers = [
         Worker(
@@ -102,15 +87,15 @@ def compile_model(
             shape,
             part,
             command_buffer_collectives=serving.command_buffer_collectives,
-            attention=attention,
+            attention=asked.attention,
             caches=False,
         )
         for part in parts
     ]
     programs = programs_by_stage(workers, batch_sizes(shape))
     with closing(CompileCounter()) as counter:
-        if worker_processes:
-            _compile_apart(parts, programs, compile_cache, on_program)
+        if parallel.worker_processes:
+            _compile_apart(parts, programs, cache, on_program)
         else:
             compile_all([one for stage in programs for one in stage], on_program)
         counts = counter.counts()
@@ -126,7 +111,7 @@ def compile_model(
 def _compile_apart(
     parts: Sequence[StagePart],
     programs: Sequence[Sequence[ToCompile]],
-    compile_cache: str | Path,
+    cache: str | Path,
     on_program: OnProgram | None,
 ) -> None:
     """Compile each stage's programs into the folder of its process.
@@ -136,14 +121,14 @@ def _compile_apart(
     folders: list[Path] = []
     done, total = 0, sum(map(len, programs))
     for i, like in alike_stages(tuple(parts)):
-        folder = keep_compiled_programs(compile_cache, stage=(i, len(parts)))
+        folder = keep_compiled_programs(cache, stage=(i, len(parts)))
         assert folder is not None
         folders.append(folder)
         if like < i:
             shutil.copytree(folders[like], folder, dirs_exist_ok=True)
         compile_all(programs[i], on_program and partial(_told, on_program, done, total))
         done += len(programs[i])
-    keep_compiled_programs(compile_cache)  # what this process compiles besides
+    keep_compiled_programs(cache)  # what this process compiles besides
 
 
 def _told(on_program: OnProgram, before: int, total: int, done: int, _: int, name: str) -> None:

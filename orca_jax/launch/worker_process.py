@@ -1,13 +1,13 @@
 # pyright: standard
 """A worker's process: one stage behind a control port (ORCA 4.1, Figure 7).
 
-    python -m orca_jax.launch.worker_process '{"stage": 0, "n_stages": 2, "listen": "unix:/run/orca/1"}'
+    python -m orca_jax.launch.worker_process WORKER_OPTIONS
 
-runs one with the WorkerOptions that the JSON says; `orca worker` is the same for people. It ends with status
-0 when it is asked to (SIGTERM, Ctrl-C), 2 after a mistake in its options, and 1 when its device hangs.
+runs one; its argument is what WorkerOptions.as_json gives, and `orca worker` is the same for people. It ends
+with status 0 when it is asked to (SIGTERM, Ctrl-C), 2 after a mistake in its options, and 1 when its device
+hangs.
 """
 
-import json
 import os
 import signal
 import sys
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.checkpoint.load import find_model, load_parameters
-from orca_jax.config import ServingConfig, WorkerOptions
+from orca_jax.config import ServingConfig
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.handshake import PREVIOUS, JoinTerms, WorkerAbout, model_digest
 from orca_jax.control.line import ControlLine, LineLimits
@@ -41,6 +41,7 @@ from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import one_stage
 from orca_jax.sharding.transfer_link import TransferLink
 from orca_jax.workers.controller import Controller
+from orca_jax.workers.worker_options import WorkerOptions
 
 OnLoad = Callable[[int, int], None]
 
@@ -58,21 +59,15 @@ class WorkerProcess:
     """
 
     def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
-        stage, n_stages = options.stage, options.n_stages
-        found = find_model(options.model, options.load_format)
-        if options.coordinator is not None:
-            join_job(options.coordinator, stage=stage, n_stages=n_stages)
+        stage, n_stages, engine = options.stage, options.n_stages, options.engine
+        found = find_model(engine.model, engine.load_format)
+        if engine.parallel.coordinator is not None:
+            join_job(engine.parallel.coordinator, stage=stage, n_stages=n_stages)
         devices = jax.local_devices()
         if devices[0].platform == "cpu":
             keep_large_buffers()
-        dtype = jnp.dtype(options.dtype or default_dtype(devices[0]))
-        part = one_stage(
-            found.config,
-            devices,
-            stage,
-            pipeline_parallel=n_stages,
-            tensor_parallel=options.tensor_parallel,
-        )
+        dtype = jnp.dtype(engine.dtype or default_dtype(devices[0]))
+        part = one_stage(found.config, devices, engine.parallel, stage)
         self._options = options
         self._stopping = threading.Event()
         self._inbox = FrameQueue[bytes | News](
@@ -94,17 +89,19 @@ class WorkerProcess:
         if not part.last:
             behind = layers[stage + 1]
             self._next_terms = replace(terms, stage=stage + 1, first_layer=behind.start, n_layers=len(behind))
-        self._port = ControlPort(options.listen, terms=terms, secret=options.secret, deliver=self._inbox.put)
+        self._port = ControlPort(
+            options.listen, terms=terms, secret=engine.control_secret, deliver=self._inbox.put
+        )
         self.address = self._port.address
         try:
             self._link = _link(options, part.group)
-            n_devices = n_stages * options.tensor_parallel
+            n_devices = engine.parallel.n_devices
             config, (parameters,) = load_parameters(
                 found,
                 [part],
-                load_format=options.load_format,
+                load_format=engine.load_format,
                 dtype=dtype,
-                seed=options.seed,
+                seed=engine.seed or 0,
                 n_devices=n_devices,
                 on_load=on_load,
             )
@@ -114,15 +111,15 @@ class WorkerProcess:
                 n_heads=config.n_heads // len(part.group),
                 block_size=ServingConfig().block_size,
                 dtype=np.dtype(dtype),
-                forced=options.attention,
+                forced=engine.attention,
             )
             room = stage_room(
                 config,
                 dtype,
                 part,
                 n_devices=n_devices,
-                attention=options.attention,
-                memory_fraction=options.memory_fraction,
+                attention=engine.attention,
+                memory_fraction=engine.sizes.memory_fraction,
             )
             self.about = WorkerAbout(
                 dtype=dtype.name,
@@ -143,9 +140,9 @@ class WorkerProcess:
                 part=part,
                 stage=stage,
                 n_devices=n_devices,
-                attention=options.attention,
-                on_compile=options.on_compile,
-                command_buffer_collectives=options.command_buffer_collectives,
+                attention=engine.attention,
+                on_compile=engine.compiling.on_compile,
+                command_buffer_collectives=engine.sizes.command_buffer_collectives,
             ),
             self._link,
             post=self._inbox.put,
@@ -204,7 +201,7 @@ class WorkerProcess:
             address,
             role=PREVIOUS,
             terms=self._next_terms,
-            secret=self._options.secret,
+            secret=self._options.engine.control_secret,
             deliver=_nothing_comes,
             limits=LineLimits(),
             data_address="" if self._link is None else self._link.address,
@@ -223,7 +220,7 @@ class WorkerProcess:
 def _link(options: WorkerOptions, group: DeviceGroup) -> ProcessLink | None:
     if options.n_stages == 1:
         return None
-    if options.link == "transfer":
+    if options.engine.parallel.link == "transfer":
         return TransferLink(group, host=options.data_host)
     return CollectiveLink(group, jax.devices(), stage=options.stage, n_stages=options.n_stages)
 
@@ -242,7 +239,7 @@ def run_worker(
 
     `loading` gives what is told the progress of loading, done and total in bytes, while that lasts.
     """
-    keep_compiled_programs(options.compile_cache, stage=(options.stage, options.n_stages))
+    keep_compiled_programs(options.engine.compiling.compile_cache, stage=(options.stage, options.n_stages))
     with loading() as on_load:
         worker = WorkerProcess(options, on_load=on_load)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -276,11 +273,9 @@ def _print(line: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """The module as a program."""
     try:
-        try:
-            (text,) = arguments
-            options = WorkerOptions(**json.loads(text))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"the worker's options cannot be read: {error}") from error
+        if len(arguments) != 1:
+            raise ConfigError(f"a worker takes its options as one argument, not as {len(arguments)}")
+        options = WorkerOptions.from_json(arguments[0])
         return run_worker(options, note=_print, loading=lambda: nullcontext(_nobody_looks))
     except OrcaError as error:
         _print(f"orca: error: {' '.join(str(error).split())}")

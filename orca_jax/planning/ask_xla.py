@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, cast
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import EngineError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
@@ -37,8 +37,7 @@ class MemoryQuestion:
     model: ModelConfig
     serving: ServingConfig
     dtype: str
-    pipeline_parallel: int
-    tensor_parallel: int
+    parallel: ParallelConfig
     n_rows: int
 
 
@@ -49,10 +48,9 @@ def ask_memory(question: MemoryQuestion, seconds: float) -> tuple[int, ...]:
     """
     if question.device != CPU and not any(map(find_spec, _PLUGINS)):
         raise NoAnswer("no CUDA plugin for JAX is installed (pip install 'orca_jax[cuda]')")
-    n_devices = question.pipeline_parallel * question.tensor_parallel
-    answer = _ask(asdict(question), seconds, {"JAX_NUM_CPU_DEVICES": str(n_devices)})
+    answer = _ask(asdict(question), seconds, {"JAX_NUM_CPU_DEVICES": str(question.parallel.n_devices)})
     temporaries = cast("Sequence[int]", answer.get("temporaries", ()))
-    if len(temporaries) != question.pipeline_parallel:
+    if len(temporaries) != question.parallel.pipeline_parallel:
         raise NoAnswer("XLA's answer makes no sense")
     return tuple(temporaries)
 

@@ -5,16 +5,16 @@ engine's (sizes.py), so that a plan says what `orca serve` would do there.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Literal
 
-from orca_jax.config import Dtype, ServingConfig
+from orca_jax.config import Dtype, ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import IterationShape, Operation, hop_bytes, operations, shared_bytes
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
-from orca_jax.planning.sizes import Sizes, n_rows, serving_config
+from orca_jax.planning.sizes import n_rows, serving_config
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.planning.stage_memory import (
     ITEMSIZE,
@@ -34,7 +34,7 @@ Bound = Literal["latency", "slots", "limit"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What is planned for: a model on so many devices of a kind, and what was said of the sizes.
+    """What is planned for: a model on devices of a kind, and the sizes that are asked for.
 
     `context` is what a request has in the cache on average, in tokens, for the floors. `temporaries` are
     XLA's own, of each stage, where it was asked: bytes of each device. Checked when made: raises ConfigError.
@@ -42,17 +42,14 @@ class Wanted:
 
     config: ModelConfig
     device: KnownDevice
-    said: Sizes
+    sizes: Sizes
     dtype: Dtype
     context: int
-    pipeline_parallel: int = 1
-    tensor_parallel: int = 1
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     temporaries: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_split(
-            self.config, pipeline_parallel=self.pipeline_parallel, tensor_parallel=self.tensor_parallel
-        )
+        check_split(self.config, self.parallel)
         if not 1 <= self.context <= self.config.n_positions:
             raise ConfigError(
                 f"context is {self.context}; it must be from 1 to the model's {self.config.n_positions} "
@@ -67,35 +64,35 @@ class Wanted:
     @property
     def model(self) -> ModelConfig:
         """The model as it lies on the devices."""
-        return shared_vocabulary(self.config, self.tensor_parallel)
+        return shared_vocabulary(self.config, self.parallel.tensor_parallel)
 
     @property
     def stages(self) -> list[range]:
         """The layers of each."""
-        return stage_layers(self.config.n_layers, self.pipeline_parallel)
+        return stage_layers(self.config.n_layers, self.parallel.pipeline_parallel)
 
     @property
     def budget(self) -> int:
         """Bytes of each device that the engine may take."""
-        fraction = self.said.memory_fraction
+        fraction = self.sizes.memory_fraction
         if self.device.name == CPU:  # which is all the devices
-            n_devices = self.pipeline_parallel * self.tensor_parallel
-            return int(self.device.memory // n_devices * (1.0 if fraction is None else fraction))
+            each = self.device.memory // self.parallel.n_devices
+            return int(each * (1.0 if fraction is None else fraction))
         return int(self.device.memory * (MEMORY_FRACTION if fraction is None else fraction))
 
     def rooms(self) -> list[StageRoom]:
         """What each stage's devices have left beside the weights."""
         modest = None
-        if self.device.name == CPU and self.said.memory_fraction is None:
-            modest = MODEST_KV_BYTES // (self.pipeline_parallel * self.tensor_parallel)
+        if self.device.name == CPU and self.sizes.memory_fraction is None:
+            modest = MODEST_KV_BYTES // self.parallel.n_devices
         weights = [
-            stage_weight_bytes(self.model, layers, self.tensor_parallel, self.itemsize)
+            stage_weight_bytes(self.model, layers, self.parallel.tensor_parallel, self.itemsize)
             for layers in self.stages
         ]
         return [
             StageRoom(
                 layers=layers,
-                n_devices=self.tensor_parallel,
+                n_devices=self.parallel.tensor_parallel,
                 itemsize=self.itemsize,
                 attention=self.device.attention,
                 free=self.budget - weight,
@@ -169,7 +166,7 @@ class Plan:
 
 def make_plan(wanted: Wanted, *, latency_budget: float | None = None) -> Plan:
     """The plan; with `latency_budget`, in seconds, a `max_bs` is recommended too. Raises ConfigError."""
-    serving = serving_config(wanted.config, wanted.said, wanted.rooms())
+    serving = serving_config(wanted.config, wanted.sizes, wanted.rooms())
     stages = _stage_plans(wanted, serving)
     sizes = _batch_sizes(serving.max_batch_size)
     floors = [iteration_floor(wanted, "increment", size) for size in sizes]
@@ -194,7 +191,7 @@ def iteration_floor(wanted: Wanted, phase: Phase, batch_size: int) -> IterationF
     context, size = wanted.context, wanted.itemsize
     n_input = 1 if phase == "increment" else context
     shape = IterationShape([n_input] * batch_size, [context] * batch_size)
-    device, n_shards = wanted.device, wanted.tensor_parallel
+    device, n_shards = wanted.device, wanted.parallel.tensor_parallel
     rates = device.rates(wanted.dtype)
     times: list[float] = []
     parts = {"bandwidth": 0.0, "matrix rate": 0.0, "links": 0.0}
@@ -211,7 +208,7 @@ def iteration_floor(wanted: Wanted, phase: Phase, batch_size: int) -> IterationF
             parts["bandwidth" if moved >= computed else "matrix rate"] += max(moved, computed)
         parts["links"] += links
         times.append(total)
-    for i in range(1, wanted.pipeline_parallel):
+    for i in range(1, wanted.parallel.pipeline_parallel):
         same_machine = (i * n_shards - 1) // device.per_machine == i * n_shards // device.per_machine
         hop = hop_bytes(wanted.model, shape, weight_bytes=size)
         times.append(hop / (device.inside if same_machine else device.between))
@@ -258,21 +255,21 @@ def recommend(wanted: Wanted, budget: float) -> Recommendation:
 
 def _holds(wanted: Wanted, max_bs: int) -> bool:
     """Whether there are slots for as many requests of `context` tokens as keep every stage busy."""
-    said = wanted.said
-    if said.max_batch_tokens is not None and said.max_batch_tokens < max_bs:
+    asked = wanted.sizes
+    if asked.max_batch_tokens is not None and asked.max_batch_tokens < max_bs:
         return False
-    n_workers = wanted.pipeline_parallel
-    needed = n_workers * max_bs * round_up(wanted.context, said.block_size)
-    if said.n_slots is not None and said.n_slots < needed:
+    n_workers = wanted.parallel.pipeline_parallel
+    needed = n_workers * max_bs * round_up(wanted.context, asked.block_size)
+    if asked.n_slots is not None and asked.n_slots < needed:
         return False
     rows = n_rows(max_bs, n_workers=n_workers)
-    before = serving_config(wanted.config, said, wanted.rooms())
-    after = serving_config(wanted.config, replace(said, max_batch_size=max_bs), wanted.rooms())
+    before = serving_config(wanted.config, asked, wanted.rooms())
+    after = serving_config(wanted.config, replace(asked, max_batch_size=max_bs), wanted.rooms())
     for room in wanted.rooms():
         plain = replace(room, temporaries=None)
         if room.temporaries is not None:  # XLA told them for other sizes: the difference is by arithmetic
-            sizes = (plain.memory(wanted.model, one, rows).temporaries for one in (after, before))
-            room = replace(room, temporaries=max(0, room.temporaries + next(sizes) - next(sizes)))
+            both = (plain.memory(wanted.model, one, rows).temporaries for one in (after, before))
+            room = replace(room, temporaries=max(0, room.temporaries + next(both) - next(both)))
         if room.slots(room.memory(wanted.model, after, rows)) < needed:
             return False
     return True
@@ -285,9 +282,9 @@ def _batch_sizes(max_bs: int) -> list[int]:
 
 
 def _stage_plans(wanted: Wanted, serving: ServingConfig) -> list[StagePlan]:
-    rows = n_rows(serving.max_batch_size, n_workers=wanted.pipeline_parallel)
+    rows = n_rows(serving.max_batch_size, n_workers=wanted.parallel.pipeline_parallel)
     whole = round_up(wanted.config.n_positions, serving.block_size)
-    needed = max(whole, wanted.said.n_slots or 0)
+    needed = max(whole, wanted.sizes.n_slots or 0)
     plans: list[StagePlan] = []
     for i, room in enumerate(wanted.rooms()):
         memory = room.memory(wanted.model, serving, rows)
@@ -304,11 +301,10 @@ def _stage_plans(wanted: Wanted, serving: ServingConfig) -> list[StagePlan]:
     return plans
 
 
-def _fits(wanted: Wanted, pipeline_parallel: int, tensor_parallel: int) -> bool:
-    other = replace(
-        wanted, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel, temporaries=None
-    )
-    serving = serving_config(other.config, other.said, other.rooms())
+def _fits(wanted: Wanted, n_stages: int, n_devices: int) -> bool:
+    parallel = replace(wanted.parallel, pipeline_parallel=n_stages, tensor_parallel=n_devices)
+    other = replace(wanted, parallel=parallel, temporaries=None)
+    serving = serving_config(other.config, other.sizes, other.rooms())
     return all(stage.problem is None for stage in _stage_plans(other, serving))
 
 
@@ -320,8 +316,9 @@ def _split_that_fits(wanted: Wanted) -> str:
     common = gcd(config.n_heads, config.ffn_size)
     tensors = [n for n in range(1, device.per_machine + 1) if common % n == 0]
     most = min(config.n_layers, _MOST_STAGES)
-    pipeline = next((n for n in range(1, most + 1) if _fits(wanted, n, wanted.tensor_parallel)), None)
-    tensor = next((n for n in tensors if _fits(wanted, wanted.pipeline_parallel, n)), None)
+    n_stages, n_devices = wanted.parallel.pipeline_parallel, wanted.parallel.tensor_parallel
+    pipeline = next((n for n in range(1, most + 1) if _fits(wanted, n, n_devices)), None)
+    tensor = next((n for n in tensors if _fits(wanted, n_stages, n)), None)
     ways = [f"--pipeline-parallel {pipeline}"] * (pipeline is not None)
     ways += [f"--tensor-parallel {tensor}"] * (tensor is not None)
     if ways:

@@ -1,9 +1,8 @@
-"""The sizes of an engine: what was said of them, and what follows from the model and from memory."""
+"""The sizes of an engine: what a user asks for, and for the rest what follows from model and memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from orca_jax.config import ServingConfig, check_memory_fraction
+from orca_jax.config import ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
@@ -11,50 +10,10 @@ from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
-    """What was said of a ServingConfig; None: it follows from model and memory. Checked when made.
-
-    `memory_fraction` is the share of each device's memory that an engine may take; `n_slots` follows from it.
-    """
-
-    max_batch_size: int = 32
-    n_slots: int | None = None
-    max_batch_tokens: int | None = None
-    block_size: int = 16
-    max_queue: int = 1 << 20
-    max_queue_bytes: int = 1 << 50
-    max_queue_share: float = 1.0
-    deterministic: bool = False
-    overlap: bool = True
-    command_buffer_collectives: bool = False
-    memory_fraction: float | None = None
-
-    def __post_init__(self) -> None:
-        check_memory_fraction(self.memory_fraction)
-        self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
-
-    def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
-        """With these where nothing was said. Raises ConfigError."""
-        return ServingConfig(
-            max_batch_size=self.max_batch_size,
-            n_slots=n_slots if self.n_slots is None else self.n_slots,
-            max_batch_tokens=max_batch_tokens if self.max_batch_tokens is None else self.max_batch_tokens,
-            block_size=self.block_size,
-            max_queue=self.max_queue,
-            max_queue_bytes=self.max_queue_bytes,
-            max_queue_share=self.max_queue_share,
-            deterministic=self.deterministic,
-            overlap=self.overlap,
-            coarse_buckets=coarse_buckets,
-            command_buffer_collectives=self.command_buffer_collectives,
-        )
-
-
 def serving_config(
-    config: ModelConfig, said: Sizes, rooms: Sequence[StageRoom], *, coarse_buckets: bool = False
+    config: ModelConfig, asked: Sizes, rooms: Sequence[StageRoom], *, coarse_buckets: bool = False
 ) -> ServingConfig:
-    """Fill in what was not said, and hold what was against the model.
+    """Fill in what was not asked for, and check the rest against the model.
 
     `n_slots` is the largest that fits, as ORCA 4.2 advises: a slot takes room on every stage, so the one of
     `rooms`, which are the stages', with the least decides. More than all admitted requests could ever reserve
@@ -62,18 +21,18 @@ def serving_config(
     `coarse_buckets` are for GPUs (iteration/buckets.py). Raises ConfigError.
     """
     longest = config.n_positions
-    whole_request = round_up(longest, said.block_size)
-    sizes = said.filled(n_slots=whole_request, max_batch_tokens=max(2048, longest, said.max_batch_size))
+    whole_request = round_up(longest, asked.block_size)
+    sizes = asked.filled(n_slots=whole_request, max_batch_tokens=max(2048, longest, asked.max_batch_size))
     if sizes.max_batch_tokens < longest:
         raise ConfigError(
             f"max_batch_tokens is {sizes.max_batch_tokens}; it must be at least the model's {longest} "
             "positions, so that the longest prompt fits into one iteration"
         )
-    rows = n_rows(said.max_batch_size, n_workers=len(rooms))
+    rows = n_rows(asked.max_batch_size, n_workers=len(rooms))
     fits = [room.slots(room.memory(config, sizes, rows)) for room in rooms]
     modest = any(room.modest is not None for room in rooms)
-    n_requests = said.max_batch_size if modest else rows
-    return said.filled(
+    n_requests = asked.max_batch_size if modest else rows
+    return asked.filled(
         n_slots=max(whole_request, min(n_requests * whole_request, *fits)),
         max_batch_tokens=sizes.max_batch_tokens,
         coarse_buckets=coarse_buckets,

@@ -2,6 +2,7 @@
 
 import math
 
+from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 
@@ -16,33 +17,32 @@ def stage_layers(n_layers: int, n_stages: int) -> list[range]:
     return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def check_split(config: ModelConfig, *, pipeline_parallel: int, tensor_parallel: int) -> None:
+def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
     """Whether the model can be cut into so many stages, each over so many devices. Raises ConfigError."""
-    for name, value in (("pipeline_parallel", pipeline_parallel), ("tensor_parallel", tensor_parallel)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1024:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number from 1 to 1024")
-    if pipeline_parallel > config.n_layers:
+    n_stages, n_devices = parallel.pipeline_parallel, parallel.tensor_parallel
+    if n_stages > config.n_layers:
         raise ConfigError(
-            f"pipeline_parallel is {pipeline_parallel}, and the model's n_layers is {config.n_layers}; each "
-            "stage needs a layer"
+            f"pipeline_parallel is {n_stages}, and the model's n_layers is {config.n_layers}; each stage "
+            "needs a layer"
         )
     for name, value in (("n_heads", config.n_heads), ("ffn_size", config.ffn_size)):
-        if value % tensor_parallel:
+        if value % n_devices:
             raise ConfigError(
-                f"tensor_parallel is {tensor_parallel}, and the model's {name} {value} is no multiple of it; "
+                f"tensor_parallel is {n_devices}, and the model's {name} {value} is no multiple of it; "
                 f"{_divisors(config)} split it evenly"
             )
 
 
-def said_of_split(n_layers: int, n_stages: int, tensor_parallel: int) -> str:
+def split_summary(n_layers: int, parallel: ParallelConfig) -> str:
     """A line that says how a model is split."""
+    n_stages, n_devices = parallel.pipeline_parallel, parallel.tensor_parallel
     stages = "1 stage" if n_stages == 1 else f"{n_stages} stages"
-    devices = "1 device" if tensor_parallel == 1 else f"{tensor_parallel} devices"
+    devices = "1 device" if n_devices == 1 else f"{n_devices} devices"
     if n_stages == 1:
         return f"{stages} on {devices}"
     each = [len(layers) for layers in stage_layers(n_layers, n_stages)]
-    said = str(each[0]) if len(set(each)) == 1 else ", ".join(map(str, each))
-    return f"{stages} of {said} layers, {devices} each"
+    counts = str(each[0]) if len(set(each)) == 1 else ", ".join(map(str, each))
+    return f"{stages} of {counts} layers, {devices} each"
 
 
 def _divisors(config: ModelConfig) -> str:

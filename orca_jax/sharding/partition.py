@@ -5,12 +5,15 @@ from dataclasses import dataclass
 
 import jax
 
+from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_parameters
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.sharding.device_group import Device, DeviceGroup
 from orca_jax.sharding.specs import spec
+
+_ONE_DEVICE = ParallelConfig()
 
 
 @dataclass(frozen=True)
@@ -31,42 +34,38 @@ class StagePart:
 
 
 def split_model(
-    config: ModelConfig, devices: Sequence[Device], *, pipeline_parallel: int = 1, tensor_parallel: int = 1
+    config: ModelConfig, devices: Sequence[Device], parallel: ParallelConfig = _ONE_DEVICE
 ) -> tuple[StagePart, ...]:
-    """Stages of `tensor_parallel` devices each, side by side in the order of `devices`; more are left alone.
+    """All stages, side by side on the first of `devices`, in their order.
 
     Raises ConfigError where the devices are too few or the model cannot be split so.
     """
-    check_split(config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel)
-    n_needed = pipeline_parallel * tensor_parallel
-    if n_needed > len(devices):
+    check_split(config, parallel)
+    n_stages, n_each = parallel.pipeline_parallel, parallel.tensor_parallel
+    if parallel.n_devices > len(devices):
         raise ConfigError(
-            f"pipeline_parallel {pipeline_parallel} times tensor_parallel {tensor_parallel} needs {n_needed} "
+            f"pipeline_parallel {n_stages} times tensor_parallel {n_each} needs {parallel.n_devices} "
             f"devices; JAX has {len(devices)} ({devices[0].device_kind})"
         )
-    groups = [devices[i * tensor_parallel : (i + 1) * tensor_parallel] for i in range(pipeline_parallel)]
-    return tuple(_part(config, i, pipeline_parallel, group) for i, group in enumerate(groups))
+    groups = [devices[i * n_each : (i + 1) * n_each] for i in range(n_stages)]
+    return tuple(_part(config, i, n_stages, group) for i, group in enumerate(groups))
 
 
 def one_stage(
-    config: ModelConfig,
-    devices: Sequence[Device],
-    stage: int,
-    *,
-    pipeline_parallel: int,
-    tensor_parallel: int = 1,
+    config: ModelConfig, devices: Sequence[Device], parallel: ParallelConfig, stage: int
 ) -> StagePart:
-    """One of the stages, counted from 0, on the first `tensor_parallel` devices of its own process.
+    """One of the stages, counted from 0, on the first devices of its own process.
 
     Raises ConfigError as `split_model`.
     """
-    check_split(config, pipeline_parallel=pipeline_parallel, tensor_parallel=tensor_parallel)
-    if tensor_parallel > len(devices):
+    check_split(config, parallel)
+    n_devices = parallel.tensor_parallel
+    if n_devices > len(devices):
         raise ConfigError(
-            f"tensor_parallel {tensor_parallel} needs as many devices in the worker's process; JAX has "
+            f"tensor_parallel {n_devices} needs as many devices in the worker's process; JAX has "
             f"{len(devices)} there ({devices[0].device_kind})"
         )
-    return _part(config, stage, pipeline_parallel, devices[:tensor_parallel])
+    return _part(config, stage, parallel.pipeline_parallel, devices[:n_devices])
 
 
 def _part(config: ModelConfig, stage: int, n_stages: int, devices: Sequence[Device]) -> StagePart:

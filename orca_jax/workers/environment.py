@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 
+from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 
@@ -69,8 +70,7 @@ def held_fraction(environ: Mapping[str, str]) -> float | None:
 
 def worker_environment(
     stage: int,
-    n_stages: int,
-    tensor_parallel: int,
+    parallel: ParallelConfig,
     environ: Mapping[str, str],
     gpus: Sequence[str],
     *,
@@ -78,27 +78,27 @@ def worker_environment(
 ) -> dict[str, str]:
     """A copy of `environ` for the process of one stage (from 0), which then sees that stage's devices alone.
 
-    With `gpus`, those of `visible_gpus`, each stage gets `tensor_parallel` of its own. If they are too few
+    With `gpus`, those of `visible_gpus`, each stage gets its own. If they are too few
     and a stage needs only one, neighbouring stages share one, and its memory in equal parts. Without, the CPU
-    counts as `tensor_parallel` devices. JAX holds `memory_fraction` of a GPU's memory there, all stages on it
+    counts as that many devices. JAX holds `memory_fraction` of a GPU's memory there, all stages on it
     together. Raises ConfigError when stages of several GPUs would have to share.
     """
-    assert 0 <= stage < n_stages and tensor_parallel >= 1
+    n_stages, n_each = parallel.pipeline_parallel, parallel.tensor_parallel
+    assert 0 <= stage < n_stages
     environment = {**environ, "PYTHONUNBUFFERED": "1"}
     n_sharing = 1
     if not gpus:
-        _count_host_devices(environment, tensor_parallel)
-    elif len(gpus) >= n_stages * tensor_parallel:
-        own = gpus[stage * tensor_parallel : (stage + 1) * tensor_parallel]
+        _count_host_devices(environment, n_each)
+    elif len(gpus) >= parallel.n_devices:
+        own = gpus[stage * n_each : (stage + 1) * n_each]
         environment[_VISIBLE] = ",".join(own)
-    elif tensor_parallel == 1:
+    elif n_each == 1:
         place = _place(stage, n_stages, len(gpus))
         environment[_VISIBLE] = gpus[place]
         n_sharing = sum(_place(other, n_stages, len(gpus)) == place for other in range(n_stages))
     else:
-        needed = n_stages * tensor_parallel
         raise ConfigError(
-            f"{n_stages} stages of {tensor_parallel} GPUs each need {needed}, and the visible ones are "
+            f"{n_stages} stages of {n_each} GPUs each need {parallel.n_devices}, and the visible ones are "
             f"{len(gpus)}: {','.join(gpus)}; make more visible with {_VISIBLE}, or lower "
             "the number of stages or of GPUs in a stage (stages of one GPU can share it)"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from orca_jax.config import EngineConfig
 from orca_jax.errors import InvalidPrompt
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace, notes: Notes) -> "LLM":
-    llm = load(notes, **engine_options(args))
+    llm = load(notes, EngineConfig.of(**engine_options(args)))
     notes(summary(llm))
     return llm
 

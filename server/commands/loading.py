@@ -4,11 +4,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 import orca_jax
+from orca_jax.config import EngineConfig
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
@@ -82,13 +83,13 @@ class LoadingBars:
         )
 
 
-def load(notes: Notes, **options: Any) -> "LLM":
-    """An LLM with these options."""
-    if not options.get("worker_processes"):  # each of those holds its own
-        hold_memory(os.environ, options.get("memory_fraction") or MEMORY_FRACTION)
+def load(notes: Notes, config: EngineConfig) -> "LLM":
+    """The LLM of this configuration, with its progress on stderr."""
+    if not config.parallel.worker_processes:  # each of those holds its own
+        hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)
     with LoadingBars(notes) as bars:
-        llm = orca_jax.LLM(**options, on_load=bars.loaded, on_program=bars.program, on_event=notes)
-    if options.get("compile_ahead"):
+        llm = orca_jax.LLM.from_config(config, on_load=bars.loaded, on_program=bars.program, on_event=notes)
+    if config.compiling.compile_ahead:
         notes(bars.summary(llm.compiles.from_disk))
     return llm
 

@@ -11,15 +11,15 @@ from rich.markup import escape
 from rich.table import Table
 
 import orca_jax
-from orca_jax.config import Dtype
+from orca_jax.config import Dtype, ParallelConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, Wanted, make_plan
-from orca_jax.planning.sizes import Sizes, n_rows
-from orca_jax.planning.stage_layers import said_of_split
+from orca_jax.planning.sizes import n_rows
+from orca_jax.planning.stage_layers import split_summary
 from server.commands.notes import Notes
 from server.settings.config import PlanFlags
 from server.settings.flags import UsageError, plan_flags
@@ -70,7 +70,7 @@ def seconds_of(text: str) -> float:
 
 
 def _wanted(config: ModelConfig, flags: PlanFlags, notes: Notes) -> Wanted:
-    said = Sizes(
+    sizes = Sizes(
         max_batch_size=flags.max_batch_size,
         n_slots=flags.n_slots,
         max_batch_tokens=flags.max_batch_tokens,
@@ -80,11 +80,12 @@ def _wanted(config: ModelConfig, flags: PlanFlags, notes: Notes) -> Wanted:
     return Wanted(
         config=config,
         device=_device(flags, dtype, notes),
-        said=said,
+        sizes=sizes,
         dtype=dtype,
         context=max(1, config.n_positions // 2) if flags.context is None else flags.context,
-        pipeline_parallel=flags.pipeline_parallel,
-        tensor_parallel=flags.tensor_parallel,
+        parallel=ParallelConfig(
+            pipeline_parallel=flags.pipeline_parallel, tensor_parallel=flags.tensor_parallel
+        ),
     )
 
 
@@ -125,9 +126,8 @@ def _question(plan: Plan) -> MemoryQuestion:
         model=wanted.model,
         serving=plan.serving,
         dtype=wanted.dtype,
-        pipeline_parallel=wanted.pipeline_parallel,
-        tensor_parallel=wanted.tensor_parallel,
-        n_rows=n_rows(plan.serving.max_batch_size, n_workers=wanted.pipeline_parallel),
+        parallel=wanted.parallel,
+        n_rows=n_rows(plan.serving.max_batch_size, n_workers=wanted.parallel.pipeline_parallel),
     )
 
 
@@ -148,8 +148,8 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
             "inside_machine": device.inside,
             "between_machines": device.between,
         },
-        "pipeline_parallel": wanted.pipeline_parallel,
-        "tensor_parallel": wanted.tensor_parallel,
+        "pipeline_parallel": wanted.parallel.pipeline_parallel,
+        "tensor_parallel": wanted.parallel.tensor_parallel,
         "fits": plan.fits,
         "problems": [stage.problem for stage in plan.stages if stage.problem is not None],
         "hint": plan.hint,
@@ -163,7 +163,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
             {
                 "stage": i + 1,
                 "layers": [stage.layers.start + 1, stage.layers.stop],
-                "devices": wanted.tensor_parallel,
+                "devices": wanted.parallel.tensor_parallel,
                 "weights": stage.memory.weights,
                 "tables": stage.memory.tables,
                 "temporaries": stage.memory.temporaries,
@@ -181,7 +181,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
 def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
     console = _console()
     wanted, device, serving = plan.wanted, plan.wanted.device, plan.serving
-    split = said_of_split(wanted.config.n_layers, wanted.pipeline_parallel, wanted.tensor_parallel)
+    split = split_summary(wanted.config.n_layers, wanted.parallel)
     n = parameter_count(wanted.config)
     size = f"{n / 1e9:,.2f} billion" if n >= 1e9 else f"{n / 1e6:,.1f} million"
     console.out(f"{name}: {size} parameters, {wanted.dtype}")

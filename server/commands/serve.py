@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import dataclasses
 import logging
 import os
 import sys
@@ -22,7 +21,7 @@ from server.gateway.served_model import ServedModel
 from server.metrics.access_log import configure_access_log
 from server.metrics.metrics import Metrics
 from server.process.interpreter import settle
-from server.settings.pipeline import pipeline_options
+from server.settings.engine import engine_config
 from server.settings.settings import ServeSettings, serve_settings
 
 if TYPE_CHECKING:
@@ -102,13 +101,7 @@ def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | N
     file = settings.endpoint.chat_template
     if file is not None:
         load_chat_template(None, file)  # a mistake in it is told before anything takes long
-    llm = load(
-        notes,
-        model=settings.model,
-        **dataclasses.asdict(settings.engine),
-        **dataclasses.asdict(settings.compiling),
-        **pipeline_options(settings.pipeline, settings.control_secret),
-    )
+    llm = load(notes, engine_config(settings))
     try:
         template = load_chat_template(llm.directory, file)
         n_output = min(2, llm.service.most_output(1))

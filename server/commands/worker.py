@@ -5,10 +5,11 @@ import os
 from functools import partial
 
 import orca_jax
-from orca_jax.config import WorkerOptions
+from orca_jax.config import EngineConfig
 from orca_jax.control.handshake import control_address
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
+from orca_jax.workers.worker_options import WorkerOptions, check_stages
 from server.commands.loading import bytes_bar
 from server.commands.notes import Notes
 from server.settings.config import WorkerFlags
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     notes = Notes()
     secret = read_secret(args.control_secret_file, os.environ)
     options = worker_options(args.model, worker_flags(args), secret)
-    hold_memory(os.environ, options.memory_fraction or MEMORY_FRACTION)
+    hold_memory(os.environ, options.engine.sizes.memory_fraction or MEMORY_FRACTION)
     loading = partial(bytes_bar, notes, "Loading the stage")
     status = orca_jax.run_worker(options, note=notes, loading=loading)
     if status:
@@ -32,23 +33,28 @@ def run(args: argparse.Namespace) -> int:
 def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> WorkerOptions:
     """What a worker is told. Raises ConfigError."""
     address = control_address(flags.listen)
-    return WorkerOptions(
+    check_stages(flags.of)
+    engine = EngineConfig.of(
         model=model,
-        stage=flags.stage - 1,
-        n_stages=flags.of,
-        listen=flags.listen,
-        data_host=(address.host or "127.0.0.1") if flags.data_host is None else flags.data_host,
+        load_format=flags.load_format,
+        dtype=flags.dtype,
+        seed=flags.seed,
+        attention=flags.attention,
+        memory_fraction=flags.memory_fraction,
+        command_buffer_collectives=flags.command_buffer_collectives,
+        pipeline_parallel=flags.of,
+        tensor_parallel=flags.tensor_parallel,
         link=flags.link,
         coordinator=flags.coordinator,
-        tensor_parallel=flags.tensor_parallel,
-        dtype=flags.dtype,
-        load_format=flags.load_format,
-        attention=flags.attention,
-        command_buffer_collectives=flags.command_buffer_collectives,
+        compile_ahead=True,
         on_compile=flags.on_compile,
         compile_cache=flags.compile_cache,
-        memory_fraction=flags.memory_fraction,
-        seed=flags.seed,
-        secret=secret,
+        control_secret=secret,
+    )
+    return WorkerOptions(
+        stage=flags.stage - 1,
+        engine=engine,
+        listen=flags.listen,
+        data_host=(address.host or "127.0.0.1") if flags.data_host is None else flags.data_host,
         forward_ahead=flags.forward_ahead,
     )

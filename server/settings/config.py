@@ -50,7 +50,7 @@ _DEADLINES, _RESTARTS = Deadlines(), RestartBound()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """Keyword arguments of `orca_jax.LLM`, which checks them. None: it follows from model and device."""
+    """Arguments of `EngineConfig.of`, which checks them. None: it follows from model and device."""
 
     max_batch_size: Annotated[int, "requests in one iteration at most (max_bs)"] = 32
     n_slots: Annotated[int | None, "tokens whose keys and values fit (default: by model and memory)"] = None
@@ -81,7 +81,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOptions:
-    """When the programs of `orca serve` are compiled; keyword arguments of `orca_jax.LLM`."""
+    """When the programs of `orca serve` are compiled; arguments of `EngineConfig.of`."""
 
     compile_ahead: Annotated[
         bool, "compile every program before /ready says yes; else each when it is first needed"
@@ -91,7 +91,7 @@ class CompileOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """Where the stages run, and how long their workers are waited for, in seconds. `LLM` checks them."""
+    """Where the stages run, and how long their workers are waited for, in seconds. See engine.py."""
 
     workers: Annotated[
         str | None,

@@ -173,7 +173,7 @@ def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments for `orca_jax.LLM`."""
+    """Arguments for `EngineConfig.of`."""
     return {one.name: getattr(args, one.name) for one in (MODEL, *ENGINE_FLAGS)}
 
 

@@ -2,11 +2,12 @@
 
 import pytest
 
+from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.ask_xla import MemoryQuestion, ask_memory, ask_rates
 from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, Wanted, make_plan
-from orca_jax.planning.sizes import Sizes, n_rows
+from orca_jax.planning.sizes import n_rows
 from tests.device.aot.without_gpu import needs_plugin
 
 CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
@@ -20,11 +21,10 @@ def planned(
         Wanted(
             config=PRESETS[name],
             device=device,
-            said=Sizes(),
+            sizes=Sizes(),
             dtype="float32" if dtype == "float32" else "bfloat16",
             context=256,
-            pipeline_parallel=n_stages,
-            tensor_parallel=tensor,
+            parallel=ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor),
         )
     )
     question = MemoryQuestion(
@@ -32,8 +32,7 @@ def planned(
         model=plan.wanted.model,
         serving=plan.serving,
         dtype=dtype,
-        pipeline_parallel=n_stages,
-        tensor_parallel=tensor,
+        parallel=ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor),
         n_rows=n_rows(plan.serving.max_batch_size, n_workers=n_stages),
     )
     return plan, ask_memory(question, 280.0)

@@ -10,7 +10,7 @@ import pytest
 
 from bench.paper.fed_tokens import FedWorkers
 from bench.paper.request_level import RequestLevelScheduler, RowWork
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.launch.local_engine import build_engine
@@ -55,7 +55,7 @@ def requests() -> list[Request]:
 )
 def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: int, ahead: bool) -> None:
     """Tokens go by way of the host, or the baseline issues ahead of them."""
-    parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages)
+    parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
     built = build_engine(MODEL, place(MODEL, parameters(), parts), SERVING, parts, buckets=(8, 64, 256))
     fed = FedWorkers(built.workers)
     by_request = EngineMaster(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.worker import Worker
@@ -58,7 +58,7 @@ class StopString:
 
 @cache
 def stages(n_stages: int) -> tuple[tuple[StagePart, ...], tuple[Worker, ...]]:
-    parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=1)
+    parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=1))
     parameters = init_parameters(MODEL, jax.random.key(3), jnp.dtype("float32"))
     built = harness(MODEL, parameters, SERVING, buckets=(8, 32), parts=parts).scheduler.engine
     assert isinstance(built, EngineMaster)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import ConstraintRules
 from orca_jax.model import reference
@@ -72,7 +72,7 @@ def parameters() -> dict[str, jax.Array]:
 @cache
 def engine(n_stages: int) -> Harness:
     serving = ServingConfig(max_batch_size=16, n_slots=2048, max_batch_tokens=512, block_size=8)
-    parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages)
+    parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
     return harness(MODEL, parameters(), serving, parts=parts)
 
 

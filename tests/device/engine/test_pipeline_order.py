@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.sampling import DeviceTokens
@@ -42,7 +42,9 @@ def parameters() -> dict[str, jax.Array]:
 @cache
 def stages(n_stages: int, tensor: int) -> tuple[tuple[StagePart, ...], tuple[Worker, ...]]:
     """The workers are kept: so each split compiles once."""
-    parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=tensor)
+    parts = split_model(
+        MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
+    )
     built = harness(MODEL, parameters(), SERVING, parts=parts).scheduler.engine
     assert isinstance(built, EngineMaster)
     assert isinstance(built._workers, LocalWorkers)

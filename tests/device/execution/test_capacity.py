@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.execution import capacity
 from orca_jax.execution.capacity import check_slots, stage_room
@@ -19,7 +19,7 @@ from orca_jax.families.parameters import stage_parameters
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters
-from orca_jax.planning.sizes import Sizes, engine_shape, n_rows, serving_config
+from orca_jax.planning.sizes import engine_shape, n_rows, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import shared_vocabulary, stage_memory, stage_weight_bytes
 from orca_jax.sharding.device_group import TENSOR
@@ -44,7 +44,9 @@ def bytes_on(device: Any, arrays: object) -> int:
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int, tensor: int) -> None:
     model = shared_vocabulary(model, tensor)
-    parts = split_model(model, jax.devices("cpu"), pipeline_parallel=n_stages, tensor_parallel=tensor)
+    parts = split_model(
+        model, jax.devices("cpu"), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
+    )
     drawn = init_parameters(model, jax.random.key(0), jnp.dtype(jnp.float32))
     placed = [
         {name: jax.device_put(drawn[name], place) for name, place in part.placement(model).items()}
@@ -166,7 +168,7 @@ def test_a_device_that_says_nothing_gets_a_modest_cache() -> None:
 
 def test_a_cpus_memory_is_shared_by_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}[name])
-    part = split_model(TIED, jax.devices("cpu"), tensor_parallel=2)[0]
+    part = split_model(TIED, jax.devices("cpu"), ParallelConfig(tensor_parallel=2))[0]
     weights = stage_weight_bytes(shared_vocabulary(TIED, 2), range(3), 2, 4)
 
     def room(said: float | None) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import Attention, ServingConfig
+from orca_jax.config import Attention, ParallelConfig, ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import Request
@@ -40,7 +40,7 @@ def engine(n_stages: int, attention: Attention = "follow_lengths", *, determinis
     serving = ServingConfig(
         max_batch_size=MAX_BS, n_slots=800, max_batch_tokens=128, block_size=8, deterministic=deterministic
     )
-    parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages)
+    parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
     return harness(MODEL, parameters(), serving, attention=attention, parts=parts)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import Deadlines, ServingConfig
+from orca_jax.config import Deadlines, ParallelConfig, ServingConfig
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.start_order import StartOrder
 from orca_jax.engine.channel import Arrival
@@ -84,7 +84,7 @@ class PipelineHere:
     def __init__(self, n_stages: int) -> None:
         self.arrivals = deque[Arrival]()
         self.woken = threading.Event()
-        parts = split_model(MODEL, jax.devices(), pipeline_parallel=n_stages)
+        parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
         whole = init_parameters(MODEL, jax.random.key(4), jnp.float32)
         self.stages = [
             StageHere(

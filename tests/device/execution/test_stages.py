@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.model.gpt import init_parameters
-from orca_jax.planning.stage_layers import said_of_split, stage_layers
+from orca_jax.planning.stage_layers import split_summary, stage_layers
 from orca_jax.request.request import Request
 from orca_jax.sharding.partition import one_stage, split_model
 from orca_jax.sharding.random_parameters import random_parameters
@@ -73,7 +73,9 @@ SPLITS += [("post-norm, projected, no bias, own head", *split) for split in ((2,
 @pytest.mark.parametrize(("name", "n_stages", "tensor"), SPLITS)
 def test_the_tokens_are_the_reference_s(name: str, n_stages: int, tensor: int) -> None:
     model = MODELS[name]
-    parts = split_model(model, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=tensor)
+    parts = split_model(
+        model, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
+    )
     engine = harness(model, parameters(name), SERVING, buckets=(8, 64), parts=parts)
     asked, arrivals = requests()
     engine.run(asked, arrivals)
@@ -92,20 +94,26 @@ def test_layers_are_shared_out_evenly_and_in_order() -> None:
 
 
 def test_what_is_said_of_the_stages() -> None:
-    assert said_of_split(5, 1, 1) == "1 stage on 1 device"
-    assert said_of_split(5, 4, 2) == "4 stages of 2, 1, 1, 1 layers, 2 devices each"
-    assert said_of_split(8, 2, 1) == "2 stages of 4 layers, 1 device each"
+    assert split_summary(5, ParallelConfig(pipeline_parallel=1, tensor_parallel=1)) == "1 stage on 1 device"
+    assert (
+        split_summary(5, ParallelConfig(pipeline_parallel=4, tensor_parallel=2))
+        == "4 stages of 2, 1, 1, 1 layers, 2 devices each"
+    )
+    assert (
+        split_summary(8, ParallelConfig(pipeline_parallel=2, tensor_parallel=1))
+        == "2 stages of 4 layers, 1 device each"
+    )
 
 
 def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
     devices, model = jax.devices(), MODELS["tied"]
-    parts = split_model(model, devices, pipeline_parallel=4, tensor_parallel=2)
+    parts = split_model(model, devices, ParallelConfig(pipeline_parallel=4, tensor_parallel=2))
     for stage, part in enumerate(parts):
-        own = one_stage(model, devices, stage, pipeline_parallel=4, tensor_parallel=2)
+        own = one_stage(model, devices, ParallelConfig(pipeline_parallel=4, tensor_parallel=2), stage)
         assert (own.layers, own.first, own.last) == (part.layers, part.first, part.last)
         assert own.group.devices == tuple(devices[:2])
     with pytest.raises(ConfigError, match="tensor_parallel 4 needs as many devices"):
-        one_stage(model, devices[:2], 0, pipeline_parallel=2, tensor_parallel=4)
+        one_stage(model, devices[:2], ParallelConfig(pipeline_parallel=2, tensor_parallel=4), 0)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +131,13 @@ def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
 def test_a_split_that_cannot_be_is_refused(sizes: dict[str, Any], said: str) -> None:
     model = ModelConfig(vocab_size=205, n_positions=64, hidden_size=64, n_layers=8, n_heads=8, ffn_size=128)
     with pytest.raises(ConfigError, match=re.escape(said)):
-        split_model(model, jax.devices(), **sizes)
+        split_model(model, jax.devices(), ParallelConfig(**sizes))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_stage_has_its_own_parameters_and_nothing_else(name: str) -> None:
     model = MODELS[name]
-    parts = split_model(model, jax.devices(), pipeline_parallel=2, tensor_parallel=4)
+    parts = split_model(model, jax.devices(), ParallelConfig(pipeline_parallel=2, tensor_parallel=4))
     placements = [part.placement(model) for part in parts]
     shapes = parameter_shapes(model)
     assert set().union(*placements) == set(shapes)
@@ -147,7 +155,7 @@ def test_each_stage_has_its_own_parameters_and_nothing_else(name: str) -> None:
 def test_random_weights_do_not_depend_on_the_split() -> None:
     model = MODELS["tied"]
     whole = init_parameters(model, jax.random.key(7), jnp.dtype("float32"))
-    parts = split_model(model, jax.devices(), pipeline_parallel=2, tensor_parallel=4)
+    parts = split_model(model, jax.devices(), ParallelConfig(pipeline_parallel=2, tensor_parallel=4))
     for part in parts:
         for key, value in random_parameters(model, 7, jnp.dtype("float32"), part.placement(model)).items():
             np.testing.assert_allclose(np.asarray(value), np.asarray(whole[key]), rtol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 
 from bench.compiled.collectives import Collective, collectives, counts
 from orca_jax.aot.compiled_stage import compile_stage
+from orca_jax.config import ParallelConfig
 from orca_jax.execution.sampling import TokenChooser
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
@@ -47,7 +48,9 @@ OUTSIDE = {
 def stage(name: str, where: str, layers_each: int, tensor: int) -> tuple[ModelConfig, StagePart]:
     n_stages = 1 if where == "only" else N_STAGES
     model = replace(MODELS[name], n_layers=n_stages * layers_each)
-    parts = split_model(model, jax.devices(), pipeline_parallel=n_stages, tensor_parallel=tensor)
+    parts = split_model(
+        model, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
+    )
     return model, parts[{"only": 0, "first": 0, "middle": 1, "last": -1}[where]]
 
 
@@ -88,7 +91,7 @@ def test_a_sum_is_of_the_hidden_array_and_no_more() -> None:
 
 
 def test_the_choice_of_a_token_needs_no_collective() -> None:
-    whole = split_model(MODEL, jax.devices(), tensor_parallel=4)[0].group.place()
+    whole = split_model(MODEL, jax.devices(), ParallelConfig(tensor_parallel=4))[0].group.place()
     chooser = TokenChooser(MODEL.vocab_size, 64, whole)
     logits = jax.device_put(jnp.zeros((8, MODEL.vocab_size)), whole)
     rows = jax.device_put(jnp.zeros((len(SamplerArrays._fields), 8), jnp.int32), whole)

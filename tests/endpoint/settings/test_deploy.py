@@ -14,8 +14,8 @@ import yaml
 from server import cli
 from server.commands.worker import worker_options
 from server.settings.config import WorkerFlags
+from server.settings.engine import engine_config
 from server.settings.flags import worker_flags
-from server.settings.pipeline import pipeline_options
 from server.settings.settings import serve_settings
 from tests.places import ROOT
 
@@ -99,13 +99,12 @@ def test_the_workers_command_is_a_workers(tmp_path: Path) -> None:
     options = worker_options(args.model, worker_flags(args), SECRET)
     assert (options.stage, options.n_stages) == (1, WORKERS["spec"]["replicas"])
     assert (options.listen, options.data_host) == ("10.2.0.9:7000", "10.2.0.9")
-    assert WORKER["resources"]["limits"]["nvidia.com/gpu"] == options.tensor_parallel
+    assert WORKER["resources"]["limits"]["nvidia.com/gpu"] == options.engine.parallel.tensor_parallel
 
 
 def test_the_servers_command_is_a_servers(tmp_path: Path) -> None:
     settings = serve_settings(parsed(serve_arguments(), tmp_path), {})
-    keywords = pipeline_options(settings.pipeline, settings.control_secret)
-    assert len(keywords["workers"]) == WORKERS["spec"]["replicas"]
+    assert engine_config(settings).parallel.pipeline_parallel == WORKERS["spec"]["replicas"]
     assert settings.endpoint.host == "0.0.0.0"  # the probes come to the pod's own address
     (flags, *_) = flags_of_workers(tmp_path)
     assert settings.engine.tensor_parallel == flags.tensor_parallel

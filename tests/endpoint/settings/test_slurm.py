@@ -19,8 +19,8 @@ import pytest
 from server import cli
 from server.commands.worker import worker_options
 from server.settings.config import WorkerFlags
+from server.settings.engine import engine_config
 from server.settings.flags import worker_flags
-from server.settings.pipeline import pipeline_options
 from server.settings.settings import serve_settings
 from tests.places import ROOT
 
@@ -199,7 +199,9 @@ def test_what_is_started_fits_together(start: Start, tmp_path: Path) -> None:
     assert (server["node"], server["platforms"]) == (None, "cpu")
 
     settings = serve_settings(_parsed(server, secret), {})
-    addresses = pipeline_options(settings.pipeline, settings.control_secret)["workers"]
+    config = engine_config(settings)
+    addresses = list(config.parallel.workers or ())
+    assert config.control_secret == server["secret"]
     assert addresses == ["10.0.0.1:20123", "10.0.0.2:20123", "10.0.0.3:20123"]
     assert (settings.model, settings.engine.max_batch_size) == ("the/model", 7)
     assert settings.endpoint.host == "127.0.0.1"
@@ -209,7 +211,7 @@ def test_what_is_started_fits_together(start: Start, tmp_path: Path) -> None:
         options = worker_options("the/model", one, server["secret"])
         assert (options.stage, options.n_stages) == (stage, 3)
         assert options.data_host == f"10.0.0.{stage + 1}"
-        assert options.tensor_parallel == settings.engine.tensor_parallel
+        assert options.engine.parallel.tensor_parallel == settings.engine.tensor_parallel
 
     directives = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", SCRIPT.read_text(), re.MULTILINE))
     signalled = re.fullmatch(r"B:TERM@(\d+)", directives["signal"])

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from orca_jax.config import WorkerOptions
 from orca_jax.errors import ConfigError
+from orca_jax.workers.worker_options import WorkerOptions
 from server import cli
 from server.commands.worker import worker_options
 from server.settings.flags import worker_flags
@@ -19,18 +19,24 @@ def options(*arguments: str) -> WorkerOptions:
 
 def test_stages_count_from_one_for_people_and_from_zero_inside() -> None:
     found = options("--listen", "127.0.0.1:7000", "--dtype", "bfloat16", "gpt2", "--seed", "4")
-    assert (found.stage, found.n_stages, found.model, found.dtype, found.seed) == (
+    engine = found.engine
+    assert (found.stage, found.n_stages, engine.model, engine.dtype, engine.seed) == (
         0,
         2,
         "gpt2",
         "bfloat16",
         4,
     )
-    assert (found.link, found.coordinator, found.forward_ahead) == ("transfer", None, True)
-    assert found.secret == "a secret of theirs" and "a secret" not in repr(found)
+    assert (engine.parallel.link, engine.parallel.coordinator, found.forward_ahead) == (
+        "transfer",
+        None,
+        True,
+    )
+    assert engine.control_secret == "a secret of theirs" and "a secret" not in repr(found)
     assert not options("--listen", "127.0.0.1:7000", "--no-forward-ahead").forward_ahead
-    assert not found.command_buffer_collectives
-    assert options("--listen", "a:1", "--command-buffer-collectives").command_buffer_collectives
+    assert not engine.sizes.command_buffer_collectives
+    collectives = options("--listen", "a:1", "--command-buffer-collectives")
+    assert collectives.engine.sizes.command_buffer_collectives
 
 
 @pytest.mark.parametrize(

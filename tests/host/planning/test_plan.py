@@ -3,19 +3,20 @@
 import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.config import ServingConfig
+from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape, operations, parameter_count, shared_bytes
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named
 from orca_jax.planning.plan import MAX_BS, Plan, Wanted, iteration_floor, make_plan, recommend
-from orca_jax.planning.sizes import Sizes, serving_config
+from orca_jax.planning.sizes import serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import (
     StageRoom,
@@ -33,16 +34,15 @@ PAPER = (("gpt3-13b", 1, 1), ("gpt3-101b", 1, 8), ("gpt3-175b", 2, 8), ("gpt3-34
 
 
 def wanted(
-    name: str, device: str, n_stages: int = 1, tensor: int = 1, context: int = 512, said: Sizes | None = None
+    name: str, device: str, n_stages: int = 1, tensor: int = 1, context: int = 512, sizes: Sizes | None = None
 ) -> Wanted:
     return Wanted(
         config=PRESETS[name],
         device=gpu_named(device),
-        said=said or Sizes(),
+        sizes=sizes or Sizes(),
         dtype="bfloat16",
         context=context,
-        pipeline_parallel=n_stages,
-        tensor_parallel=tensor,
+        parallel=ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor),
     )
 
 
@@ -159,11 +159,11 @@ def test_what_does_not_fit_is_said_with_a_split_that_does() -> None:
     assert "may take 36.00 GiB" in stage.problem
     assert plan.hint == "use --pipeline-parallel 2"
     assert make_plan(wanted("gpt3-175b", "a100-40gb", 2, 8)).fits
-    both = make_plan(wanted("gpt3-13b", "a100-40gb", said=Sizes(n_slots=40_000)))
+    both = make_plan(wanted("gpt3-13b", "a100-40gb", sizes=Sizes(n_slots=40_000)))
     assert both.hint == "use --pipeline-parallel 2 or --tensor-parallel 2"
     assert both.stages[0].problem is not None and "40000 slots of n_slots" in both.stages[0].problem
     for n_stages, tensor in ((2, 1), (1, 2)):
-        assert make_plan(wanted("gpt3-13b", "a100-40gb", n_stages, tensor, said=Sizes(n_slots=40_000))).fits
+        assert make_plan(wanted("gpt3-13b", "a100-40gb", n_stages, tensor, sizes=Sizes(n_slots=40_000))).fits
 
 
 def test_where_one_way_alone_does_not_do_both_are_hinted_at() -> None:
@@ -172,9 +172,8 @@ def test_where_one_way_alone_does_not_do_both_are_hinted_at() -> None:
     assert plan.hint is not None
     words = plan.hint.split()
     assert words[:2] == ["use", "--pipeline-parallel"] and words[3] == "--tensor-parallel"
-    assert make_plan(
-        replace(plan.wanted, pipeline_parallel=int(words[2]), tensor_parallel=int(words[4]))
-    ).fits
+    both = ParallelConfig(pipeline_parallel=int(words[2]), tensor_parallel=int(words[4]))
+    assert make_plan(replace(plan.wanted, parallel=both)).fits
     hopeless = make_plan(replace(plan.wanted, device=replace(tiny, memory=1 << 28)))
     assert hopeless.hint is not None and hopeless.hint.startswith("no split over up to 64 stages")
 
@@ -183,7 +182,7 @@ def test_a_cpu_gets_a_modest_cache_unless_told_otherwise() -> None:
     cpu = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
     modest = replace(wanted("gpt2", "h200"), device=cpu, dtype="float32")
     assert make_plan(modest).serving.n_slots == (2 << 30) // (2 * 12 * 768 * 4)
-    told = make_plan(replace(modest, said=Sizes(memory_fraction=0.5)))
+    told = make_plan(replace(modest, sizes=Sizes(memory_fraction=0.5)))
     assert told.serving.n_slots == 2 * 32 * 1024
     assert told.stages[0].memory.fixed + told.stages[0].slots * told.stages[0].memory.slot <= 8 << 30
     assert "no split helps" in str(make_plan(replace(modest, device=replace(cpu, memory=1 << 28))).hint)
@@ -267,13 +266,13 @@ def test_the_recommended_one_meets_the_budget_and_one_more_does_not(budget: floa
     if found.max_bs:
         seconds = iteration_floor(BUDGETED, "increment", found.max_bs).seconds
         assert seconds == found.seconds <= budget
-        plan = make_plan(replace(BUDGETED, said=replace(BUDGETED.said, max_batch_size=found.max_bs)))
+        plan = make_plan(replace(BUDGETED, sizes=replace(BUDGETED.sizes, max_batch_size=found.max_bs)))
         assert plan.fits and plan.stages[0].slots >= found.max_bs * 256
     more = found.max_bs + 1
     if found.bound == "latency":
         assert iteration_floor(BUDGETED, "increment", more).seconds > budget
     elif found.bound == "slots":
-        plan = make_plan(replace(BUDGETED, said=replace(BUDGETED.said, max_batch_size=more)))
+        plan = make_plan(replace(BUDGETED, sizes=replace(BUDGETED.sizes, max_batch_size=more)))
         assert plan.stages[0].slots < more * 256
     else:
         assert more == MAX_BS + 1
@@ -283,11 +282,11 @@ def test_what_bounds_a_recommendation() -> None:
     assert recommend(BUDGETED, 1e-4).max_bs == 0
     assert recommend(BUDGETED, 1e-4).bound == "latency"
     assert recommend(BUDGETED, 1.0).bound == "slots"
-    tiny = Wanted(config=SMALL, device=GPUS["h200"], said=Sizes(), dtype="bfloat16", context=8)
+    tiny = Wanted(config=SMALL, device=GPUS["h200"], sizes=Sizes(), dtype="bfloat16", context=8)
     assert recommend(tiny, 1.0) == recommend(tiny, 2.0).__class__(
         budget=1.0, max_bs=MAX_BS, seconds=iteration_floor(tiny, "increment", MAX_BS).seconds, bound="limit"
     )
-    few = replace(BUDGETED, said=Sizes(n_slots=2048))
+    few = replace(BUDGETED, sizes=Sizes(n_slots=2048))
     assert (recommend(few, 1.0).max_bs, recommend(few, 1.0).bound) == (8, "slots")
     # XLA's own temporaries, told for the sizes asked for, leave less room.
     told = replace(BUDGETED, temporaries=(40 << 30,))
@@ -305,13 +304,13 @@ def test_temporaries_that_xla_told_take_the_place_of_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel": 7}, "n_heads 40 is no multiple of it"),
-        ({"pipeline_parallel": 41}, "n_layers is 40"),
+        ({"parallel": ParallelConfig(tensor_parallel=7)}, "n_heads 40 is no multiple of it"),
+        ({"parallel": ParallelConfig(pipeline_parallel=41)}, "n_layers is 40"),
         ({"context": 0}, "context is 0; it must be from 1 to the model's 2048"),
         ({"context": 2049}, "context is 2049"),
     ],
 )
-def test_what_cannot_be_is_refused(changes: dict[str, int], message: str) -> None:
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(wanted("gpt3-13b", "h200"), **changes)
 

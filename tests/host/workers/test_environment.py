@@ -2,6 +2,7 @@
 
 import pytest
 
+from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.workers.environment import held_fraction, hold_memory, visible_gpus, worker_environment
 
@@ -97,7 +98,8 @@ def test_environments(
 ) -> None:
     given = {"HOME": "/home/orca", **environ}
     before = dict(given)
-    made = [worker_environment(stage, n_stages, tensor_parallel, given, gpus) for stage in range(n_stages)]
+    parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor_parallel)
+    made = [worker_environment(stage, parallel, given, gpus) for stage in range(n_stages)]
     assert made == [{"HOME": "/home/orca", **SAID, **one} for one in expected]
     assert given == before
 
@@ -105,7 +107,7 @@ def test_environments(
 @pytest.mark.parametrize("gpus", [("0",), ("0", "1", "4")])
 def test_stages_of_several_gpus_do_not_share(gpus: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as raised:
-        worker_environment(1, 2, 2, {}, gpus)
+        worker_environment(1, ParallelConfig(pipeline_parallel=2, tensor_parallel=2), {}, gpus)
     message = str(raised.value)
     assert "2 stages of 2 GPUs each need 4" in message
     assert f"{len(gpus)}: {','.join(gpus)};" in message
@@ -123,7 +125,8 @@ def test_stages_of_several_gpus_do_not_share(gpus: tuple[str, ...]) -> None:
 def test_a_fraction_of_the_memory_is_for_all_stages_on_a_gpu(
     environ: dict[str, str], gpus: tuple[str, ...], expected: dict[str, str]
 ) -> None:
-    made = worker_environment(0, 2, 1, environ, gpus, memory_fraction=0.5)
+    parallel = ParallelConfig(pipeline_parallel=2)
+    made = worker_environment(0, parallel, environ, gpus, memory_fraction=0.5)
     assert {name: made[name] for name in made if "MEM_FRACTION" in name} == expected
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.load import DEMO_MODEL
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.model import reference
 from orca_jax.families.parameters import parameter_shapes
+from orca_jax.model import reference
 from orca_jax.request.tokenizer import Tokenizer
 from tests.places import DATA
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rich.console import Console
 
 import orca_jax
 from orca_jax import LLM, SamplingParams
+from orca_jax.config import EngineConfig
 from orca_jax.errors import EngineError
 from orca_jax.request.sampled import TokenLogprobs
 from server import cli
@@ -49,7 +51,7 @@ class Lent:
 def lent(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Lent:
     """Let `orca generate` run the shared tiny model."""
     lent = Lent(tiny)
-    monkeypatch.setattr(orca_jax, "LLM", lambda **_: lent, raising=False)
+    monkeypatch.setattr(orca_jax, "LLM", SimpleNamespace(from_config=lambda *_, **__: lent), raising=False)
     return lent
 
 
@@ -330,12 +332,12 @@ def test_ctrl_c_ends_with_130_and_frees_the_slots(
 def test_a_terminal_shows_how_much_of_the_checkpoint_is_read(
     tiny: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(*, on_load: Callable[[int, int], None], **_: object) -> Lent:
+    def load(config: EngineConfig, *, on_load: Callable[[int, int], None], **_: object) -> Lent:
         for done in (1_000, 2_000_000):
             on_load(done, 4_000_000)
         return Lent(tiny)
 
-    monkeypatch.setattr(orca_jax, "LLM", load, raising=False)
+    monkeypatch.setattr(orca_jax, "LLM", SimpleNamespace(from_config=load), raising=False)
     arguments = ["generate", "ab", "--max-tokens", "1"]
     assert cli.main(arguments) == 0
     assert "Loading" not in capsys.readouterr().err

@@ -17,6 +17,7 @@ from orca_jax.checkpoint import load
 from orca_jax.checkpoint import locate as checkpoint
 from orca_jax.checkpoint.huggingface import find_tensors
 from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.errors import (
     ConfigError,
     CorruptFile,
@@ -35,7 +36,7 @@ from orca_jax.errors import (
 from orca_jax.execution import capacity
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.reference import forward
-from orca_jax.planning.sizes import Sizes, serving_config
+from orca_jax.planning.sizes import serving_config
 from orca_jax.service.generation import GenerationResult
 from orca_jax.sharding.partition import split_model
 
@@ -374,7 +375,7 @@ def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.Mon
 
     def sizes(n_bytes: int, stages: int = 1, tensor: int = 1) -> tuple[int, int]:
         monkeypatch.setattr(capacity, "DEFAULT_KV_BYTES", n_bytes)
-        parts = split_model(model, devices, pipeline_parallel=stages, tensor_parallel=tensor)
+        parts = split_model(model, devices, ParallelConfig(pipeline_parallel=stages, tensor_parallel=tensor))
         n_devices = stages * tensor
         rooms = [
             capacity.stage_room(model, jnp.dtype("float32"), part, n_devices=n_devices) for part in parts

@@ -1,0 +1,35 @@
+# pyright: standard
+"""Composition: an engine whose stages run in this process, in worker processes, or elsewhere."""
+
+from collections.abc import Callable
+
+from orca_jax.checkpoint.load import FoundModel
+from orca_jax.config import EngineConfig
+from orca_jax.engine.built_engine import BuiltEngine
+from orca_jax.engine.local_processes import supervised_pipeline
+from orca_jax.engine.remote_pipeline import StageWorkers, remote_pipeline
+from orca_jax.execution.compile_cache import keep_compiled_programs
+from orca_jax.execution.programs import OnProgram
+from orca_jax.launch.loaded_engine import loaded_engine
+
+
+def start_engine(
+    found: FoundModel,
+    config: EngineConfig,
+    *,
+    on_load: Callable[[int, int], None] | None,
+    on_program: OnProgram | None,
+    on_event: Callable[[str], None],
+) -> BuiltEngine:
+    """Start what `config` asks for; `found` is its model. Raises ConfigError or a CheckpointError.
+
+    It tells `on_load` and `on_program` its progress in this process, and `on_event` what becomes of others.
+    """
+    workers = config.parallel.workers
+    if workers is not None:
+        there = StageWorkers(addresses=tuple(workers), secret=config.control_secret)
+        return remote_pipeline(found.name, found.config, config, there, on_event=on_event)
+    if config.parallel.worker_processes:
+        return supervised_pipeline(found.name, found.config, config, on_event=on_event)
+    keep_compiled_programs(config.compiling.compile_cache)
+    return loaded_engine(found, config, on_load=on_load, on_program=on_program)

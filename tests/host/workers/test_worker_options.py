@@ -1,0 +1,81 @@
+"""What a worker's process is told: the same on both sides of the text it is started with."""
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orca_jax.config import Compiling, Deadlines, EngineConfig, ParallelConfig, RestartBound, Sizes
+from orca_jax.errors import ConfigError
+from orca_jax.workers.worker_options import WorkerOptions
+
+# Every field unlike its default, so that one left out of the text shows.
+ENGINE = EngineConfig(
+    model="a model",
+    load_format="dummy",
+    dtype="bfloat16",
+    seed=3,
+    attention="static",
+    sizes=Sizes(
+        max_batch_size=2,
+        n_slots=64,
+        max_batch_tokens=128,
+        block_size=8,
+        max_queue=5,
+        max_queue_bytes=1 << 20,
+        max_queue_share=0.5,
+        deterministic=True,
+        overlap=False,
+        command_buffer_collectives=True,
+        memory_fraction=0.25,
+    ),
+    parallel=ParallelConfig(
+        tensor_parallel=2, pipeline_parallel=3, worker_processes=True, link="nccl", coordinator="a:1"
+    ),
+    compiling=Compiling(compile_ahead=True, on_compile="error", compile_cache="a folder"),
+    deadlines=Deadlines(
+        iteration_seconds=1, worker_seconds=2, ready_seconds=3, retry_seconds=4, look_seconds=5
+    ),
+    restarts=RestartBound(restarts=1, seconds=2),
+    control_secret="a secret of theirs",
+)
+OPTIONS = WorkerOptions(
+    stage=1, engine=ENGINE, listen="unix:/a", data_host="b", forward_ahead=False, end_with_stdin=True
+)
+
+
+def defaults(config: Any, but: str = "") -> list[str]:
+    """The fields that have their default, parts included."""
+    names: list[str] = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            names += defaults(value, but)
+        elif value == field.default and field.name != but:
+            names.append(field.name)
+    return names
+
+
+def test_what_the_parent_says_is_what_the_child_reads() -> None:
+    assert defaults(OPTIONS, but="workers") == []  # it excludes worker_processes
+    assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
+    assert "a secret of theirs" not in repr(OPTIONS)
+
+
+def test_a_path_is_read_as_its_name() -> None:
+    parallel = ParallelConfig(workers=["a:1", "b:2"])
+    engine = EngineConfig(model=Path("/a"), compiling=Compiling(compile_cache=Path("/b")), parallel=parallel)
+    read = WorkerOptions.from_json(WorkerOptions(stage=0, engine=engine, listen="a:1").as_json()).engine
+    assert (read.model, read.compiling.compile_cache, read.parallel) == ("/a", "/b", parallel)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "7", '{"engine": []}', '{"engine": {}}', '{"engine": {"nothing": 1}, "stage": 0}']
+    + [json.dumps(json.loads(OPTIONS.as_json()) | {"stage": 3})],
+)
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^the worker's options cannot be read: "):
+        WorkerOptions.from_json(text)
