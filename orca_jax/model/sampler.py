@@ -1,14 +1,15 @@
-"""The choice of each row's next token, in programs of their own apart from the forward pass.
+"""Sampling: chooses each row's next token, in programs separate from the forward pass.
 
-What acts on logits, in this order: `adjust` (biases, penalties), `allow` (the tokens that may come), then the
-choice: `greedy`, or `sample` with or without its cuts. A row's draw depends on its own logits, seed and token
-index alone, so a request's tokens do not depend on its neighbours. `logprobs` are of the model's own logits.
+The order is `adjust` (biases, penalties), `allow` (the allowed tokens), then `greedy`, or `sample` with or
+without top-k and top-p. A row's draw depends only on its own logits, seed and token index, so a request's
+tokens do not depend on its neighbours. `logprobs` are those of the model's own logits.
 
-Whatever a row's logits are, NaN and infinities among them, as where weights overflow, its token is one of
-the vocabulary, and no other row notices. What acts on logits leaves finite ones; but to look at every logit
-in the choice as well would cost more than the choice.
+Whatever a row's logits are, including NaN and infinities when weights overflow, its token is in the
+vocabulary and no other row is affected. `adjust` and `allow` make logits finite; checking every logit in the
+choice as well would cost more than the choice.
 
-R rows, V tokens of the vocabulary. No sort of V terms is made: the cuts search for their threshold.
+R rows, V tokens of the vocabulary. The vocabulary is never sorted: top-k and top-p search for their
+threshold.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-IN_PROMPT = 1 << 30  # in `seen`, where the prompt has the token
-# The largest logit that goes into an adjustment. Penalties make it a hundred times as large at most, and two
-# of those are still apart by a float32.
+IN_PROMPT = 1 << 30  # added in `seen` if the prompt has the token
+# Logits are clipped to this before an adjustment. Penalties multiply them by a hundred at most, and the
+# difference of two such values is still a finite float32.
 _MOST = 1e36
-_GROUP = 256  # logits taken together in the first step of a draw, or of the search for the largest
+_GROUP = 256  # logits grouped in the first step of a draw, or of the search for the largest
 
 
 def adjust(
@@ -34,11 +35,11 @@ def adjust(
 ) -> jax.Array:
     """Biases and penalties: logits, bias [R, V] float32, seen [R, V] int32, the rest [R]; returns [R, V].
 
-    `seen` counts a token in the output, plus IN_PROMPT where the prompt has it. First the bias is added. What
-    was seen, in either, is then made less likely by the factor `repetition` (Keskar et al. 2019, as Hugging
-    Face has it: a positive logit is divided, a negative one multiplied). Last, as OpenAI has them, of what
-    the output has `frequency` is taken off for each time, and `presence` once. The result is finite where the
-    parameters are within the bounds of SamplingParams.
+    `seen` counts a token in the output, plus IN_PROMPT if the prompt has it. First the bias is added. Tokens
+    seen in either are then made less likely by the factor `repetition` (Keskar et al. 2019, as in Hugging
+    Face: a positive logit is divided, a negative one multiplied). Last, as in OpenAI's API, `frequency` is
+    subtracted for each occurrence in the output and `presence` once. The result is finite if the parameters
+    are within the bounds of SamplingParams.
     """
     count = seen & (IN_PROMPT - 1)
     biased = _finite(logits) + bias
@@ -48,35 +49,35 @@ def adjust(
 
 
 def allow(logits: jax.Array, words: jax.Array) -> jax.Array:
-    """-inf for each token t whose bit t % 32 of word t // 32 is 0: logits [R, V], words [R, V / 32] int32."""
+    """Set token t to -inf if bit t % 32 of word t // 32 is 0: logits [R, V], words [R, V / 32] int32."""
     bits = (words[:, :, None] >> jnp.arange(32)) & 1
     return jnp.where(bits.reshape(len(words), -1)[:, : logits.shape[1]] == 1, _finite(logits), -jnp.inf)
 
 
 def greedy(logits: jax.Array) -> jax.Array:
-    """[R, V] float32 to [R] int32: the first of the largest."""
+    """[R, V] float32 to [R] int32: the first of the largest logits."""
     return lax.platform_dependent(logits, cpu=_greedy_by_groups, default=_greedy_at_once)
 
 
 def _greedy_at_once(logits: jax.Array) -> jax.Array:
-    # Two plain reductions: argmax, which carries value and index, does not vectorise.
+    # Two plain reductions: argmax, which carries value and index, does not vectorize.
     top = logits.max(axis=-1, keepdims=True)
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     return jnp.where(logits == top, index, logits.shape[-1] - 1).min(axis=-1)
 
 
 def _greedy_by_groups(logits: jax.Array) -> jax.Array:
-    """The first group whose largest is the largest, then the place in it.
+    """Find the first group with the largest maximum, then the index within it.
 
-    To write an array as large as the logits would take a CPU longer than all the rest.
+    On a CPU, writing an array as large as the logits would take longer than everything else.
     """
     vocab = logits.shape[-1]
     last_group = ((0, 0), (0, -vocab % _GROUP))
     tops = lax.reduce_window(logits, -jnp.inf, lax.max, (1, _GROUP), (1, _GROUP), last_group)
     start = _greedy_at_once(tops)[:, None] * _GROUP
-    at = jnp.minimum(start + jnp.arange(_GROUP, dtype=jnp.int32), vocab - 1)
-    place = _greedy_at_once(jnp.take_along_axis(logits, at, axis=-1))
-    return jnp.minimum(start[:, 0] + place, vocab - 1)
+    members = jnp.minimum(start + jnp.arange(_GROUP, dtype=jnp.int32), vocab - 1)
+    index = _greedy_at_once(jnp.take_along_axis(logits, members, axis=-1))
+    return jnp.minimum(start[:, 0] + index, vocab - 1)
 
 
 def sample(
@@ -91,10 +92,10 @@ def sample(
     *,
     cut: bool,
 ) -> jax.Array:
-    """Draw a token of each row: logits [R, V] float32, the rest [R]; returns [R] int32.
+    """Draw a token for each row: logits [R, V] float32, the rest [R]; returns [R] int32.
 
-    Temperature first, then the cuts as `keep` has them. Rows of temperature 0 are greedy. `cut` False leaves
-    top_k and top_p out of the program.
+    Temperature is applied first, then `keep`. Rows of temperature 0 are greedy. `cut` False leaves top_k and
+    top_p out of the program.
     """
     hot = jnp.where(temperature > 0, temperature, 1.0)
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / hot[:, None]
@@ -105,29 +106,29 @@ def sample(
 
 
 def keep(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Weights [R, V] in [0, 1], the largest 1, with 0 for what is cut; the rest [R].
+    """Set the weights that are cut to 0: weights [R, V] in [0, 1], the largest 1; the rest [R].
 
-    top_k first, then top_p of what top_k left, then what is below min_p times the likeliest.
+    top_k first, then top_p of what top_k left, then min_p: what is below min_p times the most likely.
     """
     return _keep_min_p(_keep_top_p(_keep_top_k(weights, top_k), top_p), min_p)
 
 
 def logprobs(logits: jax.Array, tokens: jax.Array, n_top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logarithms of probabilities: of each row's token [R]; of the likeliest the ids and those [R, n_top].
+    """Log-probabilities: of each row's token [R]; ids and log-probabilities of the most likely [R, n_top].
 
-    logits [R, V] float32, tokens [R] int32. Where V is below `n_top` the rest is id 0 at -inf. None is NaN.
+    logits [R, V] float32, tokens [R] int32. If V is below `n_top` the rest is id 0 at -inf. None is NaN.
     """
-    # Off the largest first: beside large logits a small logarithm would lose its digits.
+    # Subtract the largest first: a small logarithm would lose its digits next to large logits.
     largest = logits.max(axis=-1, keepdims=True)
     total = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     top, ids = _largest(logits, n_top)
-    # Beside an infinite logit, or none that is a number, no token has a probability.
+    # If a logit is infinite, or all are NaN, no token has a probability.
     return _nan_last((chosen - largest - total)[:, 0]), ids, _nan_last(top - largest - total)
 
 
 def _finite(logits: jax.Array) -> jax.Array:
-    """All within +-_MOST, what is not a number at the lower end."""
+    """Clip to +-_MOST; NaN becomes -_MOST."""
     return jnp.clip(jnp.where(jnp.isnan(logits), -_MOST, logits), -_MOST, _MOST)
 
 
@@ -138,14 +139,14 @@ def _nan_last(values: jax.Array) -> jax.Array:
 def _largest(logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
     """The n largest [R, n], descending, and their indices.
 
-    They stand in the n groups whose own largest are largest, so that only those groups are sorted.
+    They are in the n groups with the largest maxima, so only those groups are sorted.
     """
     n_rows, vocab = logits.shape
     padded = jnp.pad(logits, ((0, 0), (0, -vocab % _GROUP)), constant_values=-jnp.inf)
     grouped = padded.reshape(n_rows, -1, _GROUP)
     n_groups = min(n, grouped.shape[1])
     _, groups = lax.top_k(grouped.max(axis=-1), n_groups)
-    groups = jnp.sort(groups, axis=-1)  # so that of equals the first comes first
+    groups = jnp.sort(groups, axis=-1)  # so that of equal logits the first comes first
     members = jnp.take_along_axis(grouped, groups[:, :, None], axis=1).reshape(n_rows, -1)
     top, place = lax.top_k(members, n)
     ids = jnp.take_along_axis(groups, place // _GROUP, axis=-1) * _GROUP + place % _GROUP
@@ -153,7 +154,7 @@ def _largest(logits: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _uniform(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) -> jax.Array:
-    """One number in [0, 1), of (seed, token index)."""
+    """A random number in [0, 1) from (seed, token index)."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed_low), seed_high)
     return jax.random.uniform(jax.random.fold_in(key, token_index))
 
@@ -161,7 +162,7 @@ def _uniform(seed_low: jax.Array, seed_high: jax.Array, token_index: jax.Array) 
 def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The index at which the running sum of weights [R, V] passes uniform [R] of the total.
 
-    First among sums of groups, then inside the group, so that no running sum of V terms is made.
+    Searches the sums of groups first, then inside the group, to avoid a running sum over V terms.
     """
     n_rows, vocab = weights.shape
     grouped = jnp.pad(weights, ((0, 0), (0, -vocab % _GROUP))).reshape(n_rows, -1, _GROUP)
@@ -174,9 +175,10 @@ def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First index [R] whose running sum exceeds target and whose term is above 0; the target's rest there."""
+    """First index [R] whose running sum exceeds target and whose term is above 0; what is left of the target.
+    """
     fits = (running > target[:, None]) & (terms > 0)
-    # Rounding can leave the target at or above the last sum: take the last term that has weight then.
+    # Rounding can put the target at or above the last sum: then take the last term with weight.
     last = terms.shape[-1] - 1 - jnp.argmax(terms[:, ::-1] > 0, axis=-1)
     index = jnp.where(fits.any(axis=-1), jnp.argmax(fits, axis=-1), last)
     here = jnp.take_along_axis(running - terms, index[:, None], axis=-1)[:, 0]
@@ -184,14 +186,14 @@ def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.
 
 
 def _keep_top_k(weights: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Zero all but the k largest weights (ties stay in); k 0 keeps all."""
+    """Zero all but the k largest weights (ties are kept); k 0 keeps all."""
     wanted = jnp.where(top_k > 0, top_k, weights.shape[-1])
     bound = _largest_bound(weights, lambda kept: kept.sum(axis=-1, dtype=jnp.int32), wanted, top_k > 0)
     return jnp.where((weights >= bound[:, None]) | (top_k == 0)[:, None], weights, 0.0)
 
 
 def _keep_top_p(weights: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Zero all but the fewest largest weights whose share is at least p (ties stay in); p 1 keeps all."""
+    """Zero all but the fewest largest weights whose share is at least p (ties are kept); p 1 keeps all."""
     wanted = top_p * weights.sum(axis=-1)
     share = lambda kept: jnp.where(kept, weights, 0.0).sum(axis=-1)  # noqa: E731
     bound = _largest_bound(weights, share, wanted, top_p < 1)
@@ -199,7 +201,7 @@ def _keep_top_p(weights: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _keep_min_p(weights: jax.Array, min_p: jax.Array) -> jax.Array:
-    """Zero what is below min_p; the largest weight is 1."""
+    """Zero the weights below min_p; the largest weight is 1."""
     return jnp.where(weights >= min_p[:, None], weights, 0.0)
 
 
@@ -208,8 +210,8 @@ def _largest_bound(
 ) -> jax.Array:
     """The largest bound [R] at which `measure(weights >= bound)` is still `wanted`, weights in [0, 1].
 
-    A search over the bits of a float32, which sort as the numbers do: 31 passes over the weights and no sort.
-    A CPU leaves it out where no row `asked` for it [R]; an accelerator would have to ask its host for that.
+    Binary search over the bits of a float32, which sort like the numbers: 31 passes over the weights, no
+    sort. A CPU skips it if no row `asked` for it [R]; an accelerator would have to ask the host about that.
     """
 
     def halve(_: int, span: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
