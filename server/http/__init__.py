@@ -1,1 +1,1 @@
-"""The HTTP endpoint: OpenAI's API and what an operator needs beside it."""
+"""The HTTP endpoint: OpenAI's API, and routes for operators such as /health and /metrics."""

@@ -1,4 +1,4 @@
-"""The HTTP endpoint put together: the routes, and the layers that every request passes on its way to them."""
+"""Assembles the HTTP endpoint: the routes and the middleware that every request passes through."""
 
 from functools import cache, partial
 
@@ -18,11 +18,14 @@ from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.config import EndpointOptions
 
-_DESCRIPTION = "Iteration-level scheduling and selective batching (ORCA, OSDI 2022), by OpenAI's API."
+_DESCRIPTION = (
+    "OpenAI's API for an engine with continuous batching: iteration-level scheduling and selective batching "
+    "(ORCA, OSDI 2022)."
+)
 
 
 def create_app(gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics) -> ASGIApp:
-    """The endpoint as an ASGI application; it has no lifespan of its own."""
+    """The endpoint as an ASGI application, without ASGI lifespan events."""
     app = FastAPI(
         title="orca_jax",
         summary="A serving engine for language models",

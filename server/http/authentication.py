@@ -1,4 +1,4 @@
-"""API keys over HTTP, checked before any of a body is read."""
+"""Checks API keys over HTTP, before any of the body is read."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -7,21 +7,23 @@ from server.http.bodies.errors import error_response
 from server.process.addresses import owner_at
 from server.settings.api_keys import ApiKeys
 
-# All else needs a key, so that a new route is never open by mistake.
+# Every other path needs a key, so that a new route is never open by mistake.
 OPEN_PATHS = frozenset(
     ("/health", "/ready", "/version", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json")
 )
 
 
 class Authentication:
-    """ASGI middleware: without a key that is known, 401."""
+    """ASGI middleware that answers 401 if a path needs an API key and the request has no valid one.
+
+    It stores the owner of each request in the scope's state, for generation/state.py.
+    """
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys) -> None:
         self._app = app
         self._api_keys = api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through or answer it. generation/state.py tells routes whose it is."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
                 key = self._api_keys.check(_authorization(scope))

@@ -1,4 +1,4 @@
-"""`/v1/models`: the one model that is served, as OpenAI's clients list it."""
+"""`/v1/models`: the served model, in OpenAI's form."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ router = APIRouter(prefix="/v1/models", tags=["models"], responses=error_respons
 
 
 class Model(BaseModel):
-    """A model; `created` in seconds since 1970, `max_model_len` tokens of input and output together."""
+    """A model. `created` is in seconds since 1970; `max_model_len` is tokens, input and output together."""
 
     id: str
     object: Literal["model"] = "model"
@@ -23,7 +23,7 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """The models that are served."""
+    """The served models."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -35,10 +35,10 @@ async def list_models(gateway: GatewayOf) -> Models:
     return Models(data=[_model(gateway.model())])
 
 
-# A name on the Hugging Face hub has a slash.
+# `:path`, because names on the Hugging Face hub contain a slash.
 @router.get("/{model_id:path}", responses=error_responses(404))
 async def get_model(gateway: GatewayOf, model_id: str) -> Model:
-    """One model by its name."""
+    """Get a model by its name."""
     return _model(gateway.model(model_id))
 
 

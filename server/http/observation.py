@@ -1,4 +1,4 @@
-"""The outermost layer around the routes: a request gets its id here, and is logged and counted at its end."""
+"""The outermost middleware: it gives each request an id, and logs and counts it when it ends."""
 
 import time
 from typing import Any
@@ -10,12 +10,12 @@ from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
 from server.settings.config import AccessLog
 
-_CLIENT_LEFT = 499  # what nginx made customary
+_CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _PROBES = frozenset(("/health", "/ready", "/metrics"))
 
 
 class Observation:
-    """ASGI middleware. Routes find the id and the facts for the log in the scope (generation/state.py)."""
+    """ASGI middleware. Routes find the request id and the facts to log in the scope (generation/state.py)."""
 
     def __init__(self, app: ASGIApp, *, access_log: AccessLog, metrics: Metrics) -> None:
         self._app = app
@@ -23,7 +23,6 @@ class Observation:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, from its first byte to its last."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -35,12 +34,12 @@ class Observation:
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
-            self._over(scope, exchange, facts)
+            self._log_and_count(scope, exchange, facts)
 
-    def _over(self, scope: Scope, exchange: "_Exchange", facts: dict[str, Any]) -> None:
+    def _log_and_count(self, scope: Scope, exchange: "_Exchange", facts: dict[str, Any]) -> None:
         status = _CLIENT_LEFT if exchange.left else exchange.status if exchange.complete else 500
         path, method = scope["path"], scope["method"]
-        route = getattr(scope.get("route"), "path", "other")  # never what a client made up
+        route = getattr(scope.get("route"), "path", "other")  # never a path that a client made up
         self._metrics.http_request(route, method, status)
         if status < 400 and path in _PROBES:
             return
@@ -59,7 +58,7 @@ class Observation:
 
 
 class _Exchange:
-    """One request's messages, watched as they pass; a chunk of a stream costs one call more."""
+    """Watches one request's ASGI messages. It adds one function call per chunk of a stream."""
 
     __slots__ = ("_receive", "_send", "began", "complete", "left", "n_bytes", "request_id", "status")
 
@@ -71,7 +70,7 @@ class _Exchange:
         self.status = 0
         self.n_bytes = 0
         self.complete = False
-        self.left = False  # the client, before it had all
+        self.left = False  # whether the client left before the response was complete
 
     async def receive(self) -> Message:
         message = await self._receive()

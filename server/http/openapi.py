@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, made true: with what the layers around the routes do, and no 422."""
+"""The OpenAPI document: FastAPI's, corrected to include the middleware's responses and no 422."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "require
 
 
 def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
-    """The document of `app`; `keyed`: API keys are needed."""
+    """The OpenAPI document of `app`. `keyed` says whether API keys are required."""
     document = FastAPI.openapi(app)
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            _mend(operation, keyed=keyed and path not in OPEN_PATHS)
+            _correct(operation, keyed=keyed and path not in OPEN_PATHS)
     schemas = document["components"]["schemas"]
-    for presumed in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(presumed, None)
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
     if keyed:
         document["components"]["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
     return document
 
 
-def _mend(operation: dict[str, Any], *, keyed: bool) -> None:
+def _correct(operation: dict[str, Any], *, keyed: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
     statuses = [*(_OF_BODIES if "requestBody" in operation else ()), *((401,) if keyed else ())]

@@ -1,4 +1,4 @@
-"""The id that a client gives its request, or one that it is given: `X-Request-Id`, in and out."""
+"""`X-Request-Id`: the client's own id for a request, or a generated one."""
 
 import re
 import uuid
@@ -10,7 +10,7 @@ _USABLE = re.compile(rb"[!-~]{1,128}").fullmatch  # printable ASCII without spac
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The one in the headers if it is 1 to 128 printable ASCII characters without spaces; else a new one."""
+    """The id in the headers if it is 1 to 128 printable ASCII characters without spaces, else a new id."""
     for name, value in headers:
         if name == HEADER:
             return value.decode("ascii") if _USABLE(value) else uuid.uuid4().hex

@@ -1,4 +1,4 @@
-"""How the server is: for probes, load balancers and dashboards. None of these needs a key."""
+"""Health, readiness, version and metrics, for probes and dashboards. None needs an API key."""
 
 from typing import Literal
 
@@ -18,20 +18,20 @@ _TEXT = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
 class Health(BaseModel):
-    """The process lives."""
+    """The process is alive."""
 
     status: Literal["ok"] = "ok"
 
 
 class Readiness(BaseModel):
-    """Whether requests are taken and run at once, and if not, why."""
+    """The server's phase, and the reason if it is not ready."""
 
     status: Phase
     reason: str | None = None
 
 
 class Version(BaseModel):
-    """What is running."""
+    """The running version of orca_jax."""
 
     version: str
 
@@ -39,21 +39,23 @@ class Version(BaseModel):
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Health:
-    """200 as long as the process lives, whatever it can do."""
+    """Liveness: 200 as long as the process is alive, even if it cannot serve requests."""
     return Health()
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses={503: {"model": Readiness, "description": "Not ready"}})
 async def ready(gateway: GatewayOf) -> Response:
-    """200 while requests run; 503 while the model loads, while the server drains, or for good, and while lost
-    workers are brought up again: requests are taken then, and wait.
+    """Readiness: 200 if requests run at once, else 503 with the reason.
+
+    503 while the model loads, while the server drains, after the engine has failed, and while lost workers
+    restart. In the last case requests are still accepted and wait.
     """
     phase, reason = gateway.status
     body = Readiness(status=phase, reason=reason).model_dump(exclude_none=True)
     if phase is Phase.READY:
         return JSONResponse(body)
-    return JSONResponse(body, 503, None if phase is Phase.FAILED else _RETRY)  # a failed engine stays so
+    return JSONResponse(body, 503, None if phase is Phase.FAILED else _RETRY)  # a failed engine stays failed
 
 
 @router.get("/version")
@@ -65,5 +67,5 @@ async def version() -> Version:
 @router.get("/metrics", response_class=Response, responses={200: _TEXT})
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
-    figures = request.app.state.metrics
-    return Response(await figures.scrape(), headers={"Content-Type": figures.content_type})
+    server_metrics = request.app.state.metrics
+    return Response(await server_metrics.scrape(), headers={"Content-Type": server_metrics.content_type})

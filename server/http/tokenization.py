@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what the model's tokenizer makes of a text or a conversation, and back."""
+"""`/tokenize` and `/detokenize`: text or a conversation to token ids, and back."""
 
 from typing import Annotated
 
@@ -18,22 +18,23 @@ from server.http.generation.state import GatewayOf
 router = APIRouter(tags=["tokens"], route_class=JsonRoute, responses=error_responses(404, 503))
 
 _ONE_OF = {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
-_MODEL = Field(description="default: the model that is served")
+_MODEL = Field(description="default: the served model")
 
 
 class TokenizeRequest(Strict, json_schema_extra=_ONE_OF):
-    """POST /tokenize: a text or a conversation."""
+    """POST /tokenize: either `prompt` or `messages`."""
 
     model: Annotated[str | None, _MODEL] = None
     prompt: Annotated[str, Field(description="a text")] = ""
     messages: Annotated[list[ChatMessage], FirstFault(), Field(min_length=1, default_factory=list)]
     add_special_tokens: Annotated[
-        bool | None, Field(description="default: true for a text; a chat template writes its own")
+        bool | None,
+        Field(description="default: true for prompt, false for messages: the chat template adds its own"),
     ] = None
 
 
 class TokenizeResponse(BaseModel):
-    """The tokens, and how many a request may have, input and output together."""
+    """The tokens. `max_model_len` is how many a request may have, input and output together."""
 
     tokens: list[int]
     count: int
@@ -48,14 +49,14 @@ class DetokenizeRequest(Strict):
 
 
 class DetokenizeResponse(BaseModel):
-    """The text of the tokens, without special ones."""
+    """The text of the tokens, without special tokens."""
 
     prompt: str
 
 
 @router.post("/tokenize", response_model=TokenizeResponse)
 async def tokenize(gateway: GatewayOf, body: TokenizeRequest, request: Request) -> Response:
-    """The token ids of a text, or of a conversation as the model would see it."""
+    """Tokenize a text, or a conversation as the chat template renders it."""
     model = gateway.model(body.model)
     given = body.model_fields_set & {"prompt", "messages"}
     if len(given) != 1:
@@ -79,7 +80,7 @@ async def tokenize(gateway: GatewayOf, body: TokenizeRequest, request: Request) 
 
 @router.post("/detokenize", response_model=DetokenizeResponse)
 async def detokenize(gateway: GatewayOf, body: DetokenizeRequest, request: Request) -> Response:
-    """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
+    """Turn token ids into text. Bytes that are not valid UTF-8 become U+FFFD."""
     model = gateway.model(body.model)
     tokenizer = model.tokenizer
     if tokenizer is None:

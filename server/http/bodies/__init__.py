@@ -1,1 +1,1 @@
-"""Request bodies in, responses and errors out, as JSON. Start with json_body.py."""
+"""JSON bodies: reading requests, writing responses and errors. Start with json_body.py."""

@@ -1,4 +1,4 @@
-"""Every error as OpenAI's clients expect one: the shape, the status, the headers."""
+"""Error responses as OpenAI's clients expect them: body, status and headers."""
 
 import http
 import json
@@ -16,10 +16,10 @@ from server.gateway.gateway import Gateway
 from server.gateway.retry_after import retry_after_seconds
 from server.http.fields.validation import fault
 
-_MOST_CHARACTERS = 600  # of a message: what a client sent may be quoted in it, and may be megabytes
-NOT_READY_SECONDS = 5  # until a client may look again
+_MOST_CHARACTERS = 600  # of a message, which may quote what the client sent, and that may be megabytes
+NOT_READY_SECONDS = 5  # the Retry-After while the server is not ready
 
-# `type` and `code` where the status itself is the error; every other one is a mistake of the client's.
+# The `code` of errors of HTTP itself. A status that is not listed has no code.
 _CODES = {
     404: "unknown_url",
     405: "method_not_allowed",
@@ -31,7 +31,7 @@ _CODES = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong; `param` is the field at fault, dotted, where there is one."""
+    """What went wrong. `param` is the dotted path of the field at fault, if there is one."""
 
     message: str
     type: str
@@ -40,20 +40,20 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer from 400 on."""
+    """The body of every response with status 400 or above."""
 
     error: ErrorDetail
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """These statuses as a route's `responses`, so that the OpenAPI document has them."""
+    """These statuses as a route's `responses`, for the OpenAPI document."""
     return {
         status: {"model": ErrorBody, "description": http.HTTPStatus(status).phrase} for status in statuses
     }
 
 
 def error_body(error: OrcaError) -> dict[str, Any]:
-    """The error in OpenAI's shape; any JSON encoder can write it, whatever characters it quotes."""
+    """The error in OpenAI's form. Any JSON encoder can write it, whatever characters it quotes."""
     _, kind, code, _ = meaning(error)
     param = error.param if isinstance(error, InvalidRequest) else None
     if isinstance(error, UnknownModel):
@@ -62,7 +62,7 @@ def error_body(error: OrcaError) -> dict[str, Any]:
 
 
 def error_response(error: OrcaError, *, retry_after: int | None = None) -> Response:
-    """The error as an answer. `retry_after`, in whole seconds, becomes a header."""
+    """The error as an HTTP response. `retry_after`, in whole seconds, becomes a header."""
     headers: dict[str, str] = {}
     if retry_after is not None:
         headers["Retry-After"] = str(retry_after)
@@ -72,12 +72,12 @@ def error_response(error: OrcaError, *, retry_after: int | None = None) -> Respo
 
 
 def status_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error of HTTP itself, such as 404 or 413, as an answer."""
+    """An error of HTTP itself, such as 404 or 413, as a response."""
     return _response(status, _body(message, "invalid_request_error", None, _CODES.get(status)), headers)
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let every error that a route raises become an answer of this shape."""
+    """Turn every error that a route raises into a response in OpenAI's form."""
     app.add_exception_handler(OrcaError, _on_orca_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -107,7 +107,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
-    """What the client sees; behind this Starlette raises the error again, so that the server logs it."""
+    """The response to the client. Starlette raises the error again afterwards, so that the server logs it."""
     request_id = request.scope["state"]["request_id"]
     error.add_note(f"request id: {request_id}")
     message = f"the server failed in an unexpected way; its log has more under request id {request_id}"
@@ -121,12 +121,12 @@ def _retry_after(error: OrcaError, gateway: Gateway) -> int | None:
 
 
 def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    detail = {"message": _plain(message), "type": kind, "param": None if param is None else _plain(param)}
-    return {"error": {**detail, "code": code}}
+    field = None if param is None else _readable(param)
+    return {"error": {"message": _readable(message), "type": kind, "param": field, "code": code}}
 
 
-def _plain(text: str) -> str:
-    """No longer than a person reads, and without lone surrogates, which have no UTF-8."""
+def _readable(text: str) -> str:
+    """Shortened if long, and without lone surrogates, which UTF-8 cannot encode."""
     if len(text) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2
         text = f"{text[:half]} ... {text[-half:]}"

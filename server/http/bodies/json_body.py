@@ -1,6 +1,6 @@
-"""Bodies in JSON: read, checked and made the route's model beside the event loop.
+"""Reads and validates JSON request bodies; long ones are parsed off the event loop.
 
-Every router with a body is made with `APIRouter(route_class=JsonRoute)`.
+Make every router whose routes take a body with `APIRouter(route_class=JsonRoute)`.
 """
 
 from collections.abc import Callable, Coroutine
@@ -16,20 +16,19 @@ from starlette.requests import ClientDisconnect
 
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_text import parse
-from server.http.fields.not_built import refuse_what_is_not_built
+from server.http.fields.not_built import refuse_unsupported
 
-_MOST_ERRORS = 64  # those of one field stand together, and the first field is told
+_MOST_ERRORS = 64  # enough for the first field at fault, whose errors come first; only that one is reported
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, must be JSON by its header and by every letter.
+    """A route whose body, if it has one, must be valid JSON with a JSON `Content-Type`.
 
-    Without the header a web page could make a visitor's browser send requests here unasked. What the body
-    asks for and is not built is refused here too: it takes a look at all of it.
+    Requiring the header keeps web pages from making a visitor's browser send requests here (CSRF). Fields
+    that are not supported yet are also rejected here, because that check visits the whole body.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's hook: what answers a request."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
@@ -48,9 +47,9 @@ class JsonRoute(APIRoute):
         return handle
 
     def _value(self, data: bytes) -> Any:
-        """The body as the route takes it: FastAPI validates it again, and leaves a model as it is.
+        """The validated body. FastAPI validates again, but accepts an instance of the model unchanged.
 
-        Raises HTTPException, RequestValidationError with FastAPI's own errors, and NotSupported.
+        Raises HTTPException, RequestValidationError in FastAPI's form, and NotSupported.
         """
         body = parse(data)
         assert self.body_field is not None
@@ -58,17 +57,16 @@ class JsonRoute(APIRoute):
         if errors:
             raise RequestValidationError(errors[:_MOST_ERRORS], body=body)
         if isinstance(value, BaseModel):
-            refuse_what_is_not_built(value)
+            refuse_unsupported(value)
         return value
 
 
 class _ReadRequest(Request):
-    """A request whose body has been read already."""
+    """A request whose body has already been read and parsed."""
 
     value: Any = None
 
     async def json(self) -> Any:
-        """What FastAPI takes for the body's JSON."""
         return self.value
 
 
@@ -77,5 +75,5 @@ def _check_content_type(value: str | None) -> None:
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
-        came = f"Content-Type is {value[:100]!r}" if value else "the request has no Content-Type"
-        raise HTTPException(415, f"{came}; send the header 'Content-Type: application/json'")
+        problem = f"Content-Type is {value[:100]!r}" if value else "the request has no Content-Type"
+        raise HTTPException(415, f"{problem}; send the header 'Content-Type: application/json'")

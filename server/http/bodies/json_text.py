@@ -1,7 +1,7 @@
-"""A JSON text, read strictly and at a bounded cost: what has two meanings, or none, is refused.
+"""Parses JSON strictly and at a bounded cost; rejects what is ambiguous or malformed.
 
-Python's parser, and pydantic after it, hold the interpreter for as long as they read a list, and the garbage
-collector while it looks at what they made. So a body has no more in it than they take in a few tens of
+Python's parser, and pydantic after it, hold the GIL while they read a list, and the garbage collector holds
+it while it visits the result. So the number of values in a body is limited to what takes a few tens of
 milliseconds. One long string costs almost nothing.
 """
 
@@ -13,20 +13,20 @@ import numpy as np
 import numpy.typing as npt
 from starlette.exceptions import HTTPException
 
-# What holds the interpreter for 20 ms on a server's core: 1,000,000 empty strings, 60,000 names, or what the
-# garbage collector does about 5,000 messages. 128 prompts of 2,000 token ids hold it for 5 ms.
-COUNTED_FROM = 5_000  # bytes: shorter ones cannot have too much of anything
+# Each of these holds the GIL for 20 ms on a server's core: 1,000,000 empty strings, 60,000 names, or garbage
+# collection of 5,000 messages. 128 prompts of 2,000 token ids hold it for 5 ms.
+COUNTED_FROM = 5_000  # bytes: shorter bodies cannot exceed any limit
 MAX_VALUES = 1_000_000
-MAX_NAMES = 60_000  # of all objects
-MAX_NAMES_OF_ONE = 5_000  # each may be wrong, and pydantic tells of every one; logit_bias takes 4,096
+MAX_NAMES = 60_000  # of all objects together
+MAX_NAMES_OF_ONE = 5_000  # pydantic reports every invalid one; logit_bias has up to 4,096
 MAX_CONTAINERS = 5_000  # lists and objects
-MAX_DIGITS = 1_000  # of a whole number; the cost of one grows with their square
+MAX_DIGITS = 1_000  # of an integer; the cost of parsing one is quadratic in its digits
 
 
 def parse(data: bytes) -> Any:
-    """The value of a JSON text in UTF-8; numbers are finite, names in an object differ, text is Unicode.
+    """The value of a JSON text in UTF-8 with finite numbers, no duplicate names and valid Unicode.
 
-    Raises HTTPException: 413 for too many values, 400 for what is no such text.
+    Raises HTTPException: 413 for too many values, 400 for anything malformed.
     """
     _check_size(data)
     try:
@@ -55,12 +55,15 @@ def parse(data: bytes) -> Any:
 
 
 def _check_size(data: bytes) -> None:
-    """Count first as if there were no strings, which is right for lists of numbers and costs little."""
+    """Raise HTTPException 413 if the text has too many values.
+
+    First count as if there were no strings: that is cheap, never too low, and exact for lists of numbers.
+    """
     counted = np.frombuffer(data, np.uint8)
     if len(data) <= COUNTED_FROM or not _excess(counted):
         return
     if b"\\" in data:
-        data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # then every quote begins a string or ends one
+        data = data.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote starts or ends a string
         counted = np.frombuffer(data, np.uint8)
     in_string = np.bitwise_xor.accumulate((counted == ord('"')).view(np.uint8))
     excess = _excess(np.where(in_string, np.uint8(0), counted))
@@ -69,30 +72,30 @@ def _check_size(data: bytes) -> None:
 
 
 def _excess(counted: npt.NDArray[np.uint8]) -> str | None:
-    """What there is too much of, and how much is allowed."""
+    """What exceeds its limit, as the text of an error; None if nothing does."""
     commas, colons, lists, objects = (np.count_nonzero(counted == ord(mark)) for mark in ",:[{")
-    for what, n, most in (
+    for kind, n, most in (
         ("values", commas + lists + objects, MAX_VALUES),
         ("names", colons, MAX_NAMES),
         ("lists and objects", lists + objects, MAX_CONTAINERS),
     ):
         if n > most:
-            return f"more than {most} {what}"
+            return f"more than {most} {kind}"
     return None
 
 
 def _check_surrogates(value: Any) -> None:
-    """Raise UnicodeEncodeError for a text with half of a pair, which has no UTF-8."""
+    """Raise UnicodeEncodeError for a string with a lone surrogate, which UTF-8 cannot encode."""
     todo = [value]
     while todo:
-        one = todo.pop()
-        if isinstance(one, str):
-            one.encode("utf-8")
-        elif isinstance(one, list):
-            todo += one
-        elif isinstance(one, dict):
-            todo += one.keys()
-            todo += one.values()
+        element = todo.pop()
+        if isinstance(element, str):
+            element.encode("utf-8")
+        elif isinstance(element, list):
+            todo += element
+        elif isinstance(element, dict):
+            todo += element.keys()
+            todo += element.values()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -109,14 +112,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole_number(text: str) -> int:
-    """As a function of Python's, after each of which other threads may run."""
+    """Parses an integer. As a Python function it lets other threads run after each number."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f"the number {text[:50]}... has more than {MAX_DIGITS} digits")
     return int(text)
 
 
 def _number(text: str) -> float | int:
-    """1.0 is a whole number to JSON Schema, and so to the OpenAPI document."""
+    """An int for 1.0, because JSON Schema, and so the OpenAPI document, counts that as an integer."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:50]} is too large")

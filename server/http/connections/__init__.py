@@ -1,1 +1,1 @@
-"""HTTP connections, bounded before the application sees anything. Start with listener.py."""
+"""HTTP connections, and the limits that apply before the application runs. Start with listener.py."""

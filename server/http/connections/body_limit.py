@@ -1,7 +1,8 @@
-"""Bodies that are too large or come too slowly: no request may hold memory, or a place, for nothing.
+"""Rejects request bodies that are too large or too slow, so that they cannot hold memory or connections.
 
-The connection stays open after a 413, and the server drops what still comes: if it closed, the client's own
-writing would fail before it could read why. A client that never ends is cut by connection.py.
+After a 413 the connection stays open and the server discards the rest of the body: if it closed at once, the
+client would fail while writing, before it could read the error. connection.py cuts off a client that never
+stops sending.
 """
 
 import asyncio
@@ -13,9 +14,9 @@ from server.http.bodies.errors import status_response
 
 
 class BodyLimit:
-    """ASGI middleware: a body of more than `max_bytes` is answered with 413, a slow one with 408.
+    """ASGI middleware: 413 for a body of more than `max_bytes`, 408 for one that is too slow.
 
-    It may take `seconds` from when a route asks for it to its last byte, whatever its pace in between.
+    A body may take `seconds` from the moment a route starts to read it until its last byte.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float) -> None:
@@ -24,7 +25,6 @@ class BodyLimit:
         self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer at once what says that it is too large, and watch the others."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -56,23 +56,22 @@ class _Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError as error:
-            late = f"the body was not complete after {self._seconds:g} seconds"
-            text = f"{late}; send it faster (orca serve --body-timeout)"
+            problem = f"the body was not complete after {self._seconds:g} seconds"
+            text = f"{problem}; send it faster (orca serve --body-timeout)"
             raise HTTPException(408, text, {"Connection": "close"}) from error
         self._complete = not message.get("more_body", False)
         self._n_bytes += len(message.get("body", b""))
         if self._n_bytes > self._max_bytes:
-            came = f"more than {self._max_bytes} bytes"
-            raise HTTPException(413, _too_large(came, self._max_bytes))
+            raise HTTPException(413, _too_large(f"more than {self._max_bytes} bytes", self._max_bytes))
         return message
 
 
-def _too_large(came: str, allowed: int) -> str:
-    return f"the body has {came}; {allowed} are allowed (orca serve --max-body-bytes)"
+def _too_large(size: str, allowed: int) -> str:
+    return f"the body has {size}; {allowed} are allowed (orca serve --max-body-bytes)"
 
 
 def _content_length(scope: Scope) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length":
-            return int(value)  # the server has refused what is no number
+            return int(value)  # the parser has already rejected values that are not numbers
     return 0

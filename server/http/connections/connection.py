@@ -1,13 +1,13 @@
-"""One HTTP connection: uvicorn's protocol, and what a client may take before the application is asked.
+"""One HTTP connection: uvicorn's protocol with limits that apply before the application runs.
 
-Limits: bytes of a request's head, seconds for the head, seconds for the body, seconds between two requests,
-requests that wait behind one that runs. A request's head is its line and headers.
+Limits: the bytes of a request's head (request line and headers), the seconds for the head, the seconds for
+the body, the seconds between two requests, and the number of pipelined requests that wait for a running one.
 
-Bytes are counted as they arrive, and the parser gets no more than the limit leaves: a head that is too large
-is refused before it is held. (One that begins in the middle of a piece counts from the next piece on, so that
-no more than twice the limit is ever held.) One timer is enough, because each of its uses begins where another
-ends. It is set only when data did not complete what it waits for, which is seldom, so an ordinary request
-costs none.
+Bytes are counted as they arrive, and the parser gets no more than the limit allows, so a head that is too
+large is rejected before it is stored. (A head that begins in the middle of a chunk counts from the next chunk
+on, so at most twice the limit is ever stored.) One timer serves all timeouts, because at most one of them
+runs at a time. It is set only if the received data left something incomplete, which is rare, so an ordinary
+request needs no timer.
 """
 
 import asyncio
@@ -23,33 +23,33 @@ from uvicorn.server import ServerState
 
 from server.http.bodies.errors import status_response
 from server.http.connections.open_connections import Place
-from server.http.connections.refusal import whole_answer
+from server.http.connections.refusal import response_bytes
 from server.http.connections.turns import Turns
 from server.settings.config import EndpointOptions
 
-_MOST_FIELDS = 256  # header fields of a request: each costs more memory than its bytes say
-_MOST_PIPELINED = 16  # requests that wait for the one before them
-_CUT_SECONDS = 5.0  # after a body's deadline, at which the application answers with 408 if it still waits
-_LINGER_SECONDS = 2.0  # for a refused client to read why
-_MOST_DROPPED = 1 << 20  # bytes that it may still send then
+_MOST_FIELDS = 256  # header fields of a request: each takes more memory than its bytes
+_MOST_PIPELINED = 16  # requests that wait for an earlier one on the same connection
+_CUT_SECONDS = 5.0  # after a body's deadline; at the deadline the application answers 408 if it still waits
+_LINGER_SECONDS = 2.0  # for a rejected client to read the error
+_MOST_DROPPED = 1 << 20  # bytes that a rejected client may still send in that time
 
 
 class _Stage(Enum):
-    BETWEEN = auto()  # no byte of the next request has come
+    BETWEEN = auto()  # no byte of the next request has arrived
     HEAD = auto()
     BODY = auto()
-    OVER = auto()  # what still comes is dropped
+    OVER = auto()  # all further data is discarded
 
 
 class _Stop(Exception):
-    """Stops the parser where it stands; `_refusal` says why."""
+    """Stops the parser immediately; `_refusal` holds the reason."""
 
 
 class Connection(HttpToolsProtocol):
-    """`place` is released when the connection is lost; requests begin when `turns` says; `refused` is called
-    with the status of a refusal.
+    """An HTTP connection that occupies `place` until it is lost, and whose requests start through `turns`.
 
-    Refused is what never becomes a request of the application: 400, 408 and 431, in the shape of all errors.
+    `refused` is called with the status, 400, 408 or 431, of each request rejected before the application sees
+    it. Their bodies have the same form as all other errors.
     """
 
     def __init__(
@@ -70,21 +70,20 @@ class Connection(HttpToolsProtocol):
         self._turns = turns
         self._refused = refused
         self._stage = _Stage.BETWEEN
-        self._n_bytes = 0  # since the last byte of a body, or the last request's end
+        self._n_bytes = 0  # received since the last byte of a body or the end of the last request
         self._n_dropped = 0
         self._refusal: tuple[int, str] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
 
-    # What the transport says.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The first request's head is waited for from now on."""
         super().connection_made(transport)
         self._timer = self.loop.call_later(self._options.header_timeout, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let go of everything, and tell the request that runs; uvicorn tells the one that came last."""
+        """Release everything and tell the running request; uvicorn tells the request that arrived last."""
         self._place.release()
         self._stop_timer()
         self._unset_keepalive_if_required()
@@ -93,26 +92,25 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse, a piece at a time, what the limits allow."""
+        """Parse the data in chunks that the limits allow."""
         self._unset_keepalive_if_required()
-        at = 0
-        while at < len(data) and self._stage is not _Stage.OVER:
+        n_parsed = 0
+        while n_parsed < len(data) and self._stage is not _Stage.OVER:
             room = self._options.max_header_bytes - self._n_bytes
-            at += self._feed(data[at : at + room])
+            n_parsed += self._feed(data[n_parsed : n_parsed + room])
         if self._stage is _Stage.OVER:
-            self._drop(len(data) - at)
+            self._drop(len(data) - n_parsed)
         else:
-            self._watch()
+            self._set_timer()
 
-    # What the parser says.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """A request's first byte."""
         self._stage = _Stage.HEAD
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; trailers are left out, which came after the headers were acted on."""
+        """Ignores trailers: they arrive after the headers have been processed."""
         if self._stage is _Stage.BODY:
             return
         if len(self.headers) >= _MOST_FIELDS:
@@ -121,7 +119,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Let the application have the request, unless too many wait already."""
+        """Pass the request to the application, unless too many are waiting already."""
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise _Stop
         super().on_headers_complete()
@@ -130,36 +128,34 @@ class Connection(HttpToolsProtocol):
         self._n_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
         self._n_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """A request's last byte."""
         self._stop_timer()
         self._stage = _Stage.BETWEEN
         self._n_bytes = 0
         super().on_message_complete()
 
-    # Ours.
+    # Limits.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._turns.begin(self._place.network, partial(self._run, cycle, app))
 
     def _run(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if not self.transport.is_closing():  # or nobody waits for it any more
+        if not self.transport.is_closing():  # otherwise the client has gone
             super()._start_asgi_task(cycle, app)
 
-    def _feed(self, piece: bytes) -> int:
-        """Give the parser a piece that is no larger than the limit leaves; return how much of it it took."""
+    def _feed(self, chunk: bytes) -> int:
+        """Feed the parser a chunk no larger than the limit allows; return how many bytes it consumed."""
         assert self.parser is not None
-        n = len(piece)
+        n = len(chunk)
         self._n_bytes += n
         try:
-            self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade as offer:  # of another protocol: nothing says that we must take it
-            n = max(offer.args[0], 1)
+            self.parser.feed_data(chunk)
+        except httptools.HttpParserUpgrade as upgrade:  # an offer of another protocol, which may be ignored
+            n = max(upgrade.args[0], 1)
         except httptools.HttpParserError:
             self._refuse(*(self._refusal or (400, "the request is malformed; HTTP/1.1 is spoken here")))
         else:
@@ -168,8 +164,8 @@ class Connection(HttpToolsProtocol):
                 self._refuse(431, f"the headers have more than {most} bytes (orca serve --max-header-bytes)")
         return n
 
-    def _watch(self) -> None:
-        """Set the timer for what the data so far did not complete."""
+    def _set_timer(self) -> None:
+        """Set the timeout for whatever the data so far left incomplete."""
         if self._timer is not None or self.transport.is_closing():
             return
         if self._stage is _Stage.BODY:
@@ -177,7 +173,7 @@ class Connection(HttpToolsProtocol):
         elif self._stage is _Stage.HEAD or self._n_bytes:
             self._timer = self.loop.call_later(self._options.header_timeout, self._head_is_late)
         elif self._is_idle():
-            # Uvicorn sets this when a response is complete; here the request was complete after it.
+            # Uvicorn sets this when a response is complete; here the request completed after its response.
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -191,14 +187,15 @@ class Connection(HttpToolsProtocol):
         if self._stage is _Stage.HEAD:
             seconds = f"{self._options.header_timeout:g} seconds"
             self._refuse(408, f"the headers were not complete after {seconds} (orca serve --header-timeout)")
-        elif self._is_idle():  # it sent empty lines, or nothing
+        elif self._is_idle():  # the client sent empty lines, or nothing
             self.transport.close()
 
     def _body_is_late(self) -> None:
-        """The application has answered by now, or had no use for the body."""
+        """By now the application has answered or does not need the body."""
         self._timer = None
         if self.pipeline or self.flow.read_paused:
-            self._wait_for_body()  # it is not this request's turn, or nothing is read: not the client's fault
+            # An earlier request is still running, or reading is paused: the delay is not the client's fault.
+            self._wait_for_body()
         else:
             self._stage = _Stage.OVER
             self.transport.close()
@@ -207,7 +204,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, status: int, message: str) -> None:
-        """End the connection: with an answer if it is this request's turn, else after those before it."""
+        """Close the connection: after an error response if this request is next, else after earlier ones."""
         in_body = self._stage is _Stage.BODY
         self._stage = _Stage.OVER
         self._stop_timer()
@@ -218,16 +215,17 @@ class Connection(HttpToolsProtocol):
                 _disconnect(self.cycle)
             self._answer(status, message)
         else:
-            self.cycle.keep_alive = False  # it came last, and is closed behind
-            self.flow.resume_reading()  # or we would not see the client leave
+            self.cycle.keep_alive = False  # so that uvicorn closes the connection after the last request
+            self.flow.resume_reading()  # to notice if the client leaves
 
     def _answer(self, status: int, message: str) -> None:
         self._refused(status)
-        self.transport.write(whole_answer(status_response(status, message)))
-        if not self.transport.can_write_eof():  # TLS has an end of its own
+        self.transport.write(response_bytes(status_response(status, message)))
+        if not self.transport.can_write_eof():  # TLS has its own closing handshake
             self.transport.close()
             return
-        # Closed at once, what the client still sends would meet a reset, and the answer may be lost with it.
+        # If the connection closed at once, data that the client still sends would cause a TCP reset, which
+        # may discard the response before the client reads it.
         self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
@@ -244,6 +242,6 @@ class Connection(HttpToolsProtocol):
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Tell the application that the client has left, as far as this request goes."""
+    """Tell the application, for this request, that the client has left."""
     cycle.disconnected = True
     cycle.message_event.set()

@@ -1,8 +1,7 @@
-"""Where HTTP connections come in: accepted, counted, refused over the limits, and only then given to uvicorn.
+"""Accepts HTTP connections, enforces the connection limits, and hands connections to uvicorn's protocol.
 
-They are accepted here rather than by the event loop because a connection must count from its first moment.
-The loop hands a TLS connection over when its handshake is done, and thousands could wait in handshakes
-uncounted.
+Connections are accepted here, not by asyncio's server, so that each counts from its first moment. Asyncio
+hands a TLS connection over only after its handshake, so thousands could wait in handshakes uncounted.
 """
 
 import asyncio
@@ -16,26 +15,26 @@ from functools import partial
 from server.errors import TooManyConnections, TooManyFromAddress
 from server.http.bodies.errors import error_response
 from server.http.connections.open_connections import OpenConnections, Place
-from server.http.connections.refusal import whole_answer
+from server.http.connections.refusal import response_bytes
 from server.http.connections.turns import Turns
 
 _LOGGER = logging.getLogger("orca.http")
 
 _BACKLOG = 2048
-_AT_ONCE = 8  # connections accepted before the loop does something else: 64 took it 60 ms
-_PAUSE_SECONDS = 0.2  # when the system has no descriptor left: until it is asked again
-_RETRY_SECONDS = 1  # what a refused client is told
-_LEAVING_SECONDS = 1.0  # for a refused client to read why
+_AT_ONCE = 8  # connections accepted before the event loop does other work: 64 took 60 ms
+_PAUSE_SECONDS = 0.2  # before the next attempt when the system is out of file descriptors
+_RETRY_SECONDS = 1  # the Retry-After of a refused client
+_LEAVING_SECONDS = 1.0  # for a refused client to read the error
 _MOST_LEAVING = 64
-_SHUTDOWN_SECONDS = 5.0  # for a TLS client to agree to the end
-_TOLD_SECONDS = 60.0  # between two lines of log that say the same
+_SHUTDOWN_SECONDS = 5.0  # for a TLS client to complete the closing handshake
+_LOG_SECONDS = 60.0  # between two identical log lines
 
 
 class Listener:
-    """Accepts on a bound socket, on the running loop, from its making until `close`.
+    """Accepts connections on a bound socket, on the running event loop, from construction until `close`.
 
-    `make` is called for each connection and returns its protocol, which releases the place that it was given
-    when the connection is lost. `refused` is called with the status of each connection that was refused.
+    `make` is called for each connection and returns its protocol, which must release its place when the
+    connection is lost. `refused` is called with the HTTP status of each refused connection.
     """
 
     def __init__(
@@ -62,13 +61,13 @@ class Listener:
         self._leaving: deque[tuple[float, socket.socket]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
-        self._told: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
         bound.setblocking(False)
         bound.listen(_BACKLOG)
         self._loop.add_reader(bound.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more. Connections that are open stay so, except those whose TLS handshake is not done."""
+        """Stop accepting. Open connections stay open, except those still in their TLS handshake."""
         self._is_closed = True
         self._loop.remove_reader(self._socket.fileno())
         for timer in (self._timer, self._pause):
@@ -87,8 +86,8 @@ class Listener:
                 return
             except ConnectionAbortedError:
                 continue
-            except OSError as error:  # no descriptor, no memory: the next clients wait in the backlog
-                self._tell(f"no connection can be accepted: {error.strerror}")
+            except OSError as error:  # out of file descriptors or memory: new clients wait in the backlog
+                self._log(f"no connection can be accepted: {error.strerror}")
                 self._loop.remove_reader(self._socket.fileno())
                 self._pause = self._loop.call_later(_PAUSE_SECONDS, self._resume)
                 return
@@ -103,7 +102,7 @@ class Listener:
         try:
             place = self._connections.take(host)
         except (TooManyConnections, TooManyFromAddress) as full:
-            self._turn_away(connection, full)
+            self._refuse(connection, full)
             return
         self._turns.begin(place.network, partial(self._begin, connection, place))
 
@@ -135,21 +134,22 @@ class Listener:
             connection.close()
             raise
 
-    def _turn_away(self, connection: socket.socket, full: TooManyConnections | TooManyFromAddress) -> None:
-        """Say why and close. Over TLS only close: a handshake would cost more than the connection itself."""
+    def _refuse(self, connection: socket.socket, full: TooManyConnections | TooManyFromAddress) -> None:
+        """Send the error and close. Over TLS only close: a handshake would cost more than the connection."""
         response = error_response(full, retry_after=_RETRY_SECONDS)
         self._refused(response.status_code)
-        self._tell("a connection limit is reached (--max-connections, --max-connections-per-address)")
+        self._log("a connection limit is reached (--max-connections, --max-connections-per-address)")
         if self._tls is not None:
             connection.close()
             return
         try:
-            connection.send(whole_answer(response))
+            connection.send(response_bytes(response))
             connection.shutdown(socket.SHUT_WR)
         except OSError:
             connection.close()
             return
-        # Closed at once, its own request would meet a reset, and the answer may be lost with it.
+        # If the connection closed at once, the client's request would cause a TCP reset, which may discard
+        # the response before the client reads it.
         self._leaving.append((self._loop.time() + _LEAVING_SECONDS, connection))
         if len(self._leaving) > _MOST_LEAVING:
             self._leaving.popleft()[1].close()
@@ -164,9 +164,9 @@ class Listener:
         if self._leaving:
             self._timer = self._loop.call_at(self._leaving[0][0], self._close_left)
 
-    def _tell(self, what: str) -> None:
-        """A line of log, seldom enough that nobody can fill a disk with it."""
+    def _log(self, message: str) -> None:
+        """Log a warning, at most once a minute per message, so that clients cannot fill the disk."""
         now = self._loop.time()
-        if now - self._told.get(what, -_TOLD_SECONDS) >= _TOLD_SECONDS:
-            self._told[what] = now
-            _LOGGER.warning("%s", what)
+        if now - self._logged.get(message, -_LOG_SECONDS) >= _LOG_SECONDS:
+            self._logged[message] = now
+            _LOGGER.warning("%s", message)

@@ -1,4 +1,4 @@
-"""How many HTTP connections are open, in all and from each address, and whether one more may be."""
+"""Counts open HTTP connections, in total and per client address, and enforces both limits."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from server.process.addresses import network_of
 
 
 class OpenConnections:
-    """The count of one server's connections, for one thread."""
+    """The count of one server's connections. Not thread-safe."""
 
     def __init__(self, *, most: int, most_per_address: int) -> None:
         self._most = most
@@ -16,9 +16,9 @@ class OpenConnections:
         self._of_network = Counter[str]()
 
     def take(self, host: str) -> "Place":
-        """Count one more from this address.
+        """Count one more connection from this address.
 
-        Raises TooManyFromAddress or TooManyConnections, and counts nothing then.
+        Raises TooManyFromAddress or TooManyConnections without counting it.
         """
         network = network_of(host)
         if self._of_network[network] >= self._most_per_address:
@@ -36,25 +36,24 @@ class OpenConnections:
         return Place(self, network)
 
     def release(self, network: str) -> None:
-        """One from this network is closed."""
+        """Stop counting one connection from this network."""
         self._n -= 1
         self._of_network[network] -= 1
         if not self._of_network[network]:
-            del self._of_network[network]  # or the table would grow with every address ever seen
+            del self._of_network[network]  # so that the table does not grow with every address ever seen
 
 
 class Place:
-    """One connection's part of the count, until `release`, which may be called again."""
+    """One connection's entry in the count, until `release`, which may be called more than once."""
 
-    __slots__ = ("_held", "_of", "network")
+    __slots__ = ("_connections", "_held", "network")
 
-    def __init__(self, of: OpenConnections, network: str) -> None:
+    def __init__(self, connections: OpenConnections, network: str) -> None:
         self.network = network  # of the client's address
-        self._of = of
+        self._connections = connections
         self._held = True
 
     def release(self) -> None:
-        """The connection is closed."""
         if self._held:
             self._held = False
-            self._of.release(self.network)
+            self._connections.release(self.network)

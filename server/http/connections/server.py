@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn's, with connections that are accepted, counted and bounded here."""
+"""The HTTP server: uvicorn's, with our own listener and connection limits."""
 
 import asyncio
 import contextlib
@@ -16,10 +16,10 @@ from server.settings.config import EndpointOptions
 
 
 class HttpServer(uvicorn.Server):
-    """Serves one application on one bound socket; made on the loop that runs it.
+    """Serves one application on one bound socket. Construct it on the event loop that runs it.
 
-    It takes no signals: what one means is decided once, for both endpoints. `refused` is called with the
-    status of each answer that the application was not asked for.
+    It installs no signal handlers: the server handles signals once, for both endpoints. `refused` is called
+    with the status of each response that is sent without the application.
     """
 
     def __init__(
@@ -55,11 +55,10 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Capture none."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, where uvicorn would let the event loop accept connections."""
+        """Start our own listener, where uvicorn would let asyncio accept connections."""
         assert sockets is not None and len(sockets) == 1
         await self.lifespan.startup()
         self.servers = []
@@ -75,7 +74,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and wait for the requests that run."""
+        """Stop accepting connections, and wait for running requests."""
         if self._listener is not None:
             self._listener.close()
         await super().shutdown(sockets)

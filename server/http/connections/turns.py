@@ -1,30 +1,30 @@
-"""What clients bring about on the event loop, a little at a time: addresses take turns.
+"""Starts clients' work on the event loop a few pieces at a time, round-robin over client networks.
 
-A thousand connections that open at once, or a thousand requests that come at once, would hold the loop for a
-second if each were begun as soon as it is seen. So a few are begun in a turn of the loop, and another address
-waits for a few, not for a thousand.
+A thousand connections or requests that arrive together would block the event loop for a second if each
+started as soon as it is seen. So each turn of the loop starts only a few, and another client waits for a few,
+not for a thousand.
 """
 
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-_AT_ONCE = 8  # begun in one turn of the loop; a request's first step takes up to a millisecond
+_AT_ONCE = 8  # pieces started per turn of the loop; starting a request takes up to 1 ms
 
 
 class Turns:
-    """On one event loop; `at_once` pieces of work are begun in each of its turns."""
+    """Starts at most `at_once` pieces of work in each turn of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, at_once: int = _AT_ONCE) -> None:
         self._loop = loop
         self._most = self._room = at_once
-        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()  # by whose turn is next
+        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()  # the next network first
         self._is_scheduled = False
 
     def begin(self, network: str, work: Callable[[], None]) -> None:
-        """Call `work` now if this turn has room and nobody waits, else when it is this network's turn.
+        """Call `work` now if this turn has room and nothing waits, else when it is this network's turn.
 
-        Work of one network is done in its order. It must not raise.
+        Work of one network runs in order. `work` must not raise.
         """
         if self._room and not self._waiting:
             self._room -= 1
@@ -46,7 +46,7 @@ class Turns:
             network, own = self._waiting.popitem(last=False)
             work = own.popleft()
             if own:
-                self._waiting[network] = own  # behind the others
+                self._waiting[network] = own  # after the others
             self._room -= 1
             work()
         if self._waiting:

@@ -1,1 +1,1 @@
-"""The fields of OpenAI's requests and responses, as pydantic models. Start with chat.py."""
+"""OpenAI's requests and responses as pydantic models. Start with chat.py."""

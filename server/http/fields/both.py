@@ -1,4 +1,4 @@
-"""What both generating routes take and give: OpenAI's field names, strict types, and no field unread."""
+"""The request and response fields that chat and completions share, by OpenAI's names and strictly typed."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length"]
 class StreamOptions(Strict):
     """`stream_options`."""
 
-    include_usage: Annotated[bool | None, Field(description="a last chunk with the usage")] = None
+    include_usage: Annotated[bool | None, Field(description="send a final chunk with the usage")] = None
     continuous_usage_stats: Annotated[
         bool | None, Field(description="an extension: every chunk has the usage so far")
     ] = None
@@ -23,12 +23,12 @@ class StreamOptions(Strict):
 
 
 class GenerationRequest(SamplingFields):
-    """The fields that both routes know."""
+    """The fields that both routes accept."""
 
-    model: Annotated[str | None, Field(description="default: the model that is served")] = None
-    stream: Annotated[bool | None, Field(description="answer with server-sent events")] = None
+    model: Annotated[str | None, Field(description="default: the served model")] = None
+    stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str | None, Field(description="goes into the access log")] = None
+    user: Annotated[str | None, Field(description="written to the access log")] = None
 
     prompt_logprobs: Annotated[int | None, NotBuilt(instead="use echo with logprobs (/v1/completions)")] = (
         None
@@ -50,7 +50,7 @@ class GenerationRequest(SamplingFields):
 
 
 class Usage(BaseModel):
-    """Token counts: a prompt's once, however many choices it has."""
+    """Token counts. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -1,4 +1,4 @@
-"""What POST /v1/chat/completions takes and gives."""
+"""The request and response of POST /v1/chat/completions."""
 
 from typing import Annotated, Any, Literal
 
@@ -47,7 +47,7 @@ class ChatMessage(Strict):
         NotBuilt("system", "developer", "user", "assistant"),
     ]
     content: Annotated[Content, Field(description="a text, or parts of type text")]
-    name: Annotated[str | None, Field(description="handed to the chat template")] = None
+    name: Annotated[str | None, Field(description="passed to the chat template")] = None
 
     refusal: Annotated[str | None, NotBuilt()] = None
     audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
@@ -58,12 +58,13 @@ class ChatMessage(Strict):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    """POST /v1/chat/completions. Without `max_tokens` a choice may be as long as the model allows."""
+    """POST /v1/chat/completions. Without `max_tokens`, a choice may be as long as the model allows."""
 
     messages: Annotated[list[ChatMessage], FirstFault(), Field(min_length=1)]
-    logprobs: Annotated[bool | None, Field(description="tell the tokens and their log-probabilities")] = None
+    logprobs: Annotated[bool | None, Field(description="return the tokens' log-probabilities")] = None
     top_logprobs: Annotated[
-        int | None, ranged("with logprobs: of so many of the likeliest as well", 0, MAX_TOP_LOGPROBS)
+        int | None,
+        ranged("with logprobs: also return this many of the most likely tokens", 0, MAX_TOP_LOGPROBS),
     ] = None
 
     tools: Annotated[list[Any] | None, NotBuilt([])] = None
@@ -94,13 +95,13 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def client_names(self) -> dict[str, str]:
-        """What the client calls a field of `SamplingParams`, or the prompt; see `named`."""
+        """The client's names for fields of `SamplingParams` and for the prompt; see `renamed_fields`."""
         return {**super().client_names, "logprobs": "top_logprobs", "prompt": "messages"}
 
     def sampling(self, *, longest: int) -> SamplingParams:
-        """The sampling parameters; `longest` is the `max_tokens` of a request that has none.
+        """The sampling parameters. `longest` is the default for `max_tokens`.
 
-        Raises a leaf of InvalidRequest.
+        Raises a subclass of InvalidRequest.
         """
         wanted, n_top = self.wanted_tokens, self.top_logprobs
         if n_top and not self.logprobs:
@@ -113,7 +114,7 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class AnswerMessage(BaseModel):
-    """What the model says."""
+    """The model's reply."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -121,7 +122,7 @@ class AnswerMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """One reply."""
 
     index: int
     message: AnswerMessage
@@ -130,7 +131,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """The answer to POST /v1/chat/completions, where it is not a stream."""
+    """The response to POST /v1/chat/completions without `stream`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"

@@ -1,4 +1,4 @@
-"""Fields of `SamplingParams` and of prompts under the names that a client has for them."""
+"""Renames fields in errors from the engine's names to those of the client's API."""
 
 import re
 from collections.abc import Iterator
@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 from orca_jax.errors import InvalidRequest
 
-# Where a message names fields: "top_k is 7; ...", "seed and n are both given; ...". The rest may be quoted.
+# Where a message names fields: "top_k is 7; ...", "seed and n are both given; ...". The rest may quote the
+# client.
 _NAMED = re.compile(r"\A(\w+)(?:( and )(\w+)(?= are both given))?")
 
 
 @contextmanager
-def named(**names: str) -> Iterator[None]:
-    """Give an InvalidRequest the client's names of fields: `named(prompt="messages")`."""
+def renamed_fields(**names: str) -> Iterator[None]:
+    """Rename fields in any InvalidRequest raised inside: `renamed_fields(prompt="messages")`."""
 
     def renamed(match: re.Match[str]) -> str:
         return "".join(names.get(part, part) for part in match.groups("") if part)

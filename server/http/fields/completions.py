@@ -1,4 +1,4 @@
-"""What POST /v1/completions takes and gives."""
+"""The request and response of POST /v1/completions."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,19 +23,19 @@ def _none_for_false(value: Any) -> Any:
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. Choices stand in the order of the prompts, `n` for each."""
+    """POST /v1/completions. Choices are in the order of the prompts, `n` for each."""
 
     prompt: Annotated[Prompt, Field(description="a text, texts, token ids, or lists of token ids")]
     max_tokens: Annotated[
-        int | None, ranged("output tokens at most; default 16; with echo also 0", 0, 1 << 30)
+        int | None, ranged("maximum number of output tokens; default 16; with echo also 0", 0, 1 << 30)
     ] = None
-    max_completion_tokens: Annotated[int | None, ranged("another name of max_tokens", 0, 1 << 30)] = None
-    echo: Annotated[bool | None, Field(description="the prompt comes before the output")] = None
+    max_completion_tokens: Annotated[int | None, ranged("an alias of max_tokens", 0, 1 << 30)] = None
+    echo: Annotated[bool | None, Field(description="return the prompt before the output")] = None
     logprobs: Annotated[
         int | None,
         BeforeValidator(_none_for_false, json_schema_input_type=int | Literal[False] | None),
         ranged(
-            "log-probabilities of the tokens, and of so many of the likeliest; default: none",
+            "return log-probabilities of the tokens and of this many of the most likely ones; default: none",
             0,
             MAX_TOP_LOGPROBS,
         ),
@@ -47,22 +47,23 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, texts or token ids, as a list of one or more; of none if the client gave none."""
+        """The prompts as a list of texts or of token id lists; empty if the client gave an empty list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyright: ignore[reportReturnType] (all its elements are)
+            return [self.prompt]  # pyright: ignore[reportReturnType] (all elements are integers)
         return self.prompt  # pyright: ignore[reportReturnType]
 
     @property
     def only_prompt(self) -> bool:
-        """Nothing is to be generated: the prompt is to be given back, and scored."""
+        """Whether to generate nothing and only return, and perhaps score, the prompt."""
         return bool(self.echo) and self.wanted_tokens == 0
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters. Raises a leaf of InvalidRequest.
+        """The sampling parameters. Raises a subclass of InvalidRequest.
 
-        Where nothing is to be generated they are of one token: it takes an iteration to score a prompt.
+        If nothing is to be generated they still ask for one token, because scoring a prompt takes an
+        iteration.
         """
         wanted = self.wanted_tokens
         if self.only_prompt:
@@ -87,7 +88,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The answer to POST /v1/completions, where it is not a stream."""
+    """The response to POST /v1/completions without `stream`."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

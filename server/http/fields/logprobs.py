@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two APIs write them."""
+"""Log-probabilities in the forms of OpenAI's completions and chat APIs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,12 +12,14 @@ from server.http.fields.token_places import PlacedToken
 Logprobs = dict[str, Any]
 LogprobsWriter = Callable[[Sequence[PlacedToken], TokenNames], Logprobs]
 
-_LEAST = -9999.0  # for the logarithm of nothing, which JSON does not have; OpenAI's value
+_LEAST = -9999.0  # OpenAI's value for minus infinity, which JSON cannot express
 
 
 class CompletionLogprobs(BaseModel):
-    """Of a completion's tokens, each list with an element for each token. The first token of a prompt has no
-    log-probability. `text_offset` counts the characters of the choice's text before the token.
+    """Of a completion's tokens: each list has one element per token.
+
+    The first token of a prompt has no log-probability. `text_offset` is the number of characters of the
+    choice's text before the token.
     """
 
     tokens: list[str]
@@ -27,7 +29,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One of the likeliest tokens at its place; `bytes` are those of its text."""
+    """One of the most likely tokens at a position. `bytes` are the UTF-8 bytes of its text."""
 
     token: str
     logprob: float
@@ -35,20 +37,20 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token of an answer."""
+    """A token of a reply."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Of an answer's tokens."""
+    """Of a reply's tokens."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 def completion_logprobs(tokens: Sequence[PlacedToken], names: TokenNames) -> Logprobs:
-    """As CompletionLogprobs. The token itself stands with the likeliest, if it is none of them."""
+    """In the form of CompletionLogprobs. `top_logprobs` always includes the chosen token itself."""
     return {
         "tokens": [names.name(token.token_id) for token in tokens],
         "token_logprobs": [None if token.logprob is None else _finite(token.logprob) for token in tokens],
@@ -58,7 +60,7 @@ def completion_logprobs(tokens: Sequence[PlacedToken], names: TokenNames) -> Log
 
 
 def chat_logprobs(tokens: Sequence[PlacedToken], names: TokenNames) -> Logprobs:
-    """As ChatLogprobs, of tokens of an output."""
+    """In the form of ChatLogprobs, for output tokens."""
     return {
         "content": [
             {
@@ -76,12 +78,12 @@ def _top(token: PlacedToken, names: TokenNames) -> dict[str, float] | None:
         return None
     top = dict[str, float]()
     for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
-        top.setdefault(names.name(token_id), _finite(logprob))  # of two with one name the likelier is told
+        top.setdefault(names.name(token_id), _finite(logprob))  # if two share a name, keep the likelier one
     return top
 
 
 def _entry(token_id: int, logprob: float | None, names: TokenNames) -> dict[str, Any]:
-    assert logprob is not None, "an answer's token has something before it"
+    assert logprob is not None, "every output token has a log-probability"
     return {
         "token": names.name(token_id),
         "logprob": _finite(logprob),

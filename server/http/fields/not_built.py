@@ -1,8 +1,8 @@
-"""Fields that clients know and this server has not built yet: taken where they ask for nothing, else refused.
+"""Fields that clients may send but that are not supported yet: neutral values are accepted, others rejected.
 
     use_beam_search: Annotated[bool | None, NotBuilt(False)] = None
 
-A load generator that spells out every default so works unchanged, and nothing is dropped in silence.
+So a client that spells out every default works unchanged, and nothing is ignored silently.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from orca_jax.errors import NotSupported
 
 @dataclass(frozen=True, init=False)
 class NotBuilt:
-    """Marks a field, in its annotation: only null and the `neutral` values are taken.
+    """An annotation for fields of which only null and the `neutral` values are accepted.
 
-    `same_as` names another field whose value is neutral as well; `instead` says what else a client may do.
+    `same_as` names another field whose value is neutral as well. `instead` tells clients an alternative.
     """
 
     neutral: tuple[Any, ...]
@@ -43,10 +43,10 @@ class NotBuilt:
             return True
         same = (self.same_as,) if self.same_as else ()
         neutral = (*self.neutral, *[getattr(request, name) for name in same])
-        return any(type(value) is type(other) and value == other for other in neutral)  # False is no 0 here
+        return any(type(value) is type(other) and value == other for other in neutral)  # here False is not 0
 
     def advice(self) -> str:
-        """What a client may do."""
+        """What a client can do instead, for error messages."""
         ways = ["leave it out"]
         if self.neutral:
             ways.append("give " + " or ".join(map(_as_json, self.neutral)))
@@ -55,8 +55,8 @@ class NotBuilt:
         return ", or ".join(ways)
 
 
-def refuse_what_is_not_built(request: BaseModel, path: str = "") -> None:
-    """Raise NotSupported, with its dotted path, for the first field that asks for such a thing."""
+def refuse_unsupported(request: BaseModel, path: str = "") -> None:
+    """Raise NotSupported, with the dotted path, for the first field that asks for something unsupported."""
     marks = _marks(type(request))
     for name in type(request).model_fields:
         if name not in request.model_fields_set:
@@ -66,12 +66,12 @@ def refuse_what_is_not_built(request: BaseModel, path: str = "") -> None:
         if mark is not None and not mark.takes(value, request):
             raise NotSupported(f"{path}{name} is not built yet; {mark.advice()}", param=path + name)
         if isinstance(value, BaseModel):
-            refuse_what_is_not_built(value, f"{path}{name}.")
+            refuse_unsupported(value, f"{path}{name}.")
         elif isinstance(value, list):
             for i, element in enumerate(value):
                 if not isinstance(element, BaseModel):
                     break
-                refuse_what_is_not_built(element, f"{path}{name}.{i}.")
+                refuse_unsupported(element, f"{path}{name}.{i}.")
 
 
 @cache

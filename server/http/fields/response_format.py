@@ -1,4 +1,4 @@
-"""`response_format`: OpenAI's way to ask for structured output."""
+"""`response_format`: OpenAI's field for structured output."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,10 +13,10 @@ _FIELD = "response_format.json_schema"
 class JsonSchema(Strict):
     """`response_format.json_schema`."""
 
-    name: Annotated[str, Field(description="for people; nothing follows from it")]
-    schema_: Annotated[dict[str, Any], Field(alias="schema", description="the output follows it")]
-    strict: Annotated[bool | None, Field(description="the schema is followed whatever this says")] = None
-    description: Annotated[str | None, Field(description="for people; nothing follows from it")] = None
+    name: Annotated[str, Field(description="for readers; has no effect")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema", description="the output follows this schema")]
+    strict: Annotated[bool | None, Field(description="has no effect: the schema is always enforced")] = None
+    description: Annotated[str | None, Field(description="for readers; has no effect")] = None
 
 
 class ResponseFormat(Strict):
@@ -24,15 +24,13 @@ class ResponseFormat(Strict):
 
     type: Annotated[
         Literal["text", "json_object", "json_schema"],
-        Field(description="any text; any JSON object; what json_schema says"),
+        Field(description="any text; any JSON object; JSON that follows json_schema"),
     ]
-    json_schema: Annotated[
-        JsonSchema | None, Field(description="with the type json_schema, and only there")
-    ] = None
+    json_schema: Annotated[JsonSchema | None, Field(description="only with type json_schema")] = None
 
     @property
     def client_names(self) -> dict[str, str]:
-        """How `named` calls the fields of `SamplingParams` that are made of this."""
+        """The client's names for the fields of `SamplingParams` made from this; see `renamed_fields`."""
         return {
             "text": {},
             "json_object": {"guided_json_object": "response_format"},
@@ -40,9 +38,9 @@ class ResponseFormat(Strict):
         }[self.type]
 
     def guided(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that ask for it; none for any text.
+        """The equivalent fields of `SamplingParams`; empty for plain text.
 
-        Raises InvalidRequest where `type` and `json_schema` contradict each other.
+        Raises InvalidRequest if `type` and `json_schema` contradict each other.
         """
         if self.type == "json_schema":
             if self.json_schema is None:

@@ -1,16 +1,16 @@
-"""How strictly requests are read: the base of all their models."""
+"""The base of all request models: strict validation."""
 
 from pydantic import BaseModel, ConfigDict, FailFast
 
 
 class FirstFault(FailFast):
-    """A list is read up to its first fault: a client may send millions."""
+    """Stop validating a list at its first invalid element: a client may send millions."""
 
-    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] (a union needs it)
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride] (unions need it)
         return 0
 
 
 class Strict(BaseModel):
-    """No field that is not known, no value of another type, no infinity."""
+    """Rejects unknown fields, values of another type, and numbers that are not finite."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

@@ -1,10 +1,10 @@
-"""What tokens are called, where a client is told of them."""
+"""Names of tokens, as shown to clients with log-probabilities."""
 
 from orca_jax.request.tokenizer import Tokenizer
 
 
 class TokenNames:
-    """The names of a model's tokens, kept once they are known; without a tokenizer they are numbers alone."""
+    """The names of a model's tokens, cached. Without a tokenizer every name is `token_id:` and the number."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -12,16 +12,17 @@ class TokenNames:
         self._bytes: dict[int, list[int] | None] = {}
 
     def name(self, token_id: int) -> str:
-        """Its text, or as OpenAI writes them its bytes where they are no text by themselves; a special
-        token's own name; `token_id:7` where there is nothing of these.
+        """The token's text; or `bytes:` and its bytes, as OpenAI writes them, if they are not valid UTF-8.
+
+        A special token has its own name. Any other token is `token_id:7`.
         """
-        known = self._names.get(token_id)
-        if known is None:
-            known = self._names[token_id] = self._look_up(token_id)
-        return known
+        name = self._names.get(token_id)
+        if name is None:
+            name = self._names[token_id] = self._look_up(token_id)
+        return name
 
     def byte_values(self, token_id: int) -> list[int] | None:
-        """The bytes of text that it stands for; None where it stands for none."""
+        """The bytes of the token's text; None if it has no text."""
         if token_id not in self._bytes:
             self._bytes[token_id] = list(self._data(token_id)) or None
         return self._bytes[token_id]

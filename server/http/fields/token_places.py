@@ -1,7 +1,7 @@
-"""Where tokens begin in a text, and which of them have come out with what came out of the text.
+"""Finds where tokens begin in the output text, and which tokens to release with each piece of text.
 
-Text lags behind tokens while it may be the beginning of a stop string or of a character, and what is told of
-tokens lags with it.
+Text is held back while it may be the beginning of a stop string, or is an incomplete character. The
+log-probabilities of its tokens are held back with it.
 """
 
 from codecs import utf_8_decode
@@ -15,9 +15,10 @@ from orca_jax.service.generation import Piece
 
 
 class PlacedToken(NamedTuple):
-    """A token with the characters of text before the character that it begins in.
+    """A token and its `offset`: the number of characters before the character in which it begins.
 
-    `logprob` and `top` are TokenLogprobs'; None for the first token of a prompt, which nothing comes before.
+    `logprob` and `top` are those of TokenLogprobs; None for the first token of a prompt, which has no
+    context.
     """
 
     token_id: int
@@ -27,93 +28,96 @@ class PlacedToken(NamedTuple):
 
 
 def n_characters(tokens: Sequence[PlacedToken]) -> int:
-    """About as many as it takes to tell of them."""
+    """Roughly how many characters the log-probabilities of these tokens take in a response."""
     return sum(12 * (1 + len(token.top or ())) for token in tokens)
 
 
 class _Characters:
-    """Counts the characters of a text that comes in bytes; it counts those that are not UTF-8 as U+FFFD."""
+    """Counts the characters of text that arrives as bytes. Invalid UTF-8 counts as U+FFFD."""
 
     def __init__(self, offset: int) -> None:
-        self._n = offset  # that are complete
-        self._open = b""
+        self._n = offset  # complete characters so far
+        self._incomplete = b""
 
     def place(self, data: bytes) -> int:
-        """Take a token's bytes; the place of the character that has the first of them."""
+        """Append a token's bytes; return the offset of the character that contains the first of them."""
         if not data:
             return self._n
         self._feed(data[:1])
-        first = self._n if self._open else self._n - 1
+        first = self._n if self._incomplete else self._n - 1
         if len(data) > 1:
             self._feed(data[1:])
         return first
 
     def _feed(self, data: bytes) -> None:
-        data = self._open + data
+        data = self._incomplete + data
         text, n_decoded = utf_8_decode(data, "replace", False)
         self._n += len(text)
-        self._open = data[n_decoded:]
+        self._incomplete = data[n_decoded:]
 
 
 class TokenPlaces:
-    """One output's. A token comes out with the character that it begins in.
+    """Places one output's tokens. A token is released with the character in which it begins.
 
-    One that is no text, as special tokens are, comes out with the next that is. So none comes out behind a
-    stop string, and no end of sequence; but all that are left do when the output ends for its length.
-    Without a tokenizer there is no text to wait for, and every token comes out at once.
+    A token without text, such as a special token, is released with the next token that has text. So no token
+    after a stop string is released, nor an end-of-sequence token. But if the output ends because of its
+    length, all remaining tokens are. Without a tokenizer there is no text to wait for, and every token is
+    released at once.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, offset: int = 0) -> None:
         self._tokenizer = tokenizer
         self._characters = _Characters(offset)
-        self._n_out = offset
-        self._waiting: list[tuple[PlacedToken, bool]] = []  # and whether it is text
+        self._n_shown = offset  # characters of text
+        self._waiting: list[tuple[PlacedToken, bool]] = []  # each with whether it has text
 
     def take(self, piece: Piece) -> list[PlacedToken]:
-        """The tokens that come out with this piece of the output."""
+        """The tokens to release with this piece of the output."""
         for token_id, (_, logprob, top) in zip(piece.token_ids, piece.logprobs, strict=True):
             data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
             placed = PlacedToken(token_id, self._characters.place(data), logprob, top)
             self._waiting.append((placed, bool(data)))
-        self._n_out += len(piece.text)
+        self._n_shown += len(piece.text)
         if self._tokenizer is None or piece.finish_reason is FinishReason.LENGTH:
             n = len(self._waiting)
         else:
             n = self._n_begun()
-        out = [placed for placed, _ in self._waiting[:n]]
+        released = [placed for placed, _ in self._waiting[:n]]
         del self._waiting[:n]
-        return out
+        return released
 
     def _n_begun(self) -> int:
-        """Up to the last that is text and whose text has begun to come out."""
+        """The number of waiting tokens up to the last one with text that has begun to be shown."""
         n = 0
-        for i, (placed, is_text) in enumerate(self._waiting, 1):
-            if placed.offset >= self._n_out:
+        for i, (placed, has_text) in enumerate(self._waiting, 1):
+            if placed.offset >= self._n_shown:
                 break
-            if is_text:
+            if has_text:
                 n = i
         return n
 
 
 def prompt_places(
-    token_ids: Sequence[int], text: bytes, known: Iterable[TokenLogprobs], tokenizer: Tokenizer | None
+    token_ids: Sequence[int], text: bytes, logprobs: Iterable[TokenLogprobs], tokenizer: Tokenizer | None
 ) -> list[PlacedToken]:
-    """A prompt's tokens. A special token is text where its name stands in the prompt's `text`, in UTF-8.
+    """A prompt's tokens, placed in its `text`, which is in UTF-8.
 
-    `known` are the log-probabilities of all tokens but the first.
+    A special token counts as text where its name appears in the prompt. `logprobs` are the log-probabilities
+    of all tokens but the first.
     """
     characters = _Characters(0)
     placed = list[PlacedToken]()
-    at = 0
-    logprobs = iter(known)
+    n_bytes = 0
+    remaining = iter(logprobs)
     for token_id in token_ids:
         data = b""
         if tokenizer is not None:
             data = tokenizer.token_bytes(token_id)
             name = b"" if data else (tokenizer.token_name(token_id) or "").encode()
-            if name and text.startswith(name, at):
+            if name and text.startswith(name, n_bytes):
                 data = name
-        at += len(data)
-        one = next(logprobs) if placed else None
-        placed.append(PlacedToken(token_id, characters.place(data), one and one.logprob, one and one.top))
+        n_bytes += len(data)
+        scored = next(remaining) if placed else None
+        offset = characters.place(data)
+        placed.append(PlacedToken(token_id, offset, scored and scored.logprob, scored and scored.top))
     return placed

@@ -1,10 +1,10 @@
-"""What pydantic found wrong with a request, as one message and the field at fault."""
+"""Turns pydantic's validation errors into one message and the field at fault."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-_MOST_SHOWN = 100  # characters of what came
+_MOST_SHOWN = 100  # characters of the client's value
 _MOST_RULES = 4
 _PYDANTIC = "Input should be "
 _OBJECT_TYPES = ("dict_type", "model_type", "model_attributes_type")
@@ -12,10 +12,10 @@ _Path = tuple[str | int, ...]
 
 
 def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None, str]:
-    """The field at fault, dotted, and what to say of it; None where the body itself is at fault.
+    """The dotted path of the field at fault, None for the body itself, and the error message.
 
-    `errors` are pydantic's, `body` is what came. The first field is told; where it may be of several types it
-    has an error for each, and they make one message.
+    `errors` are pydantic's, `body` is the request body. Only the first field at fault is reported. If it may
+    have several types it has an error for each, and one message lists them all.
     """
     first = errors[0]
     path = _path(first, body)
@@ -25,19 +25,19 @@ def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None
         return param, f"{name} is missing" + ("" if param else "; send a JSON object")
     if first["type"] == "extra_forbidden":
         return param, f"{name} is not known here; leave it out (GET /docs shows what there is)"
-    came = f"{name} is {shown(_at(body, path))}"
-    if not first["msg"].startswith(_PYDANTIC):  # a rule that is a sentence by itself
-        return param, f"{came}; {first['msg'].removeprefix('Value error, ')}"
+    value = f"{name} is {shown(_value_at(body, path))}"
+    if not first["msg"].startswith(_PYDANTIC):  # the message is a complete sentence
+        return param, f"{value}; {first['msg'].removeprefix('Value error, ')}"
     rules = dict.fromkeys(
         _rule(error, below[len(path) :])
         for error in errors
         if (below := _path(error, body))[: len(path)] == path
     )
-    return param, f"{came}; it should be {', or '.join(islice(rules, _MOST_RULES))}"
+    return param, f"{value}; it should be {', or '.join(islice(rules, _MOST_RULES))}"
 
 
 def shown(value: object) -> str:
-    """What came, for a message: short, whatever it is."""
+    """A short form of the client's value for an error message."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -49,8 +49,8 @@ def shown(value: object) -> str:
 
 
 def _path(error: Mapping[str, Any], body: object) -> _Path:
-    """Where in the body the error is; pydantic's own names for a type's alternatives are left out."""
-    steps = error["loc"][1:]  # behind "body": routes check nothing else
+    """Where in the body the error is, without pydantic's own names for the alternatives of a union."""
+    steps = error["loc"][1:]  # after "body": routes validate nothing else
     path: list[str | int] = []
     value = body
     for i, step in enumerate(steps):
@@ -65,7 +65,7 @@ def _path(error: Mapping[str, Any], body: object) -> _Path:
     return tuple(path)
 
 
-def _at(body: object, path: _Path) -> object:
+def _value_at(body: object, path: _Path) -> object:
     value: Any = body
     for step in path:
         value = value[step]

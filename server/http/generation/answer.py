@@ -1,4 +1,4 @@
-"""What both generating routes do, before they make prompts of a request and after it is done."""
+"""What both generation routes share: accepting a request and writing its response."""
 
 import time
 import uuid
@@ -16,17 +16,17 @@ from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
 from server.http.fields.both import GenerationRequest, StreamOptions
 from server.http.fields.token_places import n_characters
-from server.http.generation.choices import Choices, Whole
+from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import ChunkShape, ChunkWriter
 from server.http.generation.event_stream import EventStream
 
 GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
-Finished = Callable[[Choices, list[Whole]], list[dict[str, Any]]]
+ChoicesWriter = Callable[[Choices, list[CompleteChoice]], list[dict[str, Any]]]
 
 
 def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> ServedModel:
-    """The model for a request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
+    """The model for the request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
     body.check_stream_options()
     if body.user is not None:
         facts["user"] = body.user
@@ -34,7 +34,7 @@ def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> 
 
 
 def new_response_id(prefix: str) -> str:
-    """A name for a response that no other has; its requests in the service are called after it."""
+    """A unique response id. The ids of its requests in the service are derived from it."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -46,10 +46,12 @@ async def answer(
     *,
     shape: ChunkShape,
     object_name: str,
-    finished: Finished,
+    write_choices: ChoicesWriter,
 ) -> Response:
-    """Generate the choices: a stream, or when all are complete an `object_name` with what `finished` makes of
-    them.
+    """Generate the choices: as a stream, or as one JSON object when all are complete.
+
+    The `object` field of that JSON is `object_name`, and `write_choices` makes its `choices`. `shape` is the
+    form of a stream's chunks.
     """
     head = {
         "id": choices.response_id,
@@ -61,12 +63,13 @@ async def answer(
         options = body.stream_options or StreamOptions()
         chunks = ChunkWriter(shape, head, len(choices), include_usage=bool(options.include_usage))
         return EventStream(choices, chunks, options, has_text=model.tokenizer is not None)
-    wholes = await choices.wholes(receive)
-    n = sum(n_characters(whole.tokens) + len(whole.text) for whole in wholes)
+    complete = await choices.complete(receive)
+    n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
 
     def write() -> bytes:
         usage = choices.tally.usage().model_dump()
-        whole = {**head, "object": object_name, "choices": finished(choices, wholes), "usage": usage}
+        written = write_choices(choices, complete)
+        whole = {**head, "object": object_name, "choices": written, "usage": usage}
         return as_json(whole, n, ascii=False).encode()
 
     return Response(await run_for_response(n, write), media_type="application/json")

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: a conversation becomes a prompt, and what the model says is the answer."""
+"""`POST /v1/chat/completions`: the model replies to a conversation."""
 
 from functools import partial
 from typing import Any
@@ -9,12 +9,12 @@ from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.chat import ChatCompletion, ChatCompletionRequest
-from server.http.fields.client_names import named
+from server.http.fields.client_names import renamed_fields
 from server.http.fields.logprobs import chat_logprobs
 from server.http.fields.token_names import TokenNames
 from server.http.generation.answer import GENERATION_ERRORS, accept, answer, new_response_id
-from server.http.generation.choice_output import Telling
-from server.http.generation.choices import Choices, Whole
+from server.http.generation.choice_output import OutputExtras
+from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import CHAT_CHUNK
 from server.http.generation.conversation import text_of
 from server.http.generation.prompts import check, check_number
@@ -36,30 +36,32 @@ async def create_chat_completion(
     owner: OwnerOf,
     facts: FactsOf,
 ) -> Response:
-    """Answer a conversation, at once or, with `stream`, piece by piece."""
+    """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     model = accept(body, gateway, facts)
     service = model.service
     n_bytes = len(await request.body())
 
     def read() -> tuple[SamplingParams, tuple[int, ...]]:
-        body.sampling(longest=service.most_output(1))  # what is wrong there comes before the work
+        body.sampling(longest=service.most_output(1))  # reject invalid parameters before the expensive work
         check_number(1, body.n_choices, options, model)
         text = text_of(model, body.messages)
-        # The template writes the special tokens that belong into a conversation, so no others are added.
+        # The chat template writes the special tokens, so the tokenizer must not add any.
         prompt = tuple(model.encode(text, param="messages", add_special_tokens=False))
         longest = service.most_output(len(prompt))
-        if longest < 1:  # `check` says so
+        if longest < 1:  # `check` below rejects the prompt
             longest = max(body.min_tokens or 0, 1)
         return body.sampling(longest=longest), prompt
 
-    with named(**body.client_names):
+    with renamed_fields(**body.client_names):
         sampling, prompt = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
         await run_for_request(n_bytes, partial(check, model, [prompt], rules))
-    telling = Telling(names=TokenNames(model.tokenizer), logprobs=chat_logprobs) if body.logprobs else None
+    extras = None
+    if body.logprobs:
+        extras = OutputExtras(names=TokenNames(model.tokenizer), write_logprobs=chat_logprobs)
     response_id = new_response_id("chatcmpl")
     choices = Choices(
-        gateway, [prompt], rules, telling=telling, response_id=response_id, owner=owner, facts=facts
+        gateway, [prompt], rules, extras=extras, response_id=response_id, owner=owner, facts=facts
     )
     return await answer(
         body,
@@ -68,18 +70,18 @@ async def create_chat_completion(
         request.receive,
         shape=CHAT_CHUNK,
         object_name="chat.completion",
-        finished=_choices,
+        write_choices=_choices,
     )
 
 
-def _choices(choices: Choices, wholes: list[Whole]) -> list[dict[str, Any]]:
-    """As ChatChoice."""
+def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str, Any]]:
+    """In the form of ChatChoice."""
     return [
         {
             "index": i,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": choices.logprobs(tokens),
-            "finish_reason": choices.tally.complete(i),
+            "finish_reason": choices.tally.finish_reason(i),
         }
-        for i, (text, tokens) in enumerate(wholes)
+        for i, (text, tokens) in enumerate(complete)
     ]

@@ -1,4 +1,4 @@
-"""What a client sees of one choice beside its text: the prompt before it, and log-probabilities."""
+"""What a response adds to a choice's text: the echoed prompt and log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,60 +13,64 @@ from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_pla
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Telling:
-    """What a request wants told. `prompts` are the texts of its prompts, where they come before the output;
-    with `only_prompts` that is all, and the one token that was generated is not shown.
+class OutputExtras:
+    """What a request asked for besides output text.
+
+    `write_logprobs` writes log-probabilities, None if they were not requested. `prompts` are the prompts'
+    texts if they are to be echoed before the output. With `only_prompts` nothing else is shown: the one token
+    that was generated is left out.
     """
 
     names: TokenNames
-    logprobs: LogprobsWriter | None = None
+    write_logprobs: LogprobsWriter | None = None
     prompts: Sequence[str] | None = None
     only_prompts: bool = False
 
-    def written(self, tokens: Sequence[PlacedToken]) -> Logprobs | None:
-        """The log-probabilities of these tokens as the client gets them, if it asked for them."""
-        return None if self.logprobs is None else self.logprobs(tokens, self.names)
+    def logprobs(self, tokens: Sequence[PlacedToken]) -> Logprobs | None:
+        """The log-probabilities of these tokens in the response's form, if they were requested."""
+        return None if self.write_logprobs is None else self.write_logprobs(tokens, self.names)
 
 
-class Shown(NamedTuple):
-    """What a client gets of a piece: its text, and the tokens that are told of with it."""
+class ShownPiece(NamedTuple):
+    """A piece as a client sees it, and the tokens whose log-probabilities come with it."""
 
     piece: Piece
     tokens: list[PlacedToken]
 
 
 class ChoiceOutput:
-    """One choice, from its first piece to its last. All that is shown of it is the same, however its output
-    was cut into pieces. `prompt` is the text of its prompt, None where that is not wanted; `scored` is the
-    request that was asked for the prompt's log-probabilities, of this choice or another of the same prompt.
+    """One choice, from its first piece to its last. What is shown does not depend on how the output is split.
+
+    `prompt` is the text of the prompt to echo, or None. `scored` is the request that computes the prompt's
+    log-probabilities: this choice's, or that of another choice of the same prompt.
     """
 
-    def __init__(self, telling: Telling, scored: LiveRequest, prompt: str | None) -> None:
-        self._telling = telling
+    def __init__(self, extras: OutputExtras, scored: LiveRequest, prompt: str | None) -> None:
+        self._extras = extras
         self._scored = scored
-        self._prompt = prompt  # that has yet to come out
-        self._places = TokenPlaces(telling.names.tokenizer, len(prompt or ""))
+        self._prompt = prompt  # None once it has been shown
+        self._places = TokenPlaces(extras.names.tokenizer, len(prompt or ""))
 
     @property
-    def n_to_tell(self) -> int:
-        """Tokens of a prompt that are told of with the next piece."""
+    def n_prompt_tokens(self) -> int:
+        """Prompt tokens that will be shown with the next piece."""
         return 0 if self._prompt is None else len(self._scored.prompt_ids)
 
-    def take(self, piece: Piece) -> Shown:
-        """What to show of the next piece; of the first, once the request that was `scored` has its first."""
+    def take(self, piece: Piece) -> ShownPiece:
+        """What to show of the next piece. Call it only once the `scored` request has its first piece."""
         tokens = list[PlacedToken]()
-        if self._telling.only_prompts:
+        if self._extras.only_prompts:
             piece = Piece((), "", None if piece.finish_reason is None else FinishReason.LENGTH)
-        elif self._telling.logprobs is not None:
+        elif self._extras.write_logprobs is not None:
             tokens = self._places.take(piece)
         if self._prompt is not None:
             prompt, self._prompt = self._prompt, None
             piece = replace(piece, text=prompt + piece.text)
             tokens = self._prompt_tokens(prompt) + tokens
-        return Shown(piece, tokens)
+        return ShownPiece(piece, tokens)
 
     def _prompt_tokens(self, prompt: str) -> list[PlacedToken]:
-        known = self._scored.prompt_logprobs
-        if known is None:
+        logprobs = self._scored.prompt_logprobs
+        if logprobs is None:
             return []
-        return prompt_places(self._scored.prompt_ids, prompt.encode(), known, self._telling.names.tokenizer)
+        return prompt_places(self._scored.prompt_ids, prompt.encode(), logprobs, self._extras.names.tokenizer)

@@ -1,4 +1,4 @@
-"""All that one response generates: submitted together, counted together, ended together."""
+"""All choices of one response: submitted, counted and ended together."""
 
 import asyncio
 import time
@@ -17,11 +17,11 @@ from server.gateway.side_threads import run_for_response
 from server.gateway.submissions import Submission, submitted
 from server.http.fields.both import Usage
 from server.http.fields.token_places import PlacedToken
-from server.http.generation.choice_output import ChoiceOutput, Shown, Telling
+from server.http.generation.choice_output import ChoiceOutput, OutputExtras, ShownPiece
 
 
 class Tally:
-    """What a response has given so far: for its usage, and for the access log."""
+    """Counts what a response has sent so far, for its usage and for the access log."""
 
     def __init__(self, n_input: int, n_choices: int) -> None:
         self.n_input = n_input
@@ -31,7 +31,7 @@ class Tally:
         self._first_token: float | None = None
 
     def take(self, index: int, piece: Piece) -> None:
-        """A piece of choice `index` is on its way to the client."""
+        """Count a piece of choice `index` that is being sent to the client."""
         self.n_output += len(piece.token_ids)
         if piece.finish_reason is not None:
             self.finish_reasons[index] = piece.finish_reason
@@ -39,16 +39,16 @@ class Tally:
             self._first_token = time.perf_counter()
 
     def usage(self) -> Usage:
-        """The counts so far, as OpenAI has them."""
+        """The counts so far, in OpenAI's form."""
         n_input, n_output = self.n_input, self.n_output
         return Usage(prompt_tokens=n_input, completion_tokens=n_output, total_tokens=n_input + n_output)
 
-    def complete(self, index: int) -> Literal["stop", "length"]:
-        """Why choice `index`, which is complete, ended."""
+    def finish_reason(self, index: int) -> Literal["stop", "length"]:
+        """Why choice `index`, which must be complete, ended."""
         return "stop" if self.finish_reasons[index] is FinishReason.STOP else "length"
 
     def facts(self) -> dict[str, Any]:
-        """The same for the access log."""
+        """The counts so far, for the access log."""
         facts: dict[str, Any] = {"n_input": self.n_input, "n_output": self.n_output}
         facts["finish_reasons"] = [None if reason is None else str(reason) for reason in self.finish_reasons]
         if self._first_token is not None:
@@ -56,8 +56,8 @@ class Tally:
         return facts
 
 
-class Whole(NamedTuple):
-    """A choice that is complete, and the tokens that are to be told of."""
+class CompleteChoice(NamedTuple):
+    """A complete choice, and the tokens whose log-probabilities were requested."""
 
     text: str
     tokens: list[PlacedToken]
@@ -66,9 +66,9 @@ class Whole(NamedTuple):
 class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
-    Each choice of a prompt has a seed of its own: `seed + i`, or one that is drawn. The prompts have been
-    checked. `telling` is what to tell beside the output's text, None for nothing. `owner` is whose share of
-    the queue they take. `facts` are the access log's.
+    Each choice of a prompt has its own seed: `seed + i`, or a random one. The prompts must have been checked.
+    `extras` is what to return besides output text, None for nothing. `owner` is the API key or address whose
+    share of the queue the requests use. `facts` go into the access log.
     """
 
     def __init__(
@@ -77,24 +77,27 @@ class Choices:
         prompts: Sequence[Sequence[int]],
         rules: OutputRules,
         *,
-        telling: Telling | None,
+        extras: OutputExtras | None,
         response_id: str,
         owner: str,
         facts: dict[str, Any],
     ) -> None:
         self.response_id = response_id
         self._owner = owner
-        self.telling = telling
-        each = rules.choices(prompt_once=True)
-        self._n_each = len(each)
+        self.extras = extras
+        rules_each = rules.choices(prompt_once=True)
+        self._n_each = len(rules_each)
         self._outputs: list[ChoiceOutput] = []
-        self._scored = [asyncio.Event() for _ in prompts]  # the first choice of a prompt has its first piece
-        self.tally = Tally(sum(map(len, prompts)), len(each) * len(prompts))
+        self._scored = [
+            asyncio.Event() for _ in prompts
+        ]  # set when a prompt's first choice has its first piece
+        self.tally = Tally(sum(map(len, prompts)), len(rules_each) * len(prompts))
         self._gateway = gateway
         self._facts = facts
-        choices = [(prompt, one) for prompt in prompts for one in each]
+        choices = [(prompt, choice_rules) for prompt in prompts for choice_rules in rules_each]
         self._submissions = [
-            Submission(prompt, one, f"{response_id}-{i}") for i, (prompt, one) in enumerate(choices)
+            Submission(prompt, choice_rules, f"{response_id}-{i}")
+            for i, (prompt, choice_rules) in enumerate(choices)
         ]
 
     def __len__(self) -> int:
@@ -102,9 +105,10 @@ class Choices:
 
     @asynccontextmanager
     async def running(self, receive: Receive) -> AsyncIterator[list[LiveRequest]]:
-        """The live requests, which end when this is left, or when the client leaves.
+        """The live requests, which end when the context exits or the client disconnects.
 
-        All of them are taken by the service or none: raises QueueFull, NotReady or EngineError otherwise.
+        The service accepts either all of them or none, and then this raises QueueFull, NotReady or
+        EngineError.
         """
         async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
             self._outputs = self._new_outputs(requests)
@@ -116,56 +120,56 @@ class Choices:
                 watch.cancel()
                 await asyncio.gather(watch, return_exceptions=True)
 
-    async def take(self, index: int, piece: Piece) -> Shown:
-        """What is shown of the next piece of choice `index`.
+    async def take(self, index: int, piece: Piece) -> ShownPiece:
+        """What to show of the next piece of choice `index`.
 
-        The log-probabilities of a prompt are those of its first choice, which is submitted first; the other
-        choices wait for it. Where it fails before it has any the response fails with it.
+        Only a prompt's first choice, which is submitted first, computes the prompt's log-probabilities; the
+        other choices wait for them. If the first choice fails before that, the whole response fails.
         """
-        if self.telling is None:
-            return Shown(piece, [])
+        if self.extras is None:
+            return ShownPiece(piece, [])
         scored, is_first = self._scored[index // self._n_each], index % self._n_each == 0
         output = self._outputs[index]
-        if output.n_to_tell and not is_first:
+        if output.n_prompt_tokens and not is_first:
             await scored.wait()
-        shown = await run_for_response(4 * output.n_to_tell, partial(output.take, piece))
+        shown = await run_for_response(4 * output.n_prompt_tokens, partial(output.take, piece))
         if is_first:
             scored.set()
         return shown
 
     def _new_outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput]:
-        """What is shown of each of the live requests; none where that is its text as it comes."""
-        telling = self.telling
-        if telling is None:
+        """An output for each live request; none if responses have only the text."""
+        extras = self.extras
+        if extras is None:
             return []
         outputs = list[ChoiceOutput]()
         for i in range(len(requests)):
-            number = i // self._n_each
-            prompt = None if telling.prompts is None else telling.prompts[number]
-            outputs.append(ChoiceOutput(telling, requests[number * self._n_each], prompt))
+            prompt_index = i // self._n_each
+            prompt = None if extras.prompts is None else extras.prompts[prompt_index]
+            outputs.append(ChoiceOutput(extras, requests[prompt_index * self._n_each], prompt))
         return outputs
 
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Any:
-        """Those of a choice's tokens, in the form of its route; None where they were not asked for."""
-        return None if self.telling is None else self.telling.written(tokens)
+        """Log-probabilities of a choice's tokens in its route's form; None if they were not requested."""
+        return None if self.extras is None else self.extras.logprobs(tokens)
 
-    async def wholes(self, receive: Receive) -> list[Whole]:
-        """Every choice, complete.
+    async def complete(self, receive: Receive) -> list[CompleteChoice]:
+        """Wait for all choices to complete.
 
-        Raises what ended one of them before it was complete, besides QueueFull, NotReady and EngineError.
+        Raises QueueFull, NotReady, EngineError, or whatever ended a choice before it was complete.
         """
         async with self.running(receive) as requests:
-            return [await self._whole(i, request) for i, request in enumerate(requests)]
+            return [await self._complete(i, request) for i, request in enumerate(requests)]
 
-    async def _whole(self, index: int, request: LiveRequest) -> Whole:
-        """The others go on meanwhile: what they have is kept until it is asked for."""
+    async def _complete(self, index: int, request: LiveRequest) -> CompleteChoice:
+        """Wait for one choice. The others run on meanwhile, and their output is kept for them."""
         text, tokens = list[str](), list[PlacedToken]()
         async for piece in request:
-            shown, told = await self.take(index, piece)
-            tokens += told
+            shown, shown_tokens = await self.take(index, piece)
+            tokens += shown_tokens
             self.tally.take(index, shown)
             text.append(shown.text)
-        return Whole("".join(text), tokens)
+        return CompleteChoice("".join(text), tokens)
 
     async def _end_if_client_leaves(self, receive: Receive, requests: Sequence[LiveRequest]) -> None:
         while (await receive())["type"] != "http.disconnect":

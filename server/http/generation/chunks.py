@@ -1,5 +1,5 @@
-"""Chunks of a stream, as bytes: what stays the same is written once, and per piece only its text, with
-log-probabilities where they are asked for.
+"""Writes the chunks of a stream as bytes. The constant parts are encoded once per response; for each piece
+only its text and any log-probabilities are.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from server.http.fields.both import Usage
 
 DONE = b"data: [DONE]\n\n"
 
-# All is ASCII, so that no reader takes a character of the text for the end of a line.
+# Everything is ASCII, so that no client mistakes a Unicode character for a line break.
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """How a choice's text stands in a chunk: between `before` (`first` in its first one) and `after`."""
+    """The JSON around a choice's text in a chunk: `before` (`first` in the first chunk) and `after`."""
 
     object: str
     first: str
@@ -36,8 +36,8 @@ CHAT_CHUNK = ChunkShape(
 class ChunkWriter:
     """Writes the chunks of one response as server-sent events.
 
-    `head` has the fields that all of them share. With `include_usage` every chunk has a `usage`, which is
-    null where none is given.
+    `head` has the fields that all chunks share. With `include_usage` every chunk has a `usage`, which is null
+    unless one is given.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class ChunkWriter:
     def chunk(
         self, index: int, piece: Piece, usage: Usage | None = None, logprobs: str | None = None
     ) -> bytes:
-        """A piece of choice `index`; `logprobs` is JSON."""
+        """The chunk for a piece of choice `index`. `logprobs` is JSON."""
         before = self._before[index]
         self._before[index] = self._before_later[index]
         after = self._after[piece.finish_reason]
         if logprobs is not None:
             after = f"{self._logprobs}{logprobs}{self._reason[piece.finish_reason]}"
-        end = self._no_usage if usage is None else _with(usage)
+        end = self._no_usage if usage is None else _usage_end(usage)
         return f"{before}{as_json(piece.text)}{after}{end}".encode("ascii")
 
     def usage(self, usage: Usage) -> bytes:
-        """The chunk behind all choices, with the usage of all."""
-        return f'{self._head},"choices":[]{_with(usage)}'.encode("ascii")
+        """The chunk after all choices, with the usage of all."""
+        return f'{self._head},"choices":[]{_usage_end(usage)}'.encode("ascii")
 
 
 def error_event(error: OrcaError) -> bytes:
-    """What ended a stream before its end; clients raise it, and expect nothing behind it."""
+    """The error that ended a stream early. Clients raise it and expect no event after it."""
     return f"data: {as_json(error_body(error))}\n\n".encode("ascii")
 
 
-def _with(usage: Usage) -> str:
+def _usage_end(usage: Usage) -> str:
     return f',"usage":{usage.model_dump_json()}}}\n\n'

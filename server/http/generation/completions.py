@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: the model goes on where a prompt ends."""
+"""`POST /v1/completions`: the model continues a prompt."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from fastapi import APIRouter, Request, Response
 from orca_jax.request.sampling_params import SamplingParams
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
-from server.http.fields.client_names import named
+from server.http.fields.client_names import renamed_fields
 from server.http.fields.completions import Completion, CompletionRequest
 from server.http.fields.logprobs import completion_logprobs
 from server.http.fields.token_names import TokenNames
 from server.http.generation.answer import GENERATION_ERRORS, accept, answer, new_response_id
-from server.http.generation.choice_output import Telling
-from server.http.generation.choices import Choices, Whole
+from server.http.generation.choice_output import OutputExtras
+from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import TEXT_CHUNK
 from server.http.generation.prompts import check, check_number, encode, texts
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf
@@ -34,7 +34,7 @@ async def create_completion(
     owner: OwnerOf,
     facts: FactsOf,
 ) -> Response:
-    """Continue one prompt or many, at once or, with `stream`, piece by piece."""
+    """Continue one or more prompts, in one response or, with `stream`, as server-sent events."""
     model = accept(body, gateway, facts)
     n_bytes = len(await request.body())
 
@@ -43,25 +43,25 @@ async def create_completion(
         check_number(len(body.prompts), body.n_choices, options, model)
         return sampling, encode(model, body.prompts)
 
-    def look_through() -> list[str] | None:
+    def check_prompts() -> list[str] | None:
         check(model, prompts, rules)
         return texts(model, body.prompts) if body.echo else None
 
-    with named(**body.client_names):
+    with renamed_fields(**body.client_names):
         sampling, prompts = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
-        prompt_texts = await run_for_request(n_bytes, look_through)
-    telling = None
+        prompt_texts = await run_for_request(n_bytes, check_prompts)
+    extras = None
     if body.echo or body.logprobs is not None:
-        telling = Telling(
+        extras = OutputExtras(
             names=TokenNames(model.tokenizer),
-            logprobs=None if body.logprobs is None else completion_logprobs,
+            write_logprobs=None if body.logprobs is None else completion_logprobs,
             prompts=prompt_texts,
             only_prompts=body.only_prompt,
         )
     response_id = new_response_id("cmpl")
     choices = Choices(
-        gateway, prompts, rules, telling=telling, response_id=response_id, owner=owner, facts=facts
+        gateway, prompts, rules, extras=extras, response_id=response_id, owner=owner, facts=facts
     )
     return await answer(
         body,
@@ -70,18 +70,18 @@ async def create_completion(
         request.receive,
         shape=TEXT_CHUNK,
         object_name="text_completion",
-        finished=_choices,
+        write_choices=_choices,
     )
 
 
-def _choices(choices: Choices, wholes: list[Whole]) -> list[dict[str, Any]]:
-    """As CompletionChoice."""
+def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str, Any]]:
+    """In the form of CompletionChoice."""
     return [
         {
             "index": i,
             "text": text,
             "logprobs": choices.logprobs(tokens),
-            "finish_reason": choices.tally.complete(i),
+            "finish_reason": choices.tally.finish_reason(i),
         }
-        for i, (text, tokens) in enumerate(wholes)
+        for i, (text, tokens) in enumerate(complete)
     ]

@@ -1,4 +1,4 @@
-"""A conversation as the model sees it: one text, made by the model's chat template."""
+"""Turns a conversation into prompt text with the model's chat template."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from server.http.fields.chat import ChatMessage
 
 
 def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
-    """The text of `messages`, special tokens included; runs as `reading`, as it takes time with each of them.
+    """The prompt text for `messages`, special tokens included. Raises NotSupported and BadConversation.
 
-    Raises NotSupported, and BadConversation.
+    Call it in `run_for_request`: its cost grows with the messages.
     """
     if model.tokenizer is None:
         message = f"{model.name} has no tokenizer, so it reads no messages; give token ids to /v1/completions"
@@ -24,7 +24,10 @@ def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
 
 
 def _plain(message: ChatMessage) -> dict[str, str]:
-    """Parts joined by line breaks; "developer" is a newer name of the role that templates know as system."""
+    """A message for the template: parts joined by line breaks, and the role "developer" as "system".
+
+    "developer" is OpenAI's newer name for that role, which chat templates do not know.
+    """
     role = "system" if message.role == "developer" else message.role
     content = "\n".join(part.text or "" for part in message.content)
     name = {} if message.name is None else {"name": message.name}

@@ -1,5 +1,6 @@
-"""Prompts become token ids, and are checked before anything runs. All this takes time with a prompt's length,
-so it runs as `reading`.
+"""Encodes and checks prompts before anything runs.
+
+The cost grows with the prompts' length, so call these functions in `run_for_request`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,36 +15,36 @@ T = TypeVar("T")
 
 
 def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name one of several."""
+    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name the prompt at fault."""
     return _each(prompts, lambda prompt: _encode(model, prompt))
 
 
 def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
-    """The text of each prompt; that of token ids is empty where the model has no tokenizer."""
+    """The text of each prompt; empty for token ids if the model has no tokenizer."""
     return [_text(model, prompt) for prompt in prompts]
 
 
 def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRules) -> None:
-    """Raise what the service would say to any of these, before the first is submitted."""
+    """Raise, before any prompt is submitted, the error that the service would raise for one of them."""
     _each(prompts, lambda prompt: model.service.check(prompt, rules))
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
-    """Raise InvalidRequest for no prompt, or for more choices than one request may ask for.
+    """Raise InvalidRequest if there is no prompt, or if the request asks for too many choices.
 
-    They come in together, so they must fit into one owner's share of an empty queue.
+    All choices are submitted together, so they must fit into one owner's share of an empty queue.
     """
     if not n_prompts:
         raise InvalidPrompt("prompt is an empty list; give at least one", param="prompt")
     most = min(options.max_choices, model.serving.max_queue_each)
     if n_prompts * n > most:
-        asked = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
-        message = f"too many choices ({asked}); one request may ask for {most} in all"
+        count = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
+        message = f"too many choices ({count}); one request may ask for {most} in all"
         raise InvalidRequest(message, param="n" if n > 1 else "prompt")
 
 
 def _encode(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
-    """As a tuple, which all choices of a prompt share."""
+    """Token ids as a tuple, so that all choices of a prompt share it."""
     return tuple(model.encode(prompt) if isinstance(prompt, str) else prompt)
 
 

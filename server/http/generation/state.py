@@ -1,9 +1,9 @@
-"""What the routes are given: the server's state, and what is known of the request at hand.
+"""FastAPI dependencies for routes: the server's state, and facts about the current request.
 
-A route asks for them by annotation: `async def route(gateway: GatewayOf, facts: FactsOf)`. Errors are raised
-as they are (server/http/bodies/errors.py makes answers of them), and bodies are read by
-server/http/bodies/json_body.py's `JsonRoute`. What they are given is asynchronous: FastAPI would have a
-thread call anything else, for each request anew.
+A route asks for them by annotation: `async def route(gateway: GatewayOf, facts: FactsOf)`. Routes raise
+errors as they are (server/http/bodies/errors.py turns them into responses), and `JsonRoute` in
+server/http/bodies/json_body.py reads their bodies. The dependencies are async functions because FastAPI runs
+others on a thread, for each request.
 """
 
 from typing import Annotated, Any
@@ -32,5 +32,5 @@ async def _owner(request: Request) -> str:
 
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 OptionsOf = Annotated[EndpointOptions, Depends(_options)]
-OwnerOf = Annotated[str, Depends(_owner)]  # the API key or the address that a share of the queue belongs to
-FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # goes into the access log; never prompts or texts
+OwnerOf = Annotated[str, Depends(_owner)]  # the API key or address whose share of the queue the request uses
+FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # for the access log; never prompts or output text
