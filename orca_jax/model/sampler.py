@@ -175,8 +175,7 @@ def _draw(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _pass(running: jax.Array, terms: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First index [R] whose running sum exceeds target and whose term is above 0; what is left of the target.
-    """
+    """First index [R] whose running sum exceeds target and whose term is above 0; the rest of the target."""
     fits = (running > target[:, None]) & (terms > 0)
     # Rounding can put the target at or above the last sum: then take the last term with weight.
     last = terms.shape[-1] - 1 - jnp.argmax(terms[:, ::-1] > 0, axis=-1)
