@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import ParallelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.sharding.partition import split_model
@@ -61,7 +63,7 @@ def measure(directory: Path, n_stages: int, n_tensor: int, only: int | None, dty
     """Load all stages, or one, in this process."""
     config = model_config(directory)
     multiple = max(1, n_tensor)
-    padded = ModelConfig(**{**_fields(config), "vocab_multiple": multiple})
+    padded = replace(config, vocab_multiple=multiple)
     stages = placements(padded, n_stages, n_tensor)
     if only is not None:
         stages = [stages[only]]
@@ -88,10 +90,6 @@ def measure(directory: Path, n_stages: int, n_tensor: int, only: int | None, dty
         "read_bytes": _read_bytes() - read_before,
         "own_bytes": told[-1],
     }
-
-
-def _fields(config: ModelConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in ModelConfig.__dataclass_fields__}
 
 
 def _status(name: str) -> int:
@@ -151,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def report(work: Path, flags: argparse.Namespace) -> None:
     """All cases, as a table and one line of JSON."""
-    config = ModelConfig(
+    config = gpt_config(
         vocab_size=50257,
         n_positions=1024,
         hidden_size=flags.width,

@@ -24,6 +24,7 @@ import numpy as np
 
 from bench.device.bare_engine import BareEngine
 from orca_jax.config import Dtype, Sizes
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
@@ -34,7 +35,7 @@ from orca_jax.scheduling.scheduler import Scheduler
 
 DEMO_MODEL = Path(__file__).parents[1] / "orca_jax" / "demo_model"
 LENGTH = 512
-_OPT = ModelConfig(
+_OPT_125M = gpt_config(
     vocab_size=50272,
     n_positions=2048,
     hidden_size=768,
@@ -47,17 +48,20 @@ _OPT = ModelConfig(
 MODELS = {
     "demo": read_config(DEMO_MODEL),
     "gpt2": PRESETS["gpt2"],
-    "opt-125m": _OPT,
+    "opt-125m": _OPT_125M,
     # Norms behind, projections around, and no norm at the end.
-    "opt-350m": replace(
-        _OPT,
+    "opt-350m": gpt_config(
+        vocab_size=50272,
+        n_positions=2048,
         hidden_size=1024,
         n_layers=24,
         n_heads=16,
         ffn_size=4096,
         embedding_size=512,
+        activation="relu",
         norm="post",
         final_norm=False,
+        position_offset=2,
     ),
 }
 # Of the logits' standard deviation: what the engine's may be off the reference's. A GPU's float32 products

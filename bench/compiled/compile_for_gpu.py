@@ -131,7 +131,7 @@ def main() -> None:
     flags = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)  # what was compiled before would dump nothing
     buckets = [int(n) for n in flags.buckets.split(",")]
-    model = replace(PRESETS[flags.preset], n_layers=flags.layers)
+    model = replace(PRESETS[flags.preset], layers=PRESETS[flags.preset].layers[:1] * flags.layers)
     rows = [
         figures(
             model,

@@ -217,7 +217,7 @@ def main() -> None:
     buckets = [int(n) for n in flags.buckets.split(",")]
     flags.layers = flags.layers or MODELS[flags.model].n_layers
     if flags.one:
-        model = replace(MODELS[flags.model], n_layers=flags.layers)
+        model = replace(MODELS[flags.model], layers=MODELS[flags.model].layers[:1] * flags.layers)
         chosen = _N_GPUS[flags.model], buckets[0], flags.max_batch_size, flags.layers_a_program
         print(json.dumps(asdict(compile_here(model, *chosen))))
         return

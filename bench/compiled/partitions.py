@@ -140,7 +140,7 @@ def measure(gpu: str, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
     model = PRESETS[name]
     devices = described_devices(gpu, n_stages * tensor)
     parts = split_model(model, devices, ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor))
-    shallow = replace(model, n_layers=n_stages)
+    shallow = replace(model, layers=model.layers[:n_stages])
     shallow_parts = split_model(
         shallow, devices, ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
     )

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 not_there.append({"gpu": gpu, "model": name, "n_stages": n_stages, "tensor": tensor})
                 continue
             if flags.layers is not None:
-                fewer = replace(PRESETS[name], n_layers=min(PRESETS[name].n_layers, flags.layers * n_stages))
+                fewer = replace(PRESETS[name], layers=PRESETS[name].layers[: flags.layers * n_stages])
                 plan = make_plan(wanted(gpu, fewer, n_stages, tensor, plan.serving.n_slots))
             for row in compare(gpu, name, plan):
                 rows.append(row)

@@ -65,7 +65,7 @@ def time_parts(
         for i in range(model.n_layers):
             qkv = matmul(x, p[f"layers.{i}.qkv.weight"].reshape(-1, model.hidden_size))
             x = x + matmul(qkv[:, : model.hidden_size], p[f"layers.{i}.out.weight"])
-            up = activate(matmul(x, p[f"layers.{i}.up.weight"]), model.activation)
+            up = activate(matmul(x, p[f"layers.{i}.up.weight"]), model.layers[i].feed_forward.activation)
             x = x + matmul(up, p[f"layers.{i}.down.weight"])
         return x
 
@@ -77,7 +77,7 @@ def time_parts(
             qkv = qkv.at[:, 0].set(attend(qkv, cache))
         return qkv
 
-    head_weight = p["token_embedding"] if model.tie_embeddings else p["head.weight"]
+    head_weight = p["token_embedding"] if model.embedding.tied else p["head.weight"]
     head = jax.jit(lambda x, w: matmul(x, w).astype(jnp.float32))
     heads = x.reshape(n_tokens, 1, model.n_heads, model.head_size)
     qkv = jnp.broadcast_to(heads, (n_tokens, 3, model.n_heads, model.head_size))

@@ -120,7 +120,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
     ]
     for tensor in left:
         embedding = found[TOKEN_EMBEDDING][0]
-        if tensor.name != head or not hf_config.model.tie_embeddings:
+        if tensor.name != head or not hf_config.model.embedding.tied:
             raise _left_over(hf_config, tensor, prefix, len(left))
         if tensor.dtype != embedding.dtype or not same_values(tensor, embedding):
             raise BadModelConfig(

@@ -1,6 +1,6 @@
 """orca.json: what an Orbax directory has to say for its weights to be served.
 
-    {"model": {"vocab_size": 256, ...},             the fields of orca_jax.families.model_config.ModelConfig
+    {"model": {"vocab_size": 256, ...},             see families/gpt_config.py, or config_json.py
      "checkpoint": "40/default",                    where below this directory the arrays lie; "." unless said
      "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
      "ignore": ["opt_state.*"]}                     arrays that are no weights
@@ -12,10 +12,13 @@ import fnmatch
 import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
+from orca_jax.families.config_json import config_from_json
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import check_tokenizer, read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, parameter_shapes
@@ -102,6 +105,11 @@ def _known(path: Path, where: str, values: dict[str, Any], allowed: set[str]) ->
 def _model(path: Path, values: object) -> ModelConfig:
     if not isinstance(values, dict):
         raise _bad(path, "model", f"an object with {', '.join(_NEEDED)} at least", values)
+    if "layers" in values:
+        try:
+            return config_from_json(values, partial(_bad, path))
+        except ConfigError as error:
+            raise BadModelConfig(f"{shown(path)}: model: {shown(str(error))}") from error
     _known(path, "model.", values, set(_FIELDS))
     for name in _NEEDED:
         if name not in values:
@@ -112,10 +120,10 @@ def _model(path: Path, values: object) -> ModelConfig:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise _bad(path, f"model.{name}", rule, value)
         fields[name] = tuple(value) if isinstance(value, list) else value
-    if fields.get("embedding_size", 1) < 1:  # 0 would mean the hidden size to ModelConfig
+    if fields.get("embedding_size", 1) < 1:  # 0 would mean the hidden size
         raise _bad(path, "model.embedding_size", "at least 1", fields["embedding_size"])
     try:
-        return ModelConfig(**fields)
+        return gpt_config(**fields)
     except ConfigError as error:
         raise BadModelConfig(f"{shown(path)}: model: {shown(str(error))}") from error
 

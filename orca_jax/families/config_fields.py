@@ -18,7 +18,12 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "relu": "relu",
 }
-HF_ACTIVATIONS: Mapping[Activation, str] = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu"}
+HF_ACTIVATIONS: Mapping[Activation, str] = {
+    "gelu_tanh": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+}
 
 
 class ConfigFields:
@@ -119,6 +124,6 @@ def general_fields(model: ModelConfig) -> dict[str, Any]:
     return {
         "bos_token_id": model.bos_token_id,
         "eos_token_id": list(model.eos_token_ids) or None,
-        "tie_word_embeddings": model.tie_embeddings,
+        "tie_word_embeddings": model.embedding.tied,
         "vocab_size": model.vocab_size,
     }

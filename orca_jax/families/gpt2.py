@@ -4,6 +4,7 @@ from typing import Any
 
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
 from orca_jax.families.family import Family
+from orca_jax.families.gpt_config import flat_options, gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import as_it_is, transposed
 
@@ -13,7 +14,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     fields.must_be("scale_attn_by_inverse_layer_idx", False, "attention scaled by the layer's number")
     fields.must_be("add_cross_attention", False, "cross attention")
     hidden_size = fields.whole("n_embd", "hidden_size")
-    return ModelConfig(
+    return gpt_config(
         vocab_size=fields.whole("vocab_size"),
         n_positions=fields.whole("n_positions", "max_position_embeddings"),
         hidden_size=hidden_size,
@@ -28,17 +29,19 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    plain = model.norm == "pre" and model.final_norm and model.use_bias
-    if not plain or model.position_offset != 0 or model.embedding_size != model.hidden_size:
+    options = flat_options(model)
+    if options is None or not (options["norm"] == "pre" and options["final_norm"] and options["use_bias"]):
+        return None
+    if options["position_offset"] != 0 or model.embedding.size != model.hidden_size:
         return None
     return general_fields(model) | {
         "n_positions": model.n_positions,
         "n_embd": model.hidden_size,
         "n_layer": model.n_layers,
         "n_head": model.n_heads,
-        "n_inner": model.ffn_size,
-        "activation_function": HF_ACTIVATIONS[model.activation],
-        "layer_norm_epsilon": model.layer_norm_eps,
+        "n_inner": options["ffn_size"],
+        "activation_function": HF_ACTIVATIONS[options["activation"]],
+        "layer_norm_epsilon": options["layer_norm_eps"],
     }
 
 
@@ -53,7 +56,7 @@ GPT2 = Family(
         "n_layers": "n_layer",
         "n_heads": "n_head",
         "ffn_size": "n_inner",
-        "layer_norm_eps": "layer_norm_epsilon",
+        "norm_eps": "layer_norm_epsilon",
     },
     read=_read,
     write=_write,

@@ -5,6 +5,7 @@ from typing import Any
 from orca_jax.errors import ConfigError
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
 from orca_jax.families.family import Family
+from orca_jax.families.gpt_config import flat_options, gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.stored_name import as_it_is, stacked
 
@@ -16,10 +17,10 @@ def _read(fields: ConfigFields) -> ModelConfig:
     fields.must_be("layer_norm_elementwise_affine", True, "LayerNorm without weights")
     hidden_size = fields.whole("hidden_size")
     embedding_size = fields.whole("word_embed_proj_dim", default=hidden_size)
-    if embedding_size < 1:  # 0 would mean the hidden size to ModelConfig
+    if embedding_size < 1:  # 0 would mean the hidden size
         raise ConfigError(f"embedding_size is {embedding_size}; it must be at least 1")
     norm_first = fields.flag("do_layer_norm_before", True)
-    return ModelConfig(
+    return gpt_config(
         vocab_size=fields.whole("vocab_size"),
         n_positions=fields.whole("max_position_embeddings"),
         hidden_size=hidden_size,
@@ -39,20 +40,23 @@ def _read(fields: ConfigFields) -> ModelConfig:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    one_norm = model.norm == "pre" or not model.final_norm
-    if model.position_offset != _POSITION_OFFSET or model.layer_norm_eps != _EPS or not one_norm:
+    options = flat_options(model)
+    if options is None or options["position_offset"] != _POSITION_OFFSET or options["layer_norm_eps"] != _EPS:
+        return None
+    norm_first = options["norm"] == "pre"
+    if options["final_norm"] and not norm_first:
         return None
     return general_fields(model) | {
         "max_position_embeddings": model.n_positions,
         "hidden_size": model.hidden_size,
-        "word_embed_proj_dim": model.embedding_size,
+        "word_embed_proj_dim": model.embedding.size,
         "num_hidden_layers": model.n_layers,
         "num_attention_heads": model.n_heads,
-        "ffn_dim": model.ffn_size,
-        "activation_function": HF_ACTIVATIONS[model.activation],
-        "do_layer_norm_before": model.norm == "pre",
-        "_remove_final_layer_norm": model.norm == "pre" and not model.final_norm,
-        "enable_bias": model.use_bias,
+        "ffn_dim": options["ffn_size"],
+        "activation_function": HF_ACTIVATIONS[options["activation"]],
+        "do_layer_norm_before": norm_first,
+        "_remove_final_layer_norm": norm_first and not options["final_norm"],
+        "enable_bias": options["use_bias"],
     }
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig, Norm
 
 SPLIT = frozenset("VNKF")  # K: key/value heads, which only the K/V cache has as an axis
 TOKEN_EMBEDDING, HEAD = "token_embedding", "head.weight"
@@ -94,24 +94,37 @@ def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Paramete
 
 def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
     """The weights of one layer, by their names in it; matrices in the order in which a token meets them."""
-    sizes = _sizes(config)
+    own = config.layers[layer]
+    sizes = _sizes(config) | {"F": own.feed_forward.size}
     found: dict[str, Parameter] = {}
-    for name, out, into in (
-        ("qkv", ("3", "ND"), "H"),
-        ("out", ("H",), "ND"),
-        ("up", ("F",), "H"),
-        ("down", ("H",), "F"),
+    for name, out, into, bias in (
+        ("qkv", ("3", "ND"), "H", own.attention.qkv_bias),
+        ("out", ("H",), "ND", own.attention.out_bias),
+        ("up", ("F",), "H", own.feed_forward.bias),
+        ("down", ("H",), "F", own.feed_forward.bias),
     ):
         found[f"{name}.weight"] = _parameter((*out, into), sizes, "normal", "linear")
-        if config.use_bias:
+        if bias:
             found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
-    return found | _norm("attn_norm", sizes, None) | _norm("mlp_norm", sizes, None)
+    return found | _norm("attn_norm", own.norm, sizes) | _norm("mlp_norm", own.norm, sizes)
+
+
+def like_layers(config: ModelConfig, layers: range) -> dict[int, int]:
+    """The first of these layers of each kind, and how many are of its kind."""
+    first: dict[Layer, int] = {}
+    counts: dict[int, int] = {}
+    for i in layers:
+        like = first.setdefault(config.layers[i], i)
+        counts[like] = counts.get(like, 0) + 1
+    return counts
 
 
 def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
     """Elements of weights on each of the `n_devices` of the stage of these layers."""
-    each_layer = _elements(layer_parameters(config, 0).values(), n_devices)
-    return _elements(outside_parameters(config, layers).values(), n_devices) + len(layers) * each_layer
+    return _elements(outside_parameters(config, layers).values(), n_devices) + sum(
+        count * _elements(layer_parameters(config, i).values(), n_devices)
+        for i, count in like_layers(config, layers).items()
+    )
 
 
 def in_layers(name: str) -> tuple[str, str]:
@@ -123,15 +136,16 @@ def in_layers(name: str) -> tuple[str, str]:
 def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
     """Those that are drawn before those of layers, and those that are drawn after them."""
     sizes = _sizes(config)
-    tied = config.tie_embeddings
+    tied = config.embedding.tied
     before = {
-        TOKEN_EMBEDDING: _parameter(("V", "E"), sizes, "normal", "embedding", "both" if tied else "first"),
-        "position_embedding": _parameter(("P", "H"), sizes, "normal", "embedding", "first"),
+        TOKEN_EMBEDDING: _parameter(("V", "E"), sizes, "normal", "embedding", "both" if tied else "first")
     }
-    if config.embedding_size != config.hidden_size:
+    if config.positions is not None:
+        before["position_embedding"] = _parameter(("P", "H"), sizes, "normal", "embedding", "first")
+    if config.embedding.size != config.hidden_size:
         before["project_in"] = _parameter(("H", "E"), sizes, "normal", "linear", "first")
         before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")
-    after = _norm("final_norm", sizes, "last") if config.final_norm else {}
+    after = {} if config.final_norm is None else _norm("final_norm", config.final_norm, sizes, "last")
     if not tied:
         after[HEAD] = _parameter(("V", "E"), sizes, "normal", "head", "last")
 
@@ -141,22 +155,23 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
     return on_stage(before), on_stage(after)
 
 
-def _norm(name: str, sizes: Mapping[str, int], stage: Stage | None) -> dict[str, Parameter]:
-    return {
-        f"{name}.scale": _parameter(("H",), sizes, "ones", "norm", stage),
-        f"{name}.bias": _parameter(("H",), sizes, "zeros", "norm", stage),
-    }
+def _norm(
+    name: str, norm: Norm, sizes: Mapping[str, int], stage: Stage | None = None
+) -> dict[str, Parameter]:
+    scale = {f"{name}.scale": _parameter(("H",), sizes, "ones", "norm", stage)}
+    if norm.kind == "rms_norm":
+        return scale
+    return scale | {f"{name}.bias": _parameter(("H",), sizes, "zeros", "norm", stage)}
 
 
-def _sizes(config: ModelConfig) -> Mapping[str, int]:
+def _sizes(config: ModelConfig) -> dict[str, int]:
     return {
         "V": config.padded_vocab_size,
-        "E": config.embedding_size,
-        "P": config.n_positions + config.position_offset,
+        "E": config.embedding.size,
+        "P": config.n_positions + (config.positions.offset if config.positions else 0),
         "H": config.hidden_size,
         "N": config.n_heads,
         "D": config.head_size,
-        "F": config.ffn_size,
     }
 
 

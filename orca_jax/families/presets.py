@@ -3,13 +3,14 @@
 A preset says nothing of weights: `--load-format dummy` draws them at random.
 """
 
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 
 _GPT2_END_OF_TEXT = 50256
 
 
 def _gpt2(*, hidden_size: int, n_layers: int, n_heads: int) -> ModelConfig:
-    return ModelConfig(
+    return gpt_config(
         vocab_size=50257,
         n_positions=1024,
         hidden_size=hidden_size,
@@ -23,7 +24,7 @@ def _gpt2(*, hidden_size: int, n_layers: int, n_heads: int) -> ModelConfig:
 
 def _gpt3(*, hidden_size: int, n_layers: int) -> ModelConfig:
     """A model of Table 1: heads of 128, 2048 positions, GPT-2's vocabulary padded for hardware and shards."""
-    return ModelConfig(
+    return gpt_config(
         vocab_size=50257,
         n_positions=2048,
         hidden_size=hidden_size,
@@ -37,7 +38,7 @@ def _gpt3(*, hidden_size: int, n_layers: int) -> ModelConfig:
 
 
 PRESETS: dict[str, ModelConfig] = {
-    "demo": ModelConfig(
+    "demo": gpt_config(
         vocab_size=2048,
         n_positions=512,
         hidden_size=256,

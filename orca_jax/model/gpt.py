@@ -1,4 +1,4 @@
-"""The GPT: one iteration of all layers over a flat batch (ORCA 2, Figure 1; 3.2 for selective batching)."""
+"""The decoder: an iteration of all layers over a flat batch (ORCA 2, Figure 1; selective batching: 3.2)."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig, Norm
 from orca_jax.families.parameters import Initial, parameter_table
 from orca_jax.model.kv_cache import LayerCache, write
-from orca_jax.model.layers import LayerNorm, Linear, Matmul, activate, matmul
+from orca_jax.model.layers import LayerNorm, Linear, Matmul, RMSNorm, activate, matmul
 from orca_jax.model.shard import ALONE, Shard
 
 Parameters = Mapping[str, jax.Array]
@@ -50,14 +50,14 @@ def init_parameter(initial: Initial, shape: tuple[int, ...], key: jax.Array, dty
 
 
 class Block(nnx.Module):
-    """One Transformer layer, with its norms before attention and feed-forward, or after (OPT-350m)."""
+    """One Transformer layer, of the parts that `config` names."""
 
-    def __init__(self, config: ModelConfig, p: Callable[[str], jax.Array | None]) -> None:
+    def __init__(self, config: Layer, p: Callable[[str], jax.Array | None]) -> None:
         self.config = config
-        self.attn_norm = _norm(config, p, "attn_norm")
+        self.attn_norm = _norm(config.norm, p, "attn_norm")
         self.qkv = _linear(p, "qkv")
         self.out = _linear(p, "out")
-        self.mlp_norm = _norm(config, p, "mlp_norm")
+        self.mlp_norm = _norm(config.norm, p, "mlp_norm")
         self.up = _linear(p, "up")
         self.down = _linear(p, "down")
 
@@ -71,21 +71,20 @@ class Block(nnx.Module):
         product: Matmul,
     ) -> tuple[jax.Array, LayerCache]:
         """x [T, H] through the layer; this iteration's keys and values are written to the cache first."""
-        pre = self.config.norm == "pre"
 
         def attention(value: jax.Array) -> tuple[jax.Array, LayerCache]:
-            n_tokens, n_heads = value.shape[0], self.config.n_heads // shard.n
+            n_tokens, n_heads = value.shape[0], self.config.attention.n_heads // shard.n
             qkv = self.qkv(value, product)
-            qkv = qkv.reshape(n_tokens, 3, n_heads, self.config.head_size)  # [T, 3, N, D]
+            qkv = qkv.reshape(n_tokens, 3, n_heads, self.config.attention.head_size)  # [T, 3, N, D]
             written = write(cache, qkv[:, 1], qkv[:, 2], slot_of_token)
             merged = attend(qkv, written).reshape(n_tokens, -1)  # split, attended, merged
             return self.out(merged, product, shard), written
 
         def feed_forward(value: jax.Array) -> jax.Array:
-            inner = activate(self.up(value, product), self.config.activation)
+            inner = activate(self.up(value, product), self.config.feed_forward.activation)
             return self.down(inner, product, shard)
 
-        if pre:
+        if self.config.residual == "pre":
             attended, cache = attention(self.attn_norm(x))
             x = x + attended
             return x + feed_forward(self.mlp_norm(x)), cache
@@ -106,17 +105,21 @@ class GPT(nnx.Module):
         self.config = config
         layers = range(config.n_layers) if layers is None else layers
         first, last = layers.start == 0, layers.stop == config.n_layers
-        project = config.embedding_size != config.hidden_size
-        if first or (last and config.tie_embeddings):
+        project = config.embedding.size != config.hidden_size
+        if first or (last and config.embedding.tied):
             self.token_embedding = nnx.Param(parameters["token_embedding"])
         if first:
-            self.position_embedding = nnx.Param(parameters["position_embedding"])
+            positions = None if config.positions is None else nnx.Param(parameters["position_embedding"])
+            self.position_embedding = positions
             self.project_in = Linear(parameters["project_in"], None) if project else None
-        self.layers = nnx.List([Block(config, partial(_layer_parameter, parameters, i)) for i in layers])
+        self.layers = nnx.List(
+            [Block(config.layers[i], partial(_layer_parameter, parameters, i)) for i in layers]
+        )
         if last:
-            self.final_norm = _norm(config, parameters.get, "final_norm") if config.final_norm else None
+            final = config.final_norm
+            self.final_norm = None if final is None else _norm(final, parameters.get, "final_norm")
             self.project_out = Linear(parameters["project_out"], None) if project else None
-            self.head = None if config.tie_embeddings else Linear(parameters["head.weight"], None)
+            self.head = None if config.embedding.tied else Linear(parameters["head.weight"], None)
 
     def embed(
         self,
@@ -135,7 +138,9 @@ class GPT(nnx.Module):
             x = shard.total(jnp.where(mine[:, None], table.at[here].get(mode="clip"), 0))
         if self.project_in is not None:
             x = self.project_in(x, product)
-        place = positions + self.config.position_offset
+        if self.position_embedding is None or self.config.positions is None:
+            return x
+        place = positions + self.config.positions.offset
         return x + self.position_embedding[...].at[place].get(mode="clip")
 
     def through(
@@ -148,19 +153,18 @@ class GPT(nnx.Module):
         product: Matmul = matmul,
     ) -> tuple[jax.Array, list[LayerCache]]:
         """x [T, H] through these layers, with the caches written: slot_of_token [T] int32."""
-        split = [nnx.split(layer) for layer in self.layers]
-        graph = split[0][0]
-        assert all(one == graph for one, _ in split), "layers are alike but for their numbers"
 
-        # Traced and lowered once for all layers; XLA inlines the calls, so that the program is the same.
-        # Calls that it is told to keep (jax.Inline.XLA_LATE) are compiled one by one, and not fused.
-        @jax.jit
-        def layer(weights: nnx.State, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        # Traced and lowered once for all layers of a kind; XLA inlines the calls, so that the program is the
+        # same. Calls that it is told to keep (jax.Inline.XLA_LATE) are compiled one by one, and not fused.
+        @partial(jax.jit, static_argnums=0)
+        def layer(
+            graph: nnx.GraphDef[Block], weights: nnx.State, x: jax.Array, cache: LayerCache
+        ) -> tuple[jax.Array, LayerCache]:
             return nnx.merge(graph, weights)(x, cache, slot_of_token, attend, shard, product)
 
         written: list[LayerCache] = []
-        for (_, weights), cache in zip(split, caches, strict=True):
-            x, cache = layer(weights, x, cache)
+        for block, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer(*nnx.split(block), x, cache)
             written.append(cache)
         return x, written
 
@@ -189,10 +193,13 @@ def _layer_parameter(parameters: Parameters, layer: int, name: str) -> jax.Array
     return parameters.get(f"layers.{layer}.{name}")
 
 
-def _norm(config: ModelConfig, p: Callable[[str], jax.Array | None], name: str) -> LayerNorm:
+def _norm(norm: Norm, p: Callable[[str], jax.Array | None], name: str) -> LayerNorm | RMSNorm:
     scale, bias = p(f"{name}.scale"), p(f"{name}.bias")
-    assert scale is not None and bias is not None, name
-    return LayerNorm(scale, bias, config.layer_norm_eps)
+    assert scale is not None, name
+    if norm.kind == "rms_norm":
+        return RMSNorm(scale, norm.eps)
+    assert bias is not None, name
+    return LayerNorm(scale, bias, norm.eps)
 
 
 def _linear(p: Callable[[str], jax.Array | None], name: str) -> Linear:

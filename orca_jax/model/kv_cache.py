@@ -20,7 +20,7 @@ class LayerCache(NamedTuple):
 
 def cache_shape(config: ModelConfig, *, n_blocks: int, block_size: int) -> tuple[int, int, int, int]:
     """[n_blocks, K, B, D], of the keys or the values of one layer."""
-    return n_blocks, config.n_heads, block_size, config.head_size
+    return n_blocks, config.attention.n_kv_heads, block_size, config.head_size
 
 
 def write(cache: LayerCache, keys: jax.Array, values: jax.Array, slot_of_token: jax.Array) -> LayerCache:

@@ -53,6 +53,20 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 
 
+class RMSNorm(nnx.Module):
+    """A scale [H]; the statistics are float32 whatever the dtype of the input."""
+
+    def __init__(self, scale: jax.Array, eps: float) -> None:
+        self.scale = nnx.Param(scale)
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[T, H] to [T, H] in the input's dtype."""
+        wide = x.astype(jnp.float32)
+        normal = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + self.eps)
+        return (normal * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Scale and bias [H]; the statistics are float32 whatever the dtype of the input."""
 
@@ -80,3 +94,5 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
             return jax.nn.gelu(x, approximate=False)
         case "relu":
             return jax.nn.relu(x)
+        case "silu":
+            return jax.nn.silu(x)

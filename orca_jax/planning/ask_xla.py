@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import EngineError
+from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
 
@@ -48,7 +49,11 @@ def ask_memory(question: MemoryQuestion, seconds: float) -> tuple[int, ...]:
     """
     if question.device != CPU and not any(map(find_spec, _PLUGINS)):
         raise NoAnswer("no CUDA plugin for JAX is installed (pip install 'orca_jax[cuda]')")
-    answer = _ask(asdict(question), seconds, {"JAX_NUM_CPU_DEVICES": str(question.parallel.n_devices)})
+    answer = _ask(
+        asdict(question) | {"model": config_to_json(question.model)},
+        seconds,
+        {"JAX_NUM_CPU_DEVICES": str(question.parallel.n_devices)},
+    )
     temporaries = cast("Sequence[int]", answer.get("temporaries", ()))
     if len(temporaries) != question.parallel.pipeline_parallel:
         raise NoAnswer("XLA's answer makes no sense")

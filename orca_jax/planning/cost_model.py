@@ -138,7 +138,12 @@ def operations(
         n_embed_flops = sums.n_tokens * model.hidden_size * (len(tables) - 1)
         found.append(Operation("embed", n_embed_bytes, n_embed_flops))
         found += projections("first")
-    found += [*layer(layer_parameters(model, 0))] * len(layers)
+    of_layer: dict[int, list[Operation]] = {}  # by the layer's identity: most are one object
+    for i in layers:
+        key = id(model.layers[i])
+        if key not in of_layer:
+            of_layer[key] = [*layer(layer_parameters(model, i))]
+        found += of_layer[key]
     if layers.stop == model.n_layers:
         found += projections("last")
         head = outside.get(HEAD, outside.get(TOKEN_EMBEDDING))
@@ -210,4 +215,4 @@ def weight_bytes_total(model: ModelConfig, itemsize: int) -> int:
 
 def kv_bytes_per_slot(model: ModelConfig, itemsize: int) -> int:
     """Bytes of one slot: one token's key and value in every layer (ORCA 4.2)."""
-    return 2 * model.n_layers * model.hidden_size * itemsize
+    return 2 * model.n_layers * model.attention.kv_width * itemsize

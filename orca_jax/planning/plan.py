@@ -313,7 +313,7 @@ def _split_that_fits(wanted: Wanted) -> str:
     config, device = wanted.config, wanted.device
     if device.name == CPU:
         return "stages and parts share a CPU's memory, so no split helps; use a smaller model or more memory"
-    common = gcd(config.n_heads, config.ffn_size)
+    common = gcd(config.n_heads, *config.ffn_sizes)
     tensors = [n for n in range(1, device.per_machine + 1) if common % n == 0]
     most = min(config.n_layers, _MOST_STAGES)
     n_stages, n_devices = wanted.parallel.pipeline_parallel, wanted.parallel.tensor_parallel

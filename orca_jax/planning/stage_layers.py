@@ -25,7 +25,7 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"pipeline_parallel is {n_stages}, and the model's n_layers is {config.n_layers}; each stage "
             "needs a layer"
         )
-    for name, value in (("n_heads", config.n_heads), ("ffn_size", config.ffn_size)):
+    for name, value in (("n_heads", config.n_heads), *(("ffn_size", size) for size in config.ffn_sizes)):
         if value % n_devices:
             raise ConfigError(
                 f"tensor_parallel is {n_devices}, and the model's {name} {value} is no multiple of it; "
@@ -46,5 +46,5 @@ def split_summary(n_layers: int, parallel: ParallelConfig) -> str:
 
 
 def _divisors(config: ModelConfig) -> str:
-    common = math.gcd(config.n_heads, config.ffn_size)
+    common = math.gcd(config.n_heads, *config.ffn_sizes)
     return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

@@ -138,7 +138,7 @@ def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, items
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """Of one slot on each device: the keys and values of its heads in these layers (ORCA 4.2)."""
-    return 2 * len(layers) * config.hidden_size // n_devices * itemsize
+    return 2 * len(layers) * config.attention.kv_width // n_devices * itemsize
 
 
 def table_bytes(config: ModelConfig, layers: range, n_rows: int) -> int:
@@ -162,7 +162,7 @@ def temporary_bytes(
     cpu = attention in ("native", "follow_lengths")
     # The residual stream, the feed-forward layer's inner array, and the product behind it. A GPU's programs
     # apply the activation function in place.
-    inner = config.ffn_size // n_devices * (2 if cpu else 1)
+    inner = max(config.layers[i].feed_forward.size for i in layers) // n_devices * (2 if cpu else 1)
     needed = n_tokens * itemsize * (2 * config.hidden_size + inner)
     if attention == "cudnn" and serving.deterministic:
         attention = "static"  # as execution/attention_backend.py has it

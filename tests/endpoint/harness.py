@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orca_jax.config import ServingConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, or
 T = TypeVar("T")
 
 END = 256
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=300, n_positions=512, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8, eos_token_ids=(END,)
 )
 CONFIG = ServingConfig(max_batch_size=8, n_slots=8192, max_batch_tokens=512, block_size=16, max_queue=256)

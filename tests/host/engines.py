@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax.config import ServingConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
@@ -18,7 +19,7 @@ from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, returned
 
 SOON = 30.0  # seconds that nothing here takes
 EOS = 99
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=300, n_positions=64, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8, eos_token_ids=(EOS,)
 )
 CONFIG = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64, block_size=8)

@@ -23,7 +23,7 @@ def counted():
 extension._get_ptxas_isa_version = counted
 from bench.compiled.compile_for_gpu import compile_forward
 from orca_jax.families.presets import PRESETS
-compile_forward(replace(PRESETS["gpt3-13b"], n_layers=1), 32, 32)
+compile_forward(replace(PRESETS["gpt3-13b"], layers=PRESETS["gpt3-13b"].layers[:1]), 32, 32)
 print(n)
 """
 

@@ -1,7 +1,5 @@
 """The parts that bench.iteration times run on the engine's own caches, whatever attention takes."""
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,8 +11,9 @@ from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.families.presets import PRESETS
 from orca_jax.model.gpt import init_parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape
+from tests.changed_config import changed_config
 
-MODEL = replace(PRESETS["demo"], vocab_size=97, n_layers=2, ffn_size=64)
+MODEL = changed_config(PRESETS["demo"], vocab_size=97, n_layers=2, ffn_size=64)
 FLOAT32 = jnp.dtype("float32")
 
 

@@ -1,14 +1,13 @@
 """bench.tokens finds an engine right that is, and wrong where its reference has other weights."""
 
-from dataclasses import replace
-
 import pytest
 
 from bench import tokens
 from bench.tokens import CPU_SHARE, Found, Reference, check_model, requests_of
 from orca_jax.families.presets import PRESETS
+from tests.changed_config import changed_config
 
-SMALL = replace(PRESETS["demo"], vocab_size=97, hidden_size=64, n_layers=2, n_heads=2, ffn_size=96)
+SMALL = changed_config(PRESETS["demo"], vocab_size=97, hidden_size=64, n_layers=2, n_heads=2, ffn_size=96)
 
 
 def test_choices_are_held_against_the_reference(

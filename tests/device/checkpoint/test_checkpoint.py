@@ -15,6 +15,7 @@ from orca_jax.checkpoint import safetensors_reader as safetensors_file
 from orca_jax.checkpoint.directory import Checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import ConfigError, NotACheckpoint, TensorMismatch
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
@@ -110,7 +111,7 @@ def test_gpt2(tmp_path: Path, prefix: str, n_files: int, tied: bool) -> None:
     loaded = load_checkpoint(write_checkpoint(tmp_path, config, tensors, n_files=n_files), dtype=np.float32)
     assert_parameters(loaded, {name.removeprefix(prefix): value for name, value in tensors.items()}, "f4")
     assert loaded.directory == tmp_path
-    assert loaded.config == ModelConfig(
+    assert loaded.config == gpt_config(
         vocab_size=11,
         n_positions=6,
         hidden_size=4,
@@ -141,7 +142,7 @@ def test_opt(tmp_path: Path, prefix: str, tied: bool, options: dict[str, Any]) -
     tensors = opt_tensors(config, prefix=prefix)
     loaded = load_checkpoint(write_checkpoint(tmp_path, config, tensors), dtype=np.float32)
     assert_parameters(loaded, {name.removeprefix(prefix): value for name, value in tensors.items()}, "f4")
-    assert loaded.config == ModelConfig(
+    assert loaded.config == gpt_config(
         vocab_size=11,
         n_positions=6,
         hidden_size=4,
@@ -267,7 +268,7 @@ def test_general_names_of_sizes_and_defaults(tmp_path: Path) -> None:
         "n_ctx": 6,
     }
     write_json(tmp_path / "config.json", config)
-    assert read_config(tmp_path) == ModelConfig(
+    assert read_config(tmp_path) == gpt_config(
         vocab_size=11,
         n_positions=6,
         hidden_size=4,

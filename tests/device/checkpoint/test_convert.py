@@ -1,6 +1,7 @@
 """`orca convert`'s work: there and back gives the same bytes, and Orbax itself reads what was written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from orca_jax.checkpoint import orbax_store
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import CheckpointError, ConfigError, UnsupportedModel
+from orca_jax.families.gpt_config import flat_options
 from orca_jax.families.hf_config import hf_config_of, read_config
+from orca_jax.families.model_config import LearnedPositions
 from orca_jax.families.parameters import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import (
     DTYPES,
@@ -97,10 +100,10 @@ def test_orbax_and_back(tmp_path: Path) -> None:
     loaded = load_checkpoint(write_checkpoint(tmp_path / "first", GPT2, gpt2_tensors()), dtype=np.float32)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "trained", loaded.parameters)
-    fields = {
-        name: getattr(loaded.config, name)
-        for name in ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size")
-    }
+    needed = ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size")
+    options = flat_options(loaded.config)
+    assert options is not None
+    fields = {name: options[name] for name in needed}
     write_json(
         tmp_path / "trained" / "orca.json",
         {"model": fields | {"bos_token_id": 0, "eos_token_ids": [10]}},
@@ -122,7 +125,7 @@ def test_a_config_that_is_written_is_read_the_same(tmp_path: Path, name: str) ->
 
 def test_a_model_without_a_layout(tmp_path: Path) -> None:
     config = read_config(write_checkpoint(tmp_path, OPT, opt_tensors()))
-    object.__setattr__(config, "position_offset", 1)
+    config = replace(config, positions=LearnedPositions(offset=1))
     with pytest.raises(UnsupportedModel, match="GPT-2's nor OPT's"):
         hf_config_of(config)
 

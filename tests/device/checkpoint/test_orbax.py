@@ -22,7 +22,7 @@ from orca_jax.checkpoint import orbax, orbax_boxes, orbax_store
 from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import BadModelConfig, CheckpointError, CorruptFile, NotACheckpoint, TensorMismatch
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.model.gpt import init_parameters
 from tests.device.checkpoint.test_checkpoint_fuzz import mutate
@@ -36,7 +36,7 @@ MODEL: dict[str, Any] = {
     "ffn_size": 80,
     "eos_token_ids": [10],
 }
-CONFIG = ModelConfig(**{**MODEL, "eos_token_ids": (10,)})
+CONFIG = gpt_config(**{**MODEL, "eos_token_ids": (10,)})
 Tree = dict[str, Any]
 
 

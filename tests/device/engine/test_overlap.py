@@ -14,7 +14,7 @@ from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.worker import Worker
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import ConstraintRules
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.bad_words import BadWords
@@ -23,7 +23,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, harness
 
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24, vocab_multiple=2
 )
 # Room for three of the longest: who comes later waits for blocks that others give back.

@@ -16,7 +16,7 @@ import pytest
 from scipy.special import log_softmax
 
 from orca_jax.config import ParallelConfig, ServingConfig
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import ConstraintRules
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
@@ -28,7 +28,7 @@ from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
 
 EOS = 5
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=211,
     n_positions=96,
     hidden_size=24,

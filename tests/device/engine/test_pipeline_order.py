@@ -17,7 +17,7 @@ from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.sampling import DeviceTokens
 from orca_jax.execution.stage import Last
 from orca_jax.execution.worker import Worker
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.flat_batch import FlatBatch
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.model.gpt import init_parameters
@@ -26,7 +26,7 @@ from orca_jax.scheduling.timeline import IterationRecord
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, greedy_request, harness
 
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=67, n_positions=32, hidden_size=16, n_layers=4, n_heads=2, ffn_size=24, vocab_multiple=2
 )
 MAX_BS = 2

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidSamplingParameter, OutputFailed
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters
@@ -226,7 +226,7 @@ def test_what_is_not_allowed_does_not_come_whatever_the_logits_are(value: float)
 # The whole engine: a model in which some tokens' embeddings are not finite. A request whose prompt has one of
 # these gets logits that are NaN, and leaves NaN in the slots that it gives back.
 
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=VOCAB,
     n_positions=48,
     hidden_size=32,

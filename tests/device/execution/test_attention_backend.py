@@ -13,6 +13,7 @@ from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
 from orca_jax.execution import attention_backend as attention_path
 from orca_jax.execution.attention_backend import GPU_PATHS, Cudnn, Kernel, Native, PureJax, choose_attention
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from tests.device.execution.interpreted_engine import LENGTHS
 from tests.device.native.native_form import needs_native
@@ -31,7 +32,7 @@ FOLLOW, STATIC, KERNEL = PureJax(follow_lengths=True), PureJax(follow_lengths=Fa
 
 
 def model(head_size: int) -> ModelConfig:
-    return ModelConfig(
+    return gpt_config(
         vocab_size=64, n_positions=32, hidden_size=4 * head_size, n_layers=1, n_heads=4, ffn_size=64
     )
 

@@ -14,6 +14,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.execution import capacity
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.worker import Worker
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_parameters
 from orca_jax.families.presets import PRESETS
@@ -25,10 +26,11 @@ from orca_jax.planning.stage_memory import shared_vocabulary, stage_memory, stag
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.specs import spec
+from tests.changed_config import changed_config
 
-TIED = ModelConfig(vocab_size=51, n_positions=48, hidden_size=16, n_layers=3, n_heads=2, ffn_size=32)
-UNTIED = replace(TIED, tie_embeddings=False, position_offset=2, final_norm=False, vocab_multiple=8)
-PROJECTED = replace(TIED, embedding_size=8, use_bias=False)
+TIED = gpt_config(vocab_size=51, n_positions=48, hidden_size=16, n_layers=3, n_heads=2, ffn_size=32)
+UNTIED = changed_config(TIED, tie_embeddings=False, position_offset=2, final_norm=False, vocab_multiple=8)
+PROJECTED = changed_config(TIED, embedding_size=8, use_bias=False)
 SERVING = ServingConfig(max_batch_size=3, n_slots=96, max_batch_tokens=64, block_size=8)
 
 

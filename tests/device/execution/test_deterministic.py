@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.config import Attention, ParallelConfig, ServingConfig
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.gpt import init_parameters
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ from orca_jax.sharding.partition import split_model
 from tests.device.harness import Harness, harness
 from tests.device.native.native_form import needs_native
 
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=211, n_positions=96, hidden_size=48, n_layers=2, n_heads=3, ffn_size=80, vocab_multiple=8
 )
 MAX_BS = 10  # on a CPU sums are made otherwise from nine tokens on (native/linear.c)

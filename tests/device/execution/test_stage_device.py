@@ -20,7 +20,7 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import WorkerLost
 from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.buckets import bucket_for, bucket_sizes
 from orca_jax.model import reference
 from orca_jax.model.gpt import Parameters, init_parameters
@@ -35,7 +35,7 @@ from orca_jax.workers.controller import Controller
 from tests.device.execution.test_worker import compilations
 from tests.device.harness import greedy_request, place
 
-MODEL = ModelConfig(vocab_size=68, n_positions=32, hidden_size=16, n_layers=4, n_heads=4, ffn_size=24)
+MODEL = gpt_config(vocab_size=68, n_positions=32, hidden_size=16, n_layers=4, n_heads=4, ffn_size=24)
 SERVING = ServingConfig(max_batch_size=4, n_slots=160, max_batch_tokens=32, block_size=4)
 DEADLINES = Deadlines(iteration_seconds=20, worker_seconds=30, ready_seconds=120)
 SOON = 60.0

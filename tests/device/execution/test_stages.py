@@ -1,7 +1,6 @@
 """Stages: the same tokens however the model is split, and what is said where it cannot be (ORCA 4.1)."""
 
 import re
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -13,22 +12,23 @@ import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.model.gpt import init_parameters
 from orca_jax.planning.stage_layers import split_summary, stage_layers
 from orca_jax.request.request import Request
 from orca_jax.sharding.partition import one_stage, split_model
 from orca_jax.sharding.random_parameters import random_parameters
+from tests.changed_config import changed_config
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
 
-TIED = ModelConfig(
+TIED = gpt_config(
     vocab_size=205, n_positions=64, hidden_size=32, n_layers=5, n_heads=4, ffn_size=64, vocab_multiple=4
 )
 MODELS = {
     "tied": TIED,
-    "post-norm, projected, no bias, own head": replace(
+    "post-norm, projected, no bias, own head": changed_config(
         TIED,
         vocab_size=199,
         norm="post",
@@ -129,7 +129,7 @@ def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
     ],
 )
 def test_a_split_that_cannot_be_is_refused(sizes: dict[str, Any], said: str) -> None:
-    model = ModelConfig(vocab_size=205, n_positions=64, hidden_size=64, n_layers=8, n_heads=8, ffn_size=128)
+    model = gpt_config(vocab_size=205, n_positions=64, hidden_size=64, n_layers=8, n_heads=8, ffn_size=128)
     with pytest.raises(ConfigError, match=re.escape(said)):
         split_model(model, jax.devices(), ParallelConfig(**sizes))
 
@@ -142,7 +142,7 @@ def test_each_stage_has_its_own_parameters_and_nothing_else(name: str) -> None:
     shapes = parameter_shapes(model)
     assert set().union(*placements) == set(shapes)
     both = set(placements[0]) & set(placements[1])
-    assert both == ({"token_embedding"} if model.tie_embeddings else set())
+    assert both == ({"token_embedding"} if model.embedding.tied else set())
     # What is split is split evenly, and large things are.
     for part, placement in zip(parts, placements, strict=True):
         held = {key: sharding.shard_shape(shapes[key]) for key, sharding in placement.items()}

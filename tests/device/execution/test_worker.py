@@ -13,7 +13,7 @@ from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.worker import Worker
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.iteration.batch_sizes import batch_sizes
 from orca_jax.iteration.flat_batch import FlatBatch, flat_batch
@@ -22,7 +22,7 @@ from orca_jax.model.gpt import init_parameters
 from orca_jax.planning.sizes import engine_shape
 from tests.device.harness import greedy_request, harness, single_worker
 
-MODEL = ModelConfig(vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24)
+MODEL = gpt_config(vocab_size=67, n_positions=32, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24)
 SERVING = ServingConfig(max_batch_size=4, n_slots=64, max_batch_tokens=32, block_size=4)
 N_ROWS = 2 * SERVING.max_batch_size
 UNTOUCHED = 7.0

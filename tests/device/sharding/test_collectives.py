@@ -1,7 +1,6 @@
 """What a stage's devices tell each other: two sums a layer and nothing else (ORCA 4.1, Figure 6)."""
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from typing import get_args
 
@@ -13,19 +12,21 @@ from bench.compiled.collectives import Collective, collectives, counts
 from orca_jax.aot.compiled_stage import compile_stage
 from orca_jax.config import ParallelConfig
 from orca_jax.execution.sampling import TokenChooser
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import Sampler, SamplerArrays
 from orca_jax.sharding.partition import StagePart, split_model
+from tests.changed_config import changed_config
 
 N_STAGES = 3
 OTHER = "post-norm, projected, no bias, own head"
-MODEL = ModelConfig(
+MODEL = gpt_config(
     vocab_size=205, n_positions=64, hidden_size=64, n_layers=6, n_heads=4, ffn_size=128, vocab_multiple=4
 )
 MODELS = {
     "pre-norm": MODEL,
-    OTHER: replace(
+    OTHER: changed_config(
         MODEL,
         norm="post",
         final_norm=False,
@@ -47,7 +48,7 @@ OUTSIDE = {
 
 def stage(name: str, where: str, layers_each: int, tensor: int) -> tuple[ModelConfig, StagePart]:
     n_stages = 1 if where == "only" else N_STAGES
-    model = replace(MODELS[name], n_layers=n_stages * layers_each)
+    model = changed_config(MODELS[name], n_layers=n_stages * layers_each)
     parts = split_model(
         model, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
     )

@@ -35,13 +35,14 @@ from orca_jax.engine import grpc_channel as control_channel
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.grpc_channel import ControlChannel
 from orca_jax.errors import ConfigError, EngineError, WorkerRefused, WorkerUnreachable
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.sampled import LOGPROBS
+from tests.changed_config import changed_config
 from tests.places import ROOT
 
 SOON = 20.0  # seconds; what is waited for comes in milliseconds
 SECRET = "a secret, ünequal to others"
-MODEL = ModelConfig(vocab_size=100, n_positions=64, hidden_size=8, n_layers=4, n_heads=2, ffn_size=16)
+MODEL = gpt_config(vocab_size=100, n_positions=64, hidden_size=8, n_layers=4, n_heads=2, ffn_size=16)
 LIMITS = LineLimits(join_seconds=2.0, first_delay=0.02, longest_delay=0.1)
 FIRST = JoinTerms(
     model="tiny",
@@ -290,7 +291,7 @@ def test_a_caller_may_take_any_dtype_but_has_to_say_so(ends: ExitStack) -> None:
 
 def test_a_change_of_the_model_changes_its_digest() -> None:
     assert model_digest(MODEL) == model_digest(replace(MODEL))
-    assert model_digest(MODEL) != model_digest(replace(MODEL, layer_norm_eps=1e-6))
+    assert model_digest(MODEL) != model_digest(changed_config(MODEL, layer_norm_eps=1e-6))
     assert model_digest(MODEL) == model_digest(replace(MODEL, vocab_multiple=64)), (
         "that is the stage's affair"
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table, stage_parameters
 from orca_jax.families.presets import PRESETS
@@ -65,7 +66,7 @@ OPTION_WEIGHTS: dict[tuple[bool, int, bool, bool], tuple[int, list[int]]] = {
 
 
 def small(norms_before: bool, embedding_size: int, tied: bool, biases: bool) -> ModelConfig:
-    return ModelConfig(
+    return gpt_config(
         vocab_size=51,
         n_positions=48,
         hidden_size=16,
@@ -112,4 +113,4 @@ def test_stages_have_every_weight_once_but_for_a_tied_embedding(options: Any) ->
     table = parameter_table(model)
     assert {name for stage in stages for name in stage} == set(table)
     twice = [name for name in table if sum(name in stage for stage in stages) > 1]
-    assert twice == (["token_embedding"] if model.tie_embeddings else [])
+    assert twice == (["token_embedding"] if model.embedding.tied else [])

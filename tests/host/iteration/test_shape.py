@@ -7,7 +7,7 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.batch_sizes import batch_sizes
 from orca_jax.iteration.buckets import serving_buckets
 from orca_jax.iteration.flat_batch import FlatLayout
@@ -35,7 +35,7 @@ def test_a_choice_is_true_or_false(name: str, value: Any) -> None:
 
 
 def test_every_engine_that_can_be_configured_has_a_shape() -> None:
-    model = ModelConfig(
+    model = gpt_config(
         vocab_size=1 << 22, n_positions=1 << 21, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8
     )
     largest = ServingConfig(
@@ -47,7 +47,7 @@ def test_every_engine_that_can_be_configured_has_a_shape() -> None:
 
 
 def test_a_shape_follows_from_model_and_config() -> None:
-    model = ModelConfig(vocab_size=100, n_positions=33, hidden_size=8, n_layers=2, n_heads=2, ffn_size=16)
+    model = gpt_config(vocab_size=100, n_positions=33, hidden_size=8, n_layers=2, n_heads=2, ffn_size=16)
     serving = ServingConfig(
         max_batch_size=5, n_slots=131, max_batch_tokens=77, block_size=16, coarse_buckets=True
     )

@@ -1,6 +1,6 @@
 import pytest
 
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.planning.cost_model import (
     Device,
     IterationShape,
@@ -11,11 +11,10 @@ from orca_jax.planning.cost_model import (
     parameter_count,
     weight_bytes_total,
 )
+from tests.changed_config import changed_config
 
-SMALL = ModelConfig(vocab_size=10, n_positions=8, hidden_size=4, n_layers=2, n_heads=2, ffn_size=16)
-GPT2 = ModelConfig(
-    vocab_size=50257, n_positions=1024, hidden_size=768, n_layers=12, n_heads=12, ffn_size=3072
-)
+SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=2, n_heads=2, ffn_size=16)
+GPT2 = gpt_config(vocab_size=50257, n_positions=1024, hidden_size=768, n_layers=12, n_heads=12, ffn_size=3072)
 
 
 def test_a_mixed_iteration_worked_by_hand():
@@ -48,7 +47,7 @@ def test_keys_seen_equal_a_count_query_by_query():
 
 
 def test_projections_stand_on_both_sides_of_the_layers():
-    model = ModelConfig(
+    model = gpt_config(
         vocab_size=10,
         n_positions=8,
         hidden_size=4,
@@ -84,8 +83,7 @@ def test_gpt2_has_124_million_parameters():
 
 def test_each_option_counts_its_own_parameters():
     def changed(**options):
-        base = {name: getattr(SMALL, name) for name in SMALL.__slots__ if name != "embedding_size"}
-        return parameter_count(ModelConfig(**base | options)) - parameter_count(SMALL)
+        return parameter_count(changed_config(SMALL, **options)) - parameter_count(SMALL)
 
     assert changed(use_bias=False) == -2 * (12 + 4 + 16 + 4)
     assert changed(tie_embeddings=False) == 10 * 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import IterationShape, operations, parameter_count, shared_bytes
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named
@@ -29,7 +29,7 @@ from orca_jax.planning.stage_memory import (
     temporary_bytes,
 )
 
-SMALL = ModelConfig(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
+SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
 PAPER = (("gpt3-13b", 1, 1), ("gpt3-101b", 1, 8), ("gpt3-175b", 2, 8), ("gpt3-341b", 4, 8))
 
 
@@ -76,7 +76,7 @@ def test_slots_and_tables_worked_by_hand() -> None:
 def test_the_stages_hold_every_parameter_once_but_a_tied_table(name: str, n_stages: int) -> None:
     model = PRESETS[name]
     stages = [stage_weight_bytes(model, layers, 1, 1) for layers in stage_layers(model.n_layers, n_stages)]
-    tied = model.padded_vocab_size * model.embedding_size if n_stages > 1 else 0
+    tied = model.padded_vocab_size * model.embedding.size if n_stages > 1 else 0
     assert sum(stages) == parameter_count(model) + tied
 
 

@@ -17,7 +17,7 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
@@ -256,7 +256,7 @@ def test_deliveries_go_out_in_one_call_and_none_makes_no_call():
 
 # What can never run is refused.
 
-MODEL = ModelConfig(vocab_size=50, n_positions=32, hidden_size=8, n_layers=1, n_heads=2, ffn_size=8)
+MODEL = gpt_config(vocab_size=50, n_positions=32, hidden_size=8, n_layers=1, n_heads=2, ffn_size=8)
 
 
 def config(*, n_slots: int = 1000, block_size: int = 1, max_batch_tokens: int = 100) -> ServingConfig:

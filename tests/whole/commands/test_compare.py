@@ -23,7 +23,7 @@ from bench.peers.played import Played
 from bench.peers.rounds import OURS, Rounds, play_in_turn, raw, summary, table, warnings
 from bench.trace import TracedRequest, homogeneous_trace
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 
 ECHO = """
 import time
@@ -365,7 +365,7 @@ def test_an_engine_that_does_not_start_ends_the_command(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_is_one_that_an_engine_loads(tmp_path: Path) -> None:
-    model = ModelConfig(vocab_size=50, n_positions=16, hidden_size=8, n_layers=2, n_heads=2, ffn_size=32)
+    model = gpt_config(vocab_size=50, n_positions=16, hidden_size=8, n_layers=2, n_heads=2, ffn_size=32)
     write_random_gpt2(tmp_path / "model", model)
     loaded = load_checkpoint(tmp_path / "model", dtype="float32")
     weight = loaded.parameters["layers.1.up.weight"]

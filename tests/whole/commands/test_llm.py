@@ -34,7 +34,7 @@ from orca_jax.errors import (
     TokenOutOfRange,
 )
 from orca_jax.execution import capacity
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.gpt_config import gpt_config
 from orca_jax.model.reference import forward
 from orca_jax.planning.sizes import serving_config
 from orca_jax.service.generation import GenerationResult
@@ -369,7 +369,7 @@ def test_a_failing_engine_is_told_and_stays_failed(tiny_directory: Path) -> None
 
 def test_the_sizes_that_follow_from_the_model(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = jax.devices("cpu")
-    model = ModelConfig(
+    model = gpt_config(
         vocab_size=10, n_positions=100, hidden_size=8, n_layers=3, n_heads=2, ffn_size=8
     )  # 2 * 3 * 8 * 4 = 192 bytes a slot
 

@@ -1,0 +1,98 @@
+"""A ModelConfig as JSON, for orca.json and between processes.
+
+It has the fields of the parts, nested as they are. Neighbouring layers that are alike are one entry with a
+`count`. What a part has a default for may be left out.
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
+from itertools import groupby
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from orca_jax.errors import ConfigError
+from orca_jax.families.model_config import Layer, ModelConfig, check_size
+
+Bad = Callable[[str, str, object], Exception]  # the error for a field's name, what is expected, and its value
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """What `config_from_json` reads as this model."""
+    groups = [(layer, len([*group])) for layer, group in groupby(config.layers)]
+    return asdict(config) | {"layers": [{"count": count, **asdict(layer)} for layer, count in groups]}
+
+
+def config_from_json(values: object, bad: Bad) -> ModelConfig:
+    """The model that `values` describe, parsed JSON.
+
+    Raises what `bad` makes, for a field that is missing, unknown or of the wrong type; and ConfigError for a
+    value that cannot be.
+    """
+    name = "model"
+    if not isinstance(values, dict):
+        raise bad(name, "an object", values)
+    given = dict(cast("dict[str, Any]", values))
+    entries = given.pop("layers", None)
+    if not isinstance(entries, list) or not entries:
+        raise bad(f"{name}.layers", "a list of layers", entries)
+    layers: list[Layer] = []
+    for i, entry in enumerate(cast("list[object]", entries)):
+        where = f"{name}.layers[{i}]"
+        if not isinstance(entry, dict):
+            raise bad(where, "an object", entry)
+        own = dict(cast("dict[str, Any]", entry))
+        count = own.pop("count", 1)
+        check_size("n_layers", count)  # before as many are made
+        layers += [_part(Layer, own, where, bad)] * count
+        check_size("n_layers", len(layers))
+    return _part(ModelConfig, given, name, bad, layers=tuple(layers))
+
+
+def _part(kind: Any, values: Mapping[str, Any], name: str, bad: Bad, **made: object) -> Any:
+    """An object of the dataclass `kind`; the fields `made` are there already."""
+    hints = get_type_hints(kind)
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind) if field.name not in made}
+    for key in values:
+        if key not in known:
+            raise bad(f"{name}.{key}", f"one of {', '.join(sorted(known))}", key)
+    for key, field in known.items():
+        if key not in values and field.default is MISSING:
+            raise bad(f"{name}.{key}", _expected(hints[key]), None)
+    return kind(
+        **made, **{key: _value(hints[key], value, f"{name}.{key}", bad) for key, value in values.items()}
+    )
+
+
+def _value(hint: Any, value: object, name: str, bad: Bad) -> object:
+    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in choices:
+        return None
+    kind = choices[0]
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise bad(name, _expected(hint), value)
+        return _part(kind, cast("dict[str, Any]", value), name, bad)
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
+        return tuple(_value(get_args(kind)[0], item, name, bad) for item in cast("list[object]", value))
+    wanted = str if get_origin(kind) is Literal else get_origin(kind) or kind
+    if isinstance(value, bool) is not (wanted is bool) or not isinstance(
+        value, (int, float) if wanted is float else wanted
+    ):
+        raise bad(name, _expected(hint), value)
+    return value
+
+
+def _expected(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    said = [
+        names.get(kind)
+        or ("text" if get_origin(kind) is Literal else "a list" if get_origin(kind) is tuple else "an object")
+        for kind in choices
+    ]
+    return " or ".join(said)
+
+
+def plain_error(name: str, rule: str, value: object) -> ConfigError:
+    """The error for JSON that another process of this program wrote."""
+    return ConfigError(f"{name}: expected {rule}, found {value!r}")
