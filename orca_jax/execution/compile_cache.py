@@ -1,4 +1,4 @@
-"""Compiled programs are kept on disk, so that a process that starts again need not compile them again."""
+"""Caches compiled programs on disk, so that a restarted process need not compile them again."""
 
 import os
 from pathlib import Path
@@ -9,28 +9,32 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from orca_jax.config import COMPILE_CACHE
 from orca_jax.errors import ConfigError
+from orca_jax.native.compiler import keep_libraries
 
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"  # JAX's own
-_AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"  # what XLA measured of a GPU's kernels
+_AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"  # XLA's measurements of a GPU's kernels
 
 
 def keep_compiled_programs(
     folder: str | Path | None = COMPILE_CACHE, *, stage: tuple[int, int] | None = None
 ) -> Path | None:
-    """Use JAX's persistent cache for all programs of this process, small ones and autotuning's results too.
+    """Enable JAX's persistent cache for all programs of this process, including small ones and autotuning.
 
-    Programs lie in `folder`; where that is COMPILE_CACHE and the variable JAX_COMPILATION_CACHE_DIR names
-    another, in that. With `stage`, from 0, of how many in processes of their own, they lie in a folder inside
-    that is the stage's: JAX writes its files in place, and stages that start together would read each other's
-    before they are whole. None: nothing is kept or looked up. The folder, or None. Raises ConfigError.
+    Programs are stored in `folder`; if that is COMPILE_CACHE and the variable JAX_COMPILATION_CACHE_DIR is
+    set, in the folder that it names; None disables the cache. `stage` is (index from 0, number of stages) if
+    stages have processes of their own. Each then has a subfolder, because JAX writes files in place and
+    processes that start together would read each other's incomplete files. Returns the folder, or None.
+    Raises ConfigError.
     """
     if folder is not None and str(folder) == COMPILE_CACHE:
         folder = os.environ.get(_VARIABLE) or folder
     before = _in_use()
     jax.config.update("jax_enable_compilation_cache", folder is not None)
     path = None
+    keep_libraries(None)
     if folder is not None:
         path = Path(folder).expanduser()
+        keep_libraries(path / "native")
         if stage is not None and stage[1] > 1:
             path /= f"stage-{stage[0] + 1}-of-{stage[1]}"
         try:
@@ -47,11 +51,11 @@ def keep_compiled_programs(
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         jax.config.update("jax_persistent_cache_enable_xla_caches", _AUTOTUNING)
     if before != _in_use():
-        # JAX decides at its first compile whether and where programs are kept; this lets it decide again.
+        # JAX decides at its first compile whether and where to cache; this makes it decide again.
         compilation_cache.reset_cache()
     return path
 
 
 def _in_use() -> tuple[bool, str | None]:
-    config: Any = jax.config  # jax's stub has no attribute of a setting
+    config: Any = jax.config  # jax's stub does not declare settings as attributes
     return config.jax_enable_compilation_cache, config.jax_compilation_cache_dir

@@ -1,6 +1,10 @@
-"""The machine's C compiler makes the CPU's operations, each for given sizes once a process."""
+"""The machine's C compiler builds the CPU's operations, each once per process for given sizes.
+
+`keep_libraries` names a folder where what was built is kept, so that the next process need not build it.
+"""
 
 import ctypes
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -10,9 +14,11 @@ from pathlib import Path
 
 import jax
 
+from orca_jax.native import library_cache
+
 _SOURCES = Path(__file__).parent
 _COMPILERS = ("cc", "gcc", "clang")
-_SECONDS = 60.0  # it takes less than one
+_SECONDS = 60.0  # building takes about one
 # No leave to reorder sums: a request's tokens must not depend on a compiler's mood.
 _FLAGS = (
     "-std=c11",
@@ -24,51 +30,109 @@ _FLAGS = (
     "-fPIC",
 )
 _PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
+# What /proc/cpuinfo says of a core, on x86 and on ARM, that decides what -march=native makes.
+_CPUINFO = ("vendor_id", "cpu family", "model", "stepping", "flags")
+_CPUINFO += ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
 
 _building = threading.Lock()  # a name can be registered once
+_kept_in: Path | None = None
 
 
 class NotBuilt(Exception):
-    """There is no compiler, or it could not; the message says what is missing."""
+    """There is no compiler, or it failed; the message says what is missing."""
+
+
+def keep_libraries(folder: Path | None) -> None:
+    """Keep what is built from now on in `folder`, and look there first; None: keep nothing, look nowhere.
+
+    What lies there is run, so only those who may run code as this user should be able to write to it.
+    """
+    global _kept_in
+    with _building:
+        _kept_in = folder
 
 
 def target(operation: str, **sizes: int) -> str:
     """The name of a custom call of `operation`, a C file and its function, with these names set in it.
 
-    The first call builds it, in a temporary folder that is gone when this returns. Raises NotBuilt.
+    The first call in a process loads the library that was kept, or builds it. Raises NotBuilt.
     """
     with _building:
-        return _built(operation, tuple(sizes.items()))
+        return _registered(operation, tuple(sizes.items()))
 
 
 @cache
-def _built(operation: str, sizes: tuple[tuple[str, int], ...]) -> str:
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise NotBuilt("no C compiler was found")
-    with tempfile.TemporaryDirectory(prefix="orca-native-") as folder:
-        library = Path(folder) / f"{operation}.so"
-        given = [f"-I{jax.ffi.include_dir()}", *(f"-D{name}={value}" for name, value in sizes)]
-        source = _SOURCES / f"{operation}.c"
-        said = _said([compiler, *_FLAGS, *_PROCESSOR, *given, str(source), "-o", str(library)])
-        if not library.exists():
-            raise NotBuilt(f"{compiler} could not build it: {said}")
-        try:
-            built = ctypes.CDLL(str(library))
-        except OSError as error:
-            raise NotBuilt(f"it was built but cannot be loaded: {error}") from error
+def _registered(operation: str, sizes: tuple[tuple[str, int], ...]) -> str:
+    library = _library(operation, sizes)
     name = "_".join(("orca", operation, *(str(value) for _, value in sizes)))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(built, operation)), platform="cpu")
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, operation)), platform="cpu")
     return name
 
 
-def _said(command: list[str]) -> str:
-    """The first error, or line, of what a compiler that failed said; empty if it did not."""
+def _library(operation: str, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise NotBuilt("no C compiler was found")
+    defined = [f"-D{name}={value}" for name, value in sizes]
+    kept_as = None if _kept_in is None else _kept_in / _file_name(operation, compiler, defined)
+    with tempfile.TemporaryDirectory(prefix="orca-native-") as folder:
+        # A kept library is loaded from a copy: whatever becomes of the file then, the code stays whole.
+        path = Path(folder) / f"{operation}.so"
+        if kept_as is not None and (kept := library_cache.read(kept_as)) is not None:
+            path.write_bytes(kept)
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:  # it was linked to what this machine no longer has
+                path.unlink()
+        source = str(_SOURCES / f"{operation}.c")
+        include = f"-I{jax.ffi.include_dir()}"
+        error = _error_of([compiler, *_FLAGS, *_PROCESSOR, include, *defined, source, "-o", str(path)])
+        if not path.exists():
+            raise NotBuilt(f"{compiler} could not build it: {error}")
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as failure:
+            raise NotBuilt(f"it was built but cannot be loaded: {failure}") from failure
+        if kept_as is not None:
+            library_cache.write(kept_as, path.read_bytes())
+        return library
+
+
+def _file_name(operation: str, compiler: str, defined: list[str]) -> str:
+    """What a library is kept as: other source, headers, compiler, flags or processor, and it is another."""
+    files = [_SOURCES / f"{operation}.c", *sorted(_SOURCES.glob("*.h"))]
+    files.append(Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h")
+    texts = [compiler, _version_of(compiler), *_FLAGS, *_PROCESSOR, *defined, _processor()]
+    parts = [*(file.read_bytes() for file in files), *map(str.encode, texts)]
+    return library_cache.file_name(operation, parts)
+
+
+def _version_of(compiler: str) -> str:
+    try:
+        command = [compiler, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout
+
+
+def _processor() -> str:
+    """What kind of processor this is."""
+    try:
+        core = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    lines = [line for line in core if line.split(":")[0].strip() in _CPUINFO]
+    return "\n".join([platform.machine(), *lines])
+
+
+def _error_of(command: list[str]) -> str:
+    """The first error, or line, that a failing compiler printed; empty if it did not fail."""
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if ended.returncode == 0:
         return ""
-    lines = ended.stderr.splitlines() or ["it said nothing"]
+    lines = ended.stderr.splitlines() or ["it printed nothing"]
     return next((line[line.index("error: ") :] for line in lines if "error: " in line), lines[0])

@@ -1,0 +1,206 @@
+"""What the C compiler built is kept between processes, and built anew where it is not what is needed."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orca_jax.native import compiler
+from tests.device.native.native_form import needs_native
+
+pytestmark = needs_native
+
+COMPILER = """#!/bin/sh
+case "$*" in *--version*) echo "{version}";; *) echo built >> {log}; exec {real} "$@";; esac
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where libraries are kept during a test."""
+    before = compiler._kept_in
+    compiler.keep_libraries(tmp_path / "kept")
+    yield tmp_path / "kept"
+    compiler.keep_libraries(before)
+
+
+class Compiler:
+    """The machine's compiler behind a script that counts what it builds."""
+
+    def __init__(self, place: Path, real: str) -> None:
+        self.place, self._real, self._log = place, real, place / "log"
+        self.version("1.0")
+
+    def version(self, version: str) -> None:
+        self.place.mkdir(exist_ok=True)
+        script = self.place / "cc"
+        script.write_text(COMPILER.format(version=version, log=self._log, real=self._real))
+        script.chmod(0o755)
+
+    @property
+    def n_built(self) -> int:
+        return len(self._log.read_text().splitlines()) if self._log.exists() else 0
+
+
+@pytest.fixture
+def cc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    real = next(filter(None, map(compiler.shutil.which, ("cc", "gcc", "clang"))))
+    made = Compiler(tmp_path / "bin", real)
+    monkeypatch.setenv("PATH", f"{made.place}:/usr/bin:/bin")
+    return made
+
+
+def build(**sizes: int) -> None:
+    """As in a process of its own: whatever was loaded before."""
+    assert compiler._library("linear", tuple(sizes.items())).linear
+
+
+def test_it_is_built_once(folder: Path, cc: Compiler) -> None:
+    for _ in range(3):
+        build()
+    assert cc.n_built == 1
+    (file,) = folder.iterdir()
+    assert file.name.startswith("linear-") and file.suffix == ".so"
+
+
+def test_nothing_is_kept_where_there_is_no_folder(tmp_path: Path, folder: Path, cc: Compiler) -> None:
+    compiler.keep_libraries(None)
+    build()
+    build()
+    assert cc.n_built == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+@pytest.mark.parametrize(
+    "what", ["source", "header", "flags", "for processor", "processor", "version", "compiler", "sizes"]
+)
+def test_what_it_follows_from_decides(
+    folder: Path, cc: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for path in [*compiler._SOURCES.glob("*.c"), *compiler._SOURCES.glob("*.h")]:
+        (sources / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(compiler, "_SOURCES", sources)
+    build()
+    with monkeypatch.context() as patch:
+        sizes: dict[str, int] = {}
+        if what == "source":
+            (sources / "linear.c").write_text((sources / "linear.c").read_text() + "\n/* another */\n")
+        elif what == "header":
+            (sources / "vectors.h").write_text((sources / "vectors.h").read_text() + "\n/* another */\n")
+        elif what == "flags":
+            patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-Wall"))
+        elif what == "for processor":
+            patch.setattr(compiler, "_PROCESSOR", (*compiler._PROCESSOR, "-mtune=native"))
+        elif what == "processor":
+            patch.setattr(compiler, "_processor", lambda: "another one")
+        elif what == "version":
+            cc.version("2.0")
+        elif what == "compiler":
+            other = Compiler(tmp_path / "other", str(cc.place / "cc"))
+            patch.setenv("PATH", f"{other.place}:/usr/bin:/bin")
+        else:
+            sizes["ANOTHER"] = 1
+        build(**sizes)
+        build(**sizes)
+    assert cc.n_built == 2 and len([*folder.iterdir()]) == 2
+
+
+def test_a_broken_file_is_built_anew(folder: Path, cc: Compiler) -> None:
+    build()
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    broken = [b"", whole[:31], whole[:4096], whole[:-1], whole + b"\0", b"\0" * len(whole)]
+    broken.append(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    for i, content in enumerate(broken):
+        file.write_bytes(content)
+        build()
+        assert cc.n_built == 2 + i
+        assert len(file.read_bytes()) == len(whole)
+        build()
+        assert cc.n_built == 2 + i
+    assert [*folder.iterdir()] == [file]
+
+
+def test_a_library_under_another_ones_name_is_built_anew(folder: Path, cc: Compiler) -> None:
+    build()
+    (file,) = folder.iterdir()
+    build(ANOTHER=1)
+    (other,) = {*folder.iterdir()} - {file}
+    other.write_bytes(file.read_bytes())
+    build(ANOTHER=1)
+    assert cc.n_built == 3
+
+
+def test_one_that_cannot_be_loaded_is_built_anew(folder: Path, cc: Compiler) -> None:
+    build()
+    (file,) = folder.iterdir()
+    compiler.library_cache.write(file, b"whole, but no library")
+    build()
+    build()
+    assert cc.n_built == 2
+
+
+def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path: Path, folder: Path, cc: Compiler) -> None:
+    folder.write_text("a file")
+    build()
+    build()
+    assert cc.n_built == 2 and folder.read_text() == "a file"
+
+
+def test_a_failure_is_not_kept(folder: Path, cc: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_PROCESSOR", ())
+    for _ in range(2):
+        with pytest.raises(compiler.NotBuilt, match="there is a form for AVX-512 only"):
+            build()
+    assert cc.n_built == 2 and not folder.exists()
+
+
+PROCESS = """
+import sys
+from pathlib import Path
+from orca_jax.execution.compile_cache import keep_compiled_programs
+from orca_jax.native.linear import linear_target
+from orca_jax.native.split_attention import attention_target
+
+stage = (int(sys.argv[2]), 2) if len(sys.argv) > 2 else None
+keep_compiled_programs(None if sys.argv[1] == "none" else sys.argv[1], stage=stage)
+print("ready", flush=True)
+sys.stdin.readline()
+print(linear_target(), attention_target(64, 16))
+"""
+
+
+def process(*args: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", PROCESS, *map(str, args)]
+    return subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_processes_that_start_together_share_a_folder(tmp_path: Path, cc: Compiler) -> None:
+    for n_built in (None, 0):  # each may build at first; then none does
+        before = cc.n_built
+        started = [process(tmp_path / "cache", stage) for stage in (0, 1)]
+        for one in started:
+            assert one.stdout is not None and one.stdout.readline() == "ready\n"
+        for one in started:
+            assert one.stdin is not None
+            one.stdin.write("\n")
+            one.stdin.flush()
+        for one in started:
+            out, _ = one.communicate(timeout=120)
+            assert one.returncode == 0 and out == "orca_linear orca_split_attention_64_16\n"
+        assert n_built is None or cc.n_built - before == n_built
+        kept = [path.name.split("-")[0] for path in sorted((tmp_path / "cache" / "native").iterdir())]
+        assert kept == ["linear", "split_attention"]
+
+
+def test_without_a_compile_cache_nothing_is_kept(tmp_path: Path, cc: Compiler) -> None:
+    before = {*tmp_path.rglob("*")}
+    out, _ = process("none").communicate("\n", timeout=120)
+    assert out.splitlines()[1] == "orca_linear orca_split_attention_64_16"
+    assert cc.n_built == 2
+    assert {*tmp_path.rglob("*")} - before == {tmp_path / "bin" / "log"}
