@@ -1,1 +1,1 @@
-"""Run from a checkout: `python -m bench.NAME` shows progress, prints a table, and last one line of JSON."""
+"""Run from a checkout: `python -m bench.NAME` shows progress, prints a table, and as its last line JSON."""

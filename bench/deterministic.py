@@ -1,10 +1,10 @@
-"""What `deterministic` costs: the same requests through an engine without and with it, in turn.
+"""The cost of `deterministic`: the same requests on engines without and with it, in turn.
 
     python -m bench.deterministic [--preset demo] [--requests 48] [--runs 3]
 
 Prompts of 8 to 128 random tokens and outputs of 16 to 96, all at once, half of them sampled; at the default
-`max_batch_tokens` and at the least that it may be, because each initiation is padded to it.
-Programs are compiled before. The last line is JSON.
+`max_batch_tokens` and at the smallest allowed, because each prefill is padded to it. Programs are compiled
+beforehand. The last line is JSON.
 """
 
 import argparse
@@ -32,7 +32,7 @@ MAX_BATCH_SIZE = 16
 
 
 def requests(model: ModelConfig, n: int) -> list[Request]:
-    """The same at each call."""
+    """The same requests at each call."""
     rng = random.Random(0)
     prompts = [[rng.randrange(model.vocab_size) for _ in range(rng.randint(8, LONGEST))] for _ in range(n)]
     sampling = [
@@ -46,26 +46,26 @@ def requests(model: ModelConfig, n: int) -> list[Request]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="what --deterministic costs")
     parser.add_argument("--preset", default="demo", choices=sorted(PRESETS))
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args(argv)
     model = PRESETS[args.preset]
-    n_tokens = sum(one.sampling.max_tokens for one in requests(model, args.requests))
+    n_tokens = sum(request.sampling.max_tokens for request in requests(model, args.requests))
     whole = max(2048, model.n_positions)
     cases = list(dict.fromkeys([(whole, False), (whole, True), (model.n_positions, True)]))
     times: dict[tuple[int, bool], list[float]] = {case: [] for case in cases}
     engines: dict[tuple[int, bool], BareEngine] = {}
     for tokens, deterministic in cases:
-        said = Sizes(
+        sizes = Sizes(
             max_batch_size=MAX_BATCH_SIZE,
-            n_slots=MAX_BATCH_SIZE * model.n_positions,  # of each: all three are held at once
+            n_slots=MAX_BATCH_SIZE * model.n_positions,  # for each engine: all are in memory at once
             max_batch_tokens=tokens,
             deterministic=deterministic,
         )
-        engines[tokens, deterministic] = BareEngine(model, said)
+        engines[tokens, deterministic] = BareEngine(model, sizes)
     for run in range(args.runs + 1):  # the first compiles
         for (tokens, deterministic), engine in engines.items():
             start = time.perf_counter()
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(column, justify="right")
     found: list[dict[str, Any]] = []
     for (tokens, deterministic), seconds in times.items():
-        ratio = statistics.median(one / other for one, other in zip(seconds, plain, strict=True))
+        ratio = statistics.median(own / other for own, other in zip(seconds, plain, strict=True))
         rate = n_tokens / statistics.median(seconds)
         found.append(
             {
@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         table.add_row(f"{tokens:,}", "yes" if deterministic else "no", f"{rate:,.0f}", f"{ratio:.2f}")
     Console().print(table)
-    said = {"preset": args.preset, "jax": jax.__version__, "cases": found}
-    print(json.dumps(said))
+    report = {"preset": args.preset, "jax": jax.__version__, "cases": found}
+    print(json.dumps(report))
     return 0
 
 

@@ -1,9 +1,9 @@
-"""The host's work of one iteration: all that happens between two launches on the device, and no device.
+"""The host's work per iteration: everything between two launches, without a device.
 
 The real request pool, scheduler, K/V manager and engine master run on a worker that returns tokens at once.
 Every iteration has the given number of rows; in each, one request ends, one is admitted from the front of the
-queue, and one arrives (that one is not timed). The aim is 500 microseconds at 256 rows, linear in rows and
-flat in the number of requests that wait.
+queue, and one arrives (which is not timed). The target is 500 microseconds at 256 rows, linear in rows and
+independent of the number of waiting requests.
 
     python -m bench.host_work [--iterations N]
 """
@@ -43,7 +43,7 @@ VOCAB_SIZE = 50257
 MODEL_LENGTH = 2048  # tokens: the width of the block table
 WARM_UP = 20
 
-# What a part is called, and which methods of which of the engine's objects it is made of.
+# Each part's name, and the methods of the engine's objects that belong to it.
 PARTS = {
     "blocks": (("kv", "reserve"), ("kv", "release")),
     "pool": (("pool", "admit"), ("pool", "take_ending"), ("pool", "remove"), ("pool", "deliver")),
@@ -64,36 +64,34 @@ COLUMNS = (
 
 
 class InstantTokens:
-    """Tokens that are ready."""
+    """Tokens that are ready at once."""
 
     def __init__(self, sampled: Sampled) -> None:
         self._sampled = sampled
 
     def is_ready(self) -> bool:
-        """Always."""
         return True
 
     def fetch(self) -> Sampled:
-        """Them."""
         return self._sampled
 
 
 class InstantWorkers:
-    """Lays each batch out, returns tokens at once, and keeps the newest message."""
+    """Builds each flat batch, returns tokens at once, and keeps the newest message."""
 
     def __init__(self, sizes: BatchSizes) -> None:
         self.message: ControlMessage | None = None
         self._sizes = sizes
 
     def issue(self, message: ControlMessage, words: MakeWords) -> InstantTokens:
-        """Zero for every row."""
+        """Return token 0 for every row."""
         self.message = message
         flat = self._sizes.lay_out(message)
         return InstantTokens(Sampled(np.zeros(flat.layout.n_rows, np.int32)))
 
 
 class Serving:
-    """An engine in its steady state: `n_rows` requests run, `n_waiting` wait."""
+    """An engine in steady state: `n_rows` requests run, `n_waiting` wait."""
 
     def __init__(self, n_rows: int, n_waiting: int) -> None:
         self.n_rows = n_rows
@@ -102,7 +100,7 @@ class Serving:
         self.config = ServingConfig(
             max_batch_size=n_rows,
             n_slots=n_rows * per_request,
-            max_batch_tokens=n_rows * N_INPUT,  # so that the first iteration admits all
+            max_batch_tokens=n_rows * N_INPUT,  # so that the first iteration admits all of them
             block_size=BLOCK_SIZE,
         )
         self.kv = KVManager(
@@ -134,14 +132,14 @@ class Serving:
         self.scheduler = Scheduler(
             self.pool, self.engine, self.kv, config=self.config, timeline=self.timeline
         )
-        # One ends in each iteration: those that are there first have 1, 2, ... tokens to go.
+        # One request ends per iteration: the first ones have 1, 2, ... tokens to go.
         for i in range(n_rows):
             self.arrive(n_output=i + 1)
         for _ in range(n_waiting):
             self.arrive(n_output=n_rows)
 
     def arrive(self, n_output: int) -> None:
-        """A request with sampling of its own enters the pool."""
+        """Add a request with its own sampling parameters to the pool."""
         sampling = SamplingParams(max_tokens=n_output, temperature=0.8, top_p=0.95, top_k=40)
         name = f"request-{self.n_requests}"
         prompt_ids = tuple(range(1, N_INPUT + 1))
@@ -149,7 +147,7 @@ class Serving:
         self.n_requests += 1
 
     def step(self) -> int:
-        """One iteration and, not timed, one arrival; returns nanoseconds."""
+        """Run an iteration, then one arrival, which is not timed; returns nanoseconds."""
         start = perf_counter_ns()
         self.scheduler.step()
         elapsed = perf_counter_ns() - start
@@ -157,7 +155,7 @@ class Serving:
         return elapsed
 
     def time_select(self) -> int:
-        """Nanoseconds of the next iteration's select, which changes nothing."""
+        """Nanoseconds of the next iteration's select, which changes no state."""
         start = perf_counter_ns()
         batch, _ = select(
             self.pool.in_arrival_order(),
@@ -172,7 +170,7 @@ class Serving:
         return elapsed
 
     def time_flat_batch(self) -> int:
-        """Nanoseconds of laying the last iteration's batch out once more."""
+        """Nanoseconds of building the last iteration's flat batch again."""
         message = self.workers.message
         assert message is not None and len(message.row) == self.n_rows
         start = perf_counter_ns()
@@ -182,7 +180,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Microseconds of one iteration's host work: median, 99th percentile, and the medians of its parts."""
+    """Microseconds of host work per iteration: median, 99th percentile, and the medians of its parts."""
 
     n_rows: int
     n_waiting: int
@@ -192,7 +190,7 @@ class Figures:
 
 
 def measure(n_rows: int, n_waiting: int, n_iterations: int) -> Figures:
-    """The whole first, with nothing in between; then its parts on a second engine, with timers in."""
+    """Measure the whole iteration first, uninstrumented; then its parts on a second engine, with timers."""
     serving = Serving(n_rows, n_waiting)
     for _ in range(WARM_UP):
         serving.step()
@@ -207,7 +205,7 @@ def measure(n_rows: int, n_waiting: int, n_iterations: int) -> Figures:
 
 
 def measure_parts(serving: Serving, n_iterations: int) -> dict[str, float]:
-    """Median microseconds of each part; `states and tokens` is what is left of the scheduler's step."""
+    """Median microseconds of each part; `states and tokens` is the rest of the scheduler's step."""
     spent = dict.fromkeys(PARTS, 0)
 
     def timed(part: str, method: Callable[..., object]) -> Callable[..., object]:
@@ -228,31 +226,31 @@ def measure_parts(serving: Serving, n_iterations: int) -> dict[str, float]:
         serving.step()
     samples: dict[str, list[float]] = {column: [] for column in COLUMNS}
     for _ in range(n_iterations):
-        found = {"select": serving.time_select()}
+        nanoseconds = {"select": serving.time_select()}
         spent.update(dict.fromkeys(spent, 0))
         whole = serving.step()
-        found |= spent
-        found["flat batch"] = serving.time_flat_batch()
-        found["states and tokens"] = whole - found["select"] - sum(spent.values())
-        found["control message"] = found["issue"] - found["flat batch"]
+        nanoseconds |= spent
+        nanoseconds["flat batch"] = serving.time_flat_batch()
+        nanoseconds["states and tokens"] = whole - nanoseconds["select"] - sum(spent.values())
+        nanoseconds["control message"] = nanoseconds["issue"] - nanoseconds["flat batch"]
         for column in COLUMNS:
-            samples[column].append(found[column] / 1e3)
+            samples[column].append(nanoseconds[column] / 1e3)
     return {column: statistics.median(values) for column, values in samples.items()}
 
 
 def main() -> None:
-    """Measure every case; a table, and last one line of JSON."""
+    """Measure every case; print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.host_work", description="The host's work of one iteration"
     )
-    parser.add_argument("--iterations", type=int, default=300, help="iterations measured in each case")
+    parser.add_argument("--iterations", type=int, default=300, help="measured iterations per case")
     n_iterations = parser.parse_args().iterations
     progress = Console(stderr=True)
     figures = [
         measure(n_rows, n_waiting, n_iterations)
         for n_rows, n_waiting in track(CASES, "host work of an iteration", console=progress)
     ]
-    table = Table(title=f"Host work of one iteration, microseconds (aim: {AIM_US:g} at 256 rows)")
+    table = Table(title=f"Host work of one iteration, microseconds (target: {AIM_US:g} at 256 rows)")
     for heading in ("rows", "waiting", "median", "p99", "per row", *COLUMNS):
         table.add_column(heading, justify="right")
     for f in figures:

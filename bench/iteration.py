@@ -1,16 +1,16 @@
-"""An iteration's time over its floor, where the time goes, and what of it is the host's.
+"""An iteration's time relative to its floor, by part, and the host's share of it.
 
     python -m bench.iteration [--preset gpt2] [--rows 1,8,32] [--context 300] [--initiation 512]
 
 The floor is the sum over operations of bytes over bandwidth or operations over matrix rate, whichever is
-larger, both measured in the same run. The iteration is the whole engine's: scheduler, engine master, worker,
-tokens back on the host; its time is that from one iteration's end to the next one's, with overlap and
-without. The host's part is what it does not spend waiting for the device; where both share their cores, time
-that the device's threads take from it is in there too. The gap is how long the device had nothing to do
-between two iterations. The device's parts are timed one by one on the same arrays: what is left over is
-norms, cache writes and the gaps between kernels.
+larger, both measured in the same run. The iteration is that of the whole engine: scheduler, engine master,
+worker, tokens back on the host; its time is from the end of one iteration to the end of the next, with and
+without overlap. The host's part is the time that it does not wait for the device; if both share cores, that
+includes time taken by the device's threads. The gap is how long the device idled between two iterations. The
+device's parts are timed one by one on the same arrays: the remainder is norms, cache writes and the gaps
+between kernels. "Increment" is decode and "initiation" is prefill, the paper's words.
 
-What is measured is printed at once, a line or two for each kind of iteration; the table comes last. The
+Results are printed as they are measured, a line or two for each kind of iteration; the table comes last. The
 engine holds weights and the keys and values of the largest batch of --rows, and the parts are timed on those:
 for gpt3-13b in bfloat16 at --context 512, 25.7 GB of weights, and 14.7 GB of keys and values for 32 rows or
 68.8 GB for 128.
@@ -54,15 +54,15 @@ from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters
 
-# Over the floor: by rows of an increment phase, and of an initiation. A GPU's: 85 % of its bandwidth, 75 % of
-# its matrix rate.
+# Targets over the floor: by rows of a decode batch, and of a prefill. For a GPU: 85 % of its bandwidth, 75 %
+# of its matrix rate.
 CPU_AIMS, CPU_INITIATION_AIM = {1: 1.3, 8: 1.5, 32: 1.5}, 1.4
 GPU_AIM, GPU_INITIATION_AIM = 1 / 0.85, 1 / 0.75
 BLOCK_SIZE = 16
 
 
 class TimedEngine:
-    """An engine, and the seconds that were spent in its `wait`."""
+    """An engine that records the seconds spent in its `wait`."""
 
     def __init__(self, engine: Engine) -> None:
         self.n_workers, self.keeps_tokens = engine.n_workers, engine.keeps_tokens
@@ -70,11 +70,9 @@ class TimedEngine:
         self._engine = engine
 
     def issue(self, batch: Sequence[Request]) -> None:
-        """The engine's."""
         self._engine.issue(batch)
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """The engine's."""
         start = time.perf_counter()
         try:
             return self._engine.wait(interrupted)
@@ -84,7 +82,7 @@ class TimedEngine:
 
 @dataclass(frozen=True)
 class Timed:
-    """Of a run of equal iterations: seconds from end to end, of the host's work, and of the device's gaps."""
+    """A run of equal iterations: seconds from end to end, of the host's work, and of the device's gaps."""
 
     whole: list[float]
     host: list[float]
@@ -92,7 +90,7 @@ class Timed:
 
 
 class Bench:
-    """One model on one device, measured at several batches."""
+    """One model on one device, measured with several batches."""
 
     def __init__(
         self, model: ModelConfig, dtype: jnp.dtype, *, context: int, most_rows: int, longest: int
@@ -100,7 +98,7 @@ class Bench:
         self.model, self.dtype, self.context = model, dtype, context
         keep_compiled_programs()
         if jax.devices()[0].platform == "cpu":
-            keep_large_buffers()  # as an engine does
+            keep_large_buffers()  # as in an engine
         self.device: Device = measure_device(dtype)
         parts = split_model(model, jax.devices())
         self.parameters = random_parameters(model, 0, dtype, parts[0].placement(model))
@@ -109,7 +107,7 @@ class Bench:
             n_slots=max(most_rows * round_up(longest, BLOCK_SIZE), 2 * model.n_positions),
             max_batch_tokens=model.n_positions,
             block_size=BLOCK_SIZE,
-            coarse_buckets=jax.devices()[0].platform != "cpu",  # as an engine has them there
+            coarse_buckets=jax.devices()[0].platform != "cpu",  # as in an engine
         )
         built = build_engine(model, [self.parameters], self.serving, parts)
         self.kv = built.kv
@@ -124,7 +122,7 @@ class Bench:
         assert self.products.beside(self.attention.said) == built.attention
 
     def scheduler(self, max_bs: int, *, overlap: bool) -> tuple[Scheduler, RequestPool]:
-        """A fresh scheduler and pool on the one engine."""
+        """A new scheduler and pool for the one engine."""
         timeline = Timeline(time.perf_counter)
         pool = RequestPool(
             max_waiting=1 << 20, on_deliveries=lambda deliveries: None, on_arrival=timeline.arrived
@@ -133,30 +131,30 @@ class Bench:
         return Scheduler(pool, self.engine, self.kv, config=serving, timeline=timeline), pool
 
     def steps(self, scheduler: Scheduler, n: int) -> Timed:
-        """`n` turns of a loop that is under way: in each an iteration is issued, and one comes back."""
-        before = len(self.watched.issued) - scheduler.n_scheduled - 1  # the last that came back
+        """Run `n` iterations of a loop in progress: each turn issues one, and one returns."""
+        before = len(self.watched.issued) - scheduler.n_scheduled - 1  # the last one that returned
         host: list[float] = []
         for _ in range(n):
             waited, start = self.engine.waited, time.perf_counter()
             scheduler.step()
             host.append(time.perf_counter() - start - (self.engine.waited - waited))
         self.watched.until_done(before + n + 1)
-        these = slice(before, before + n + 1)
-        done = self.watched.done[these]
-        return Timed(np.diff(done).tolist(), host, gaps(self.watched.issued[these], done))
+        measured = slice(before, before + n + 1)
+        done = self.watched.done[measured]
+        return Timed(np.diff(done).tolist(), host, gaps(self.watched.issued[measured], done))
 
     def memory(self) -> str:
-        """Bytes of weights, and of keys and values; and all that the device ever held, where it tells."""
+        """Bytes of weights, and of keys and values; and the device's peak use, if it reports that."""
         weights, caches = (
             sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
             for tree in (self.parameters, self.worker._caches)
         )
-        said = f"{weights / 1e9:.1f} GB of weights, {caches / 1e9:.1f} GB of keys and values"
+        text = f"{weights / 1e9:.1f} GB of weights, {caches / 1e9:.1f} GB of keys and values"
         stats = jax.devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in stats and "bytes_limit" in stats:
-            said += f"; at most {stats['peak_bytes_in_use'] / 1e9:.1f} GB in use"
-            said += f" of the {stats['bytes_limit'] / 1e9:.1f} that JAX may take"
-        return said
+            text += f"; at most {stats['peak_bytes_in_use'] / 1e9:.1f} GB in use"
+            text += f" of the {stats['bytes_limit'] / 1e9:.1f} that JAX may take"
+        return text
 
     def request(self, name: str, n_input: int, n_output: int) -> Request:
         """A greedy request of random tokens."""
@@ -165,7 +163,7 @@ class Bench:
         return Request(name, tuple(prompt.tolist()), n_input + n_output, sampling, seed=0)
 
     def increments(self, n_rows: int, repeat: int, *, overlap: bool) -> Timed:
-        """Iterations of `n_rows` requests whose contexts pass through `context` tokens."""
+        """Iterations of `n_rows` requests whose context is on average `context` tokens."""
         scheduler, pool = self.scheduler(n_rows, overlap=overlap)
         n_input = self.context - repeat // 2
         n_output = longest_request(n_rows, self.context, repeat) - n_input
@@ -183,7 +181,7 @@ class Bench:
         return times
 
     def initiations(self, n_tokens: int, repeat: int, *, overlap: bool) -> Timed:
-        """Iterations of one request's `n_tokens` input tokens, one after the other."""
+        """Prefills of one request's `n_tokens` input tokens, one after the other."""
         scheduler, pool = self.scheduler(1, overlap=overlap)
         for i in range(repeat + 4):
             pool.add(self.request(f"{n_tokens}-{i}", n_tokens, 1))
@@ -195,7 +193,7 @@ class Bench:
         return times
 
     def measure(self, name: str, n_tokens: int, n_rows: int, aim: float | None, repeat: int) -> Measured:
-        """One row of the table: increments of `n_rows` if there is a token a row, else an initiation."""
+        """One row of the table: decodes of `n_rows` if there is one token per row, else a prefill."""
         increment = n_tokens == n_rows
         kv_length = self.context if increment else n_tokens // n_rows
         times, alone = (
@@ -241,17 +239,17 @@ class Bench:
 
 
 def longest_request(n_rows: int, context: int, repeat: int) -> int:
-    """Tokens of a request that runs in all measured iterations, and in those where others come in before."""
+    """The tokens of a request that runs during all measured iterations, and while others are admitted."""
     return context - repeat // 2 + repeat + n_rows + 6
 
 
 def main() -> None:
-    """Measure, print a table and last one line of JSON."""
+    """Measure, print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.iteration", description=__doc__)
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
-    parser.add_argument("--rows", default="1,8,32", help="requests of the increment phases (default: 1,8,32)")
+    parser.add_argument("--rows", default="1,8,32", help="batch sizes for decode (default: 1,8,32)")
     parser.add_argument("--context", type=int, default=300, help="tokens of context of each (default: 300)")
-    parser.add_argument("--initiation", default="512", help="tokens of initiation phases (default: 512)")
+    parser.add_argument("--initiation", default="512", help="tokens for prefill (default: 512)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
     parser.add_argument("--repeat", type=int, default=20, help="iterations of each kind (default: 20)")
     flags = parser.parse_args()

@@ -1,15 +1,15 @@
-"""Does the simulation say what the real engine does? Calibrated on iterations, held against whole servings.
+"""Compares the simulation with the real engine: calibrated on iterations, tested on whole runs.
 
     python -m bench.predict [--preset gpt2] [--max-bs 16] [--rates 1,2,3] [--requests 60]
 
-The real engine (random weights, compiled ahead) plays requests at several rates, U(8, 128) tokens in and
-U(1, 32) out, Poisson arrivals. At each rate it plays three traces: one that is to be predicted, and before
-and after it two of other seeds, for the calibration, of which the iterations alone are used, each with its
-bucket, the keys in its reach and its seconds. Four coefficients are fitted to all the calibration's
-iterations by least squares (bench/simulate/measured_cost.py). The simulation then plays the traces to be
-predicted: the same scheduler, sizes, buckets and arrivals over a simulated engine of that cost. Throughput
-and median normalized latency are compared; 15 % is the aim. Without --rates: 0.3, 0.6 and 0.9 of what the
-engine finishes a second when everything is there at once.
+The real engine (random weights, compiled ahead) plays requests at several rates, U(8, 128) tokens in and U(1,
+32) out, Poisson arrivals. At each rate it plays three traces: one to be predicted, and before and after it
+two with other seeds for the calibration, which uses only their iterations, each with its bucket, the keys in
+its context and its seconds. Four coefficients are fitted to all the calibration's iterations by least squares
+(bench/simulate/measured_cost.py). The simulation then plays the traces to be predicted: the same scheduler,
+sizes, buckets and arrivals on a simulated engine of that cost. Throughput and median normalized latency are
+compared; the target is 15 %. Without --rates: 0.3, 0.6 and 0.9 of the requests per second that the engine
+finishes when all arrive at once.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from orca_jax.simulation.simulation import Simulation
 AIM = 0.15
 LOADS = (0.3, 0.6, 0.9)
 N_INPUT, N_OUTPUT = (8, 128), (1, 32)
-BEFORE, PREDICTED, AFTER = 1, 2, 3  # seeds, from that of the flags on
+BEFORE, PREDICTED, AFTER = 1, 2, 3  # added to the seed of the flags
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A rate: what the real engine did, and what was predicted of it."""
+    """A rate: the real engine's figures, and the predicted ones."""
 
     rate: float
     real: Served
@@ -51,7 +51,7 @@ class Compared:
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of throughput and of the median normalized latency: predicted over real, less 1."""
+        """The errors of throughput and of median normalized latency: predicted over real, minus 1."""
         return (
             self.predicted.req_s / self.real.req_s - 1,
             self.predicted.normalized_median / self.real.normalized_median - 1,
@@ -59,7 +59,7 @@ class Compared:
 
 
 def predict(trace: Trace, cost: MeasuredCost, serving: ServingConfig) -> Served:
-    """The figures of `trace` on a simulated engine of one stage."""
+    """The figures of `trace` on a simulated one-stage engine."""
     simulation = Simulation(serving, places=cost, token=None, bucket_sizes=cost.bucket_sizes)
     for i, traced in enumerate(trace):
         simulation.add_at(traced.arrival, traced_request(i, traced))
@@ -68,7 +68,7 @@ def predict(trace: Trace, cost: MeasuredCost, serving: ServingConfig) -> Served:
 
 
 def table(compared: Sequence[Compared]) -> Table:
-    """A row a rate."""
+    """A row per rate."""
     made = Table(title="real and predicted")
     columns = (
         "rate",
@@ -83,24 +83,24 @@ def table(compared: Sequence[Compared]) -> Table:
     )
     for name in columns:
         made.add_column(name, justify="right")
-    for one in compared:
-        throughput, latency = one.errors
+    for rate_row in compared:
+        throughput, latency = rate_row.errors
         made.add_row(
-            f"{one.rate:.2f}",
-            f"{one.real.req_s:.3f}",
-            f"{one.predicted.req_s:.3f}",
+            f"{rate_row.rate:.2f}",
+            f"{rate_row.real.req_s:.3f}",
+            f"{rate_row.predicted.req_s:.3f}",
             f"{throughput:+.1%}",
-            f"{one.real.normalized_median * 1e3:.1f}",
-            f"{one.predicted.normalized_median * 1e3:.1f}",
+            f"{rate_row.real.normalized_median * 1e3:.1f}",
+            f"{rate_row.predicted.normalized_median * 1e3:.1f}",
             f"{latency:+.1%}",
-            f"{one.real.normalized_p90 * 1e3:.1f}",
-            f"{one.predicted.normalized_p90 * 1e3:.1f}",
+            f"{rate_row.real.normalized_p90 * 1e3:.1f}",
+            f"{rate_row.predicted.normalized_p90 * 1e3:.1f}",
         )
     return made
 
 
 def record(one: Compared) -> dict[str, float]:
-    """For the last line."""
+    """The fields for the last line."""
     throughput, latency = one.errors
     return {
         "rate": round(one.rate, 4),
@@ -114,23 +114,23 @@ def record(one: Compared) -> dict[str, float]:
 
 
 def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.predict", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add_engine_flags(parser, preset="gpt2")
     parser.add_argument("--max-bs", type=int, default=16, help="default: 16")
-    parser.add_argument("--rates", help="requests a second, with commas between (default: by what it can do)")
+    parser.add_argument("--rates", help="requests per second, comma-separated (default: from its capacity)")
     parser.add_argument("--requests", type=int, default=60, help="of each trace (default: 60)")
-    parser.add_argument("--no-overlap", action="store_true", help="Algorithm 1 to the letter")
+    parser.add_argument("--no-overlap", action="store_true", help="Algorithm 1 exactly")
     return parser, parser.parse_args()
 
 
 def main() -> None:
-    """Measure, predict, print a table and last one line of JSON."""
+    """Measure, predict, print a table and, as the last line, JSON."""
     parser, flags = parsed()
     if flags.pipeline_parallel != 1:
-        parser.error("the calibration knows one stage: --pipeline-parallel 1")
+        parser.error("the calibration is for one stage: use --pipeline-parallel 1")
     with Progress(console=Console(stderr=True)) as progress:
         try:
             rates = [float(one) for one in flags.rates.split(",")] if flags.rates else []
@@ -182,8 +182,8 @@ def main() -> None:
         "key_us": cost.per_key * 1e6,
         "pair_us": cost.per_pair * 1e6,
     }
-    said = ", ".join(f"{name} {value:.4g}" for name, value in coefficients.items())
-    print(f"{len(iterations)} iterations: {said}; median error of one {error_of(cost, iterations):.1%}")
+    terms = ", ".join(f"{name} {value:.4g}" for name, value in coefficients.items())
+    print(f"{len(iterations)} iterations: {terms}; median error of one {error_of(cost, iterations):.1%}")
     worst = max(abs(error) for one in compared for error in one.errors)
     print(
         json.dumps(

@@ -1,10 +1,10 @@
-"""What the choice of next tokens takes, by what is asked for, beside the floor of reading the logits once.
+"""The time to sample the next tokens, by feature, against the floor of reading the logits once.
 
     python -m bench.sampler [--rows 1,32,128] [--vocab 50257,151936] [--repeat 30]
 
-Each program of the chooser runs on random logits of a spread like a model's, its results stay on the device.
-The floor is measured in the same run, turn by turn: the largest of each row, one reading of the same array.
-The last line is JSON.
+Each of the chooser's programs runs on random logits with a spread like a model's; its results stay on the
+device. The floor is measured in the same run, alternating with the programs: the maximum of each row, which
+reads the same array once. The last line is JSON.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from orca_jax.iteration.flat_batch import SamplerArrays, TokenPrograms, token_pr
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, neutral_sampling
 from orca_jax.sharding.device_group import DeviceGroup, device_name
 
-# What a batch's rows ask for, as fields of control.SAMPLING.
+# The features that a batch's rows ask for, as fields of control.SAMPLING.
 FEATURES: dict[str, dict[str, float]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8},
@@ -65,11 +65,11 @@ class Bench:
         self._n_rows = n_rows
 
     def floor(self) -> object:
-        """The logits read once."""
+        """Read the logits once."""
         return self._largest(self.logits)
 
     def feature(self, fields: dict[str, float]) -> Callable[[], object]:
-        """One iteration's choice where every row asks for this."""
+        """One iteration's sampling if every row asks for this feature."""
         sampling = neutral_sampling(self._n_rows)
         for name, value in fields.items():
             sampling[name] = value
@@ -80,7 +80,7 @@ class Bench:
 
 
 def _rows(sampling: np.ndarray) -> np.ndarray:
-    """The buffer's SamplerArrays [n, R] of these rows in the middle of their outputs."""
+    """The buffer's SamplerArrays [n, R] for these rows in the middle of their outputs."""
     n = len(sampling)
     real = {name: sampling[name].view(np.int32) for name in ("temperature", "top_p", "min_p")}
     return np.stack(
@@ -100,9 +100,9 @@ def _rows(sampling: np.ndarray) -> np.ndarray:
 
 
 def measure(n_rows: int, vocab_size: int, repeat: int, tick: Callable[[], None]) -> list[dict[str, Any]]:
-    """Median seconds of each feature, and of the floor, which is run beside each."""
+    """Median seconds of each feature, and of the floor measured with it."""
     bench = Bench(n_rows, vocab_size)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name, fields in FEATURES.items():
         run = bench.feature(fields)
         times: tuple[list[float], list[float]] = ([], [])
@@ -120,7 +120,7 @@ def measure(n_rows: int, vocab_size: int, repeat: int, tick: Callable[[], None])
             f"{n_rows} rows, {vocab_size:,}: {name}: {1e6 * seconds:,.0f} us, floor {1e6 * floor:,.0f}",
             flush=True,
         )
-        found.append(
+        results.append(
             {
                 "rows": n_rows,
                 "vocab": vocab_size,
@@ -132,7 +132,7 @@ def measure(n_rows: int, vocab_size: int, repeat: int, tick: Callable[[], None])
             }
         )
         tick()
-    return found
+    return results
 
 
 def _said(programs: TokenPrograms) -> str:
@@ -140,11 +140,11 @@ def _said(programs: TokenPrograms) -> str:
     return " + ".join([*parts, programs.sampler, *(["logprobs"] if programs.logprobs else [])])
 
 
-def _table(found: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="the choice of next tokens, median")
+def _table(results: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="sampling the next tokens, median")
     for column in ("rows", "vocabulary", "feature", "programs", "microseconds", "floor", "over floor"):
         table.add_column(column, justify="left" if column in ("feature", "programs") else "right")
-    for one in found:
+    for one in results:
         table.add_row(
             str(one["rows"]),
             f"{one['vocab']:,}",
@@ -158,22 +158,22 @@ def _table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description="the time that the choice of next tokens takes")
-    parser.add_argument("--rows", default="1,32,128", help="rows, with commas between")
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description="the time to sample the next tokens")
+    parser.add_argument("--rows", default="1,32,128", help="rows, comma-separated")
     parser.add_argument("--vocab", default="50257,151936", help="sizes of vocabularies")
     parser.add_argument("--repeat", type=int, default=30)
     args = parser.parse_args(argv)
     sizes = [(int(r), int(v)) for v in args.vocab.split(",") for r in args.rows.split(",")]
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("sampling", total=len(sizes) * len(FEATURES))
         for n_rows, vocab_size in sizes:
-            found += measure(n_rows, vocab_size, args.repeat, lambda: progress.advance(task))
+            results += measure(n_rows, vocab_size, args.repeat, lambda: progress.advance(task))
     console = Console(width=120)
-    console.print(_table(found))
-    said = {"device": device_name(jax.devices()[0]), "jax": jax.__version__, "sampler": found}
-    print(json.dumps(said))
+    console.print(_table(results))
+    report = {"device": device_name(jax.devices()[0]), "jax": jax.__version__, "sampler": results}
+    print(json.dumps(report))
     return 0
 
 

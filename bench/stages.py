@@ -1,21 +1,21 @@
-"""What an iteration costs on each split of a model into stages and parts, against one device.
+"""The cost of an iteration for each split of a model into stages and parts, compared with one device.
 
     python -m bench.stages [--preset gpt2] [--splits 1x1,1x2,2x1,2x2,4x1] [--rows 1,8,32] [--initiation 128]
-    python -m bench.stages --splits 2x1,2x1+processes,2x1+after     stages in processes of their own
+    python -m bench.stages --splits 2x1,2x1+processes,2x1+after     stages in separate processes
     python -m bench.stages --same-gpu [--preset gpt2]               two stages on one GPU against one stage
 
-A split is stages x devices of each; with `+processes` each stage has a process of its own, as with
-`--worker-processes`, and with `+after` those forward control messages only behind their device's work, which
-is what forwarding ahead (ORCA 4.1) is to be held against.
+A split is stages x devices of each. With `+processes` each stage has its own process, as with
+`--worker-processes`. With `+after` those processes forward control messages only after their device's work,
+to be compared with forwarding ahead (ORCA 4.1).
 
-On a CPU the devices are virtual and share the cores: what is measured is what splitting costs, not what it
-gains. Each split runs in a process of its own, which has as many devices.
-The first split is what the others are held against; the tokens of all are compared with its tokens.
+On a CPU the devices are virtual and share the cores, so this measures the cost of splitting, not its gain.
+Each split runs in a separate process with that many devices. The first split is the baseline; the tokens of
+all are compared with its tokens.
 
-    alone        an increment phase of so many rows, one batch in flight: seconds from issue to tokens
-    in flight    the same with as many batches in flight as there are stages: seconds between two returns
-    initiation   one request's input tokens, alone
-    issue        the host's part of an iteration: laying the batch out and handing it to every stage
+    alone        a decode batch of so many rows, one batch in flight: seconds from issue to tokens
+    in flight    the same with as many batches in flight as stages: seconds between two returns
+    initiation   prefill of one request's input tokens, alone
+    issue        the host's part of an iteration: building the batch and sending it to every stage
 """
 
 import argparse
@@ -51,7 +51,7 @@ from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
 
 BLOCK_SIZE = 16
-CONTEXT = 32  # input tokens of a request of the increment phases
+CONTEXT = 32  # input tokens of a request of the decode batches
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class SplitResult:
-    """All of one split."""
+    """All results of one split."""
 
     split: str
     device: str
@@ -77,7 +77,7 @@ class SplitResult:
 
 
 class TimedEngine:
-    """An engine, and the seconds of each call of its `issue`."""
+    """An engine that records the seconds of each call of its `issue`."""
 
     def __init__(self, engine: Engine) -> None:
         self.n_workers, self.keeps_tokens = engine.n_workers, engine.keeps_tokens
@@ -85,24 +85,22 @@ class TimedEngine:
         self._engine = engine
 
     def issue(self, batch: Sequence[Request]) -> None:
-        """The engine's."""
         start = time.perf_counter()
         self._engine.issue(batch)
         self.issues.append(time.perf_counter() - start)
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """The engine's."""
         return self._engine.wait(interrupted)
 
 
 class Stages(Protocol):
-    """Engines of one model on one split."""
+    """A factory of engines for one model on one split."""
 
     model: ModelConfig
     n_stages: int
 
     def build(self, serving: ServingConfig) -> "Built":
-        """One of these sizes."""
+        """Build an engine with these sizes."""
         ...
 
 
@@ -115,7 +113,7 @@ class Built(NamedTuple):
 
 
 class StagesHere:
-    """Engines of one model on one split in this process."""
+    """A factory of engines in this process."""
 
     def __init__(self, model: ModelConfig, dtype: jnp.dtype, parts: Sequence[StagePart]) -> None:
         self.model, self.parts, self.n_stages = model, parts, len(parts)
@@ -123,27 +121,27 @@ class StagesHere:
         self._device = parts[0].group.devices[0].device_kind
 
     def build(self, serving: ServingConfig) -> Built:
-        """One of these sizes."""
+        """Build an engine with these sizes."""
         built = build_engine(self.model, self.parameters, serving, self.parts)
         return Built(built.engine, built.kv, self._device)
 
 
 class SplitBench:
-    """One model on one split."""
+    """The measurements of one model on one split."""
 
     def __init__(self, stages: Stages) -> None:
         self.model, self.n_stages = stages.model, stages.n_stages
         self._stages = stages
-        self.device = ""  # once an engine was built
+        self.device = ""  # known once an engine is built
 
     def scheduler(self, rows: int, longest: int) -> tuple[Scheduler, TimedEngine, RequestPool]:
-        """An engine for batches of `rows` requests, as many batches as there are stages."""
+        """An engine for batches of `rows` requests, with as many batches as stages."""
         serving = ServingConfig(
             max_batch_size=rows,
             n_slots=rows * self.n_stages * round_up(longest, BLOCK_SIZE),
             max_batch_tokens=max(rows * CONTEXT, longest),
             block_size=BLOCK_SIZE,
-            overlap=False,  # the paper's loop, in which as many batches are in flight as there are stages
+            overlap=False,  # the paper's loop, which keeps as many batches in flight as there are stages
         )
         built = self._stages.build(serving)
         self.device = built.device
@@ -154,7 +152,7 @@ class SplitBench:
         return Scheduler(pool, engine, built.kv, config=serving, timeline=timeline), engine, pool
 
     def requests(self, n: int, n_input: int, n_output: int) -> list[Request]:
-        """Greedy ones of random tokens, the same at every call."""
+        """Greedy requests of random tokens, the same at every call."""
         prompts = np.random.default_rng(5).integers(0, self.model.vocab_size, (n, n_input)).tolist()
         sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
         return [
@@ -163,7 +161,7 @@ class SplitBench:
         ]
 
     def increments(self, rows: int, repeat: int) -> Measured:
-        """Iterations of `rows` requests: one batch alone, then as many as there are stages."""
+        """Decodes of `rows` requests: one batch alone, then as many as there are stages."""
         n_output = repeat + 3
         scheduler, engine, pool = self.scheduler(rows, CONTEXT + n_output)
         times: dict[int, list[float]] = {}
@@ -173,7 +171,7 @@ class SplitBench:
             requests = self.requests(n_batches * rows, CONTEXT, n_output)
             for request in requests:
                 pool.add(request)
-            # The initiation phases, and the first increments, which compile.
+            # The prefills, and the first decodes, which compile.
             while min(request.n_iterations for request in requests) < 3:
                 scheduler.step()
             engine.issues.clear()
@@ -182,14 +180,14 @@ class SplitBench:
                 scheduler.step()
             issues = engine.issues[: (repeat - 1) * n_batches]
             ends = [it.returned for it in list(scheduler.timeline.iterations)[returned:] if it.returned]
-            # Those at the end have fewer beside them.
+            # The last ones have fewer other batches in flight.
             ends = ends[: len(ends) - n_batches + 1]
             times[n_batches] = np.diff(ends).tolist()
         n_all = self.n_stages
         return Measured(
             rows=rows,
             alone=median(times[1]),
-            # Stages may return in bursts: the mean of whole rounds, not the median of gaps.
+            # Stages may return in bursts: take the mean of whole rounds, not the median of gaps.
             in_flight=sum(times[n_all]) / len(times[n_all]),
             issue=median(issues),
             tokens=[request.output_ids for request in requests[:rows]],
@@ -209,7 +207,7 @@ class SplitBench:
 
 
 def _returns(scheduler: Scheduler) -> int:
-    """Iterations that have returned so far."""
+    """The number of iterations that have returned."""
     return sum(it.returned is not None for it in scheduler.timeline.iterations)
 
 
@@ -217,7 +215,7 @@ def run_split(flags: argparse.Namespace) -> SplitResult:
     """Measure one split, in the process that has its devices."""
     n_stages, tensor = sizes_of(flags.one)
     devices = jax.devices()
-    # Padded for the widest split, so that the same weights are drawn for all.
+    # Pad for the widest split, so that all splits draw the same weights.
     multiple = math.lcm(*(sizes_of(split)[1] for split in _splits(flags)))
     model = replace(PRESETS[flags.preset], vocab_multiple=multiple)
     if flags.same_gpu:
@@ -228,19 +226,19 @@ def run_split(flags: argparse.Namespace) -> SplitResult:
 
 
 def measure_split(flags: argparse.Namespace, bench: SplitBench) -> SplitResult:
-    """All of one split."""
+    """Measure everything for one split."""
     initiation = bench.initiation(flags.initiation, max(3, flags.repeat // 4))
     increments = [bench.increments(rows, flags.repeat) for rows in numbers(flags.rows)]
     return SplitResult(flags.one, bench.device, jax.__version__, initiation, increments)
 
 
 def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
-    """Measure one split in a process of its own. Raises RuntimeError with its words if it fails."""
+    """Measure one split in a separate process. Raises RuntimeError with its output if it fails."""
     n_stages, tensor = sizes_of(split)
     environment = dict(os.environ)
     if not flags.same_gpu and "+" not in split:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={n_stages * tensor}"
-    # What worker processes need besides, the libraries of control lines, is imported there alone.
+    # Libraries that only worker processes need, those of control lines, are imported only there.
     module = "bench.device.stages_in_processes" if "+" in split else "bench.stages"
     command = [sys.executable, "-m", module, *sys.argv[1:], "--one", split]
     done = subprocess.run(
@@ -248,12 +246,12 @@ def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
     )
     if done.returncode != 0:
         raise RuntimeError(f"{split} failed: {done.stderr[-2000:]}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    return SplitResult(**said | {"increments": [Measured(**one) for one in said["increments"]]})
+    result = json.loads(done.stdout.splitlines()[-1])
+    return SplitResult(**result | {"increments": [Measured(**one) for one in result["increments"]]})
 
 
 def table(results: list[SplitResult]) -> Table:
-    """Milliseconds of each split, and in brackets over the first one's."""
+    """Milliseconds of each split, with the ratio to the first in parentheses."""
     first = results[0]
     made = Table(title="milliseconds (over the first split's)")
     for column in ("split", "rows", "alone", "in flight", "tokens/s", "issue", "initiation", "same tokens"):
@@ -278,7 +276,7 @@ def table(results: list[SplitResult]) -> Table:
 
 
 def same_tokens(own: Measured, base: Measured) -> int:
-    """Requests whose tokens are the same on both splits."""
+    """The number of requests whose tokens are the same on both splits."""
     return sum(a == b for a, b in zip(own.tokens, base.tokens, strict=True))
 
 
@@ -288,18 +286,18 @@ def _splits(flags: argparse.Namespace) -> list[str]:
 
 
 def sizes_of(split: str) -> tuple[int, int]:
-    """Stages, and devices of each."""
+    """The number of stages, and of devices of each."""
     n_stages, tensor = split.partition("+")[0].split("x")
     return int(n_stages), int(tensor)
 
 
 def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between."""
+    """Parse comma-separated integers."""
     return [int(n) for n in text.split(",")]
 
 
 def parse() -> argparse.Namespace:
-    """The flags; those of a split in processes are the same."""
+    """Parse the flags; a split's process takes the same ones."""
     parser = argparse.ArgumentParser(prog="python -m bench.stages", description=__doc__)
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
     parser.add_argument("--splits", help="default: 1x1,1x2,2x1,2x2,4x1; with --same-gpu 1x1,2x1")
@@ -307,16 +305,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--initiation", type=int, default=128, help="input tokens (default: 128)")
     parser.add_argument("--repeat", type=int, default=20, help="iterations of each kind (default: 20)")
     parser.add_argument("--same-gpu", action="store_true", help="every stage on the first device")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a split (default: 900)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds per split (default: 900)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.same_gpu and any(sizes_of(split)[1] > 1 for split in _splits(flags)):
-        parser.error("one GPU cannot be several devices of one stage: with --same-gpu a split is Nx1")
+        parser.error("one GPU cannot serve several devices of a stage: with --same-gpu a split must be Nx1")
     return flags
 
 
 def said_at_once(result: SplitResult) -> str:
-    """A line for a split as it is measured, milliseconds."""
+    """A line for a split that has just been measured, in milliseconds."""
     rows = (
         f"{one.rows} rows {one.alone * 1e3:.2f} alone, {one.in_flight * 1e3:.2f} in flight"
         for one in result.increments
@@ -325,7 +323,7 @@ def said_at_once(result: SplitResult) -> str:
 
 
 def main() -> None:
-    """Measure, print a table and last one line of JSON."""
+    """Measure, print a table and, as the last line, JSON."""
     flags = parse()
     if flags.one:
         print(json.dumps(asdict(run_split(flags))))
@@ -337,7 +335,7 @@ def main() -> None:
     on = results[0].device
     print(f"{flags.preset} on {on}{', every stage on one' * flags.same_gpu}, jax {results[0].jax}")
     Console(width=150).print(table(results))
-    said = [
+    report = [
         asdict(result)
         | {
             "increments": [
@@ -349,7 +347,7 @@ def main() -> None:
     ]
     print(
         json.dumps(
-            {"benchmark": "stages", "preset": flags.preset, "initiation": flags.initiation, "splits": said}
+            {"benchmark": "stages", "preset": flags.preset, "initiation": flags.initiation, "splits": report}
         )
     )
 

@@ -1,11 +1,12 @@
-"""How long a server takes to be ready: with nothing compiled, and again with what that left on disk.
+"""The time until a server is ready: with nothing compiled, and again with the programs cached on disk.
 
     python -m bench.start [--model gpt2] [--flags="--max-batch-size=8"]
     python -m bench.start --engine [--model gpt2]       without endpoints, and without their libraries
 
-Starts `orca serve` twice with random weights, and a folder of compiled programs that is empty at first. What
-JAX compiled is asked of /metrics. Times are of the whole process, from its start until it takes requests.
-With --engine the process has the engine alone, compiled ahead, and its first request is timed as well.
+Starts `orca serve` twice with random weights and a compile cache that is empty at first. The number of
+compiles is read from /metrics. Times are those of the whole process, from its start until it accepts
+requests. With --engine the process has only the engine, compiled ahead, and its first request is timed as
+well.
 """
 
 import argparse
@@ -36,7 +37,7 @@ _ROOT = Path(__file__).parents[1]
 class Start:
     """One start, in seconds: until ready, and of that to load and to compile; `cpu` is of all threads.
 
-    `programs` are the server's; JAX asked XLA for `compiles` by then, and `from_disk` of them were on disk.
+    `programs` are the server's; by then JAX had requested `compiles` from XLA, `from_disk` of them cached.
     """
 
     ready: float
@@ -46,20 +47,20 @@ class Start:
     programs: int
     compiles: int
     from_disk: int
-    first_request: float | None = None  # of a ready engine, two tokens
+    first_request: float | None = None  # seconds of two tokens on a ready engine
 
 
 def start(model: str, flags: list[str], folder: str) -> Start:
-    """Start one and end it again."""
+    """Start a server and stop it again."""
     begin = time.monotonic()
-    told = (model, "--load-format=dummy", f"--compile-cache={folder}", *flags)
-    with ServerProcess(told, compile_ahead=True) as server:
+    words = (model, "--load-format=dummy", f"--compile-cache={folder}", *flags)
+    with ServerProcess(words, compile_ahead=True) as server:
         server.wait_until_ready(_LONGEST_SECONDS)
         ready, cpu = time.monotonic() - begin, server.cpu_seconds()
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
             metrics = dict(_METRIC.findall(answer.read().decode()))
         split = _SPLIT.search(server.stderr())
-        server.stop(_LONGEST_SECONDS)  # on a busy machine that takes a while
+        server.stop(_LONGEST_SECONDS)  # slow on a busy machine
     assert split is not None, "the server says how long it took"
     return Start(
         ready=ready,
@@ -73,54 +74,54 @@ def start(model: str, flags: list[str], folder: str) -> Start:
 
 
 def start_engine(preset: str, folder: str) -> Start:
-    """Start the engine alone; what it says meanwhile is printed. Raises CalledProcessError."""
+    """Start only the engine, printing its output. Raises CalledProcessError."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "bench.device.start_engine", preset, folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as process:
         assert process.stdout is not None
-        said: dict[str, float] = {}
+        report: dict[str, float] = {}
         ready = 0.0
         for line in process.stdout:
             if line.startswith("{"):
-                said, ready = json.loads(line), time.monotonic() - begin
+                report, ready = json.loads(line), time.monotonic() - begin
             else:
                 print(f"  {line}", end="", flush=True)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return Start(
-        ready=ready - said["first_request"],
-        load=said["load"],
-        compile=said["compile"],
-        cpu=said["cpu"],
-        programs=int(said["programs"]),
-        compiles=int(said["compiles"]),
-        from_disk=int(said["from_disk"]),
-        first_request=said["first_request"],
+        ready=ready - report["first_request"],
+        load=report["load"],
+        compile=report["compile"],
+        cpu=report["cpu"],
+        programs=int(report["programs"]),
+        compiles=int(report["compiles"]),
+        from_disk=int(report["from_disk"]),
+        first_request=report["first_request"],
     )
 
 
 def main() -> None:
-    """Start twice, print a table and last one line of JSON."""
+    """Start twice, print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__)
     parser.add_argument("--model", default="gpt2", help="a preset, or a directory (default: gpt2)")
     parser.add_argument("--flags", default="", help="more flags of orca serve")
-    parser.add_argument("--engine", action="store_true", help="the engine alone, of a preset")
-    said = parser.parse_args()
-    if said.engine and (said.flags or said.model not in PRESETS):
-        parser.error("--engine is of a preset, and takes no --flags")
+    parser.add_argument("--engine", action="store_true", help="only the engine, of a preset")
+    flags = parser.parse_args()
+    if flags.engine and (flags.flags or flags.model not in PRESETS):
+        parser.error("--engine needs a preset, and takes no --flags")
     starts = dict[str, Start]()
     with tempfile.TemporaryDirectory(prefix="orca-start-") as folder:
         for name in ("first", "second"):
-            print(f"the {name} start of {said.model}", flush=True)
+            print(f"the {name} start of {flags.model}", flush=True)
             one = (
-                start_engine(said.model, folder)
-                if said.engine
-                else start(said.model, said.flags.split(), folder)
+                start_engine(flags.model, folder)
+                if flags.engine
+                else start(flags.model, flags.flags.split(), folder)
             )
             starts[name] = one
             print(f"ready in {one.ready:.1f} s, of which {one.compile:.1f} s compiling", flush=True)
-    which = "the engine of" if said.engine else "orca serve"
-    table = Table(title=f"{which} {said.model} {said.flags}, random weights, jax {jax.__version__}")
+    which = "the engine of" if flags.engine else "orca serve"
+    table = Table(title=f"{which} {flags.model} {flags.flags}, random weights, jax {jax.__version__}")
     table.add_column("start")
     for column in (
         "ready s",

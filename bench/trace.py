@@ -1,9 +1,9 @@
-"""Traces: the requests of a measurement, made from a seed, the same for every engine that is measured.
+"""Traces: the requests of a measurement, generated from a seed, the same for every engine.
 
-Prompts are random token ids; an engine that plays a trace ignores ends of sequences, so that a request has
-the output tokens that it is said to have. Arrivals are a Poisson process (ORCA 6.2). What is drawn for them
-is drawn apart from the rest and only scaled by the rate, so that at every rate the same requests come in the
-same order.
+Prompts are random token ids; an engine that plays a trace ignores end-of-sequence tokens, so that a request
+has exactly the output tokens of the trace. Arrivals are a Poisson process (ORCA 6.2). Their random numbers
+are drawn separately and only scaled by the rate, so that at every rate the same requests arrive in the same
+order.
 """
 
 import json
@@ -21,12 +21,12 @@ _ARRIVALS = 1  # the second stream of a seed
 
 
 class TraceError(ValueError):
-    """A file is no trace; the message names file, line and field."""
+    """A file is not a valid trace; the message names file, line and field."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request: its prompt's token ids, how many tokens it generates, and when it arrives.
+    """A request: its prompt's token ids, the number of tokens to generate, and its arrival.
 
     `arrival` is in seconds after the trace's start.
     """
@@ -42,7 +42,7 @@ Trace = tuple[TracedRequest, ...]  # in the order of arrival
 def paper_trace(n_requests: int, *, vocab_size: int, seed: int = 0, rate: float | None = None) -> Trace:
     """Input lengths of U(32, 512) and output lengths of U(1, 128), bounds included (ORCA 6.2).
 
-    `rate` is in requests a second; without it all requests are there at the start.
+    `rate` is in requests per second; without it all requests arrive at the start.
     """
     return uniform_trace(
         n_requests,
@@ -63,7 +63,7 @@ def uniform_trace(
     seed: int = 0,
     rate: float | None = None,
 ) -> Trace:
-    """Input and output lengths from uniform distributions with these bounds, both included."""
+    """Uniformly distributed input and output lengths with these bounds, both included."""
     rng = np.random.default_rng(seed)
     n_inputs = rng.integers(n_input[0], n_input[1] + 1, n_requests)
     n_outputs = rng.integers(n_output[0], n_output[1] + 1, n_requests)
@@ -87,10 +87,10 @@ def homogeneous_trace(
 
 
 def read_trace(path: Path, *, vocab_size: int, seed: int = 0) -> Trace:
-    """Recorded arrivals: a line of JSON for each request, in the order of arrival.
+    """Read recorded arrivals: a line of JSON per request, in order of arrival.
 
-    {"arrival": seconds, "n_input": tokens, "n_output": tokens}, or with "prompt_ids": [...] in the place of
-    "n_input", whose prompts are random. Raises TraceError, and OSError for a file that cannot be read.
+    {"arrival": seconds, "n_input": tokens, "n_output": tokens}, with a random prompt, or with
+    "prompt_ids": [...] instead of "n_input". Raises TraceError, and OSError for a file that cannot be read.
     """
     rng = np.random.default_rng(seed)
     requests: list[TracedRequest] = []
@@ -120,24 +120,24 @@ def scaled(trace: Trace, factor: float) -> Trace:
 
 
 def mean_rate(trace: Trace) -> float:
-    """Requests a second from the first arrival to the last; infinity where all arrive at once."""
+    """Requests per second from the first arrival to the last; infinity if all arrive at once."""
     seconds = trace[-1].arrival - trace[0].arrival
     return (len(trace) - 1) / seconds if seconds > 0 else math.inf
 
 
 def mean_lengths(trace: Trace) -> tuple[int, int]:
-    """Input and output tokens of a request in the mean, rounded."""
+    """Mean input and output tokens of a request, rounded."""
     n_input = sum(len(request.prompt_ids) for request in trace) / len(trace)
     return round(n_input), round(n_output_tokens(trace) / len(trace))
 
 
 def n_output_tokens(trace: Trace) -> int:
-    """What all requests generate together."""
+    """The sum of all requests' output tokens."""
     return sum(request.n_output for request in trace)
 
 
 def _arrivals(n_requests: int, seed: int, rate: float | None) -> list[float]:
-    """A Poisson process of `rate` requests a second."""
+    """The arrival times of a Poisson process of `rate` requests per second."""
     if rate is None:
         return [0.0] * n_requests
     if not 0 < rate < math.inf:
@@ -164,38 +164,38 @@ def _prompt(rng: np.random.Generator, n_input: int, vocab_size: int) -> tuple[in
 
 
 class _FieldError(Exception):
-    """What is wrong with one field of a line."""
+    """What is wrong with a field of a line."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field} {message}")
 
 
 def _request(line: str, rng: np.random.Generator, vocab_size: int) -> TracedRequest:
-    """One line of a recorded trace. Raises _FieldError."""
+    """Parse one line of a recorded trace. Raises _FieldError."""
     try:
-        said: Any = json.loads(line)
+        fields: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise _FieldError("the line", f"is not JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise _FieldError("the line", "is not a JSON object")
-    for field in said:
+    for field in fields:
         if field not in _FIELDS:
             raise _FieldError(repr(field), f"is not known; there are {', '.join(sorted(_FIELDS))}")
-    arrival = said.get("arrival")
+    arrival = fields.get("arrival")
     if not isinstance(arrival, int | float) or isinstance(arrival, bool) or not 0 <= arrival < math.inf:
         raise _FieldError("arrival", f"is {arrival!r}; it must be seconds, 0 or more")
-    n_output = _count(said, "n_output")
-    if ("n_input" in said) == ("prompt_ids" in said):
+    n_output = _count(fields, "n_output")
+    if ("n_input" in fields) == ("prompt_ids" in fields):
         raise _FieldError("n_input", "or prompt_ids must be there, and one of them alone")
-    if "n_input" in said:
-        prompt_ids = _prompt(rng, _count(said, "n_input"), vocab_size)
+    if "n_input" in fields:
+        prompt_ids = _prompt(rng, _count(fields, "n_input"), vocab_size)
     else:
-        prompt_ids = _prompt_ids(said["prompt_ids"], vocab_size)
+        prompt_ids = _prompt_ids(fields["prompt_ids"], vocab_size)
     return TracedRequest(prompt_ids, n_output, float(arrival))
 
 
-def _count(said: dict[str, Any], field: str) -> int:
-    value = said.get(field)
+def _count(fields: dict[str, Any], field: str) -> int:
+    value = fields.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _FieldError(field, f"is {value!r}; it must be a number of tokens, 1 or more")
     return value

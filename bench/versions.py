@@ -1,8 +1,8 @@
-"""What is measured on: Python, JAX and its parts, the driver, and the device with its memory and clocks.
+"""The versions a measurement depends on: Python, JAX and its parts, the driver, and the device.
 
     python -m bench.versions
 
-A line each, last one of JSON. Where there is no nvidia-smi, or it does not answer, that is said.
+One line each, the last one JSON. If nvidia-smi is missing or does not answer, a line says so.
 """
 
 import json
@@ -24,22 +24,22 @@ _ASKED = (
 
 
 def packages() -> dict[str, str]:
-    """Those that figures depend on, as far as they are installed."""
-    found: dict[str, str] = {}
+    """The versions of installed packages that results depend on."""
+    versions: dict[str, str] = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    for one in distributions():
-        name = str(one.metadata["Name"]).lower()
+    for package in distributions():
+        name = str(package.metadata["Name"]).lower()
         if name.startswith(_NVIDIA):
-            found[name] = one.version
-    return found
+            versions[name] = package.version
+    return versions
 
 
 def driver() -> str:
-    """What nvidia-smi says of every GPU, or why it says nothing."""
+    """nvidia-smi's report on every GPU, or why there is none."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return "there is no nvidia-smi here"
@@ -57,7 +57,7 @@ def driver() -> str:
 
 
 def device() -> dict[str, Any]:
-    """The first device that JAX has."""
+    """JAX's first device."""
     first: Any = jax.devices()[0]
     stats = first.memory_stats() or {}
     return {
@@ -72,8 +72,8 @@ def device() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Say all of it."""
-    told: dict[str, Any] = {
+    """Print everything."""
+    report: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": packages(),
         "driver": driver(),
@@ -81,9 +81,9 @@ def main() -> None:
         "cores": len(os.sched_getaffinity(0)),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
-    for name, value in told.items():
+    for name, value in report.items():
         print(f"{name}: {value}", flush=True)
-    print(json.dumps({"bench": "versions"} | told))
+    print(json.dumps({"bench": "versions"} | report))
 
 
 if __name__ == "__main__":
