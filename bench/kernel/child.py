@@ -4,17 +4,16 @@ Its lines have `starting` (a task's number) before a task and `index` after it; 
 A process that falls silent is killed: a kernel that hangs does so for ever.
 """
 
-import json
 import os
-import queue
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from orca_jax.processes.json_child import ChildSilent, JsonChild
+
 _SILENCE = 240.0  # seconds without a line, before the first task and between them (compilation speaks)
 _TASK = 75.0  # and within a task
+_END_SECONDS = 60.0  # from the end of its stdout to its own
 _MOST_STARTS = 8
 
 Words = dict[str, Any]
@@ -58,38 +57,18 @@ def _lines(command: Sequence[str], *, task: float) -> Iterator[Words]:
     """The process's lines of JSON; others go to stderr. Raises Lost."""
     # Memory as it is needed: what this process does not use another framework's may.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
-        lines.put(None)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
     patience = _SILENCE
-    try:
-        while (line := lines.get(timeout=patience)) is not None:
-            try:
-                words = json.loads(line)
-            except ValueError:
-                words = None
-            if not isinstance(words, dict):
-                print(line, end="", file=sys.stderr)
-                continue
-            patience = task if "starting" in words else _SILENCE
-            yield words
-        code = process.wait(60)
-    except queue.Empty:
-        raise Lost(f"silent for {patience:.0f} s and killed: it hangs") from None
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait(60)
-        reader.join(60)
-        if process.stdout is not None:
-            process.stdout.close()
-    if code != 0:
-        raise Lost(f"its process ended with status {code}")
+    with JsonChild(command, environment=environment, keep_stderr=False, on_other=_to_stderr) as child:
+        try:
+            while (words := child.receive(patience)) is not None:
+                patience = task if "starting" in words else _SILENCE
+                yield words
+        except ChildSilent:
+            raise Lost(f"silent for {patience:.0f} s and killed: it hangs") from None
+        status = child.wait(_END_SECONDS)
+    if status != 0:
+        raise Lost(f"its process ended with status {status}")
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)

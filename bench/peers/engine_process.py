@@ -1,22 +1,17 @@
 """An engine in a process of its own environment, behind a pipe of JSON lines (child.py is the other end)."""
 
-import json
 import os
-import queue
-import signal
-import subprocess
-import tempfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from bench.peers.played import Played
 from bench.trace import Trace
+from orca_jax.processes.json_child import ChildSilent, JsonChild
 
 START_SECONDS, PLAY_SECONDS = 900.0, 1800.0
 _ROOT = Path(__file__).parents[2]
-_MOST_LINES = 4  # unread answers: one is asked for at a time
+_GRACE_SECONDS = 30.0  # for an engine to end by itself
 
 
 class EngineEnded(Exception):
@@ -38,24 +33,15 @@ class EngineProcess:
         self.name = name
         self.about: dict[str, Any] = {}
         self._play_seconds = play_seconds
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
         try:
-            self._process = subprocess.Popen(
+            self._child = JsonChild(
                 [python, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                text=True,
-                cwd=_ROOT,  # where `bench` is found
-                env={**os.environ, **(variables or {})},
-                start_new_session=True,  # an engine's own processes end with it
+                folder=_ROOT,  # where `bench` is found
+                environment={**os.environ, **(variables or {})},
+                grace_seconds=_GRACE_SECONDS,
             )
         except OSError as error:
-            self._stderr.close()
             raise EngineEnded(f"{name} did not start: {error}") from error
-        self._lines: queue.Queue[str] = queue.Queue(_MOST_LINES)
-        self._reader = threading.Thread(target=self._read, daemon=True)  # ends with the process
-        self._reader.start()
 
     def start(self, flags: dict[str, Any], seconds: float = START_SECONDS) -> None:
         """Load the model; `about` is known then. Raises EngineEnded."""
@@ -84,54 +70,15 @@ class EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-            self._process.wait(30)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
-        self._kill()  # what is left of it, and processes of its own
-        self._reader.join(5)
-        self._stderr.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as answers:
-            for line in answers:
-                if line.startswith("{"):  # else a library's words while it was imported
-                    self._lines.put(line)
-        self._lines.put("")  # it has ended
+        self._child.close()
 
     def _ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        # A thread, because a process that does not read would hold a long question for ever.
-        writer = threading.Thread(target=self._write, args=(json.dumps(question) + "\n",), daemon=True)
-        writer.start()
+        how = "ended"
         try:
-            line = self._lines.get(timeout=seconds)
-            how = "ended"
-        except queue.Empty:
-            line, how = "", f"gave no answer within {seconds:g} seconds, and was killed"
-        if not line:
-            self._kill()
-        writer.join(5)
-        if not line:
-            self._reader.join(5)
-            size = os.fstat(self._stderr.fileno()).st_size
-            said = os.pread(self._stderr.fileno(), 4000, max(0, size - 4000)).decode(errors="replace")
-            raise EngineEnded(f"{self.name} {how}:\n{said}")
-        return json.loads(line)
-
-    def _write(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except OSError:  # it has ended, which its reader tells
-            pass
-
-    def _kill(self) -> None:
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # all have ended
-            pass
-        self._process.wait(30)
+            answer = self._child.ask(question, seconds)
+        except ChildSilent:
+            answer, how = None, f"gave no answer within {seconds:g} seconds, and was killed"
+        if answer is None:
+            self._child.wait(_GRACE_SECONDS)
+            raise EngineEnded(f"{self.name} {how}:\n{self._child.last_words()}")
+        return answer

@@ -3,9 +3,7 @@
 A process of its own, because a compiler may take long or end in a crash, and must not look for a GPU.
 """
 
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +15,12 @@ from orca_jax.errors import EngineError
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
+from orca_jax.processes.json_child import ChildSilent, JsonChild
 
 _MODULE = "orca_jax.aot.memory_plan"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _MEASURE_SECONDS = 120.0
+_END_SECONDS = 10.0  # from the end of its stdout to its own
 
 
 class NoAnswer(EngineError):
@@ -70,23 +70,14 @@ def ask_rates(dtype: str) -> tuple[float, float]:
 
 
 def _ask(question: Mapping[str, Any], seconds: float, environment: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", _MODULE],
-            input=json.dumps(question),
-            env={**os.environ, **environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NoAnswer(f"XLA did not finish within {seconds:g} seconds") from error
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        answer = None
-    if done.returncode != 0 or not isinstance(answer, dict):
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise NoAnswer(f"XLA's compiler ended with status {done.returncode}: {lines[-1][:300]}")
-    return cast("dict[str, Any]", answer)
+    variables = {**os.environ, **environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    with JsonChild([sys.executable, "-m", _MODULE], environment=variables) as child:
+        try:
+            answer = child.ask(question, seconds, last=True)
+        except ChildSilent as error:
+            raise NoAnswer(f"XLA did not finish within {seconds:g} seconds") from error
+        if answer is None:
+            status = child.wait(_END_SECONDS)
+            lines = child.last_words().strip().splitlines() or ["it said nothing"]
+            raise NoAnswer(f"XLA's compiler ended with status {status}: {lines[-1][:300]}")
+    return answer

@@ -1,19 +1,15 @@
-"""One process of a worker as its supervisor holds it: started, listened to, signalled, reaped once."""
+"""One process of a worker as its supervisor holds it, and what it says."""
 
 import os
 import select
-import signal
 import subprocess
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-LOOK_SECONDS = 0.03  # how soon an end is noticed
-DEATH_SECONDS = 5.0  # from SIGKILL to the end; a process that a device holds may take longer
+from orca_jax.processes.child_process import DEATH_SECONDS, ChildProcess
 
 _LISTENER_SECONDS = 0.2  # how soon a listener notices that the process has ended but its pipe has not
 _PIPE_BYTES = 1 << 16  # what may still lie in a pipe when its process has ended
@@ -84,74 +80,17 @@ class _Listener:
             self._say(text + cut)
 
 
-class SupervisedProcess:
-    """One process, at the head of its own session. It holds a pipe on stdin whose end tells it to exit.
-
-    It is reaped once, here, so that no signal can go to another that got its number. Whoever it has
-    started and left in its process group ends with it.
-    """
+class SupervisedProcess(ChildProcess):
+    """A worker's process, listened to. It holds a pipe on stdin whose end tells it to exit."""
 
     def __init__(self, command: WorkerCommand, say: Callable[[str], None], started: float) -> None:
         self.started = started
         self.joined = False
-        self.status: int | None = None  # as Popen's returncode
-        self._lock = threading.Lock()
-        self._popen = subprocess.Popen(
-            command.arguments,
-            env=command.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches the server alone
-        )
-        self.pid = self._popen.pid
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        self._stdin = self._popen.stdin
+        super().__init__(command.arguments, environment=command.environment, stderr=subprocess.STDOUT)
         try:
-            self.listener = _Listener(self._popen.stdout, say)
+            self.listener = _Listener(self.stdout, say)
         except BaseException:
-            self._popen.stdout.close()
+            self.stdout.close()
             self.kill()
             self.reap(DEATH_SECONDS)
             raise
-
-    def kill(self) -> None:
-        """SIGKILL, also to one that is stopped; nothing if it was reaped."""
-        with self._lock:
-            self._signal(signal.SIGKILL)
-
-    def ask_to_end(self) -> None:
-        """The end of its stdin, and SIGTERM; one that is stopped goes on to hear of it."""
-        with self._lock:
-            self._stdin.close()
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)
-
-    def reap(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended within `seconds`; `status` is known then."""
-        deadline = time.monotonic() + seconds
-        while not self._reap_now():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(LOOK_SECONDS)
-        return True
-
-    def _reap_now(self) -> bool:
-        with self._lock:
-            if self.status is None:
-                try:
-                    if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                        return False
-                except ChildProcessError:  # reaped by another part of the program; its status is lost
-                    pass
-                else:  # until `wait`, nobody else can have its number, nor its group's
-                    self._signal(signal.SIGKILL)
-                self.status = self._popen.wait(DEATH_SECONDS)
-                self._stdin.close()
-            return True
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            if self.status is None:
-                os.killpg(self.pid, number)

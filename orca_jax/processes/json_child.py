@@ -1,0 +1,143 @@
+"""A child process that takes and gives lines of JSON, with a deadline for each answer."""
+
+import json
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self, cast
+
+from orca_jax.processes.child_process import DEATH_SECONDS, ChildProcess
+
+_TAIL_BYTES = 4000
+_READER_SECONDS = 5.0
+
+
+class ChildSilent(Exception):
+    """A child gave no answer in time, and was killed."""
+
+
+def _ignore(_: str) -> None:
+    pass
+
+
+class JsonChild:
+    """A process whose answers are the lines of its stdout that hold a JSON object; a context manager.
+
+    Its other lines go to `on_other`. What it writes to stderr is kept for `last_words`, or with
+    `keep_stderr=False` goes where this process's does. When it is closed the process gets `grace_seconds` to
+    end by itself, as its stdin does. Raises OSError where it cannot be started. For one thread.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        keep_stderr: bool = True,
+        on_other: Callable[[str], object] = _ignore,
+        grace_seconds: float = 0.0,
+    ) -> None:
+        self._on_other = on_other
+        self._grace = grace_seconds
+        self._stderr = tempfile.TemporaryFile() if keep_stderr else None  # noqa: SIM115 (closed by `close`)
+        try:
+            self._process = ChildProcess(command, environment=environment, folder=folder, stderr=self._stderr)
+        except BaseException:
+            self._close_stderr()
+            raise
+        self._lines = queue.SimpleQueue[bytes]()
+        self._writers: list[threading.Thread] = []
+        self._reader = threading.Thread(target=self._read, name="orca-child-stdout", daemon=True)
+        self._reader.start()
+
+    def send(self, question: Mapping[str, Any], *, last: bool = False) -> None:
+        """Send a line without waiting for it to be read; after the last one its stdin ends."""
+        line = json.dumps(question).encode() + b"\n"
+        # A thread, because a process that does not read would hold a long question for ever.
+        writer = threading.Thread(target=self._write, args=(line, last), name="orca-child-stdin", daemon=True)
+        self._writers.append(writer)
+        writer.start()
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """Its next answer, or None when it has ended. Raises ChildSilent after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self._process.kill()
+                raise ChildSilent(f"no answer within {seconds:g} seconds") from None
+            if not line:
+                self._lines.put(b"")  # for whoever asks again
+                return None
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                answer = None
+            if isinstance(answer, dict):
+                return cast("dict[str, Any]", answer)
+            self._on_other(line.decode(errors="replace").rstrip("\n"))
+
+    def ask(
+        self, question: Mapping[str, Any], seconds: float, *, last: bool = False
+    ) -> dict[str, Any] | None:
+        """`send`, and then `receive`."""
+        self.send(question, last=last)
+        return self.receive(seconds)
+
+    def wait(self, seconds: float) -> int | None:
+        """Its status when it has ended; it is killed after `seconds`. None: not even that ends it."""
+        if not self._process.reap(seconds):
+            self._process.kill()
+            self._process.reap(DEATH_SECONDS)
+        return self._process.status
+
+    def last_words(self) -> str:
+        """The end of what it wrote to stderr so far."""
+        if self._stderr is None:
+            return ""
+        size = os.fstat(self._stderr.fileno()).st_size
+        tail = os.pread(self._stderr.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+        return tail.decode(errors="replace")
+
+    def close(self) -> None:
+        """End it and all that it left in its process group; nothing the second time."""
+        if not any(writer.is_alive() for writer in self._writers):  # else it does not read: no use to ask
+            with suppress(OSError):
+                self._process.stdin.close()
+            self._process.reap(self._grace)
+        self.wait(0.0)
+        self._reader.join(_READER_SECONDS)
+        for writer in self._writers:
+            writer.join(_READER_SECONDS)
+        self._close_stderr()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> None:
+        with self._process.stdout as pipe, open(pipe.fileno(), "rb", closefd=False) as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put(b"")
+
+    def _write(self, line: bytes, last: bool) -> None:
+        with suppress(OSError, ValueError):  # it has ended, which its reader tells
+            view = memoryview(line)
+            while view:
+                view = view[self._process.stdin.write(view) :]
+            if last:
+                self._process.stdin.close()
+
+    def _close_stderr(self) -> None:
+        if self._stderr is not None:
+            self._stderr.close()

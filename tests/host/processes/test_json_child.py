@@ -1,0 +1,123 @@
+"""A child that speaks JSON: small real processes that answer, say nothing, flood, end and leave others."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orca_jax.processes.json_child import ChildSilent, JsonChild
+
+SOON = 30.0  # seconds; what is waited for comes in milliseconds
+ECHO = """
+import json, sys
+print("noise", flush=True)
+print("[1]", flush=True)
+for line in sys.stdin:
+    print(json.dumps({"echo": json.loads(line)}), flush=True)
+print("the end", file=sys.stderr, flush=True)
+sys.exit(3)
+"""
+
+
+def child(code: str, **options: Any) -> JsonChild:
+    """A process that runs this."""
+    return JsonChild([sys.executable, "-c", code], **options)
+
+
+def is_there(pid: int) -> bool:
+    """Whether it runs; one that waits to be reaped by whoever adopted it does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Fails after some seconds."""
+    deadline = time.monotonic() + SOON
+    while any(map(is_there, pids)):
+        assert time.monotonic() < deadline, f"{pids} are still there"
+        time.sleep(0.01)
+
+
+def test_questions_and_answers() -> None:
+    others: list[str] = []
+    long = {"text": "x" * 1_000_000}  # more than a pipe holds
+    with child(ECHO, on_other=others.append) as echo:
+        assert echo.ask({"a": 1}, SOON) == {"echo": {"a": 1}}
+        assert echo.ask(long, SOON) == {"echo": long}
+        assert others == ["noise", "[1]"]
+        assert echo.ask({"b": None}, SOON, last=True) == {"echo": {"b": None}}
+        assert echo.receive(SOON) is None and echo.receive(SOON) is None
+        assert echo.wait(SOON) == 3
+        assert echo.last_words() == "the end\n"
+        assert echo.ask({"late": 1}, SOON) is None
+
+
+def test_silence_ends_at_its_deadline_and_so_does_the_process() -> None:
+    with child("import os, time; print('{}', flush=True); time.sleep(600)") as silent:
+        assert silent.ask({"text": "x" * 1_000_000}, SOON) == {}
+        start = time.monotonic()
+        with pytest.raises(ChildSilent, match=r"no answer within 0\.2 seconds"):
+            silent.receive(0.2)
+        assert time.monotonic() - start < SOON / 2
+        assert silent.wait(SOON) == -signal.SIGKILL
+
+
+def test_noise_does_not_put_the_deadline_off() -> None:
+    code = "import time\nwhile True:\n    print('noise', flush=True)\n    time.sleep(0.01)"
+    with child(code) as noisy, pytest.raises(ChildSilent):
+        noisy.receive(0.3)
+
+
+def test_close_gives_time_to_end_in_order_and_no_more(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    orderly = "import sys, time\nprint('{}', flush=True)\nsys.stdin.read()\ntime.sleep(0.2)\n"
+    with child(f"{orderly}open({str(done)!r}, 'x')", grace_seconds=SOON) as polite:
+        assert polite.receive(SOON) == {}
+        assert not done.exists()
+    assert done.exists() and polite.wait(0.0) == 0
+    stubborn = child("import time; print('{}', flush=True); time.sleep(600)", grace_seconds=0.1)
+    stubborn.receive(SOON)
+    start = time.monotonic()
+    stubborn.close()
+    assert time.monotonic() - start < SOON / 2
+    assert stubborn.wait(0.0) == -signal.SIGKILL
+    stubborn.close()
+
+
+def test_what_it_leaves_behind_ends_with_it() -> None:
+    code = """
+import json, subprocess, sys
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(json.dumps({"pid": left.pid}), flush=True)
+"""
+    with child(code) as parent:
+        answer = parent.receive(SOON)
+        assert answer is not None
+        pid = answer["pid"]
+    with suppress(ProcessLookupError):
+        wait_until_gone([pid])
+    assert not is_there(pid)
+
+
+def test_where_it_runs_and_with_which_variables(tmp_path: Path) -> None:
+    code = (
+        "import json, os; print(json.dumps({'at': os.getcwd(), 'x': os.environ['X'], 'n': len(os.environ)}))"
+    )
+    variables = {"X": "1", "PATH": os.environ["PATH"]}
+    with child(code, folder=tmp_path, environment=variables) as process:
+        answer = process.receive(SOON)
+    assert answer is not None
+    assert (answer["at"], answer["x"]) == (str(tmp_path), "1") and answer["n"] < len(os.environ)
+
+
+def test_one_that_cannot_be_started(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        JsonChild([str(tmp_path / "nothing")])
