@@ -1,7 +1,8 @@
-"""Both endpoints in front of an engine that costs nothing, so that what is left is the endpoints' own work.
+"""Both endpoints on a simulated engine that uses no processor time, which leaves only the endpoints' own
+work.
 
-The engine's iterations take time, in which its thread sleeps: without that, tokens would come faster than
-they can be sent, and many would leave together.
+During an iteration the engine's thread sleeps: without that, tokens would come faster than they can be sent,
+and many would be sent together.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ Question = Literal["ports", "cpu", "profile", "hottest"]
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """The same load without an endpoint: its processor time in seconds is the answer."""
+    """The same load without an endpoint; the answer is its processor time in seconds."""
 
     prompts: Sequence[Sequence[int]]
     n_output: int
@@ -50,7 +51,7 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Hot:
-    """A function that the event loop spent time in: its own seconds, and with all that it called."""
+    """A function on the event loop: its own seconds, and its seconds including calls."""
 
     name: str
     calls: int
@@ -59,7 +60,7 @@ class Hot:
 
 
 class PacedEngine(SimulatedEngine):
-    """Tokens of the demo model's vocabulary, an iteration each 10 ms."""
+    """Tokens of the demo model's vocabulary, one iteration per 10 ms."""
 
     def __init__(self) -> None:
         vocab_size = PRESETS["demo"].vocab_size
@@ -68,14 +69,14 @@ class PacedEngine(SimulatedEngine):
         )
 
     def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """The batch, after the time that an iteration takes."""
+        """The batch, after the duration of an iteration."""
         time.sleep(ITERATION_SECONDS)
         return super().wait(interrupted)
 
 
 def server(connection: Connection) -> None:
-    """For an OtherProcess: "ports" (HTTP's, gRPC's), "cpu" (seconds so far), a Direct, "profile" (the
-    event loop, from now on), "hottest" (a list of Hot, the ten costliest first).
+    """For an OtherProcess: answers "ports" (HTTP's, gRPC's), "cpu" (seconds so far), a Direct, "profile"
+    (starts profiling the event loop), "hottest" (a list of Hot, the ten costliest first).
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(connection))
@@ -113,7 +114,7 @@ async def _serve(connection: Connection) -> None:
                 question: Question | Direct = await asyncio.to_thread(connection.recv)
                 answer: object = None
                 if isinstance(question, Direct):
-                    service.on_delivered = None  # as it is where there is no endpoint
+                    service.on_delivered = None  # as without an endpoint
                     answer = await asyncio.to_thread(_direct, model, question)
                     gateway.open(model)
                 elif question == "ports":
@@ -142,14 +143,14 @@ def _direct(model: ServedModel, load: Direct) -> float:
 
 
 def _hottest(profile: cProfile.Profile) -> list[Hot]:
-    found = [
+    functions = [
         Hot(_place(entry.code), entry.callcount, entry.inlinetime, entry.totaltime)
         for entry in profile.getstats()
     ]
-    return sorted(found, key=lambda hot: -hot.own)[:10]
+    return sorted(functions, key=lambda hot: -hot.own)[:10]
 
 
 def _place(code: CodeType | str) -> str:
-    if isinstance(code, str):  # not of Python
+    if isinstance(code, str):  # not Python code
         return code
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno} {code.co_name}"

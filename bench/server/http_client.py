@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 def post(host: str, port: int, path: str, body: object) -> bytes:
-    """A POST of `body` as JSON, or of its bytes; the connection is closed after the answer."""
+    """A POST of `body`, as JSON unless it is bytes; the server closes the connection after the answer."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
@@ -19,17 +19,17 @@ def post(host: str, port: int, path: str, body: object) -> bytes:
 
 
 def get(host: str, port: int, path: str) -> bytes:
-    """A GET; the connection is closed after the answer."""
+    """A GET; the server closes the connection after the answer."""
     return f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
 
 
 def status_of(answer: bytes) -> int:
-    """The status of an answer that was read whole, or as far as its head."""
+    """The status of an answer, of which at least the head was read."""
     return int(answer.split(b" ", 2)[1])
 
 
 def body_of(answer: bytes) -> bytes:
-    """The body of an answer that was read whole, out of its chunks. Raises ValueError if it is cut off."""
+    """The decoded body of a complete chunked answer. Raises ValueError if it is cut off."""
     head, end, rest = answer.partition(b"\r\n\r\n")
     if not end:
         raise ValueError("the answer ended in its head")
@@ -56,10 +56,10 @@ def events_of(body: bytes) -> list[str]:
 
 
 class Exchange:
-    """One request on a connection of its own, and its answer as it comes; an async context manager.
+    """One request on its own connection, and its answer as it arrives; an async context manager.
 
-    Leaving the context closes the connection, whatever is still to come. `receive_buffer` bounds the bytes
-    that the system and this class read ahead of the one who reads, so that a slow reader is one.
+    Leaving the context closes the connection, even if the answer is not complete. `receive_buffer` limits the
+    bytes that the system and this class read ahead, so that a slow reader is really slow.
     """
 
     def __init__(self, host: str, port: int, request: bytes, *, receive_buffer: int | None = None) -> None:
@@ -106,13 +106,13 @@ class Exchange:
         await self._reader.readexactly(2)
 
     async def body(self) -> bytes:
-        """All that is left of the body."""
+        """The rest of the body."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def json(self) -> Any:
-        """All that is left of the body, as JSON."""
+        """The rest of the body, as JSON."""
         return json.loads(await self.body())
 
     async def sip(self, n_bytes: int) -> bytes:
-        """Up to `n_bytes` of what comes next, of whatever kind; empty at the end."""
+        """Up to `n_bytes` of raw data; empty at the end."""
         return await self._reader.read(n_bytes)

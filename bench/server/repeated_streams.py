@@ -1,4 +1,4 @@
-"""Streams over HTTP whose texts are known, each begun again when it has ended, and every one looked at."""
+"""Streams over HTTP whose texts are known, repeated and checked."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ _MAX_WRONG = 20
 
 @dataclass(slots=True)
 class Ended:
-    """What came of a stream: its text and pieces, the tokens that its usage says, how it ended."""
+    """The result of a stream: its text and pieces, the number of tokens by its usage, how it ended."""
 
     status: int = 0
     text: str = ""
@@ -31,9 +31,9 @@ class Ended:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownStream:
-    """A request and its text when nothing disturbs it, of which `sure` is what must come in any case.
+    """A request and its text without disturbances; `sure` is the part that must come in any case.
 
-    `seed` None is greedy, else it samples at temperature 1.
+    `seed` None is greedy, otherwise it samples at temperature 1.
     """
 
     prompt: tuple[int, ...]
@@ -43,7 +43,7 @@ class KnownStream:
     sure: str
 
     def body(self) -> dict[str, Any]:
-        """For /v1/completions."""
+        """The body for /v1/completions."""
         sampling = {"temperature": 0} if self.seed is None else {"temperature": 1, "seed": self.seed}
         return {
             "prompt": list(self.prompt),
@@ -55,7 +55,7 @@ class KnownStream:
         }
 
     def complaint(self, ended: Ended) -> str | None:
-        """What is wrong with how it ended; None when nothing is."""
+        """What is wrong with its result; None if nothing."""
         if ended.reasons != ["length"] or not ended.done:
             done = "with" if ended.done else "without"
             return f"a stream ended {done} [DONE], {ended.reasons}, status {ended.status}, {ended.error}"
@@ -67,10 +67,10 @@ class KnownStream:
 
 
 class RepeatedStreams:
-    """A client for each of `known`, which sends it again and again; an async context manager.
+    """A client for each of `known` that repeats it; an async context manager.
 
-    Leaving it lets each finish the stream that it is in. With `once` each is sent once; one that ends with an
-    error is not sent again either. `ended` are all that ended, and `wrong` says what was wrong with some.
+    On exit each client finishes its current stream. With `once` each is sent once; a stream that ends with an
+    error is not repeated either. `ended` are all results, and `wrong` what was wrong with them.
     """
 
     def __init__(self, address: tuple[str, int], known: Sequence[KnownStream], *, once: bool = False) -> None:
@@ -87,14 +87,14 @@ class RepeatedStreams:
 
     @property
     def n_between(self) -> int:
-        """Streams that have got their first token, and not their last but one."""
+        """The number of streams that have their first token, but not yet their last but one."""
         return sum(
             live is not None and 0 < live.n_pieces < known.n_output - 1
             for live, known in zip(self._live, self._known, strict=True)
         )
 
     async def arrival(self) -> None:
-        """Until the next piece has come."""
+        """Wait for the next piece."""
         self._arrived.clear()
         await self._arrived.wait()
 

@@ -1,7 +1,7 @@
-"""Calls that use request ids again and again, over gRPC and on the service, and what must come of them.
+"""Calls that reuse request ids, over gRPC and on the service, with checks of their results.
 
-The engine's tokens follow from the request (`engine_token`), so that one that is doubled, lost or another's
-shows.
+The engine's tokens are a function of the request (`engine_token`), so a token that is duplicated, lost or
+another request's is detected.
 """
 
 import random
@@ -25,18 +25,18 @@ from server.rpc.generation_pb2_grpc import GenerationStub
 
 N_THREADS = 32
 N_IDS_DIRECT = 24
-N_IDS = 8  # over gRPC, fewer than threads: so many calls meet a live one, or one that is just ending
+N_IDS = 8  # over gRPC, fewer than threads: so many calls meet an id that is live or just ending
 VOCAB_SIZE = 300
 MAX_TOKENS = 12  # of a call that is read to its end
 LONGEST = 200
 CALL_SECONDS = 30.0
-SWITCH_SECONDS = 1e-5  # between threads: they meet in more places than with Python's own 5 ms
+SWITCH_SECONDS = 1e-5  # between threads: finds more interleavings than Python's own 5 ms
 _MAX_WRONG = 10
 _ID_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("SingleThreadedUnaryStream", 1))
 
 
 def token_of(start: int, index: int) -> int:
-    """What the engine gives a request whose prompt begins with `start`: whose it is can be told from it."""
+    """The engine's token for a request whose prompt begins with `start`: it identifies the request."""
     return (start + index) % VOCAB_SIZE
 
 
@@ -47,33 +47,33 @@ def engine_token(request: Request, index: int) -> int:
 
 @dataclass(slots=True)
 class Outcomes:
-    """How often calls ended how, and what was wrong with the first that were."""
+    """How often calls ended in each way, and the first failures."""
 
     n: Counter[str] = field(default_factory=Counter[str])
     n_wrong: int = 0
     wrong: list[str] = field(default_factory=list[str])
 
     def add(self, other: "Outcomes") -> None:
-        """Count another's as well."""
+        """Add another's counts."""
         self.n += other.n
         self.n_wrong += other.n_wrong
         self.wrong = (self.wrong + other.wrong)[:_MAX_WRONG]
 
     def fail(self, message: str) -> None:
-        """One that must not be."""
+        """Record a result that must not happen."""
         self.n_wrong += 1
         if len(self.wrong) < _MAX_WRONG:
             self.wrong.append(message)
 
     def check(self, what: str, start: int, n_asked: int, token_ids: Sequence[int], *, whole: bool) -> None:
-        """The tokens of a call, all of them or those that came before its end."""
+        """Check the tokens of a call: all of them, or those that arrived before its end."""
         right = [token_of(start, i) for i in range(n_asked if whole else min(len(token_ids), n_asked))]
         if list(token_ids) != right:
             self.fail(f"{what}: {list(token_ids)[:50]} came instead of {right[:50]}")
 
 
 def in_threads(n_threads: int, seed: int, n_calls: int, call: Callable[..., None]) -> Outcomes:
-    """`call(rng, outcomes)` from threads, `n_calls` times in all."""
+    """Call `call(rng, outcomes)` from threads, `n_calls` times in total."""
     shares = [Outcomes() for _ in range(n_threads)]
 
     def run(number: int) -> None:
@@ -104,7 +104,7 @@ def in_threads(n_threads: int, seed: int, n_calls: int, call: Callable[..., None
 
 
 def rpc_call(stub: GenerationStub, rng: random.Random, outcomes: Outcomes) -> None:
-    """One call at random. Ids that begin with `shared` may be ended by anybody's Cancel, others never are."""
+    """One random call. Any Cancel may hit ids that begin with `shared`, none hits the others."""
     number = rng.randrange(N_IDS)
     name = f"{'shared' if number % 3 == 0 else 'own'}-{number}"
     if name.startswith("shared") and rng.random() < 0.2:
@@ -112,7 +112,7 @@ def rpc_call(stub: GenerationStub, rng: random.Random, outcomes: Outcomes) -> No
         outcomes.n["Cancel: found" if found else "Cancel: not found"] += 1
         return
     what = rng.choices(("read", "cancel", "hang up", "deadline"), (4, 4, 1, 1))[0]
-    # Those that do not stay are asked for more, so that they still run when they are left.
+    # Calls that will be abandoned ask for more tokens, so that they still run then.
     start, n_asked = rng.randrange(VOCAB_SIZE), rng.randint(1, MAX_TOKENS if what == "read" else LONGEST)
     request = pb.GenerateRequest(
         request_id=name,
@@ -158,7 +158,7 @@ def rpc_call(stub: GenerationStub, rng: random.Random, outcomes: Outcomes) -> No
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """So many calls to a server from so many threads."""
+    """A number of calls to a server from a number of threads."""
 
     address: str
     n_calls: int
@@ -167,7 +167,7 @@ class Share:
 
 
 def callers(connection: Connection) -> None:
-    """For an OtherProcess: Outcomes for each Share."""
+    """For an OtherProcess: answers each Share with Outcomes."""
     while True:
         try:
             share: Share = connection.recv()
@@ -177,7 +177,7 @@ def callers(connection: Connection) -> None:
 
 
 def over_rpc(share: Share) -> Outcomes:
-    """Make the calls of a share, over one connection."""
+    """Make the calls of a share on one connection."""
     with grpc.insecure_channel(share.address, options=_ID_OPTIONS) as channel:
         stub = GenerationStub(channel)
         return in_threads(
@@ -189,7 +189,7 @@ def over_rpc(share: Share) -> Outcomes:
 
 
 def direct_call(service: Orca, rng: random.Random, outcomes: Outcomes) -> None:
-    """One request at random, read whole or in pieces, cancelled, abandoned, closed or dropped."""
+    """One random request, read whole or in pieces, cancelled, abandoned, closed or dropped."""
     name = f"own-{rng.randrange(N_IDS_DIRECT)}"
     start, n_asked = rng.randrange(VOCAB_SIZE), rng.randint(1, MAX_TOKENS)
     sampling = SamplingParams(max_tokens=n_asked, temperature=0, ignore_eos=True)
@@ -201,7 +201,7 @@ def direct_call(service: Orca, rng: random.Random, outcomes: Outcomes) -> None:
         outcomes.n["refused"] += 1
         return
     what = rng.choices(("result", "pieces", "cancel", "abandon", "leave", "drop"), (4, 2, 3, 3, 1, 1))[0]
-    if what in ("drop", "abandon"):  # the first is ended by the collector
+    if what in ("drop", "abandon"):  # the garbage collector ends the first
         if what == "abandon":
             generation.cancel()
         outcomes.n[what] += 1
@@ -215,7 +215,7 @@ def direct_call(service: Orca, rng: random.Random, outcomes: Outcomes) -> None:
         if rng.random() < 0.5:
             generation.next_piece(CALL_SECONDS)
         generation.cancel()
-        generation.cancel()  # the second hits nobody else
+        generation.cancel()  # the second cancel must not hit another request
     token_ids = _pieces(generation) if what == "pieces" else generation.result(CALL_SECONDS).token_ids
     reason = generation.finish_reason
     expected = {FinishReason.LENGTH}
@@ -235,5 +235,5 @@ def _pieces(generation: Generation) -> list[int]:
 
 
 def on_service(service: Orca, *, n_calls: int, seed: int, n_threads: int = N_THREADS) -> Outcomes:
-    """So many requests to a service on an engine with `engine_token`."""
+    """Make requests to a service on an engine with `engine_token`."""
     return in_threads(n_threads, seed, n_calls, lambda rng, outcomes: direct_call(service, rng, outcomes))

@@ -1,12 +1,12 @@
-"""Request ids used again and again from 32 threads: no call may fail, and no token may be doubled or lost.
+"""Reuses request ids from 32 threads: no call may fail, and no token may be duplicated or lost.
 
     python -m bench.server.reused_ids [--calls 1000000] [--processes 2] [--seed 0] [--direct]
 
-The service runs on the simulated engine, whose tokens follow from the request, behind gRPC in a process of
-its own. The callers draw ids from a small set, and read their streams to the end, cancel them, hang up, let
-them run into deadlines, or end them by Cancel. With `--direct` they call the service itself, without gRPC,
-which is many times quicker. Exits with 1 unless every accepted call had the tokens that it should, the
-service never failed, and all slots came back.
+The service runs on the simulated engine, whose tokens are a function of the request, behind gRPC in a
+separate process. The callers draw ids from a small set, and read their streams to the end, cancel them,
+disconnect, let them run into deadlines, or end them with Cancel. With `--direct` they call the service
+itself, without gRPC, which is many times faster. Exits with 1 unless every accepted call had the right
+tokens, the service never failed, and all slots are free again.
 """
 
 import argparse
@@ -49,16 +49,16 @@ from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.config import EndpointOptions
 
-CHUNK = 2_000  # calls of a process between two looks
+CHUNK = 2_000  # calls of a process between two checks
 REST_SECONDS = 30.0
-N_WORKERS = 2  # the next iteration is issued while the one before is out
+N_WORKERS = 2  # the next iteration is issued while the previous one is in flight
 
 MODEL = gpt_config(vocab_size=VOCAB_SIZE, n_positions=512, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8)
 SERVING = ServingConfig(max_batch_size=16, n_slots=2048, max_batch_tokens=256, block_size=16, max_queue=256)
 
 
 def simulated_service() -> Orca:
-    """A service whose tokens follow from the request, not started."""
+    """A service whose tokens are a function of the request, not started."""
     kv = KVManager(
         n_blocks=SERVING.n_blocks,
         block_size=SERVING.block_size,
@@ -70,7 +70,7 @@ def simulated_service() -> Orca:
 
 
 def left(service: Orca) -> str:
-    """What has not come back from requests that have all ended, or what the service failed with; else ""."""
+    """What requests that have all ended still hold, or why the service failed; empty if neither."""
     if service.failure is not None:
         return f"the service failed: {service.failure!r}"
     kv = service.scheduler.kv
@@ -84,15 +84,15 @@ def left(service: Orca) -> str:
 
 
 def left_at_rest(look: Callable[[], str]) -> str:
-    """The same after a while for what is on its way."""
+    """Repeat `look` for a while, until what is in flight has ended."""
     deadline = time.monotonic() + REST_SECONDS
-    while (found := look()) and "failed" not in found and time.monotonic() < deadline:
+    while (remaining := look()) and "failed" not in remaining and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return remaining
 
 
 def server(connection: Connection) -> None:
-    """For an OtherProcess: "address" of gRPC, or "left" as above, live requests of the gateway with it."""
+    """For an OtherProcess: answers "address" (gRPC's) and "left", which adds the gateway's live requests."""
     sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(connection))
@@ -123,7 +123,7 @@ async def _serve(connection: Connection) -> None:
 
 
 def over_grpc(n_calls: int, n_processes: int, seed: int, progress: Progress) -> tuple[Outcomes, str]:
-    """What came of the calls, and what is left."""
+    """Make the calls over gRPC; returns the outcomes, and what is left."""
     outcomes = Outcomes()
     task = progress.add_task("calls over gRPC", total=n_calls)
     others = [OtherProcess(callers) for _ in range(n_processes)]
@@ -142,8 +142,8 @@ def over_grpc(n_calls: int, n_processes: int, seed: int, progress: Progress) -> 
                     )
                     for i in range(n_processes)
                 ]
-                for found in pool.map(lambda other, share: other.ask(share), others, shares):
-                    outcomes.add(found)
+                for share_outcomes in pool.map(lambda other, share: other.ask(share), others, shares):
+                    outcomes.add(share_outcomes)
                 n_done += sum(share.n_calls for share in shares)
                 progress.update(task, completed=n_done)
                 if "failed" in (held := serving.ask("left")):
@@ -155,7 +155,7 @@ def over_grpc(n_calls: int, n_processes: int, seed: int, progress: Progress) -> 
 
 
 def directly(n_calls: int, seed: int, progress: Progress) -> tuple[Outcomes, str]:
-    """The same without gRPC."""
+    """Make the calls without gRPC; returns the same."""
     outcomes = Outcomes()
     task = progress.add_task("calls of the service", total=n_calls)
     with simulated_service() as service:
@@ -169,13 +169,13 @@ def directly(n_calls: int, seed: int, progress: Progress) -> tuple[Outcomes, str
 
 
 def main() -> int:
-    """Call; a table, what was wrong, and last one line of JSON."""
+    """Make the calls; print a table, failures and, as the last line, JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.server.reused_ids", description="Request ids used again"
     )
     parser.add_argument("--calls", type=int, default=1_000_000, help="default: 1000000")
-    parser.add_argument("--processes", type=int, default=2, help="of callers, over gRPC (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    parser.add_argument("--processes", type=int, default=2, help="caller processes, over gRPC (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: 0)")
     parser.add_argument("--direct", action="store_true", help="call the service itself")
     flags = parser.parse_args()
     start = time.monotonic()

@@ -1,12 +1,12 @@
-"""A server under a random mixture of good and bad clients for minutes: nothing may be lost, nothing may grow.
+"""A server under a random mixture of good and bad clients for minutes: nothing may be lost or leak.
 
     python -m bench.server.soak [--minutes 10] [--seed 0] [--server URL --grpc HOST:PORT]
 
 Starts `orca serve` with the demo model and small limits, and loads it on loopback: completions, chat and
-gRPC, streamed and not, disconnects, cancels, deadlines, slow readers, mistakes, and bursts of ten times as
-many requests as may run and wait. Exits with 1, naming what failed, unless at the end every accepted request
-has ended for one reason, all slots came back, memory and files levelled off, no task is left, and JAX has
-compiled nothing since the server that was started here was ready.
+gRPC, streamed and not, disconnects, cancels, deadlines, slow readers, invalid requests, and bursts of ten
+times as many requests as may run and wait. Exits with 1, naming what failed, unless at the end every accepted
+request has ended for one reason, all slots are free, memory and open files are level, no task is left, and
+JAX has compiled nothing since the server was ready (if it was started here).
 """
 
 import argparse
@@ -32,29 +32,29 @@ from bench.server.server_process import ServerProcess, host_and_port
 from bench.server.soak_clients import Clients, Wrong
 from orca_jax.iteration.buckets import bucket_sizes
 
-MAX_BATCH_SIZE = 4  # few sizes, few programs to compile before
+MAX_BATCH_SIZE = 4  # few sizes, so few programs to compile first
 MAX_QUEUE = 12
-MOST_TOKENS = 256  # of one iteration of such clients as these: MAX_BATCH_SIZE short prompts
+MOST_TOKENS = 256  # of one iteration of such clients: MAX_BATCH_SIZE short prompts
 FLAGS = (
     f"--max-batch-size={MAX_BATCH_SIZE}",
     f"--max-queue={MAX_QUEUE}",
-    "--max-batch-tokens=512",  # as few buckets as the model's positions allow
-    "--n-slots=640",  # fewer than a full batch of long requests, so that slots run out as well
+    "--max-batch-tokens=512",  # the fewest buckets that the model's positions allow
+    "--n-slots=640",  # less than a full batch of long requests, so that slots run out too
     "--request-timeout=20",
     "--access-log=json",
 )
 BURST = 10 * (MAX_BATCH_SIZE + MAX_QUEUE)
-BURST_SECONDS = 10.0  # from one burst to the next, on average
+BURST_SECONDS = 10.0  # mean time between bursts
 STEADY_CLIENTS = 12
 MAX_CLIENTS = 200
-CLIENT_SECONDS = 60.0  # no client may take longer
-REST_SECONDS = 45.0  # for what is left to end
+CLIENT_SECONDS = 60.0  # the most that a client may take
+REST_SECONDS = 45.0  # the time for all requests to end
 SAMPLE_SECONDS = 2.0
 MAX_FAILURES = 20
 
-# What the last quarter's median may be above the second quarter's, when nothing leaks.
+# How far the last quarter's median may be above the second quarter's if nothing leaks.
 RSS_GROWTH, RSS_SLACK = 1.08, 16e6  # a factor, and bytes: allocators round up
-FILES_SLACK = 24  # connections: as many as there are clients at the moment
+FILES_SLACK = 24  # connections: as many as there are clients at that moment
 
 AT_REST = (
     "orca_num_requests_running",
@@ -78,7 +78,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Report:
-    """What came of a soak: `failures` is empty when all is well, `outcomes` counts what clients saw."""
+    """The result of a soak: `failures` is empty if all is well, `outcomes` counts what clients saw."""
 
     minutes: float
     seed: int
@@ -92,7 +92,7 @@ class Report:
     n_compiles: int = 0  # after ready
 
     def fail(self, message: str) -> None:
-        """Note what failed, once; the first of them tell enough."""
+        """Record a failure, once; only the first ones are kept."""
         if message not in self.failures and len(self.failures) < MAX_FAILURES:
             self.failures.append(message)
 
@@ -109,7 +109,7 @@ def soak(
     server: tuple[str, str | None] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Run one. `server` is a running one's URL and gRPC address; None starts one and ends it by SIGTERM."""
+    """Run a soak. `server` is a running one's URL and gRPC address; None starts one and stops it by SIGTERM."""
     report = Report(minutes, seed)
     if server is not None:
         asyncio.run(_soak(report, *server, progress))
@@ -117,12 +117,12 @@ def soak(
     with ServerProcess(FLAGS, compile_ahead=True) as process:
         process.wait_until_ready()
         asyncio.run(_soak(report, process.url, process.grpc_address, progress))
-        status, said = process.stop(), process.stderr()
+        status, stderr = process.stop(), process.stderr()
         if status != 0:
-            report.fail(f"after SIGTERM the server ended with {status}: {said[-1000:]}")
-        if "Traceback" in said:
-            at = said.index("Traceback")
-            report.fail(f"a traceback in the server's stderr: {said[at : at + 2000]}")
+            report.fail(f"after SIGTERM the server ended with {status}: {stderr[-1000:]}")
+        if "Traceback" in stderr:
+            start = stderr.index("Traceback")
+            report.fail(f"a traceback in the server's stderr: {stderr[start : start + 2000]}")
         if report.n_compiles:
             report.fail(f"{report.n_compiles} programs were compiled after ready")
     return report
@@ -144,7 +144,7 @@ async def _soak(report: Report, url: str, grpc_address: str | None, progress: Pr
     report.n_compiles = int(after["orca_compiles_total"] - ready["orca_compiles_total"])
 
 
-# Together they need every program: for a prompt's own log-probabilities there is one for each size.
+# Together they need every program: prompt log-probabilities have one per size.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"echo": True, "logprobs": 1},
     {"temperature": 1},
@@ -154,17 +154,17 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 async def _warm(clients: Clients) -> None:
-    """Let every program run, so that memory is what it will be."""
+    """Run every program once, so that memory reaches its level."""
     for size in bucket_sizes(MOST_TOKENS):
         prompt = [1 + i % 2000 for i in range(size)]
         for sampling in SAMPLINGS:
-            if size <= MAX_BATCH_SIZE or "temperature" not in sampling:  # the others' are by rows alone
+            if size <= MAX_BATCH_SIZE or "temperature" not in sampling:  # the others' depend only on rows
                 async with asyncio.timeout(CLIENT_SECONDS):
                     await clients.send({"prompt": prompt, "max_tokens": 1, **sampling})
 
 
 async def _load(clients: Clients, report: Report, progress: Progress | None) -> None:
-    """All clients until the time is over, and then until the last one is done."""
+    """Run clients until the time is over, then wait until the last one is done."""
     rng = random.Random(report.seed)
     places = asyncio.Semaphore(MAX_CLIENTS)
     end = time.monotonic() + 60 * report.minutes
@@ -224,22 +224,22 @@ async def _load(clients: Clients, report: Report, progress: Progress | None) -> 
 
 
 async def _scrape(clients: Clients) -> dict[str, float]:
-    """Every figure of /metrics: the sum over its labels, and the reasons of ends one by one."""
+    """Every metric of /metrics: the sum over its labels, and the finish reasons separately."""
     async with asyncio.timeout(CLIENT_SECONDS):
         text = (await clients.get("/metrics")).decode()
-    found: defaultdict[str, float] = defaultdict(float)
+    metrics: defaultdict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found[sample.name] += sample.value
+            metrics[sample.name] += sample.value
             if sample.name == "orca_request_success_total":
-                found[f"ended: {sample.labels['finished_reason']}"] += sample.value
+                metrics[f"ended: {sample.labels['finished_reason']}"] += sample.value
             if sample.name == "orca_http_requests_total" and sample.labels["status"].startswith("5"):
-                found[f"status {sample.labels['status']}"] += sample.value
-    return dict(found)
+                metrics[f"status {sample.labels['status']}"] += sample.value
+    return dict(metrics)
 
 
 async def _rest(clients: Clients, before: dict[str, float], report: Report) -> dict[str, float]:
-    """The figures when everything has ended, or when that took too long."""
+    """The metrics once everything has ended, or after too long."""
     deadline = time.monotonic() + REST_SECONDS
     while True:
         after = await _scrape(clients)
@@ -255,7 +255,7 @@ async def _rest(clients: Clients, before: dict[str, float], report: Report) -> d
 
 
 def _check(report: Report, before: dict[str, float], after: dict[str, float]) -> None:
-    """What holds at the end, from the server's own figures."""
+    """Check the server's own metrics at the end."""
     report.n_accepted = int(after["orca_requests_total"])
     report.n_tokens = int(after["orca_generation_tokens_total"])
     reasons = {
@@ -285,7 +285,7 @@ def _check(report: Report, before: dict[str, float], after: dict[str, float]) ->
 
 
 def tables(report: Report) -> Sequence[Table]:
-    """Clients by what they saw, and the server by quarters of the time."""
+    """Clients by result, and the server by quarters of the time."""
     seen = Table(title=f"{sum(report.outcomes.values()):,} clients")
     seen.add_column("client")
     seen.add_column("outcome")
@@ -309,7 +309,7 @@ def tables(report: Report) -> Sequence[Table]:
 
 def summary(report: Report) -> dict[str, Any]:
     """The figures, for the last line."""
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "benchmark": "soak",
         "minutes": report.minutes,
         "seed": report.seed,
@@ -324,18 +324,18 @@ def summary(report: Report) -> dict[str, Any]:
         "slowest_scrape_seconds": round(report.slowest_scrape, 3),
     }
     if len(report.samples) >= 4:
-        found["rss_mb"] = [round(report.quarter(i, lambda sample: sample.rss) / 1e6, 1) for i in range(4)]
-        found["open_files"] = [report.quarter(i, lambda sample: sample.files) for i in range(4)]
-    return found
+        figures["rss_mb"] = [round(report.quarter(i, lambda sample: sample.rss) / 1e6, 1) for i in range(4)]
+        figures["open_files"] = [report.quarter(i, lambda sample: sample.files) for i in range(4)]
+    return figures
 
 
 def main() -> int:
-    """Soak; tables, what failed, and last one line of JSON."""
+    """Run the soak; print tables, failures and, as the last line, JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.server.soak", description="Many clients for minutes"
     )
     parser.add_argument("--minutes", type=float, default=10.0, help="default: 10")
-    parser.add_argument("--seed", type=int, default=0, help="of the mixture (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mixture (default: 0)")
     parser.add_argument("--server", metavar="URL", help="a running server (default: starts one)")
     parser.add_argument("--grpc", metavar="HOST:PORT", help="its gRPC address (default: no gRPC)")
     flags = parser.parse_args()

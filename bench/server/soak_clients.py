@@ -1,6 +1,6 @@
-"""The clients of a soak: each does one thing, well behaved or not, and says what came of it.
+"""The clients of a soak: each does one thing, well behaved or not, and returns the outcome.
 
-What a client may see is checked here; what may not be seen raises Wrong.
+What a client may see is checked here; anything else raises Wrong.
 """
 
 import asyncio
@@ -53,11 +53,11 @@ BAD_REQUESTS: tuple[tuple[str, object, int], ...] = (
 
 
 class Wrong(Exception):
-    """Something came that must not."""
+    """A client saw something that must not happen."""
 
 
 class Clients:
-    """Makes clients; `host` and `port` are HTTP's, without a `channel` none speaks gRPC."""
+    """Creates clients; `host` and `port` are HTTP's; without a `channel` none uses gRPC."""
 
     def __init__(self, host: str, port: int, channel: grpc.aio.Channel | None) -> None:
         self._address = (host, port)
@@ -76,7 +76,7 @@ class Clients:
     def choose(
         self, rng: random.Random, *, well_behaved: bool = False
     ) -> Callable[[random.Random], Awaitable[str]]:
-        """One of the clients, at random; those that are `well_behaved` take all that comes at once."""
+        """A random client; `well_behaved` ones read everything promptly."""
         kinds = self._well_behaved if well_behaved else self._all
         return rng.choices(list(kinds), list(kinds.values()))[0]
 
@@ -102,7 +102,7 @@ class Clients:
             return await _read(exchange, body)
 
     async def disconnect(self, rng: random.Random) -> str:
-        """Leaves: before the answer, in the middle of it, or in the middle of its own request."""
+        """Disconnects: before the answer, in the middle of it, or in the middle of its own request."""
         body = {**_sampling(rng, at_least=50), "prompt": _prompt(rng)}
         request = post(*self._address, COMPLETIONS, body)
         if rng.random() < 0.1:
@@ -117,7 +117,7 @@ class Clients:
                 return "left"
 
     async def slow_reader(self, rng: random.Random) -> str:
-        """Reads a few bytes now and then, and leaves in the end or reads the rest."""
+        """Reads a few bytes now and then; finally disconnects or reads the rest."""
         body = {**_sampling(rng, at_least=100), "prompt": _prompt(rng), "stream": True}
         async with self._exchange(post(*self._address, COMPLETIONS, body), receive_buffer=4096) as exchange:
             await exchange.head()
@@ -135,7 +135,7 @@ class Clients:
             return "read the rest"
 
     async def bad_request(self, rng: random.Random) -> str:
-        """A mistake; the answer must be the status for it, and JSON that says what is wrong."""
+        """An invalid request; the answer must have its status, and JSON that says what is wrong."""
         path, body, status = rng.choice(BAD_REQUESTS)
         async with self._exchange(post(*self._address, path, body)) as exchange:
             await exchange.head()
@@ -154,7 +154,7 @@ class Clients:
         return body
 
     async def send(self, body: dict[str, Any]) -> None:
-        """One completion that must succeed, as for warming up."""
+        """One completion that must succeed, for warming up."""
         async with self._exchange(post(*self._address, COMPLETIONS, body)) as exchange:
             await exchange.head()
             outcome = await _read(exchange, body)
@@ -171,7 +171,7 @@ class Clients:
         return await self._finish(self._generate(rng))
 
     async def grpc_cancel(self, rng: random.Random) -> str:
-        """Cancels its own call at some moment."""
+        """Cancels its own call at a random moment."""
         call = self._generate(rng, at_least=50)
         reading = asyncio.create_task(self._finish(call, may=("CANCELLED",)))
         try:
@@ -184,13 +184,13 @@ class Clients:
             return "cancelled" if reading.cancelled() else reading.result()
 
     async def grpc_deadline(self, rng: random.Random) -> str:
-        """Has a deadline that mostly passes."""
+        """Sets a deadline that mostly passes."""
         return await self._finish(
             self._generate(rng, at_least=100, timeout=0.02 + 0.5 * rng.random()), may=("DEADLINE_EXCEEDED",)
         )
 
     async def grpc_cancel_by_id(self, rng: random.Random) -> str:
-        """Ends its request by the method Cancel, on another call."""
+        """Ends its request with the method Cancel, from another call."""
         assert self._generation is not None
         request_id = f"soak-{rng.getrandbits(64):x}"
         reading = asyncio.create_task(
@@ -201,7 +201,7 @@ class Clients:
         return await reading
 
     async def grpc_bad(self, rng: random.Random) -> str:
-        """A mistake; the status must be INVALID_ARGUMENT."""
+        """An invalid request; the status must be INVALID_ARGUMENT."""
         assert self._generation is not None
         request = rng.choice(
             (
@@ -248,7 +248,7 @@ class Clients:
             if name == "RESOURCE_EXHAUSTED":
                 _check_retry_after(dict(error.trailing_metadata() or ()).get("retry-after"))
                 return "refused, queue full"
-            if name in may:  # the status may come, or a deadline pass, between the last message and its end
+            if name in may:  # a late status or deadline may come between the last message and the end
                 return f"complete, then {name}" if reasons else name
             raise Wrong(f"gRPC ended with {name}: {error.details()}") from error
         if reasons not in ([FINISH_REASON_STOP], [FINISH_REASON_LENGTH]):
@@ -303,7 +303,7 @@ def _sampling(rng: random.Random, *, at_least: int = 1) -> dict[str, Any]:
 
 
 async def _read(exchange: Exchange, body: dict[str, Any]) -> str:
-    """Read the answer to its end, and what became of the request; after `exchange.head`."""
+    """Read the answer to its end and return the outcome; call it after `exchange.head`."""
     answer = await exchange.body()
     if exchange.status == 429:
         _check_retry_after(exchange.headers.get("retry-after"))
@@ -324,7 +324,7 @@ async def _read(exchange: Exchange, body: dict[str, Any]) -> str:
 
 
 def _end_of_stream(events: Sequence[str], n_choices: int) -> str:
-    """One finish reason for each choice and [DONE], or one error at the end."""
+    """Check that there is one finish reason per choice and [DONE], or one error at the end."""
     ended: Counter[int] = Counter()
     for i, data in enumerate(events):
         if data == "[DONE]":

@@ -1,4 +1,4 @@
-"""Many streams at once against a server, from a process that does as little as it can with what comes."""
+"""Many concurrent streams against a server, from a process that does as little as possible with the data."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ _SECONDS = 240.0
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """One greedy stream for each prompt of token ids, all begun at once, `n_output` tokens each."""
+    """One greedy stream per prompt of token ids, all started at once, with `n_output` tokens each."""
 
     protocol: Literal["HTTP", "gRPC"]
     host: str
@@ -31,7 +31,7 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What came: seconds from the first request to the last end, tokens, messages with tokens in them.
+    """The result: seconds from the first request to the last end, tokens, messages that contain tokens.
 
     `cpu` is the client's own processor time in seconds.
     """
@@ -43,7 +43,7 @@ class Loaded:
 
 
 def client(connection: Connection) -> None:
-    """For an OtherProcess: a Loaded for each Streams."""
+    """For an OtherProcess: answers each Streams with a Loaded."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while True:
             try:
@@ -55,7 +55,7 @@ def client(connection: Connection) -> None:
 
 
 class _Stream(asyncio.Protocol):
-    """Keeps what comes, unread, until the server closes the connection."""
+    """Stores the data, unparsed, until the server closes the connection."""
 
     def __init__(self) -> None:
         self.answer = bytearray()

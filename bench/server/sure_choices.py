@@ -1,4 +1,4 @@
-"""How far a continuation is sure: until a choice that sums of another order may make otherwise."""
+"""How much of a continuation is certain: up to a choice that a different order of summation could change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _draws = jax.jit(jax.vmap(partial(sample, cut=False), in_axes=(0, *[None] * 7)))
 
 @dataclass(frozen=True, slots=True)
 class Sure:
-    """`n` output tokens are sure, and the first of them that is not the reference's is at `wrong`, if any."""
+    """`n` output tokens are sure; the first of them that differs from the reference's is at `wrong`, if any."""
 
     n: int
     wrong: int | None
@@ -34,13 +34,13 @@ def sure_choices(
     output: Sequence[int],
     sampling: SamplingParams,
 ) -> Sure:
-    """Whether the choices stay when the reference's logits are moved by up to MARGIN, each on its own.
+    """Whether the choices stay the same if each of the reference's logits is moved by up to MARGIN.
 
-    For a greedy request, or one that samples by temperature and seed alone.
+    For a greedy request, or one that samples with temperature and seed alone.
     """
     assert sampling.top_k == 0 and sampling.top_p == 1 and output
     n = len(output)
-    ids = np.zeros(config.n_positions, np.int32)  # one length, one program; what comes later changes nothing
+    ids = np.zeros(config.n_positions, np.int32)  # one length, one program; later tokens change nothing
     ids[: len(prompt) + n] = [*prompt, *output]
     first = len(prompt) - 1
     logits = np.asarray(_forward(config, parameters, jnp.asarray(ids)))[first : first + n]  # [O, V]

@@ -1,12 +1,12 @@
-"""Workers killed or stopped at random moments under load: what is lost, and how long until tokens come again.
+"""Kills or stops workers at random moments under load, and measures losses and the time to recover.
 
     python -m bench.server.worker_faults [MODEL] [--kills 20] [--signal KILL] [--seed 0] [--stages 2]
 
-Starts `orca serve --worker-processes` with the demo model unless another is said, keeps 24 streams going of
-which a third sample with a seed, and sends a worker the signal while at least 16 of them are between their
-first token and their last. Every stream must have the text that one process gives, as far as choices are
-sure, and its full length. Exits with 1, naming what failed, unless all is well. Prints a table and one last
-line of JSON.
+Starts `orca serve --worker-processes` with the demo model unless MODEL is given, keeps 24 streams running, a
+third of which sample with a seed, and sends a worker the signal while at least 16 of them are between their
+first token and their last. Every stream must have its full length, and the text that one process gives, as
+far as choices are sure. Exits with 1, naming what failed, unless all is well. Prints a table and, as the last
+line, JSON.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from orca_jax.checkpoint.load import DEMO_MODEL
 from orca_jax.checkpoint.locate import load_checkpoint
 
 N_STREAMS = 24
-N_BETWEEN = 16  # streams that a fault has to hit at least
+N_BETWEEN = 16  # streams that a fault must hit at least
 _NOTICE_SECONDS = 60.0
 _BACK_SECONDS = 120.0
 _LOOK_SECONDS = 0.01
@@ -46,11 +46,11 @@ _STARTED = re.compile(r"^stage (\d+): its process \(pid (\d+)\) was started", re
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that was made, and what came of it. Times in seconds.
+    """A fault and its consequences. Times in seconds.
 
-    `n_between` streams were between their first token and their last. `recovered` is from the signal to the
-    token that ended the longest silence after it, `noticed` to the server's word that a worker is lost,
-    `said` is orca_worker_last_recovery_seconds, and `reason` what /ready said meanwhile.
+    `n_between` streams were between their first token and their last. `recovered` is the time from the signal
+    to the token that ended the longest silence after it, `noticed` to the server's log that a worker is lost,
+    `said` is orca_worker_last_recovery_seconds, and `reason` what /ready reported meanwhile.
     """
 
     stage: int  # from 1
@@ -63,7 +63,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Report:
-    """What came of all: `failures` is empty when all is well."""
+    """The result of all faults: `failures` is empty if all is well."""
 
     faults: list[Fault] = field(default_factory=list[Fault])
     failures: list[str] = field(default_factory=list[str])
@@ -74,7 +74,7 @@ class Report:
 def known_streams(
     directory: Path, *, n: int = N_STREAMS, n_output: int, longest: int, seed: int = 0
 ) -> list[KnownStream]:
-    """`n` requests of `n_output` tokens, every third with a seed, and what one process here says to each.
+    """`n` requests of `n_output` tokens, every third with a seed, with the texts that one process here gives.
 
     Prompts have up to `longest` tokens.
     """
@@ -112,29 +112,29 @@ def known_streams(
 
 
 def worker_pids(server: ServerProcess) -> list[int]:
-    """The processes that the server started last, of stage 1 first, as it said."""
+    """The processes that the server started last according to its log, stage 1 first."""
     pids = {int(stage): int(pid) for stage, pid in _STARTED.findall(server.stderr())}
     return [pids[stage] for stage in sorted(pids)]
 
 
 async def figures(address: tuple[str, int]) -> dict[str, float]:
-    """/metrics: those of stages under `name/stage`, else the sum over labels."""
+    """/metrics: metrics of stages as `name/stage`, others summed over labels."""
     _, text = await asked(address, "/metrics")
-    found = dict[str, float]()
+    values = dict[str, float]()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             stage = sample.labels.get("stage")
             name = sample.name if stage is None else f"{sample.name}/{stage}"
-            found[name] = found.get(name, 0.0) + sample.value
-    return found
+            values[name] = values.get(name, 0.0) + sample.value
+    return values
 
 
 async def make_fault(
     server: ServerProcess, streams: RepeatedStreams, number: signal.Signals, rng: random.Random
 ) -> Fault:
-    """Send a random worker a signal at a random moment, and wait until tokens come again.
+    """Send a random worker a signal at a random moment, and wait until tokens arrive again.
 
-    Raises AssertionError where what the server shows of it is wrong, and TimeoutError.
+    Raises AssertionError if the server reports it incorrectly, and TimeoutError.
     """
     address = server.http_address
     async with asyncio.timeout(_NOTICE_SECONDS):
@@ -146,14 +146,14 @@ async def make_fault(
     stage = rng.randrange(len(pids))
     while streams.n_between < N_BETWEEN:
         await streams.arrival()
-    n_between, at = streams.n_between, time.monotonic()
+    n_between, sent_at = streams.n_between, time.monotonic()
     os.kill(pids[stage], number)
     async with asyncio.timeout(_NOTICE_SECONDS):
         status, body = await asked(address, "/ready")
         while status == 200:
             await asyncio.sleep(_LOOK_SECONDS)
             status, body = await asked(address, "/ready")
-    noticed = time.monotonic() - at
+    noticed = time.monotonic() - sent_at
     ready = json.loads(body)
     assert ready["status"] == "recovering", ready
     down = await figures(address)
@@ -170,13 +170,15 @@ async def make_fault(
     assert all(after[f"orca_worker_up/{i + 1}"] == 1 for i in range(len(pids)))
     now = worker_pids(server)
     assert now[stage] != pids[stage], f"stage {stage + 1} was sent {number.name} and is still the same"
-    times = [at, *(moment for moment in streams.arrivals if moment > at)]
+    times = [sent_at, *(moment for moment in streams.arrivals if moment > sent_at)]
     longest = max(pairwise(times), key=lambda pair: pair[1] - pair[0])
-    assert up - 1.0 < longest[1], f"tokens came {longest[1] - at:g} s after the loss, /ready {up - at:g} s"
+    assert up - 1.0 < longest[1], (
+        f"tokens came {longest[1] - sent_at:g} s after the loss, /ready {up - sent_at:g} s"
+    )
     return Fault(
         stage=stage + 1,
         n_between=n_between,
-        recovered=longest[1] - at,
+        recovered=longest[1] - sent_at,
         noticed=noticed,
         said=after["orca_worker_last_recovery_seconds"],
         reason=ready["reason"],
@@ -191,7 +193,7 @@ def make_faults(
     seed: int = 0,
     on_fault: Callable[[Fault], object] = lambda fault: None,
 ) -> Report:
-    """One fault for each of `signals`, one after the other, under all of `known` at once."""
+    """Make one fault for each of `signals`, one after the other, while all of `known` run."""
     report = Report(n_sure=sum(one.sure == one.text for one in known))
     asyncio.run(_make_faults(server, known, signals, random.Random(seed), report, on_fault))
     return report
@@ -226,7 +228,7 @@ async def _make_faults(
 
 
 def table(faults: Sequence[Fault]) -> Table:
-    """A row for each."""
+    """A row per fault."""
     result = Table(
         "fault", "stage", "streams hit", "noticed, s", "token after, s", "server says, s", "reason"
     )
@@ -239,12 +241,12 @@ def table(faults: Sequence[Fault]) -> Table:
 
 
 def main() -> None:
-    """Make the faults, print a table and last one line of JSON."""
+    """Make the faults, print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.server.worker_faults", description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="a directory (default: the demo model)")
     parser.add_argument("--kills", type=int, default=20, help="faults (default: 20)")
     parser.add_argument("--signal", default="KILL", choices=("KILL", "STOP"), help="(default: KILL)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the stages (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of moments and stages (default: 0)")
     parser.add_argument("--stages", type=int, default=2, help="worker processes (default: 2)")
     parser.add_argument("--iteration-timeout", type=float, default=2.0, help="seconds (default: 2)")
     flags = parser.parse_args()
