@@ -1,8 +1,8 @@
-"""How long a gRPC call may keep the server waiting for a message, and how many calls without a key are open.
+"""Limits how long a gRPC call may wait for the client's message, and how many calls without a key are open.
 
-gRPC reads the one message of a unary request before it calls the handler, and waits for it without end. So
-the handler is exchanged for one of streamed requests, which gRPC calls at once, and the message is awaited
-here.
+gRPC reads the message of a unary request before it calls the handler, and waits for it without a timeout. So
+the interceptor replaces each handler with one for streamed requests, which gRPC calls at once, and waits for
+the message here.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ import grpc
 from server.rpc.calls import Context, Handler
 
 _EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
-_MOST_OPEN_CALLS = 256  # calls with one answer that need no key: a probe takes a moment
+_MOST_OPEN_CALLS = 256  # unary-response calls that need no key; a health probe is short
 
 
 class CallLimits(grpc.aio.ServerInterceptor):
-    """A message must come within `message_seconds`.
+    """Each message must arrive within `message_seconds`.
 
-    Only calls of `service` need a key. Of the streams of other services `max_streams` may be open; one more
+    Only calls of `service` need an API key. Other services may have `max_streams` open streams; another one
     ends with RESOURCE_EXHAUSTED.
     """
 
@@ -29,22 +29,22 @@ class CallLimits(grpc.aio.ServerInterceptor):
         self._prefix = f"/{service}/"
         self._message_seconds = message_seconds
         self._most = {True: max_streams, False: _MOST_OPEN_CALLS}
-        self._n_open = {True: 0, False: 0}  # streams, and calls with one answer
+        self._n_open = {True: 0, False: 0}  # by whether the response is a stream
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """The method's handler behind the limits."""
-        of: Any = await continuation(handler_call_details)  # gRPC's stubs do not say what a handler has
-        if of is None:
+        """The method's handler, wrapped in the limits."""
+        inner: Any = await continuation(handler_call_details)  # gRPC's stubs lack a handler's attributes
+        if inner is None:
             return None
         needs_key = handler_call_details.method.startswith(self._prefix)
-        answer = self._answered(of)
+        answer = self._reading_messages(inner)
 
         async def counted(_: object, context: Context) -> Any:
-            is_stream = of.response_streaming
+            is_stream = inner.response_streaming
             if self._n_open[is_stream] >= self._most[is_stream]:
                 kind, flag = ("streams", " (orca serve --max-watch-streams)") if is_stream else ("calls", "")
                 text = f"{self._most[is_stream]} {kind} without a key are open, as many as may be{flag}"
@@ -58,30 +58,31 @@ class CallLimits(grpc.aio.ServerInterceptor):
         async def uncounted(_: object, context: Context) -> Any:
             return await answer(context)
 
-        streamed = of.response_streaming
+        streamed = inner.response_streaming
         make = grpc.stream_stream_rpc_method_handler if streamed else grpc.stream_unary_rpc_method_handler
-        return make(uncounted if needs_key else counted, of.request_deserializer, of.response_serializer)
+        handler = uncounted if needs_key else counted
+        return make(handler, inner.request_deserializer, inner.response_serializer)
 
-    def _answered(self, of: Any) -> Callable[[Context], Awaitable[Any]]:
-        """The handler's own work, from a call's first message on."""
+    def _reading_messages(self, inner: Any) -> Callable[[Context], Awaitable[Any]]:
+        """The handler `inner` as a function of the context alone, which reads messages with a timeout."""
 
         async def unary(context: Context) -> Any:
-            return await of.unary_unary(await self._message(context), context)
+            return await inner.unary_unary(await self._message(context), context)
 
         async def stream(context: Context) -> None:
-            await of.unary_stream(await self._message(context), context)
+            await inner.unary_stream(await self._message(context), context)
 
-        async def conversation(context: Context) -> None:
-            async for response in of.stream_stream(self._messages(context), context):
+        async def bidirectional(context: Context) -> None:
+            async for response in inner.stream_stream(self._messages(context), context):
                 await context.write(response)
 
-        if of.request_streaming:
-            assert isasyncgenfunction(of.stream_stream)
-            return conversation
-        return stream if of.response_streaming else unary
+        if inner.request_streaming:
+            assert isasyncgenfunction(inner.stream_stream)
+            return bidirectional
+        return stream if inner.response_streaming else unary
 
     async def _message(self, context: Context) -> Any:
-        """The one message of a request."""
+        """The message of a unary request."""
         message = await self._next(context)
         if message is _EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")

@@ -1,6 +1,4 @@
-"""What every call of orca.v1.Generation gets: an API key is asked for, an error becomes its status, and the
-call is logged and counted when it is over.
-"""
+"""Handling shared by all calls of orca.v1.Generation: API keys, errors as gRPC statuses, logs and metrics."""
 
 import asyncio
 import logging
@@ -24,14 +22,14 @@ from server.settings.api_keys import ApiKeys
 from server.settings.config import AccessLog
 
 _LOGGER = logging.getLogger(__name__)
-_MOST_CHARACTERS = 500  # of a status message: it travels as a header, and clients take 8 KiB of those
+_MOST_CHARACTERS = 500  # of a status message: it is sent as a header, and clients accept 8 KiB of headers
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # quoted: when it runs it takes no parameters
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # quoted: generic only in the type stubs
 
 
 class Calls:
-    """The calls of one server. `answered` stands around each; `facts` go into the access log, never texts."""
+    """The calls of one server. Each runs inside `answered`."""
 
     def __init__(
         self, gateway: Gateway, *, api_keys: ApiKeys, access_log: AccessLog, metrics: Metrics
@@ -42,13 +40,16 @@ class Calls:
         self._metrics = metrics
 
     def owner(self, context: Context) -> str:
-        """The API key or the address whose share of the queue a call takes."""
+        """The API key or client address whose share of the queue the call uses."""
         key = self._api_keys.check(_authorization(context.invocation_metadata()))
         return key or owner_at(_address(context.peer()))
 
     @asynccontextmanager
     async def answered(self, method: str, context: Context) -> AsyncIterator[dict[str, Any]]:
-        """Run one call of `method`; what is raised inside ends it with the status that it means."""
+        """Run one call of `method`: an error raised inside ends the call with that error's status.
+
+        Yields the facts for the access log, which must not include prompts or output text.
+        """
         facts: dict[str, Any] = {}
         began = time.perf_counter()
         deadline = Deadline(context)
@@ -58,20 +59,21 @@ class Calls:
         except asyncio.CancelledError:
             code = grpc.StatusCode.DEADLINE_EXCEEDED if deadline.passed else grpc.StatusCode.CANCELLED
             raise
-        except grpc.aio.BaseError as error:  # a write failed: nobody is there any more
+        except grpc.aio.BaseError as error:  # a write failed: the client has gone
             code = grpc.StatusCode.CANCELLED
             raise asyncio.CancelledError from error
         except OrcaError as error:
             code = meaning(error).grpc
-            if isinstance(error, EngineError) and not isinstance(error, OutputFailed):  # that is a client's
+            # OutputFailed concerns one request only, so it is not an error of the server.
+            if isinstance(error, EngineError) and not isinstance(error, OutputFailed):
                 _LOGGER.error("%s of %s: %s", method, facts.get("request_id"), error)
-            await _abort(context, code, _short(str(error)), self._trailing_metadata(error))
+            await _abort(context, code, _shortened(str(error)), self._trailing_metadata(error))
         except Exception:
             code = grpc.StatusCode.INTERNAL
             _LOGGER.exception("%s of %s failed in an unexpected way", method, facts.get("request_id"))
             await _abort(context, code, "the server failed in an unexpected way; its log has more")
         finally:
-            self._over(method, context, code, began, facts)
+            self._log_and_count(method, context, code, began, facts)
 
     def _trailing_metadata(self, error: OrcaError) -> tuple[tuple[str, str], ...]:
         if isinstance(error, InvalidRequest):
@@ -80,7 +82,7 @@ class Calls:
             return (("retry-after", str(retry_after_seconds(self._gateway))),)
         return ()
 
-    def _over(
+    def _log_and_count(
         self, method: str, context: Context, code: grpc.StatusCode, began: float, facts: dict[str, Any]
     ) -> None:
         self._metrics.grpc_request(method, code.name)
@@ -96,7 +98,7 @@ class Calls:
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Turns calls of one service without a good API key away, before their message is read."""
+    """Rejects calls of one service without a valid API key, before their message is read."""
 
     def __init__(self, service: str, api_keys: ApiKeys, calls: Calls) -> None:
         self._prefix = f"/{service}/"
@@ -108,7 +110,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """The method's own handler, or one that refuses; the services around ours are open."""
+        """The method's own handler, or one that rejects the call. Other services need no key."""
         handler = await continuation(handler_call_details)
         path = handler_call_details.method
         if handler is None or not path.startswith(self._prefix):
@@ -124,14 +126,14 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             async with self._calls.answered(method, context):
                 raise error
 
-        # Whatever kind of call it is: of this kind gRPC does not read a message by itself.
+        # For every kind of call: gRPC does not read a message before it calls a handler of this kind.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 async def _abort(
     context: Context, code: grpc.StatusCode, text: str, metadata: tuple[tuple[str, str], ...] = ()
 ) -> NoReturn:
-    """End the call with a status; as cancelled where the client is gone, or its deadline just passed."""
+    """End the call with a status; as cancelled if the client has gone or its deadline just passed."""
     try:
         await context.abort(code, text, metadata)
     except grpc.aio.AbortError:
@@ -148,7 +150,7 @@ def _authorization(metadata: Any) -> str | None:
     return None
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     if len(text) <= _MOST_CHARACTERS:
         return text
     half = _MOST_CHARACTERS // 2
@@ -156,5 +158,5 @@ def _short(text: str) -> str:
 
 
 def _address(peer: str) -> str:
-    """`ipv4:127.0.0.1:4711` and `ipv6:%5B::1%5D:4711` without scheme and port."""
+    """The address in `ipv4:127.0.0.1:4711` or `ipv6:%5B::1%5D:4711`."""
     return unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")

@@ -1,4 +1,4 @@
-"""The choices of one call: requests of the service that come in together, and whose pieces leave in turn."""
+"""The choices of one call: submitted together, and written to one stream as their output arrives."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -14,13 +14,13 @@ from server.gateway.submissions import Submission, submitted
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
 
-_TOLD = 100  # as many characters as one token's log-probabilities take
+_LOGPROBS = 100  # the size of one token's log-probabilities, in characters
 
 Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
 class Choice:
-    """One output of a call: its live request, and how many of its tokens have been written."""
+    """One choice of a call: its live request, and how many of its tokens have been written."""
 
     def __init__(self, live: LiveRequest, request_id: str, index: int) -> None:
         self.live = live
@@ -29,9 +29,9 @@ class Choice:
         self._index = index
 
     async def write_to(self, write: Write) -> None:
-        """Write its pieces as they come; while a write waits for the client, more gather.
+        """Write the output piece by piece. While a write waits for the client, more output accumulates.
 
-        Raises what ended it before it was complete.
+        Raises the error that ended the request before it was complete.
         """
         async for piece in self.live:
             make = partial(
@@ -42,8 +42,8 @@ class Choice:
                 request_id=self._request_id,
                 index=self._index,
             )
-            n_told = len(piece.logprobs) + (0 if self.n_written else len(self.live.prompt_logprobs or ()))
-            await write(await run_for_response(_TOLD * n_told, make))
+            n_scored = len(piece.logprobs) + (0 if self.n_written else len(self.live.prompt_logprobs or ()))
+            await write(await run_for_response(_LOGPROBS * n_scored, make))
             self.n_written += len(piece.token_ids)
 
 
@@ -57,21 +57,21 @@ async def choices_of(
     owner: str,
     timeout: float | None,
 ) -> AsyncIterator[list[Choice]]:
-    """The `n` choices that the rules ask for, all or none accepted; they end when this is left.
+    """The `n` choices that the rules ask for, either all accepted or none. They end when the context exits.
 
-    Choice 0 is the service's request `request_id`, choice i is `request_id i`: no client's own id has a
-    space, so another call cannot have taken it. Raises as `Gateway.submit` does.
+    In the service, choice 0 has the id `request_id` and choice i the id `request_id i`. Clients' own ids
+    contain no spaces, so no other call can have that id. Raises what `Gateway.submit` raises.
     """
     submissions = [
-        Submission(prompt_ids, one, f"{request_id} {i}" if i else request_id)
-        for i, one in enumerate(rules.choices(prompt_once=True))
+        Submission(prompt_ids, choice_rules, f"{request_id} {i}" if i else request_id)
+        for i, choice_rules in enumerate(rules.choices(prompt_once=True))
     ]
     async with submitted(gateway, submissions, owner=owner, timeout=timeout) as requests:
         yield [Choice(live, request_id, i) for i, live in enumerate(requests)]
 
 
 def end_all(choices: Sequence[Choice], reason: FinishReason) -> bool:
-    """Ask those that still run to end; False where none does."""
+    """End the choices that are still running; False if none is."""
     running = [choice.live for choice in choices if choice.live.finish_reason is None]
     for live in running:
         live.end(reason)
@@ -79,24 +79,24 @@ def end_all(choices: Sequence[Choice], reason: FinishReason) -> bool:
 
 
 async def write_all(choices: Sequence[Choice], write: Write) -> None:
-    """Write all that comes of all choices, one message at a time.
+    """Write the output of all choices, one message at a time.
 
-    Where one ends before it is complete the others are ended too, what they had is written, and what ended
-    the first is raised.
+    If one choice fails, the others are cancelled, their output so far is written, and the first error is
+    raised.
     """
     if len(choices) == 1:
         await choices[0].write_to(write)
         return
-    lock = asyncio.Lock()  # a call has one write under way at most
+    lock = asyncio.Lock()  # gRPC allows one write at a time per call
     failures: list[OrcaError] = []
 
-    async def in_turn(message: pb.GenerateResponse) -> None:
+    async def write_locked(message: pb.GenerateResponse) -> None:
         async with lock:
             await write(message)
 
-    async def whole(choice: Choice) -> None:
+    async def write_choice(choice: Choice) -> None:
         try:
-            await choice.write_to(in_turn)
+            await choice.write_to(write_locked)
         except OrcaError as error:
             failures.append(error)
             if len(failures) == 1:
@@ -105,7 +105,7 @@ async def write_all(choices: Sequence[Choice], write: Write) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             for choice in choices:
-                tasks.create_task(whole(choice))
+                tasks.create_task(write_choice(choice))
     except BaseExceptionGroup as group:  # a write failed
         raise group.exceptions[0] from group
     if failures:

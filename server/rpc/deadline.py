@@ -1,4 +1,4 @@
-"""A call's deadline, as far as a server can know it."""
+"""A call's deadline, as precisely as the server can know it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _SECONDS = 0.05
 
 
 class Deadline:
-    """The deadline of a call that has just come; `seconds` is the time left then, None without a deadline."""
+    """The deadline of a call. `seconds` is the time left at construction, None without a deadline."""
 
     def __init__(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._context = context
@@ -17,10 +17,10 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Is it there, or as good as there?
+        """Whether the deadline has passed or is about to.
 
-        A client counts it for itself and hangs up when it is there. The server's copy is up to a hundredth
-        later, because gRPC rounds a time limit up on its way, and by the time on the way.
+        The client measures its deadline itself and hangs up when it passes. The server's copy is later by the
+        transmission time and by up to a hundredth, because gRPC rounds the timeout up when it sends it.
         """
         left = _time_remaining(self._context)
         return left is not None and self.seconds is not None and left <= _SECONDS + _SHARE * self.seconds

@@ -1,4 +1,4 @@
-"""The service orca.v1.Generation: generation.proto says what its methods promise."""
+"""The service orca.v1.Generation; generation.proto documents its methods."""
 
 import asyncio
 from functools import partial
@@ -20,15 +20,15 @@ from server.rpc.deadline import Deadline
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
-_UNREAD_SECONDS = 60.0  # for a slow client to take what is left, after the longest time a request may run
+_UNREAD_SECONDS = 60.0  # for a slow client to read the rest, after the longest time a request may run
 
 
 class Generation:
-    """Takes calls to the gateway, whose `request_timeout` in seconds bounds them here as well.
+    """Passes calls to the gateway. `request_timeout` is the gateway's, in seconds; it bounds the writing too.
 
-    A call may ask for `max_choices` choices, and for no more than may wait.
+    A call may ask for at most `max_choices` choices, and for no more than may wait in the queue.
 
-    Messages come in as bytes, so that one that makes no sense is answered, logged and counted as any other.
+    Messages arrive as bytes, so that a malformed one is answered, logged and counted like any other.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, *, request_timeout: float, max_choices: int) -> None:
@@ -39,7 +39,7 @@ class Generation:
         self._live: dict[str, list[Choice]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Let `server` answer calls of the service; call it before `server` starts."""
+        """Register the service with `server`; call it before `server` starts."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         handlers = {
             "Generate": stream(self.generate, None, pb.GenerateResponse.SerializeToString),
@@ -86,16 +86,16 @@ class Generation:
             choices = self._live.get(request.request_id)
             if choices is not None:
                 return pb.CancelResponse(found=end_all(choices, FinishReason.CANCELLED))
-            return pb.CancelResponse(found=self._gateway.cancel(request.request_id))  # one of HTTP's
+            return pb.CancelResponse(found=self._gateway.cancel(request.request_id))  # an HTTP request
 
     async def models(self, data: bytes, context: Context) -> pb.ModelsResponse:
-        """What is served."""
+        """List the served model."""
         async with self._calls.answered("Models", context):
             await run_for_request(len(data), partial(messages.parsed, pb.ModelsRequest, data))
             return pb.ModelsResponse(models=[messages.model_card(self._gateway.model())])
 
     def _check_number(self, n: int, model: ServedModel) -> None:
-        """They come in together, so they must fit into an empty queue."""
+        """All choices are submitted together, so they must fit into one owner's share of an empty queue."""
         most = min(self._max_choices, model.serving.max_queue_each)
         if n > most:
             raise InvalidRequest(f"n is {n}; one request may ask for {most} choices", param="n")
@@ -103,7 +103,10 @@ class Generation:
     def _read(
         self, request: pb.GenerateRequest, model: ServedModel
     ) -> tuple[SamplingParams, tuple[int, ...]]:
-        """Takes time with the message's size. The prompt is a tuple, which all choices share."""
+        """The sampling parameters and the prompt. The cost grows with the message.
+
+        The prompt is a tuple, so that all choices share it.
+        """
         sampling = messages.sampling_params(request.sampling)
         self._check_number(sampling.n, model)
         if messages.prompt_kind(request) == "token_ids":
@@ -111,7 +114,7 @@ class Generation:
         return sampling, tuple(model.encode(request.text))
 
     async def _write_all(self, choices: list[Choice], context: Context, request_id: str) -> None:
-        """The request's id at once, then all pieces."""
+        """Send the request's id at once, as initial metadata, then all output."""
         limit = asyncio.timeout(self._longest)
         try:
             async with limit:
@@ -125,7 +128,7 @@ class Generation:
 
 
 def _note_outcome(choices: list[Choice], facts: dict[str, Any]) -> None:
-    """For the access log."""
+    """Add the outcome to the facts for the access log."""
     facts["completion_tokens"] = sum(choice.n_written for choice in choices)
     reasons = [choice.live.finish_reason for choice in choices]
     if len(reasons) == 1:

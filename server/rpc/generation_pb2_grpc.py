@@ -26,25 +26,25 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """Besides this service a server has grpc.health.v1.Health (SERVING once the model is loaded and warm, until
-    the server shuts down) and server reflection. Those two are open; here each call carries the metadata
-    `authorization: Bearer KEY` where the server has API keys.
+    """Besides this service the server has grpc.health.v1.Health (SERVING once the model is loaded and warm, until
+    the server shuts down) and server reflection. Those two need no API key. If the server has API keys, every
+    call of this service must carry the metadata `authorization: Bearer KEY`.
 
-    A call that fails ends with a status and a message that says what came, what is allowed and what to do:
+    A failed call ends with a status and a message that says what was received, what is allowed and what to do:
 
-    INVALID_ARGUMENT     the request can never be run; the trailing metadata `orca-param` names the field. So
-    does a field that this server does not know: nothing is ignored
+    INVALID_ARGUMENT     the request is invalid; the trailing metadata `orca-param` names the field. Unknown
+    fields are rejected too, never ignored
     UNAUTHENTICATED      the API key is missing or wrong
-    NOT_FOUND            another model than the one that is served
-    ALREADY_EXISTS       a live request has that request_id
-    RESOURCE_EXHAUSTED   as many requests wait as may, or as many grammars are being compiled; the trailing
-    metadata `retry-after` has the seconds after which it is worth another try. Also,
-    from gRPC itself: a message too large
-    UNAVAILABLE          the model is still loading, the server shuts down, or the engine failed
-    DEADLINE_EXCEEDED    the call's deadline or the server's own limit passed
-    CANCELLED            the client cancelled, by its call or by Cancel, or the server had to, shutting down
-    INTERNAL             a mistake of ours; or this output alone cannot go on, as where its grammar outgrew its
-    limits
+    NOT_FOUND            the request names a model that this server does not serve
+    ALREADY_EXISTS       a live request has the same request_id
+    RESOURCE_EXHAUSTED   the queue of requests, or of grammars to compile, is full; the trailing metadata
+    `retry-after` gives the seconds to wait before a retry. From gRPC itself also: the
+    message is too large
+    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed
+    DEADLINE_EXCEEDED    the call's deadline or the server's own time limit passed
+    CANCELLED            the client cancelled, by cancelling the call or with Cancel, or the server shut down
+    INTERNAL             a bug in the server; or only this output failed, for example because its grammar
+    exceeded its limits
     """
 
     def __init__(self, channel):
@@ -71,53 +71,54 @@ class GenerationStub:
 
 
 class GenerationServicer:
-    """Besides this service a server has grpc.health.v1.Health (SERVING once the model is loaded and warm, until
-    the server shuts down) and server reflection. Those two are open; here each call carries the metadata
-    `authorization: Bearer KEY` where the server has API keys.
+    """Besides this service the server has grpc.health.v1.Health (SERVING once the model is loaded and warm, until
+    the server shuts down) and server reflection. Those two need no API key. If the server has API keys, every
+    call of this service must carry the metadata `authorization: Bearer KEY`.
 
-    A call that fails ends with a status and a message that says what came, what is allowed and what to do:
+    A failed call ends with a status and a message that says what was received, what is allowed and what to do:
 
-    INVALID_ARGUMENT     the request can never be run; the trailing metadata `orca-param` names the field. So
-    does a field that this server does not know: nothing is ignored
+    INVALID_ARGUMENT     the request is invalid; the trailing metadata `orca-param` names the field. Unknown
+    fields are rejected too, never ignored
     UNAUTHENTICATED      the API key is missing or wrong
-    NOT_FOUND            another model than the one that is served
-    ALREADY_EXISTS       a live request has that request_id
-    RESOURCE_EXHAUSTED   as many requests wait as may, or as many grammars are being compiled; the trailing
-    metadata `retry-after` has the seconds after which it is worth another try. Also,
-    from gRPC itself: a message too large
-    UNAVAILABLE          the model is still loading, the server shuts down, or the engine failed
-    DEADLINE_EXCEEDED    the call's deadline or the server's own limit passed
-    CANCELLED            the client cancelled, by its call or by Cancel, or the server had to, shutting down
-    INTERNAL             a mistake of ours; or this output alone cannot go on, as where its grammar outgrew its
-    limits
+    NOT_FOUND            the request names a model that this server does not serve
+    ALREADY_EXISTS       a live request has the same request_id
+    RESOURCE_EXHAUSTED   the queue of requests, or of grammars to compile, is full; the trailing metadata
+    `retry-after` gives the seconds to wait before a retry. From gRPC itself also: the
+    message is too large
+    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed
+    DEADLINE_EXCEEDED    the call's deadline or the server's own time limit passed
+    CANCELLED            the client cancelled, by cancelling the call or with Cancel, or the server shut down
+    INTERNAL             a bug in the server; or only this output failed, for example because its grammar
+    exceeded its limits
     """
 
     def Generate(self, request, context):
-        """Continue a prompt. A message comes for each iteration that adds to the output, or for several where the
-        client reads slowly. As soon as the request is accepted, and before its first token, the initial metadata
-        comes with its id as `x-request-id`; a request that is not accepted has none.
+        """Continue a prompt. Each iteration that adds to the output sends a message; if the client reads slowly, a
+        message may cover several iterations. As soon as the request is accepted, before its first token, the
+        server sends the initial metadata with the request's id as `x-request-id`; a request that is not accepted
+        gets none.
 
-        With `n` above 1 the messages of its choices come as each has something new, and GenerateResponse.index
-        tells whose they are. All choices are accepted or none, and where one fails the call ends with its status:
-        the others are ended as well, and what they had comes before it.
+        If `n` is above 1, the messages of the choices are interleaved, and GenerateResponse.index says which
+        choice a message belongs to. Either all choices are accepted or none. If one fails, the others are
+        cancelled, their output so far is sent, and the call ends with the status of the one that failed.
 
-        A client that cancels the call, disconnects or passes its deadline ends the request: what it held is free
-        by the next iteration.
+        The request ends if the client cancels the call or disconnects, or if the deadline passes; its resources
+        are free by the next iteration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """End a live request of either endpoint, with all its choices where it came by Generate. Its own call gets
-        what came before, and then the status CANCELLED.
+        """Cancel a live request of the HTTP or the gRPC endpoint; for one made by Generate, all its choices. That
+        call receives the output so far, and then the status CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Models(self, request, context):
-        """What is served.
+        """List the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,25 +151,25 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """Besides this service a server has grpc.health.v1.Health (SERVING once the model is loaded and warm, until
-    the server shuts down) and server reflection. Those two are open; here each call carries the metadata
-    `authorization: Bearer KEY` where the server has API keys.
+    """Besides this service the server has grpc.health.v1.Health (SERVING once the model is loaded and warm, until
+    the server shuts down) and server reflection. Those two need no API key. If the server has API keys, every
+    call of this service must carry the metadata `authorization: Bearer KEY`.
 
-    A call that fails ends with a status and a message that says what came, what is allowed and what to do:
+    A failed call ends with a status and a message that says what was received, what is allowed and what to do:
 
-    INVALID_ARGUMENT     the request can never be run; the trailing metadata `orca-param` names the field. So
-    does a field that this server does not know: nothing is ignored
+    INVALID_ARGUMENT     the request is invalid; the trailing metadata `orca-param` names the field. Unknown
+    fields are rejected too, never ignored
     UNAUTHENTICATED      the API key is missing or wrong
-    NOT_FOUND            another model than the one that is served
-    ALREADY_EXISTS       a live request has that request_id
-    RESOURCE_EXHAUSTED   as many requests wait as may, or as many grammars are being compiled; the trailing
-    metadata `retry-after` has the seconds after which it is worth another try. Also,
-    from gRPC itself: a message too large
-    UNAVAILABLE          the model is still loading, the server shuts down, or the engine failed
-    DEADLINE_EXCEEDED    the call's deadline or the server's own limit passed
-    CANCELLED            the client cancelled, by its call or by Cancel, or the server had to, shutting down
-    INTERNAL             a mistake of ours; or this output alone cannot go on, as where its grammar outgrew its
-    limits
+    NOT_FOUND            the request names a model that this server does not serve
+    ALREADY_EXISTS       a live request has the same request_id
+    RESOURCE_EXHAUSTED   the queue of requests, or of grammars to compile, is full; the trailing metadata
+    `retry-after` gives the seconds to wait before a retry. From gRPC itself also: the
+    message is too large
+    UNAVAILABLE          the model is still loading, the server is shutting down, or the engine failed
+    DEADLINE_EXCEEDED    the call's deadline or the server's own time limit passed
+    CANCELLED            the client cancelled, by cancelling the call or with Cancel, or the server shut down
+    INTERNAL             a bug in the server; or only this output failed, for example because its grammar
+    exceeded its limits
     """
 
     @staticmethod

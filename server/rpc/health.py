@@ -1,4 +1,4 @@
-"""The standard health service, grpc.health.v1.Health, read off the gateway's phase."""
+"""The standard health service, grpc.health.v1.Health; it reports the gateway's phase."""
 
 import asyncio
 
@@ -14,9 +14,9 @@ _Status = health_pb2.HealthCheckResponse
 
 
 class Health(HealthServicer):
-    """SERVING for each of `services`, and for the server as a whole (""), while the gateway is ready.
+    """SERVING while the gateway is ready, for each of `services` and for the whole server ("").
 
-    NOT_SERVING before and after that, and while lost workers are brought up again.
+    NOT_SERVING at any other time, for example while lost workers restart.
     """
 
     def __init__(self, gateway: Gateway, services: tuple[str, ...]) -> None:
@@ -25,23 +25,23 @@ class Health(HealthServicer):
         self._closing = asyncio.Event()
 
     def close(self) -> None:
-        """The server is about to stop: let those go who watch."""
+        """End all calls of `Watch`, because the server is about to stop."""
         self._closing.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Status:
-        """The status now; NOT_FOUND for a service that is not here."""
+        """The current status; NOT_FOUND for an unknown service."""
         if request.service not in self._known:
             await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service here")
         return _Status(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """The status now and, within a quarter of a second, whenever it changes, until the server stops."""
-        told = None
+        """The current status, and each change within a quarter of a second, until the server stops."""
+        sent = None
         while not self._closing.is_set():
             status = self._status(request.service)
-            if status != told:
+            if status != sent:
                 await context.write(_Status(status=status))
-                told = status
+                sent = status
             try:
                 async with asyncio.timeout(_LOOK_SECONDS):
                     await self._closing.wait()

@@ -1,4 +1,4 @@
-"""What the messages of generation.proto say, in the engine's words, and back."""
+"""Converts between the messages of generation.proto and the engine's types."""
 
 import re
 import uuid
@@ -31,15 +31,13 @@ _FINISH_REASONS = {
 
 
 def parsed(kind: type[M], data: bytes) -> M:
-    """The message that came. Raises InvalidRequest if it is none, or has a field that is not known here, or
-    more fields than anybody needs.
-    """
+    """Parse a message. Raises InvalidRequest if it is malformed, or has unknown fields or too many fields."""
     if len(data) > MAX_FIELDS and has_too_many_fields(kind.DESCRIPTOR, data):
         raise InvalidRequest(f"the message has more than {MAX_FIELDS} fields; send less", param="message")
     try:
         message = kind.FromString(data)
     except DecodeError as error:
-        text = f"what came is no {kind.DESCRIPTOR.full_name}: {error}"
+        text = f"the message is not a valid {kind.DESCRIPTOR.full_name}: {error}"
         raise InvalidRequest(text, param="message") from error
     _refuse_unknown_fields(message, "")
     return message
@@ -56,7 +54,7 @@ def _refuse_unknown_fields(message: Message, path: str) -> None:
 
 
 def request_id(request: pb.GenerateRequest) -> str:
-    """The client's own, or a new one. Raises InvalidRequest."""
+    """The client's own request id, or a new one. Raises InvalidRequest."""
     if not request.request_id:
         return f"gen-{uuid.uuid4().hex}"
     if not _REQUEST_ID.fullmatch(request.request_id):
@@ -67,12 +65,15 @@ def request_id(request: pb.GenerateRequest) -> str:
 
 
 def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """The engine's form; what is not set has the engine's default. Raises InvalidSamplingParameter."""
+    """The engine's sampling parameters; unset fields get the engine's defaults.
+
+    Raises InvalidSamplingParameter.
+    """
     return SamplingParams(**{field.name: _plain(value) for field, value in message.ListFields()})
 
 
 def _plain(value: Any) -> Any:
-    """A field's value as SamplingParams has it; those of one name stand for the same in both."""
+    """A field's value in the form of SamplingParams; fields have the same names in both."""
     if isinstance(value, pb.TokenIds):
         return tuple(numbers("allowed_token_ids", value.ids))
     if isinstance(value, pb.Texts):
@@ -83,21 +84,21 @@ def _plain(value: Any) -> Any:
 
 
 def numbers(name: str, value: Sequence[int]) -> list[int]:
-    """A field of numbers as a list, made in steps between which other threads may run.
+    """A repeated numeric field as a list, copied in chunks so that other threads can run in between.
 
-    Raises InvalidRequest for more than a request over HTTP may have.
+    Raises InvalidRequest for more than MAX_NUMBERS, the limit over HTTP.
     """
     if len(value) > MAX_NUMBERS:
         message = f"{name} has {len(value)} token ids; {MAX_NUMBERS} are allowed"
         raise InvalidRequest(message, param=name)
-    taken = list[int]()
+    copied = list[int]()
     for start in range(0, len(value), _AT_ONCE):
-        taken += value[start : start + _AT_ONCE]
-    return taken
+        copied += value[start : start + _AT_ONCE]
+    return copied
 
 
 def prompt_kind(request: pb.GenerateRequest) -> Literal["text", "token_ids"]:
-    """Which of the two the prompt is. Raises InvalidPrompt where there is none."""
+    """Whether the prompt is text or token ids. Raises InvalidPrompt if there is none."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidPrompt("the request has no prompt; set text or token_ids", param="prompt")
@@ -107,7 +108,7 @@ def prompt_kind(request: pb.GenerateRequest) -> Literal["text", "token_ids"]:
 def response(
     live: LiveRequest, piece: Piece, n_before: int, *, request_id: str, index: int
 ) -> pb.GenerateResponse:
-    """A piece of choice `index` as a message; `n_before` of its tokens came in the messages before."""
+    """A piece of choice `index` as a message. Earlier messages held `n_before` of its tokens."""
     message = pb.GenerateResponse(
         request_id=request_id,
         text=piece.text,
@@ -133,7 +134,7 @@ def _logprobs(logprobs: Iterable[TokenLogprobs]) -> Iterable[pb.TokenLogprobs]:
 
 
 def model_card(model: ServedModel) -> pb.Model:
-    """What a client is told about the model."""
+    """The description of the model for clients."""
     return pb.Model(
         name=model.name,
         created=model.created,

@@ -1,4 +1,4 @@
-"""The gRPC endpoint: orca.v1.Generation with health and reflection on one port, over TLS where asked for."""
+"""The gRPC endpoint: orca.v1.Generation, health and reflection on one port, optionally over TLS."""
 
 from pathlib import Path
 
@@ -20,24 +20,24 @@ from server.settings.config import EndpointOptions
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
-# Times in milliseconds. A client that vanished without a word is found within a minute, and one that asks
-# every ten seconds whether we are alive is no nuisance. A port is ours alone: two servers on one would each
-# get a part of the calls.
+# Times in milliseconds. A client that vanishes without closing its connection is detected within a minute,
+# and clients may send keepalive pings every ten seconds. The port is exclusive: two servers on one port would
+# each get a part of the calls.
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 40_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),  # or a ping has a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 20_000),  # without this a ping has a minute, whatever the line above says
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_connection_idle_ms", 300_000),  # without a call; a client connects again by itself
-    ("grpc.max_concurrent_streams", 1024),  # of one connection; the client lets more calls wait
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; clients reconnect automatically
+    ("grpc.max_concurrent_streams", 1024),  # per connection; clients queue further calls
 )
 
 
 class RpcServer:
-    """A server on one event loop: `bind`, `start`, and `stop` at the end. Made by `create_server`."""
+    """A gRPC server on one event loop. Call `bind`, `start`, and finally `stop`. Made by `create_server`."""
 
     def __init__(self, server: grpc.aio.Server, health: Health, options: EndpointOptions) -> None:
         self._server = server
@@ -45,11 +45,13 @@ class RpcServer:
         self._options = options
 
     async def bind(self, host: str, port: int) -> int:
-        """Take the address and return the port, a free one for 0; call it once, before `start`.
+        """Bind the address and return the port: a free one if `port` is 0. Call it once, before `start`.
 
-        Raises ConfigError where the address is taken or not ours, or certificate and key cannot be used.
+        Raises ConfigError if the address is in use or not on this machine, or if the certificate or key is
+        unusable.
         """
-        with bound_socket(host, port, flag="--grpc-port") as probe:  # the system says why, gRPC only says no
+        # Bind once here, because gRPC's own error does not give the reason.
+        with bound_socket(host, port, flag="--grpc-port") as probe:
             address = f"{in_url(probe.getsockname()[0])}:{port}"
         try:
             credentials = self._credentials()
@@ -61,11 +63,10 @@ class RpcServer:
             raise ConfigError(message) from error
 
     async def start(self) -> None:
-        """Answer calls from now on."""
         await self._server.start()
 
     async def stop(self, grace: float | None) -> None:
-        """Take no more calls; those that run get `grace` seconds, and end as cancelled then."""
+        """Reject new calls; give running calls `grace` seconds, then cancel them."""
         self._health.close()
         await self._server.stop(grace)
 
@@ -79,10 +80,10 @@ class RpcServer:
 def create_server(
     gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics
 ) -> RpcServer:
-    """A server in front of `gateway`; made on the loop that runs it.
+    """A server for `gateway`. Call it on the event loop that will run the server.
 
-    As many calls may be open as connections: the pool's queue bounds those that are accepted far below that,
-    and one that is not ends at once.
+    The limit on open calls equals the limit on connections. The request pool's queue allows far fewer
+    accepted requests, and a call that is not accepted ends at once.
     """
     calls = Calls(gateway, api_keys=api_keys, access_log=options.access_log, metrics=metrics)
     server = grpc.aio.server(
@@ -108,7 +109,7 @@ def _limits(options: EndpointOptions) -> tuple[tuple[str, int], ...]:
         ("grpc.max_receive_message_length", options.max_body_bytes),
         ("grpc.max_allowed_incoming_connections", options.max_connections),
         ("grpc.server_handshake_timeout_ms", max(round(1000 * options.header_timeout), 1)),
-        # Soft and hard: between the two gRPC would refuse by chance.
+        # The soft and the hard limit are equal: between the two, gRPC would reject calls at random.
         ("grpc.max_metadata_size", options.max_header_bytes),
         ("grpc.absolute_max_metadata_size", options.max_header_bytes),
     )

@@ -262,7 +262,7 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
     made = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
     assert made == [
         "orca_jax/control/worker_pb2.py",
-        "orca_jax/worker_pb2.pyi",
+        "orca_jax/control/worker_pb2.pyi",
         "server/rpc/generation_pb2.py",
         "server/rpc/generation_pb2.pyi",
         "server/rpc/generation_pb2_grpc.py",
