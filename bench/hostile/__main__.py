@@ -1,22 +1,21 @@
-"""Hostile clients against a real server, with sixteen well-behaved streams beside them: what do those see?
+"""Attacks a real server while sixteen well-behaved streams run, and measures what those notice.
 
     python -m bench.hostile [--seconds 4] [--rounds 10] [--only NAME,NAME] [--tries 1] [--no-judge]
 
-Starts `orca serve` with the demo model. Two more processes hold sixteen streams with a probe of /health,
-which note their longest waits, and the attacker. First nobody attacks, then each attack has its turn, and
-then all of them have short turns, `--rounds` times. Shows the longest gap between two chunks of a stream, the
-longest wait for a first chunk and for /health, how much the server's memory, descriptors and threads grew
-(after the attack, and in brackets at the most), and what the attacker was told; after each round the server's
+Starts `orca serve` with the demo model. One more process runs the sixteen streams with a probe of /health and
+records their longest waits; another runs the attacker. First there is no attack, then each attack runs, then
+all of them run briefly, `--rounds` times. Shows the longest gap between two chunks of a stream, the longest
+wait for a first chunk and for /health, the growth of the server's memory, descriptors and threads (after the
+attack, and the maximum in parentheses), and the answers that the attacker got; after each round the server's
 memory.
 
-Exits with 1, naming why, when a gap or /health took 0.25 s longer than without an attacker, when a
-well-behaved client was refused or cut off, when an answer was a 5xx other than 503, when memory, descriptors
-or threads are not level over the rounds (from four on), or when the server left a traceback or did not end
-well.
+Exits with 1, naming why, if a gap or /health took 0.25 s longer than without an attacker, a well-behaved
+client was refused or cut off, an answer was a 5xx other than 503, memory, descriptors or threads grew over
+the rounds (checked from four rounds on), or the server left a traceback or did not exit cleanly.
 
-Everything runs on loopback and shares the machine's cores, so that the clients' own processor time counts
-against the server. Where others use the machine too, `--tries 3` gives an attack that cost too much two more
-tries, and the best counts: what the attack itself costs is there each time.
+Everything runs on loopback and shares the machine's cores, so the clients' own processor time counts against
+the server. On a shared machine, `--tries 3` gives an attack that cost too much two more tries, and the best
+counts: the cost of the attack itself shows in every try.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from bench.hostile.trial import Cost, Trial
 
 
 def attacked(trial: Trial, report: Report, name: str, seconds: float, number: int, tries: int) -> Cost:
-    """One attack, tried again while it complains and there are tries left; the best of them."""
+    """Run one attack, and again while there are complaints and tries left; returns the best result."""
     costs = [trial.attack(name, seconds, number)]
     while report.complaints(costs[-1]) and len(costs) < tries:
         costs.append(trial.attack(name, seconds, number))
@@ -40,7 +39,7 @@ def attacked(trial: Trial, report: Report, name: str, seconds: float, number: in
 
 
 def run(names: list[str], flags: argparse.Namespace, progress: Progress) -> Report:
-    """All of it."""
+    """Run everything."""
     seconds, n_rounds, round_seconds = flags.seconds, flags.rounds, flags.round_seconds
     report = Report(seconds)
     with Trial() as trial:
@@ -65,14 +64,16 @@ def run(names: list[str], flags: argparse.Namespace, progress: Progress) -> Repo
 
 
 def main() -> int:
-    """Attack; tables, what failed, and last one line of JSON."""
+    """Run the attacks; print tables, failures and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.hostile", description="Hostile clients")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each attack (default: 4)")
-    parser.add_argument("--rounds", type=int, default=10, help="of all attacks again (default: 10)")
-    parser.add_argument("--round-seconds", type=float, default=1.5, help="of each in a round (default: 1.5)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds per attack (default: 4)")
+    parser.add_argument("--rounds", type=int, default=10, help="further rounds of all attacks (default: 10)")
+    parser.add_argument(
+        "--round-seconds", type=float, default=1.5, help="per attack in a round (default: 1.5)"
+    )
     parser.add_argument("--only", metavar="NAME,NAME", help=f"some of: {', '.join(ATTACKS)}")
-    parser.add_argument("--tries", type=int, default=1, help="of an attack that costs too much (default: 1)")
-    parser.add_argument("--no-judge", action="store_true", help="exit with 0 whatever was seen")
+    parser.add_argument("--tries", type=int, default=1, help="per attack that costs too much (default: 1)")
+    parser.add_argument("--no-judge", action="store_true", help="exit with 0 whatever the result")
     flags = parser.parse_args()
     names = list(ATTACKS) if flags.only is None else flags.only.split(",")
     unknown = [name for name in names if name not in ATTACKS]
@@ -84,11 +85,11 @@ def main() -> int:
     console.print(attack_table(report))
     if report.rounds:
         console.print(round_table(report))
-    found = summary(report)
-    for failure in found["failures"]:
+    result = summary(report)
+    for failure in result["failures"]:
         print(f"FAILED: {failure}")
-    print(json.dumps(found))
-    return 1 if found["failures"] and not flags.no_judge else 0
+    print(json.dumps(result))
+    return 1 if result["failures"] and not flags.no_judge else 0
 
 
 if __name__ == "__main__":

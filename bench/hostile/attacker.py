@@ -1,4 +1,4 @@
-"""All attacks by name, and the process that they are run in."""
+"""All attacks by name, and the process that runs them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from bench.hostile.target import Target, Told
 
 Attack = Callable[[Target], Awaitable[None]]
 
-GRACE_SECONDS = 10.0  # beyond its time, for an attack to notice that it is over
+GRACE_SECONDS = 10.0  # extra time for an attack to notice that it is over
 
 ATTACKS: dict[str, Attack] = {
     attack.__name__.replace("_", "-"): attack
@@ -33,7 +33,7 @@ class Order:
 
 
 def attacker(connection: Connection) -> None:
-    """For an OtherProcess: Told for each Order."""
+    """For an OtherProcess: answers each Order with Told."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while True:
             try:
@@ -44,7 +44,7 @@ def attacker(connection: Connection) -> None:
 
 
 async def attack(order: Order) -> Told:
-    """Run one attack; it never takes longer than its time and GRACE_SECONDS."""
+    """Run one attack, for at most its time plus GRACE_SECONDS."""
     target = Target(order.http, order.rpc, seconds=order.seconds, number=order.number)
     try:
         async with asyncio.timeout(order.seconds + GRACE_SECONDS):

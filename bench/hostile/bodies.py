@@ -1,35 +1,35 @@
-"""Attacks by a request's body: JSON that costs more than its bytes."""
+"""Attacks by request bodies: JSON that costs more than its bytes."""
 
 from bench.hostile.target import CHAT, COMPLETIONS, Target
 
-_MOST = (4 << 20) - 64  # a little less than the bytes that a server takes by default
+_MOST = (4 << 20) - 64  # a little less than the server's default limit in bytes
 
 
 def _names_and_one_twice(n_bytes: int) -> bytes:
-    """An object of short names of which the last stands twice."""
+    """An object with short names, the last of which is duplicated."""
     n = n_bytes // 13 - 1
     names = ",".join(f'"a{i:07}":0' for i in range(n))
     return f'{{{names},"a{n - 1:07}":0}}'.encode()
 
 
 def _filled(before: bytes, piece: bytes, after: bytes, *, most: int = _MOST) -> bytes:
-    """As many pieces, with commas between, as fit."""
+    """As many comma-separated pieces as fit."""
     n = (most - len(before) - len(after)) // (len(piece) + 1)
     return before + b",".join([piece] * n) + after
 
 
 async def duplicate_keys(target: Target) -> None:
-    """Objects of 104 KB with a name twice at the end."""
+    """Objects of 104 KB with a duplicate name at the end."""
     await target.flood(2, [target.post(COMPLETIONS, _names_and_one_twice(104_000))])
 
 
 async def duplicate_keys_4_mb(target: Target) -> None:
-    """The same in 4 MB: on the event loop it was half an hour."""
+    """The same with 4 MB, which once blocked the event loop for half an hour."""
     await target.flood(1, [target.post(COMPLETIONS, _names_and_one_twice(_MOST))])
 
 
 async def deep_nests(target: Target) -> None:
-    """Arrays and objects in one another, as deep as 4 MB go."""
+    """Nested arrays and objects, as deep as fit into 4 MB."""
     inner = b'{"prompt":' + b"[" * 900 + b"1" + b"]" * 900 + b"}"
     bodies = (
         b"[" * _MOST,
@@ -43,7 +43,7 @@ async def deep_nests(target: Target) -> None:
 
 
 async def two_million_integers(target: Target) -> None:
-    """A prompt of 2 million tokens, as a prompt, as prompts of one token, and to be made text."""
+    """A prompt of 2 million tokens, as one prompt, as prompts of one token, and for detokenization."""
     requests = [
         target.post(COMPLETIONS, _filled(b'{"prompt":[', b"1", b"]}")),
         target.post(COMPLETIONS, _filled(b'{"prompt":[', b"[1]", b"]}")),
@@ -55,7 +55,7 @@ async def two_million_integers(target: Target) -> None:
 
 
 async def empty_messages(target: Target) -> None:
-    """130,000 messages without a character."""
+    """130,000 empty messages."""
     body = _filled(b'{"max_tokens":1,"messages":[', b'{"role":"user","content":""}', b"]}")
     parts = _filled(
         b'{"max_tokens":1,"messages":[{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"
@@ -66,7 +66,7 @@ async def empty_messages(target: Target) -> None:
 
 
 async def long_texts(target: Target) -> None:
-    """4 MB of text to encode: of one letter, of many, of half surrogate pairs and of escapes."""
+    """4 MB of text to encode: one letter, many letters, lone surrogates, escapes."""
     texts = (
         b"a" * (_MOST - 100),
         b"the quick brown fox " * (_MOST // 20 - 10),
@@ -84,7 +84,7 @@ async def long_texts(target: Target) -> None:
 
 
 async def long_numbers(target: Target) -> None:
-    """Numbers of a million digits, and fields of 4 MB that nobody knows."""
+    """Numbers of a million digits, and unknown fields of 4 MB."""
     digits = b"1" * (_MOST - 100)
     bodies = (
         b'{"prompt":"a","max_tokens":' + digits + b"}",
@@ -99,7 +99,7 @@ async def long_numbers(target: Target) -> None:
 
 
 async def huge_biases(target: Target) -> None:
-    """`logit_bias` and `allowed_token_ids` at their limits and far beyond, for one choice and for 128."""
+    """`logit_bias` and `allowed_token_ids` at and far beyond their limits, for one choice and for 128."""
     bias = ",".join(f'"{i}":1' for i in range(2048)).encode()
     too_many = ",".join(f'"{i}":1' for i in range(300_000)).encode()
     allowed = ",".join(map(str, range(2048))).encode()

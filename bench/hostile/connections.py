@@ -1,4 +1,4 @@
-"""Attacks by connections: many, slow, endless, or half of what they should be."""
+"""Attacks by connections: many, slow, endless, or incomplete."""
 
 import asyncio
 import os
@@ -9,12 +9,12 @@ from bench.hostile.target import ADDRESS, COMPLETIONS, Streams, Target
 from bench.server.http_client import get
 
 _DRIP_SECONDS = 0.2
-_MOST_SENT = 200 << 20  # bytes of one endless connection
+_MOST_SENT = 200 << 20  # bytes sent on one endless connection
 _LINES = b"X-Line: " + b"a" * 8000 + b"\r\n"
 
 
 async def _held(target: Target, n: int, use: Callable[[Streams], Awaitable[None]]) -> None:
-    """Open `n` connections and `use` each; note what the server says, or that it says nothing."""
+    """Open `n` connections and `use` each; record the server's answer, or that there is none."""
 
     async def one() -> None:
         try:
@@ -31,7 +31,7 @@ async def _held(target: Target, n: int, use: Callable[[Streams], Awaitable[None]
 
 
 async def _send_for_ever(target: Target, streams: Streams, piece: bytes) -> None:
-    """Write until the server answers, closes or the time is over; no more than the system buffers."""
+    """Write until the server answers or closes or the time is over, buffering no more than the system."""
     reader, writer = streams
     n_sent = 0
     while target.left and n_sent < _MOST_SENT and not reader.at_eof():
@@ -47,7 +47,7 @@ async def _send_for_ever(target: Target, streams: Streams, piece: bytes) -> None
 
 
 async def endless_headers(target: Target) -> None:
-    """Header lines without end: long ones, short ones, and one that never ends."""
+    """Endless header lines: long ones, short ones, and one that never ends."""
     kinds = iter((_LINES * 8, b"a:\r\n" * 16_000, b"a" * 65_536, _LINES * 8))
 
     async def use(streams: Streams) -> None:
@@ -59,7 +59,7 @@ async def endless_headers(target: Target) -> None:
 
 
 async def half_sent_headers(target: Target) -> None:
-    """300 connections whose headers stop in the middle, a byte more now and then."""
+    """300 connections whose headers stop in the middle, with another byte now and then."""
 
     async def use(streams: Streams) -> None:
         streams[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nX-Slow: ")
@@ -69,7 +69,7 @@ async def half_sent_headers(target: Target) -> None:
 
 
 async def idle_connections(target: Target) -> None:
-    """300 connections on which nothing is ever asked, or one thing and then nothing."""
+    """300 connections without any request, or with one and then nothing."""
     request = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
     numbers = iter(range(300))
 
@@ -81,7 +81,7 @@ async def idle_connections(target: Target) -> None:
 
 
 async def dripping_bodies(target: Target) -> None:
-    """100 bodies that come a byte at a time."""
+    """100 bodies that arrive a byte at a time."""
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
         b'Content-Length: 4000000\r\n\r\n{"prompt":"'
@@ -102,7 +102,7 @@ async def _drip(target: Target, streams: Streams) -> None:
 
 
 async def bodies_after_413(target: Target) -> None:
-    """Bodies of a gigabyte, sent on whatever the server answers."""
+    """Bodies of a gigabyte, sent whatever the server answers."""
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
         b"Content-Length: 1000000000\r\n\r\n"
@@ -116,7 +116,7 @@ async def bodies_after_413(target: Target) -> None:
 
 
 async def many_connections(target: Target) -> None:
-    """1,000 connections at once, a question on each, and all stay open."""
+    """1,000 connections at once, a request on each, all kept open."""
     request = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
 
     async def use(streams: Streams) -> None:
@@ -126,7 +126,7 @@ async def many_connections(target: Target) -> None:
 
 
 async def short_connections(target: Target) -> None:
-    """Connections opened and closed as fast as it goes, some with a word of rubbish."""
+    """Connections opened and closed as fast as possible, some with garbage."""
     rubbish = (b"", b"\x16\x03\x01\x02\x00\x01\x00", b"GET", b"\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     numbers = iter(range(1 << 62))
 
@@ -161,7 +161,7 @@ async def pipelining(target: Target) -> None:
 
 
 async def slow_readers(target: Target) -> None:
-    """64 long streams whose readers take nothing."""
+    """64 long streams whose clients read nothing."""
     body = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True, "logprobs": 20}
     request = target.post(COMPLETIONS, body)
 
@@ -189,7 +189,7 @@ async def slow_readers(target: Target) -> None:
 
 
 async def metrics_hammered(target: Target) -> None:
-    """/metrics again and again, on four connections at once."""
+    """/metrics in a loop, on four connections at once."""
     await target.flood(4, [get(target.host, target.port, "/metrics")])
 
 

@@ -1,4 +1,4 @@
-"""What a process holds: memory, files and threads, now and at their most while somebody looks."""
+"""A process's memory, files and threads: current, and maximum over a period."""
 
 import threading
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ class Footprint:
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        """That of a process now."""
+        """A process's current values."""
         process = Path(f"/proc/{pid}")
         fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         rss = 1024 * int(fields["VmRSS"].split()[0])
         return cls(rss, sum(1 for _ in (process / "fd").iterdir()), int(fields["Threads"]))
 
     def most(self, other: "Footprint") -> "Footprint":
-        """The larger of each."""
+        """The larger of each value."""
         return Footprint(
             max(self.rss, other.rss), max(self.files, other.files), max(self.threads, other.threads)
         )
 
 
 class Watched:
-    """A context manager that looks at a process all the time: `before` it was entered, and at its `most`."""
+    """A context manager that samples a process: `before` on entry, and at its `most`."""
 
     def __init__(self, pid: int) -> None:
         self.before = self.most = Footprint.of(pid)

@@ -1,4 +1,4 @@
-"""Attacks by what a request asks of the engine and of those who prepare it: grammars, texts, numbers."""
+"""Attacks by the contents of requests: grammars, texts, numbers."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def _nested(n: int) -> dict[str, Any]:
     return schema
 
 
-# The costliest of tests/host/grammar/test_grammar.py, refused ones and ones that run.
+# The costliest of tests/host/grammar/test_grammar.py, both rejected ones and ones that run.
 _COSTLY: tuple[dict[str, Any], ...] = (
     {"guided_regex": "a?" * 2000},
     {"guided_regex": "(a|b|)" * 600},
@@ -58,7 +58,7 @@ _COSTLY: tuple[dict[str, Any], ...] = (
 
 
 async def quadratic_grammars(target: Target) -> None:
-    r"""Eight at once of 8 KB of `\/`, none like another."""
+    r"""Eight at once of 8 KB of `\/`, all different."""
     numbers = itertools.count()
 
     async def one() -> None:
@@ -69,13 +69,13 @@ async def quadratic_grammars(target: Target) -> None:
 
 
 async def costly_grammars(target: Target) -> None:
-    """Grammars, schemas and expressions at the edge of what is compiled, and over it; each twice new."""
+    """Grammars, schemas and expressions at and just above the limits of compilation; each is new twice."""
     bodies = [{"prompt": "a", "max_tokens": 32, "ignore_eos": True, **costly} for costly in _COSTLY]
     await target.flood(8, [target.post(COMPLETIONS, body) for body in bodies])
 
 
 async def distinct_grammars(target: Target) -> None:
-    """Each request with a large grammar that nobody had before, and an output that makes it grow."""
+    """Requests that each have a new large grammar, with an output that makes it grow."""
     numbers = itertools.count(1_000_000 * target.number)
 
     async def one() -> None:
@@ -102,7 +102,7 @@ async def stop_strings(target: Target) -> None:
 
 
 async def bad_words(target: Target) -> None:
-    """256 bad words, each request's own: as long as one may be, and as long as all may be together."""
+    """256 bad words, different for each request: one as long as allowed, and all together as allowed."""
     numbers = itertools.count()
 
     async def one() -> None:
@@ -116,13 +116,13 @@ async def bad_words(target: Target) -> None:
 
 
 async def full_queue(target: Target) -> None:
-    """Eight requests of 128 choices, as long as they may be, again and again."""
+    """Eight concurrent requests of 128 choices of maximum length, repeated."""
     body = {"prompt": "a", "max_tokens": 400, "n": 128, "ignore_eos": True}
     await target.flood(8, [target.post(COMPLETIONS, body)])
 
 
 async def infinities(target: Target) -> None:
-    """Parameters that make numbers of the sampler infinite."""
+    """Parameters that make values in the sampler infinite."""
     extremes: tuple[dict[str, Any], ...] = (
         {"repetition_penalty": 1e-38, "logit_bias": {"5": 100}},
         {"repetition_penalty": 1e-45, "logit_bias": {"5": -100}},
@@ -146,7 +146,7 @@ async def infinities(target: Target) -> None:
 
 
 async def log_probabilities(target: Target) -> None:
-    """Those of a long prompt and of all its 128 choices, with the twenty likeliest of each."""
+    """Log-probabilities of a long prompt and of all its 128 choices, with the twenty most likely of each."""
     prompt = [1 + i % 2000 for i in range(400)]
     more = {"prompt": prompt, "max_tokens": 16, "n": 128, "logprobs": 20}
     bodies = [{**more, "echo": True}, {**more, "stream": True}, {**more, "max_tokens": 0, "echo": True}]

@@ -1,7 +1,7 @@
-"""The well-behaved clients, in a process of their own: sixteen short streams and a probe of /health.
+"""The well-behaved clients, in a separate process: sixteen short streams and a probe of /health.
 
-They note their longest waits. They come from another address of loopback than the attackers do, so that a
-server that treats addresses apart can tell them apart.
+They record their longest waits. They use another loopback address than the attackers, so that a server with
+limits per address can tell them apart.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from bench.server.http_client import get, post
 ADDRESS = "127.0.0.2"
 N_STREAMS = 16
 N_OUTPUT = 64
-PROBE_SECONDS = 0.02  # from one answer of /health to the next question
-CLIENT_SECONDS = 60.0  # no stream and no probe may take longer
-_AGAIN_SECONDS = 0.05  # after a failure
+PROBE_SECONDS = 0.02  # from an answer of /health to the next request
+CLIENT_SECONDS = 60.0  # the most that a stream or a probe may take
+_AGAIN_SECONDS = 0.05  # pause after a failure
 _MAX_WRONG = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Longest waits in seconds, of those that ended since the question before or are not over yet.
+    """Longest waits in seconds, among those that ended since the previous query or are still running.
 
-    `between` is that between two chunks of a stream, `first` from a stream's connection to its first chunk,
-    `health` that for an answer of /health. `wrong` are the first few failures of `n_wrong`.
+    `between` is between two chunks of a stream, `first` from a stream's connection to its first chunk,
+    `health` for an answer of /health. `wrong` has the first few of `n_wrong` failures.
     """
 
     between: float
@@ -40,7 +40,7 @@ class Waits:
 
 
 def neighbours(connection: Connection) -> None:
-    """For an OtherProcess: takes (host, port) of HTTP once, then gives Waits for whatever it is sent."""
+    """For an OtherProcess: takes (host, port) of HTTP once, then answers any message with Waits."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Neighbours(*connection.recv()).run(connection))
 
@@ -63,7 +63,7 @@ class _Neighbours:
             self.wrong.append(message)
 
     async def run(self, connection: Connection) -> None:
-        """Answer each question until the other end closes."""
+        """Answer queries until the other end closes."""
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
 
@@ -79,7 +79,7 @@ class _Neighbours:
         tasks = [loop.create_task(self._streams(number)) for number in range(N_STREAMS)]
         tasks.append(loop.create_task(self._probe()))
         loop.add_reader(connection.fileno(), asked)
-        connection.send(None)  # the answer to the address
+        connection.send(None)  # acknowledges the address
         await closed.wait()
         for task in tasks:
             task.cancel()
@@ -104,7 +104,7 @@ class _Neighbours:
         return waits
 
     def note(self, stream: "_Stream", now: float) -> None:
-        """A wait of `stream` that is over now, or is not yet."""
+        """Record a wait of `stream`, ended or still running."""
         wait = now - stream.last
         if stream.has_begun:
             self.between = max(self.between, wait)
@@ -169,7 +169,7 @@ class _Neighbours:
 
 
 class _Stream(asyncio.Protocol):
-    """One stream's answer as it comes, with the time of its last chunk."""
+    """One stream's answer as it arrives, with the time of its last chunk."""
 
     def __init__(self, owner: _Neighbours) -> None:
         self.answer = bytearray()

@@ -1,4 +1,4 @@
-"""What an attack cost, as rows, as a verdict, and as one line of JSON."""
+"""An attack's cost as table rows, as a verdict, and as JSON."""
 
 import os
 import platform
@@ -13,21 +13,21 @@ from bench.hostile.footprint import Footprint
 from bench.hostile.target import OUTPUT_FAILED
 from bench.hostile.trial import Cost
 
-ALLOWED_SECONDS = 0.25  # that a neighbour may wait longer than without an attacker
+ALLOWED_SECONDS = 0.25  # how much longer a neighbour may wait than without an attacker
 
-# What no attacker may be told, whatever it does, besides HTTP's 5xx without 503.
+# Answers that no attacker may get, whatever it does, besides HTTP's 5xx other than 503.
 FAULTS = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "had to be stopped")
 
-# What the last quarter's median may be above the second quarter's, when nothing leaks, as in
+# How far the last quarter's median may be above the second quarter's if nothing leaks, as in
 # bench/server/soak.py.
 RSS_GROWTH, RSS_SLACK = 1.08, 16e6
 FILES_SLACK, THREADS_SLACK = 24, 8
-LEAST_ROUNDS = 4  # to tell whether anything grows
+LEAST_ROUNDS = 4  # needed to judge growth
 
 
 @dataclass(slots=True)
 class Report:
-    """The wait without an attacker, that beside each attack, and the server after each round."""
+    """The waits without an attacker and with each attack, and the server after each round."""
 
     seconds: float
     baseline: Cost | None = None
@@ -41,53 +41,55 @@ class Report:
     def complaints(self, cost: Cost) -> list[str]:
         """What one attack did that it must not."""
         assert self.baseline is not None
-        found: list[str] = []
+        complaints: list[str] = []
         if cost.held:
-            found.append(f"the server was held for over {cost.seconds:.0f} s and had to be ended")
+            complaints.append(f"the server was held for over {cost.seconds:.0f} s and had to be ended")
         for what, wait, usual in (
             ("a stream's gap", cost.waits.between, self.baseline.waits.between),
             ("/health", cost.waits.health, self.baseline.waits.health),
         ):
             if wait > usual + ALLOWED_SECONDS:
-                found.append(f"{what} was {wait:.3f} s, without an attacker {usual:.3f} s")
+                complaints.append(f"{what} was {wait:.3f} s, without an attacker {usual:.3f} s")
         if cost.told is not None:
             faults = [what for what in cost.told.n if what in FAULTS or what[0] == "5"]
             faults = [what for what in faults if what not in ("503", OUTPUT_FAILED)]
-            found += [f"{what} was told: {cost.told.messages.get(what, '')}" for what in faults]
+            complaints += [f"{what} was told: {cost.told.messages.get(what, '')}" for what in faults]
         if cost.waits.n_wrong:
-            found.append(f"{cost.waits.n_wrong} failures of neighbours, first: {cost.waits.wrong[0]}")
-        return [f"{cost.name}: {one}" for one in found]
+            complaints.append(f"{cost.waits.n_wrong} failures of neighbours, first: {cost.waits.wrong[0]}")
+        return [f"{cost.name}: {complaint}" for complaint in complaints]
 
     def failures(self) -> list[str]:
-        """All that must not be."""
-        found = [one for cost in (*self.costs, *self.round_costs) for one in self.complaints(cost)]
-        found += self._growth()
+        """Everything that must not happen but did."""
+        failures = [
+            complaint for cost in (*self.costs, *self.round_costs) for complaint in self.complaints(cost)
+        ]
+        failures += self._growth()
         if self.exit_status != 0:
-            found.append(f"after SIGTERM the server ended with {self.exit_status}")
+            failures.append(f"after SIGTERM the server ended with {self.exit_status}")
         if self.traceback:
-            found.append(f"a traceback in the server's stderr: {self.traceback}")
-        return found
+            failures.append(f"a traceback in the server's stderr: {self.traceback}")
+        return failures
 
     def _growth(self) -> list[str]:
         n = len(self.rounds)
         if n < LEAST_ROUNDS:
             return []
         second, last = self.rounds[n // 4 : n // 2], self.rounds[3 * n // 4 :]
-        found: list[str] = []
+        growth: list[str] = []
         rss, rss_end = (median(one.rss for one in some) for some in (second, last))
         if rss_end > RSS_GROWTH * rss + RSS_SLACK:
-            found.append(f"memory grew from {rss / 1e6:.0f} to {rss_end / 1e6:.0f} MB over the rounds")
+            growth.append(f"memory grew from {rss / 1e6:.0f} to {rss_end / 1e6:.0f} MB over the rounds")
         files, files_end = (median(one.files for one in some) for some in (second, last))
         if files_end > files + FILES_SLACK:
-            found.append(f"open descriptors grew from {files:.0f} to {files_end:.0f} over the rounds")
+            growth.append(f"open descriptors grew from {files:.0f} to {files_end:.0f} over the rounds")
         threads, threads_end = (median(one.threads for one in some) for some in (second, last))
         if threads_end > threads + THREADS_SLACK:
-            found.append(f"threads grew from {threads:.0f} to {threads_end:.0f} over the rounds")
-        return found
+            growth.append(f"threads grew from {threads:.0f} to {threads_end:.0f} over the rounds")
+        return growth
 
 
 def answers(cost: Cost) -> str:
-    """What the attacker was told: statuses with their counts, and one message."""
+    """The attacker's answers: statuses with their counts, and one message."""
     if cost.told is None:
         return ""
     counts = ", ".join(f"{what} x {n}" for what, n in cost.told.n.most_common(5))
@@ -98,7 +100,7 @@ def answers(cost: Cost) -> str:
 
 
 def attack_table(report: Report) -> Table:
-    """A row for each attack, the wait without one first."""
+    """A row per attack, after one for the waits without an attacker."""
     table = Table(
         title=f"waits of well-behaved clients, in milliseconds, each attack for {report.seconds:g} s"
     )

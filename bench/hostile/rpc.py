@@ -1,4 +1,4 @@
-"""Attacks over gRPC: Watch streams in number, huge metadata, reused ids, connections that say nothing."""
+"""Attacks over gRPC: many Watch streams, huge metadata, reused ids, silent connections."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from bench.hostile.target import Target
 from server.rpc.generation_pb2 import GenerateRequest, ModelsRequest, SamplingParams, TokenIds
 from server.rpc.generation_pb2_grpc import GenerationStub
 
-# A channel is a connection of its own, and sends what its user asks for, however large.
+# Each channel has its own connection, and sends what its user asks for, however large.
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_metadata_size", 1 << 26),
@@ -52,7 +52,7 @@ async def watch_streams(target: Target) -> None:
 
 
 async def huge_metadata(target: Target) -> None:
-    """Calls whose metadata are 8 KB to 4 MB."""
+    """Calls with metadata of 8 KB to 4 MB."""
     sizes = itertools.cycle((8_000, 64_000, 1_000_000, 4_000_000))
 
     async with _channel(target) as channel:
@@ -70,7 +70,7 @@ async def huge_metadata(target: Target) -> None:
 
 
 async def reused_ids(target: Target) -> None:
-    """Four ids for 32 clients who cancel what they have begun at once."""
+    """Four ids for 32 clients that cancel at once what they have started."""
     numbers = itertools.count()
     async with _channel(target) as channel:
         generate = GenerationStub(channel).Generate
@@ -95,7 +95,7 @@ async def reused_ids(target: Target) -> None:
 
 
 async def four_million_integers(target: Target) -> None:
-    """Prompts of as many tokens as 4 MB hold, and as many tokens that may come."""
+    """Prompts of as many tokens as fit into 4 MB, and as many allowed tokens."""
     ids = TokenIds(ids=[5] * ((4 << 20) - 100))
     some = TokenIds(ids=[5])
     requests = itertools.cycle(
@@ -120,7 +120,7 @@ async def four_million_integers(target: Target) -> None:
 
 
 async def silent_rpc_connections(target: Target) -> None:
-    """300 connections to gRPC's port: without a word, with half a greeting, with rubbish."""
+    """300 connections to gRPC's port: silent, with half a greeting, with garbage."""
     host, _, port = target.rpc.rpartition(":")
     greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     words = (b"", greeting[:10], greeting, greeting + os.urandom(64), os.urandom(64))

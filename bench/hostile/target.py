@@ -1,4 +1,4 @@
-"""The server as an attacker sees it: where it is, for how long it is attacked, and what it answers."""
+"""The server from an attacker's view: its address, the duration of the attack, and its answers."""
 
 import asyncio
 import json
@@ -12,33 +12,33 @@ import grpc
 
 from bench.server.http_client import post
 
-ADDRESS = "127.0.0.1"  # attackers come from here, and gRPC's cannot come from elsewhere
+ADDRESS = "127.0.0.1"  # the attackers' address; gRPC's cannot use another
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-OUTPUT_FAILED = "500 output_failed"  # told of a request whose own grammar could not go on
+OUTPUT_FAILED = "500 output_failed"  # for a request whose own grammar could not continue
 _SHORT = 120  # characters of a message
 _MOST_KEPT = 4096  # bytes of an answer
-_REST_SECONDS = 0.02  # after a connection that failed at once
+_REST_SECONDS = 0.02  # pause after a connection that failed at once
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(slots=True)
 class Told:
-    """What the attacker was told: how often, and the first message of each kind. It sent `n_bytes`."""
+    """The attacker's answers: how often each, and the first message of each kind. It sent `n_bytes`."""
 
     n: Counter[str] = field(default_factory=Counter[str])
     messages: dict[str, str] = field(default_factory=dict[str, str])
     n_bytes: int = 0
 
     def note(self, what: str, message: str = "") -> None:
-        """One answer more."""
+        """Add an answer."""
         self.n[what] += 1
         if message:
             self.messages.setdefault(what, message[:_SHORT])
 
 
 class Target:
-    """For one attack; `number` is of the round, so that an attack can ask each time for something new."""
+    """The target of one attack; `number` is the round, so that an attack can send something new each time."""
 
     def __init__(self, http: tuple[str, int], rpc: str, *, seconds: float, number: int) -> None:
         self.host, self.port = http
@@ -49,17 +49,17 @@ class Target:
 
     @property
     def left(self) -> float:
-        """Seconds; 0 when the attack is over."""
+        """Remaining seconds; 0 when the attack is over."""
         return max(0.0, self._end - time.monotonic())
 
     async def repeat(self, n: int, what: Callable[[], Awaitable[object]]) -> None:
-        """Do `what` again and again until the time is over, `n` at once; what is not done then is dropped."""
+        """Repeat `what` until the time is over, `n` concurrently; whatever is not done then is cancelled."""
 
         async def one() -> None:
             while self.left:
                 before = time.monotonic()
                 await what()
-                if time.monotonic() - before < 1e-3:  # refused at once: leave the cores to the server
+                if time.monotonic() - before < 1e-3:  # refused at once: leave the processor to the server
                     await asyncio.sleep(_REST_SECONDS)
 
         tasks = [asyncio.create_task(one()) for _ in range(n)]
@@ -74,12 +74,12 @@ class Target:
                 task.result()
 
     def post(self, path: str, body: object) -> bytes:
-        """A request of one connection."""
+        """A request with its own connection."""
         return post(self.host, self.port, path, body)
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Streams]:
-        """A connection, closed without a word in the end. Raises OSError."""
+        """A connection, simply closed at the end. Raises OSError."""
         async with asyncio.timeout(self.left + 1.0):
             reader, writer = await asyncio.open_connection(self.host, self.port, local_addr=(ADDRESS, 0))
         try:
@@ -88,7 +88,7 @@ class Target:
             writer.transport.abort()
 
     async def ask(self, request: bytes) -> None:
-        """Send a request and note the answer."""
+        """Send a request and record the answer."""
         try:
             async with self.connection() as (reader, writer):
                 writer.write(request)
@@ -98,13 +98,13 @@ class Target:
             self.note_error(error)
 
     async def note_answer(self, reader: asyncio.StreamReader) -> None:
-        """The status of an answer and the start of its body, read to the end of the connection."""
+        """Record the answer's status and the start of its body; reads to the end of the connection."""
         answer = await reader.read(1 << 16)
         if not answer:
             self.told.note("closed without an answer")
             return
         while more := await reader.read(1 << 16):
-            if len(answer) < _MOST_KEPT:  # head and body may come apart
+            if len(answer) < _MOST_KEPT:  # head and body may arrive separately
                 answer += more
         status = answer.split(b" ", 2)[1].decode(errors="replace") if b" " in answer else "no HTTP"
         if status == "500" and b'"output_failed"' in answer:
@@ -112,7 +112,7 @@ class Target:
         self.told.note(status, "" if status == "200" else message_of(answer))
 
     def note_error(self, error: Exception) -> None:
-        """A connection, or a call, that failed."""
+        """Record a connection or a call that failed."""
         if isinstance(error, grpc.aio.AioRpcError):
             self.told.note(error.code().name, error.details() or "")
         elif isinstance(error, TimeoutError):
@@ -121,13 +121,13 @@ class Target:
             self.told.note("connection refused or reset", str(error))
 
     async def flood(self, n: int, requests: Sequence[bytes]) -> None:
-        """Send these in turn, again and again, `n` at once."""
+        """Send `requests` in turn, repeatedly, `n` concurrently."""
         numbers = iter(range(1 << 62))
         await self.repeat(n, lambda: self.ask(requests[next(numbers) % len(requests)]))
 
 
 def message_of(answer: bytes) -> str:
-    """The error's message in the start of an answer, or how its body begins."""
+    """The error message in the start of an answer, or the beginning of its body."""
     body = answer.partition(b"\r\n\r\n")[2]
     begin, end = body.find(b"{"), body.rfind(b"}")
     try:

@@ -1,4 +1,4 @@
-"""A server with its neighbours, and one attack after the other on it: what each cost them, and the server."""
+"""A server with its neighbours, attacked repeatedly: what each attack cost them and the server."""
 
 import time
 from contextlib import ExitStack
@@ -12,11 +12,9 @@ from bench.hostile.target import Told
 from bench.other_process import OtherProcess
 from bench.server.server_process import ServerProcess
 
-FLAGS = (
-    "--max-batch-tokens=512",
-)  # as few programs as the demo model's positions allow; all else by default
-SETTLED_SECONDS = 0.2  # a second without a longer wait than this, and what an attack left behind is over
-SETTLE_SECONDS = 20.0  # longer, and the server counts as held for good
+FLAGS = ("--max-batch-tokens=512",)  # as few programs as the demo model's positions allow; otherwise defaults
+SETTLED_SECONDS = 0.2  # after a second without a longer wait than this, an attack's effects are over
+SETTLE_SECONDS = 20.0  # after this the server counts as blocked for good
 _LOOK_SECONDS = 1.0
 _WARM_SECONDS = 3.0
 _ASK_SECONDS = 30.0
@@ -24,10 +22,10 @@ _ASK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one attack, or of a time without one (`told` None).
+    """The cost of one attack, or of a period without one (`told` None).
 
-    `seconds` is from its beginning until the neighbours were served as before. Where that took longer than
-    SETTLE_SECONDS `held` says so, and what follows was measured on a new server.
+    `seconds` is from its beginning until the neighbours were served as before. If that took longer than
+    SETTLE_SECONDS, `held` is set, and later attacks were measured on a new server.
     """
 
     name: str
@@ -41,11 +39,11 @@ class Cost:
 
 
 class Trial:
-    """A context manager that starts and ends all processes; `server` is new after it was held for good."""
+    """A context manager that starts and stops all processes; replaces a `server` blocked for good."""
 
     def __init__(self) -> None:
         self.n_servers = 0
-        self.traceback = ""  # the first in what a server said
+        self.traceback = ""  # the first in a server's log
         self._stack = ExitStack()
         self._attacker = OtherProcess(attacker)
 
@@ -75,30 +73,30 @@ class Trial:
         self._waits()
 
     def _stop(self, *, kill: bool = False) -> int:
-        """End neighbours and server; the server's exit status, -1 where it was killed."""
+        """Stop neighbours and server; the server's exit status, -1 if it was killed."""
         status = -1
         try:
             if not kill:
-                self._neighbours.__exit__()  # before the server, or they would complain of its end
+                self._neighbours.__exit__()  # before the server, or they would report its end
                 status = self.server.stop()
         finally:
-            said = self.server.stderr()
-            if "Traceback" in said and not self.traceback:
-                begin = said.index("Traceback")
-                self.traceback = said[begin : begin + 20_000][-2000:]
+            stderr = self.server.stderr()
+            if "Traceback" in stderr and not self.traceback:
+                begin = stderr.index("Traceback")
+                self.traceback = stderr[begin : begin + 20_000][-2000:]
             self._stack.close()
         return status
 
     def finish(self) -> int:
-        """End the server as an operator would; its exit status."""
+        """Stop the server as an operator would; its exit status."""
         return self._stop()
 
     def footprint(self) -> Footprint:
-        """The server's, now."""
+        """The server's current footprint."""
         return Footprint.of(self.server.pid)
 
     def quiet(self, seconds: float) -> Cost:
-        """What the neighbours see without an attacker."""
+        """The neighbours' waits without an attacker."""
         with Watched(self.server.pid) as watched:
             self._waits()
             time.sleep(seconds)
@@ -108,7 +106,7 @@ class Trial:
         )
 
     def attack(self, name: str, seconds: float, number: int = 0) -> Cost:
-        """One attack, and the time until the neighbours are served again as if there had been none."""
+        """Run one attack, and wait until the neighbours are served as before."""
         order = Order(name, self.server.http_address, self.server.grpc_address, seconds, number)
         with Watched(self.server.pid) as watched:
             self._waits()
@@ -123,7 +121,7 @@ class Trial:
         return cost
 
     def _settled(self) -> tuple[Waits, bool]:
-        """All waits until a second has passed in which nobody waited long."""
+        """All waits until nobody waited long for a second; and whether that happened."""
         waits = self._waits()
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
@@ -139,7 +137,7 @@ class Trial:
 
 
 def longer(one: Waits, other: Waits) -> Waits:
-    """Both times together."""
+    """The longer of each wait."""
     return Waits(
         max(one.between, other.between),
         max(one.first, other.first),

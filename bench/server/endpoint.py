@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(slots=True)
 class Runs:
-    """Per run: tokens per second, and microseconds of processor time per token of the server and the client."""
+    """Per run: tokens per second, and microseconds of processor time per token of server and client."""
 
     rate: list[float] = field(default_factory=list[float])
     server_us: list[float] = field(default_factory=list[float])

@@ -109,7 +109,7 @@ def soak(
     server: tuple[str, str | None] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Run a soak. `server` is a running one's URL and gRPC address; None starts one and stops it by SIGTERM."""
+    """Run a soak. `server` is a running one's URL and gRPC address; None starts one, ended by SIGTERM."""
     report = Report(minutes, seed)
     if server is not None:
         asyncio.run(_soak(report, *server, progress))

@@ -21,7 +21,7 @@ _draws = jax.jit(jax.vmap(partial(sample, cut=False), in_axes=(0, *[None] * 7)))
 
 @dataclass(frozen=True, slots=True)
 class Sure:
-    """`n` output tokens are sure; the first of them that differs from the reference's is at `wrong`, if any."""
+    """`n` output tokens are sure; `wrong` is the first of them that differs from the reference's, if any."""
 
     n: int
     wrong: int | None
