@@ -1,10 +1,10 @@
-"""The split-attention kernel compiled for an H200 that need not be there: registers, spills, shared memory.
+"""Compiles the split-attention kernel for an H200 that need not be present: registers, spills, shared memory.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_kernel
 
-Nothing is run: times need a GPU. Each size is compiled in a process of its own, whose output has the words of
-Mosaic and of ptxas. Where the package nvidia-cuda-nvdisasm is installed as well, the machine code's loops are
-looked at: whether registers are spilled where the matrix instructions are.
+Nothing is run: times need a GPU. Each size is compiled in a separate process, whose output contains that of
+Mosaic and ptxas. If the package nvidia-cuda-nvdisasm is installed too, the loops of the machine code are
+checked: whether registers are spilled near the matrix instructions.
 """
 
 import json
@@ -26,7 +26,6 @@ from bench.compiled.kernel_code import Descriptor, KeyLoop, descriptors, key_loo
 from orca_jax.aot.described_gpu import on_h200
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
-from orca_jax.pallas.work_list.work_items import N_COLUMNS
 
 # Head size, dtype, block size, query heads, key/value heads.
 SIZES = tuple(
@@ -35,7 +34,7 @@ SIZES = tuple(
     for dtype, block_size, n_heads, n_kv_heads in (("bfloat16", 16, 8, 4), ("float16", 128, 40, 40))
 )
 _N_TOKENS, _N_ROWS, _MAX_BLOCKS, _N_BLOCKS = 256, 16, 64, 1024
-_SHARED_LIMIT = 227 * 1024  # bytes that Hopper gives a block
+_SHARED_LIMIT = 227 * 1024  # bytes available to a block on Hopper
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers, used (\d+) barriers.* (\d+) bytes smem")
 _DYNAMIC = re.compile(
@@ -44,20 +43,20 @@ _DYNAMIC = re.compile(
 
 
 class Figures(NamedTuple):
-    """What the compilers say of one size."""
+    """The compilers' figures for one size."""
 
-    registers: int  # of a thread, before the warp groups share them out anew
-    barriers: int  # of the block's named barriers
+    registers: int  # per thread, before the warp groups redistribute them
+    barriers: int  # named barriers of the block
     spill_stores: int  # bytes, in the whole kernel
     spill_loads: int
-    shared_bytes: int  # of a block
-    key_loops: tuple[KeyLoop, ...]  # none where the machine code was not looked at
+    shared_bytes: int  # per block
+    key_loops: tuple[KeyLoop, ...]  # empty if the machine code was not checked
     plain_copies: tuple[int, ...]  # bytes
     descriptors: tuple[Descriptor, ...]
 
 
 def compile_one(head_size: int, dtype: str, block_size: int, n_heads: int, n_kv_heads: int) -> None:
-    """Compile one; ptxas writes to this process's output."""
+    """Compile one size; ptxas writes to this process's output."""
     here = on_h200()
     plan = Plan(_N_TOKENS, _N_ROWS, n_kv_heads, n_heads // n_kv_heads, block_size)
 
@@ -72,29 +71,29 @@ def compile_one(head_size: int, dtype: str, block_size: int, n_heads: int, n_kv_
     table = array(_N_ROWS, _MAX_BLOCKS, dtype=jnp.int32)
     row_start, kv_length = array(_N_ROWS + 1, dtype=jnp.int32), array(_N_ROWS, dtype=jnp.int32)
     q = array(_N_TOKENS, n_heads, head_size)
-    work = array(plan.n_records, N_COLUMNS, dtype=jnp.int32)
+    work = array(*plan.list_shape, dtype=jnp.int32)
     jax.jit(run).lower(q, cache, cache, table, row_start, kv_length, work).compile()
 
 
 def figures(size: tuple[int, str, int, int, int]) -> Figures:
-    """What compiling one size gives. Raises RuntimeError where it does not compile or fit shared memory."""
+    """Compile one size in a process. Raises RuntimeError if it does not compile or fit shared memory."""
     command = [sys.executable, "-m", "bench.compiled.compile_kernel", *map(str, size)]
     wanted = ["PTXAS", "PTX", "HOST_LLVM"] + ["SASS"] * _has_nvdisasm()
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in wanted}
     environment = {**os.environ, **dumps, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     if done.returncode != 0:
-        raise RuntimeError(f"{size} does not compile: {said[-1000:]}")
-    used, spills, dynamic = (pattern.findall(said) for pattern in (_USED, _SPILLS, _DYNAMIC))
+        raise RuntimeError(f"{size} does not compile: {output[-1000:]}")
+    used, spills, dynamic = (pattern.findall(output) for pattern in (_USED, _SPILLS, _DYNAMIC))
     if not used or not spills or not dynamic:
-        raise RuntimeError(f"the compilers said nothing of {size}: {said[-1000:]}")
+        raise RuntimeError(f"the compilers said nothing of {size}: {output[-1000:]}")
     registers, barriers, static = map(int, used[-1])
     stores, loads = map(int, spills[-1])
     shared = static + int(dynamic[-1])
     if shared > _SHARED_LIMIT:
         raise RuntimeError(f"{size} wants {shared} bytes of shared memory; a block has {_SHARED_LIMIT}")
-    loops, copies, asked = tuple(key_loops(said)), tuple(plain_copies(said)), tuple(descriptors(said))
+    loops, copies, asked = tuple(key_loops(output)), tuple(plain_copies(output)), tuple(descriptors(output))
     return Figures(registers, barriers, stores, loads, shared, loops, copies, asked)
 
 
@@ -106,7 +105,7 @@ def _has_nvdisasm() -> bool:
 
 
 def main() -> None:
-    """Compile all; a table, and last one line of JSON."""
+    """Compile all sizes; print a table and, as the last line, JSON."""
     if len(sys.argv) > 1:
         head_size, dtype, block_size, n_heads, n_kv_heads = sys.argv[1:]
         compile_one(int(head_size), dtype, int(block_size), int(n_heads), int(n_kv_heads))
@@ -116,7 +115,7 @@ def main() -> None:
     columns = ("D", "dtype", "B", "N", "K", *counts, "instructions of key loops", "spills in them")
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
-    found = []
+    rows = []
     for size in track(SIZES, "compiling", console=Console(stderr=True)):
         made = figures(size)
         loops = made.key_loops
@@ -124,12 +123,10 @@ def main() -> None:
         table.add_row(
             *map(str, row[:-2]), ", ".join(map(str, row[-2])), str(row[-1]) if loops else "not seen"
         )
-        found.append(row)
+        rows.append(row)
     Console(width=120).print(table)
     print(
-        json.dumps(
-            {"benchmark": "compile_kernel", "jax": jax.__version__, "columns": columns, "sizes": found}
-        )
+        json.dumps({"benchmark": "compile_kernel", "jax": jax.__version__, "columns": columns, "sizes": rows})
     )
 
 

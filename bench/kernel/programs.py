@@ -17,10 +17,12 @@ import numpy as np
 from bench.kernel.clock import Call, value_spread
 from bench.kernel.oracle import Errors, attend_row, errors
 from bench.kernel.shapes import ITEM_BYTES, LONGEST, Case
-from bench.kernel.work import attend, plan_of, work_of
 from orca_jax.model.attention import attention_work
 from orca_jax.model.attention import split_attention as static_attention
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.pallas.split_attention import split_attention
+from orca_jax.pallas.work_list.bounds import Plan
+from orca_jax.pallas.work_list.work_items import work_items
 
 DTYPE = jnp.bfloat16
 _PAST_CACHE = 160 << 20  # bytes of keys and values that calls in a row read: well over 60 MB of L2
@@ -53,6 +55,12 @@ class Program:
     make: Callable[[int], Arrays]
     tokens: Callable[[Any], Any]
     keys_values: Callable[[Arrays, int, int], tuple[Any, Any]]
+
+
+def with_list(*arrays: Any, plan: Plan, interpret: bool) -> jax.Array:
+    """`split_attention` of its six arrays, and of its list of work as the seventh."""
+    *batch, work = arrays
+    return split_attention(*batch, work=work, plan=plan, interpret=interpret)
 
 
 def shape_of(*shape: int, dtype: Any = DTYPE) -> jax.ShapeDtypeStruct:
@@ -140,7 +148,7 @@ def pooled(
     n_blocks = n_rows * max_blocks if same_program else each * n_apart
 
     made = {"block_size": block_size, "n_cores": n_cores}
-    plan = plan_of(n_tokens, n_rows, n_kv, heads.group, **made)
+    plan = Plan(n_tokens, n_rows, n_kv, heads.group, **made)
     lengths = [n for n, _ in case.rows]
     row_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     kv_length = np.array([n for _, n in case.rows], np.int32)
@@ -151,12 +159,12 @@ def pooled(
         return shape_of(*shape, dtype=jnp.int32)
 
     # Of each row by itself: its row_start, kv_length, plan and list of work; equal rows share a kernel.
-    alone = [plan_of(n, 1, n_kv, heads.group, **made) for n in lengths]
+    alone = [Plan(n, 1, n_kv, heads.group, **made) for n in lengths]
     starts = [np.array([0, n], np.int32) for n in lengths]
 
     def kernel(q: jax.Array, shared: Any, table: jax.Array) -> jax.Array:
         k_pool, v_pool, starts, ends, work = shared
-        return attend(q, k_pool, v_pool, table, starts, ends, work, plan=plan, interpret=interpret)
+        return with_list(q, k_pool, v_pool, table, starts, ends, work, plan=plan, interpret=interpret)
 
     def static(q: jax.Array, shared: Any, table: jax.Array) -> jax.Array:
         k_pool, v_pool, starts, ends = shared
@@ -164,7 +172,7 @@ def pooled(
         cache = LayerCache(k_pool, v_pool)
         return static_attention(q, cache, table, starts, ends, work, follow_lengths=False)
 
-    one_row = jax.jit(attend, static_argnames=("plan", "interpret"))
+    one_row = jax.jit(with_list, static_argnames=("plan", "interpret"))
 
     def per_request(q: Any, shared: Any, table: Any) -> Any:
         k_pool, v_pool, starts, ends, works = shared
@@ -177,11 +185,11 @@ def pooled(
 
     def indices() -> Any:
         if subject == "kernel":
-            return row_start, kv_length, work_of(row_start, kv_length, plan)
+            return row_start, kv_length, work_items(row_start, kv_length, plan)
         if subject == "static":
             return row_start, kv_length
         ends = [kv_length[r : r + 1] for r in range(n_rows)]
-        return starts, ends, [work_of(*three) for three in zip(starts, ends, alone, strict=True)]
+        return starts, ends, [work_items(*three) for three in zip(starts, ends, alone, strict=True)]
 
     def make(seed: int) -> Arrays:
         pool = lay_out(

@@ -25,10 +25,10 @@ import numpy as np
 from bench.kernel.clock import chain, time_calls
 from bench.kernel.correctness import Form, check, form_named, forms
 from bench.kernel.peers import NoPeer, peer
-from bench.kernel.programs import Arrays, Program, drawn, pooled, sampled_errors
+from bench.kernel.programs import Arrays, Program, drawn, pooled, sampled_errors, shape_of, with_list
 from bench.kernel.shapes import SECTIONS, Case, Scale, Task, launch_cases, timed_tasks
-from bench.kernel.work import attend, plan_of, work_of, work_shape
 from orca_jax.pallas.work_list.bounds import Plan
+from orca_jax.pallas.work_list.work_items import work_items
 
 _THREADS = 8
 _FEW = {"at_least": 0.0, "repeat": 1, "warm_up": 0, "alone": 1}
@@ -154,13 +154,14 @@ def _program_job(program: Program, sharding: Any) -> tuple[Any, Any]:
 def _form_plan(form: Form, n_cores: int) -> Plan:
     room, n_kv_heads = form.room, form.n_kv_heads
     group = form.n_heads // n_kv_heads
-    return plan_of(room.n_tokens, room.n_rows, n_kv_heads, group, block_size=form.block_size, n_cores=n_cores)
+    return Plan(room.n_tokens, room.n_rows, n_kv_heads, group, form.block_size, n_cores)
 
 
 def form_program(form: Form, n_cores: int, *, interpret: bool) -> tuple[Any, Any]:
     """The jitted kernel of a form, and the shapes of its arguments: a batch's six, and its list of work."""
     plan = _form_plan(form, n_cores)
-    return jax.jit(partial(attend, plan=plan, interpret=interpret)), (*form.shapes(), work_shape(plan))
+    work = shape_of(*plan.list_shape, dtype=jnp.int32)
+    return jax.jit(partial(with_list, plan=plan, interpret=interpret)), (*form.shapes(), work)
 
 
 def checked(form: Form, kernel: Any, n_cores: int, seed: int) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def checked(form: Form, kernel: Any, n_cores: int, seed: int) -> dict[str, Any]:
 
     def with_work(*arrays: jax.Array) -> jax.Array:
         row_start, kv_length = (np.asarray(array) for array in arrays[4:])
-        return kernel(*arrays, jnp.asarray(work_of(row_start, kv_length, plan)))
+        return kernel(*arrays, jnp.asarray(work_items(row_start, kv_length, plan)))
 
     return check(form, with_work, seed)
 

@@ -5,6 +5,7 @@ real lengths. GPUs use GPU_PATHS. A path has two halves: what the host prepares 
 after the flat batch's buffer, and what is traced into the forward program.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ from orca_jax.native.compiler import NotBuilt
 from orca_jax.pallas.kernel_shape import unsupported
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
-from orca_jax.pallas.work_list.work_items import N_COLUMNS, work_items
+from orca_jax.pallas.work_list.work_items import work_items
 
 _FOLLOWING = "pure JAX, following the real lengths"
 _STATIC = "pure JAX, static shapes"
@@ -128,14 +129,14 @@ class Kernel:
 
     def n_words(self, layout: FlatLayout) -> int:
         """The words of the work list."""
-        return self._plan(layout).n_records * N_COLUMNS
+        return math.prod(self._plan(layout).list_shape)
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
         return work_items(batch.row_start, batch.kv_length, self._plan(layout)).ravel()
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
         plan = self._plan(layout)
-        work = words.reshape(plan.n_records, N_COLUMNS)
+        work = words.reshape(plan.list_shape)
 
         def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
             return split_attention(

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from orca_jax.errors import ConfigError
 from orca_jax.pallas.kernel_shape import KernelShape, unsupported
 from orca_jax.pallas.work_list.bounds import Plan
-from orca_jax.pallas.work_list.work_items import N_COLUMNS
 
 
 def kernel_shape(
@@ -72,9 +71,8 @@ def kernel_shape(
 
 def check_work(work: jax.Array, plan: Plan) -> None:
     """Raises ConfigError where `work` is not of the size that `plan` has."""
-    if work.shape != (plan.n_records, N_COLUMNS) or work.dtype != jnp.int32:
+    if work.shape != plan.list_shape or work.dtype != jnp.int32:
         raise ConfigError(
-            f"work is {work.dtype.name} {work.shape}; {plan} has a list of int32 "
-            f"{(plan.n_records, N_COLUMNS)}: "
-            "make it with work_items(row_start, kv_length, plan)"
+            f"work is {work.dtype.name} {work.shape}; {plan} has a list of int32 {plan.list_shape}: make it "
+            "with work_items(row_start, kv_length, plan)"
         )

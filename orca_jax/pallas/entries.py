@@ -17,8 +17,8 @@ from orca_jax.pallas.core_items import CoreItem, entries
 from orca_jax.pallas.kernel_shape import Q
 from orca_jax.pallas.mosaic_forms import TILE_ROW, along_rows, laid_out, load_plain, load_row_plain
 from orca_jax.pallas.ring import fetch_item, n_steps, pass_over
-from orca_jax.pallas.running_softmax import Carry, attend, attend_masked, nothing_yet
-from orca_jax.pallas.staging import load_queries, stage
+from orca_jax.pallas.running_softmax import Carry, Mask, attend, nothing_yet
+from orca_jax.pallas.staging import load_queries, put_part, stage
 from orca_jax.pallas.thread_block import ThreadBlock
 from orca_jax.pallas.work_list.work_items import ITEM
 
@@ -44,12 +44,8 @@ def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
 
     @pl.when(here.group == 0)
     def _():
-        _, total, sums = carry
-        rows = here.staged.at[0, pl.ds(0, here.shape.group)]
-        stage(here, sums, 1 / total)
-        pl.when(item.part < 0)(lambda: plgpu.copy_smem_to_gmem(rows, here.out.at[token, heads]))
-        pl.when(item.part >= 0)(lambda: _put_part(here, carry, rows, item.part))
-        plgpu.wait_smem_to_gmem(0)
+        pl.when(item.part < 0)(lambda: _put_whole(here, carry, here.out.at[token, heads]))
+        pl.when(item.part >= 0)(lambda: _put_part(here, carry, item.part))
 
     return step + n
 
@@ -64,10 +60,8 @@ def _attended(here: ThreadBlock, item: CoreItem, n: Any, step: Any) -> Carry:
     def pair(i: Any, carry: Carry, *, whole: bool) -> Carry:
         at = 2 * i + group
         pl.when(group == 1)(lambda: pass_over(here, step + at - 1))
-        if whole:
-            carry = attend(here, carry, step + at, in_turns=False)
-        else:
-            carry = attend_masked(here, carry, step + at, begin + at * size, end, last_key, in_turns=False)
+        mask = None if whole else Mask(begin + at * size, end, last_key)
+        carry = attend(here, carry, step + at, mask, in_turns=False)
         pl.when((group == 0) & (at + 1 < n))(lambda: pass_over(here, step + at + 1))
         return carry
 
@@ -81,7 +75,7 @@ def _give(here: ThreadBlock, carry: Carry) -> None:
     """The second warp group's result to the first, through its own half of the staging buffer."""
     top, total, sums = carry
     for rest in (False, True)[: here.shape.n_rounded]:
-        stage(here, sums, 1 / total, rest=rest)
+        stage(here, sums, total, rest=rest)
         if not rest:
             here.top_s[1] = top + jnp.log2(total)
             plgpu.commit_smem()
@@ -111,14 +105,21 @@ def _take(here: ThreadBlock, carry: Carry) -> Carry:
     return new_top, total * share + other_share, sums
 
 
-def _put_part(here: ThreadBlock, carry: Carry, rows: Any, part: Any) -> None:
-    """The group's rows, which are staged, to where they are merged."""
-    top, total, sums = carry
-    plgpu.copy_smem_to_gmem(rows, here.part.at[0, part])
-    here.top_s[0] = top + jnp.log2(total)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(here.top_s.at[0, pl.ds(0, here.shape.padded_group)], here.part_top.at[part])
-    if here.shape.n_rounded == 2:
-        plgpu.wait_smem_to_gmem(0)
-        stage(here, sums, 1 / total, rest=True)
-        plgpu.copy_smem_to_gmem(rows, here.part.at[1, part])
+def _put_whole(here: ThreadBlock, carry: Carry, place: Any) -> None:
+    """The group's rows to where they belong."""
+    _, total, sums = carry
+    stage(here, sums, total)
+    plgpu.copy_smem_to_gmem(here.staged.at[here.group, pl.ds(0, here.shape.group)], place)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
+    """The group's rows to where they are merged."""
+    put_part(
+        here,
+        carry,
+        [here.part.at[i, part] for i in range(here.shape.n_rounded)],
+        here.part_top.at[part],
+        n_rows=here.shape.group,
+        n_tops=here.shape.padded_group,
+    )

@@ -5,7 +5,7 @@ What is carried from slot to slot: top [Q], the highest score of each query row 
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,15 @@ from orca_jax.pallas.thread_block import ThreadBlock
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
+
+class Mask(NamedTuple):
+    """Which keys of a slot count."""
+
+    key: Any  # the slot's first
+    end: Any  # no key from here on does, and values behind it may be anything
+    last_key: jax.Array  # [Q] of each query row
+
+
 _LOWEST = -1e30  # top before the first key: finite, so that no inf - inf arises
 _LOG2_E = math.log2(math.e)
 
@@ -41,43 +50,18 @@ def nothing_yet(shape: KernelShape) -> Carry:
     )
 
 
-def attend(here: ThreadBlock, carry: Carry, step: Any, *, in_turns: bool) -> Carry:
-    """Take in a slot of which each query row sees all C keys.
-
-    `in_turns`: the two warp groups, which must call this equally often, take turns, so that the matrix unit
-    has one's products to do while the other has its softmax.
-    """
-    return _attend(here, carry, step, in_turns=in_turns)
-
-
-def attend_masked(
-    here: ThreadBlock,
-    carry: Carry,
-    step: Any,
-    key: Any,
-    end: Any,
-    last_key: jax.Array,
-    *,
-    in_turns: bool,
-) -> Carry:
-    """Take in a slot, keys `key` to `key + C`; each query row sees keys up to its last_key [Q]."""
-    return _attend(here, carry, step, (key, end, last_key), in_turns=in_turns)
-
-
 def next_turn(here: ThreadBlock) -> None:
     """Give the other warp group its turn and wait for one's own."""
     plgpu.barrier_arrive(here.turn)
     plgpu.barrier_wait(here.turn)
 
 
-def _attend(
-    here: ThreadBlock,
-    carry: Carry,
-    step: Any,
-    mask: tuple[Any, Any, jax.Array] | None = None,
-    *,
-    in_turns: bool,
-) -> Carry:
+def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None, *, in_turns: bool) -> Carry:
+    """Take in a slot of C keys: all of them for each query row, or those that `mask` leaves.
+
+    `in_turns`: the two warp groups, which must call this equally often, take turns, so that the matrix unit
+    has one's products to do while the other has its softmax.
+    """
     top, total, sums = carry
     shape, slot = here.shape, here.slot(step)
     interpret, c = shape.interpret, shape.scale * _LOG2_E
@@ -90,9 +74,8 @@ def _attend(
     )  # [Q, C]
     plgpu.barrier_arrive(here.k_free.at[slot])
     if mask is not None:
-        key, _, last_key = mask
-        keys = iota(Q, shape.step, 1, interpret=interpret) + key
-        scores = jnp.where(keys <= along_rows(last_key, (Q, shape.step)), scores, -jnp.inf)
+        keys = iota(Q, shape.step, 1, interpret=interpret) + mask.key
+        scores = jnp.where(keys <= along_rows(mask.last_key, (Q, shape.step)), scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * c)
     shrink = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores * c - along_rows(new_top, (Q, shape.step)))
@@ -106,7 +89,8 @@ def _attend(
     if in_turns:
         plgpu.barrier_wait(here.turn)
     if mask is not None:
-        pl.when(mask[0] + shape.step > mask[1])(lambda: _clear_behind(here, slot, mask[0], mask[1]))
+        behind = mask.key + shape.step > mask.end
+        pl.when(behind)(lambda: _clear_behind(here, slot, mask.key, mask.end))
     sums = plus_product(sums, narrow, here.v_s.at[slot], interpret=interpret)
     plgpu.barrier_arrive(here.v_free.at[slot])
     return new_top, total, sums

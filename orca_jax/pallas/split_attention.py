@@ -38,7 +38,7 @@ from orca_jax.pallas.ring import see_all_freed
 from orca_jax.pallas.thread_block import ThreadBlock, scratch_types
 from orca_jax.pallas.tiles import compute_tile, fetch_tile
 from orca_jax.pallas.work_list.bounds import TILE, Plan
-from orca_jax.pallas.work_list.work_items import N_COLUMNS, never_cut, work_items
+from orca_jax.pallas.work_list.work_items import never_cut, work_items
 
 
 def split_attention(
@@ -81,7 +81,7 @@ def _listed(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array
     """The list of work, made by the host also where this is traced."""
     if not isinstance(row_start, Tracer) and not isinstance(kv_length, Tracer):
         return jnp.asarray(work_items(np.asarray(row_start), np.asarray(kv_length), plan))
-    made = jax.ShapeDtypeStruct((plan.n_records, N_COLUMNS), jnp.int32)
+    made = jax.ShapeDtypeStruct(plan.list_shape, jnp.int32)
     return jax.pure_callback(
         lambda start, length: work_items(np.asarray(start), np.asarray(length), plan),
         made,

@@ -4,6 +4,7 @@ The matrix instruction wants rows shuffled, copies of single heads' rows can't b
 from `staged`, and a warp group moves the numbers between.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from orca_jax.pallas.kernel_shape import Q, swizzle_bytes
 from orca_jax.pallas.mosaic_forms import along_rows, load_plain
+from orca_jax.pallas.running_softmax import Carry
 from orca_jax.pallas.thread_block import ThreadBlock
 
 
@@ -31,13 +33,36 @@ def load_queries(here: ThreadBlock, source: Any) -> None:
     plgpu.commit_smem()
 
 
-def stage(here: ThreadBlock, x: jax.Array, share: jax.Array, *, rest: bool = False) -> None:
-    """Put x [Q, D] times share [Q] into the buffer for results, or what rounding takes away from it."""
+def stage(here: ThreadBlock, sums: jax.Array, total: jax.Array, *, rest: bool = False) -> None:
+    """Put sums [Q, D] over total [Q] into the buffer for results, or what rounding takes away from it.
+
+    A row that sees no key, whose total is 0, is 0.
+    """
+    share = jnp.where(total > 0, 1 / total, 0.0)
     width = swizzle_bytes(here.shape.head_size) // 2
     for column in range(0, here.shape.head_size, width):  # a few registers at a time
-        exact = lax.slice(x, (0, column), (Q, column + width)) * along_rows(share, (Q, width))
+        exact = lax.slice(sums, (0, column), (Q, column + width)) * along_rows(share, (Q, width))
         rounded = exact.astype(here.staged.dtype)
         if rest:
             rounded = (exact - rounded.astype(jnp.float32)).astype(here.staged.dtype)
         here.staged[here.group, :, pl.ds(column, width)] = rounded
     plgpu.commit_smem()
+
+
+def put_part(
+    here: ThreadBlock, carry: Carry, places: Sequence[Any], place_of_top: Any, *, n_rows: int, n_tops: int
+) -> None:
+    """The result of an item's part to where `merge` finds it: `n_rows` rows, and `n_tops` of their tops.
+
+    A top is the logarithm to base 2 of the sum of a row's weights. `places`: of the rounded result, and of
+    what rounding takes away where that is kept.
+    """
+    top, total, sums = carry
+    staged = here.staged.at[here.group, pl.ds(0, n_rows)]
+    here.top_s[here.group] = top + jnp.log2(total)  # -inf of a row that sees none of these keys
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(here.top_s.at[here.group, pl.ds(0, n_tops)], place_of_top)
+    for rest, place in enumerate(places):
+        stage(here, sums, total, rest=rest == 1)
+        plgpu.copy_smem_to_gmem(staged, place)
+        plgpu.wait_smem_to_gmem(0)

@@ -8,7 +8,6 @@ The result of a whole tile goes where it belongs, that of a part to where `merge
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,8 +17,8 @@ from orca_jax.pallas.core_items import CoreItem, tiles
 from orca_jax.pallas.kernel_shape import Q
 from orca_jax.pallas.mosaic_forms import TILE_ROW, laid_out
 from orca_jax.pallas.ring import fetch_item, n_steps
-from orca_jax.pallas.running_softmax import Carry, attend, attend_masked, next_turn, nothing_yet
-from orca_jax.pallas.staging import load_queries, stage
+from orca_jax.pallas.running_softmax import Carry, Mask, attend, next_turn, nothing_yet
+from orca_jax.pallas.staging import load_queries, put_part, stage
 from orca_jax.pallas.thread_block import ThreadBlock
 from orca_jax.pallas.work_list.work_items import ITEM
 
@@ -62,7 +61,7 @@ def _attended(here: ThreadBlock, item: CoreItem, position: Any, n_all: Any, step
     carry = lax.fori_loop(
         n_whole,
         n_all,
-        lambda j, carry: attend_masked(here, carry, step + j, begin + j * size, end, last_key, in_turns=True),
+        lambda j, carry: attend(here, carry, step + j, Mask(begin + j * size, end, last_key), in_turns=True),
         carry,
     )
     pl.when(here.group == 0)(lambda: next_turn(here))
@@ -72,7 +71,7 @@ def _attended(here: ThreadBlock, item: CoreItem, position: Any, n_all: Any, step
 def _put_rows(here: ThreadBlock, carry: Carry, token: Any, head: Any, n: Any) -> None:
     """The first n rows to where they belong."""
     _, total, sums = carry
-    stage(here, sums, _share(total))
+    stage(here, sums, total)
     # Only so many rows are this row's, so copies of 64, 32, ... 1 rows, as the bits of n say.
     size = Q
     while size:
@@ -90,20 +89,12 @@ def _put_rows(here: ThreadBlock, carry: Carry, token: Any, head: Any, n: Any) ->
 
 def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
     """All rows to where they are merged."""
-    top, total, sums = carry
-    rows, staged = pl.ds(Q * here.group, Q), here.staged.at[here.group]
-    stage(here, sums, _share(total))
-    here.top_s[here.group] = top + jnp.log2(total)  # -inf of a row that sees none of these keys
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(here.top_s.at[here.group], here.tile_part_top.at[part, rows])
-    plgpu.copy_smem_to_gmem(staged, here.tile_part.at[0, part, rows])
-    plgpu.wait_smem_to_gmem(0)
-    if here.shape.n_rounded == 2:
-        stage(here, sums, _share(total), rest=True)
-        plgpu.copy_smem_to_gmem(staged, here.tile_part.at[1, part, rows])
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _share(total: jax.Array) -> jax.Array:
-    """Of each weight in its row's sum; 0 of a row that sees no key."""
-    return jnp.where(total > 0, 1 / total, 0.0)
+    rows = pl.ds(Q * here.group, Q)
+    put_part(
+        here,
+        carry,
+        [here.tile_part.at[i, part, rows] for i in range(here.shape.n_rounded)],
+        here.tile_part_top.at[part, rows],
+        n_rows=Q,
+        n_tops=Q,
+    )

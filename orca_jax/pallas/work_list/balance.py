@@ -11,16 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.pallas.work_list.bounds import N_COLUMNS
+
 Ints = npt.NDArray[np.int64]
 
 NO_END = 1 << 30
-_WORTH_CUTTING = (
-    0.94  # of the longest core's load: what is left of it after cutting, for cutting to be worth it
-)
-UNCUT = 255  # keys of an item that is never cut: it is not worth a merge
-_LEAST_KEYS = (
-    128  # of a core's share of a line, and of what cutting has to save: less is not worth one either
-)
+_WORTH_CUTTING = 0.94  # of the longest core's load: cutting is worth it where no more is left
+UNCUT = 255  # keys of an item at most that is never cut: a merge would cost more
+_LEAST_KEYS = 128  # of a core's share of a line, and of what cutting has to save
 _SNAP = 32  # a cut closer to an item's end than this part of a core's share is put there
 
 
@@ -53,7 +51,7 @@ class Cut:
 class Shares:
     """What each core has to do of one kind of items."""
 
-    records: Ints  # [n, 8], columns as in CORE
+    records: Ints  # [n, N_COLUMNS], columns as in CORE
     load: Ints  # [n] keys
     cut: Cut | None
 
@@ -77,7 +75,7 @@ def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts
         share = max(-(-total // n), _LEAST_KEYS)  # some core may have more already, and so the last ones less
         if share <= worth and (cut := _cut(length, n_heads, unit, before, share, most_parts, worth)):
             columns, load, what = cut
-    records, loads = np.zeros((n, 8), np.int64), np.empty(n, np.int64)
+    records, loads = np.zeros((n, N_COLUMNS), np.int64), np.empty(n, np.int64)
     for i, column in enumerate(columns):
         records[order, i] = column
     loads[order] = load

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 TILE = 128  # query tokens of a tile
 STEP = 128  # keys: where a tile may be cut
+N_COLUMNS = 8  # of each record
 _FIXED_KEYS = 256  # of a piece at least, where rows are cut at fixed places
 _PIECES = 31  # of a row at most, there
 _MERGED_PARTS = 4400  # that `merge` looks at, at most: 33 results of 133 parts
@@ -114,9 +115,9 @@ class Plan:
         return self.first_merge + self.n_merges
 
     @property
-    def n_records(self) -> int:
-        """Records of the list."""
-        return self.first_tile_merge + self.n_tile_merges
+    def list_shape(self) -> tuple[int, int]:
+        """Records of the list, and their columns, all int32."""
+        return self.first_tile_merge + self.n_tile_merges, N_COLUMNS
 
     @property
     def _most_pieces(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.pallas.work_list.balance import UNCUT, Cut, Ints, share_out
-from orca_jax.pallas.work_list.bounds import STEP, TILE, Plan
+from orca_jax.pallas.work_list.bounds import N_COLUMNS, STEP, TILE, Plan
 
 
 class Item(NamedTuple):
@@ -38,20 +38,19 @@ class Merge(NamedTuple):
 
 
 ITEM, MERGE = Item(), Merge()
-N_COLUMNS = 8
 _UNCUT_TILE = 512  # keys of a tile that is never cut: to merge a tile costs more than to merge a row
 
 
 def work_items(
     row_start: npt.NDArray[np.int32], kv_length: npt.NDArray[np.int32], plan: Plan
 ) -> npt.NDArray[np.int32]:
-    """`row_start` [R + 1], `kv_length` [R] int32: [plan.n_records, 8] int32.
+    """`row_start` [R + 1], `kv_length` [R] int32: [plan.list_shape] int32.
 
     First for each core what tiles it has, then what entries (`balance.CORE`), then the tiles and the entries,
     the longest first (ITEM), then the merges of rows and those of tiles (MERGE).
     """
-    work = np.zeros((plan.n_records, N_COLUMNS), np.int32)
-    work[plan.first_merge :, MERGE.token] = plan.n_tokens + np.arange(plan.n_records - plan.first_merge)
+    work = np.zeros(plan.list_shape, np.int32)
+    work[plan.first_merge :, MERGE.token] = plan.n_tokens + np.arange(len(work) - plan.first_merge)
     start = row_start[:-1].astype(np.int64)
     n_input = row_start[1:] - start  # [R]
 

@@ -45,7 +45,7 @@ def test_every_query_sees_every_key_once_and_what_was_cut_is_merged(
     plan = Plan(n_tokens, len(rows), *heads, block_size, n_cores)
     plan = plan.fixed(LONGEST) if fixed else plan
     work = work_items(row_start, kv_length, plan)
-    assert work.dtype == np.int32 and work.shape == (plan.n_records, 8)
+    assert work.dtype == np.int32 and work.shape == plan.list_shape and work.shape[1] == 8
 
     computed = np.zeros((n_tokens, plan.n_heads), int)  # whole results of a token and head
     ranges = defaultdict[tuple[bool, int, int], list[tuple[int, int]]](list)  # keys of a result, by core
