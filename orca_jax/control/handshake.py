@@ -1,31 +1,31 @@
-"""What the two ends of a control line must agree on before the first frame, and what gRPC is told about it.
+"""What the two ends of a control line must agree on before the first frame: the metadata of their call.
 
-It goes as the metadata of the call. The secret is a password, and crosses the network as it is: a line over a
-network that others can read needs a tunnel.
+worker.proto defines it. The secret is a password, and crosses the network as it is: a line over a network
+that others can read needs a tunnel.
 """
 
 import hashlib
 import hmac
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from typing import Any, NamedTuple, cast, get_args
 
 from orca_jax.config import Attention
-from orca_jax.control.frame import HEADER_BYTES, MAX_PAYLOAD, PROTOCOL_VERSION
-from orca_jax.control.worker_pb2 import Frame
-from orca_jax.errors import ConfigError
+from orca_jax.control.frame import MAX_FRAME, PROTOCOL_VERSION
+from orca_jax.control.parsing import check_exact, parsed
+from orca_jax.control.worker_pb2 import About, Join
+from orca_jax.errors import BadFrame, ConfigError
 from orca_jax.families.model_config import ModelConfig
 
 METHOD = "/orca.v1.Worker/Frames"
 MASTER, PREVIOUS = "master", "previous"  # who calls: the engine master, or the worker of the stage before
-JOINED = b""  # the worker's first message: it has taken the caller
-MAX_MESSAGE = MAX_PAYLOAD + HEADER_BYTES  # bytes of a frame
-_AROUND = 16  # bytes of protobuf around it, at most
+JOINED = b""  # the worker's first frame, an empty one: it has taken the caller
 MAX_SECRET = 1024  # bytes
 _MAX_VALUE = 200  # characters of one that is shown
-_MAX_ABOUT = 4096  # bytes; gRPC takes no more than twice that
+_MAX_METADATA = 8192  # bytes of one entry; gRPC takes no more of all
+_MAX_ABOUT = 4096  # bytes
 _MAX_BYTES = 1 << 50  # of a device's memory
 _MAX_DEVICES = 1024
 _MAX_DATA_ADDRESS = 1000  # bytes
@@ -40,16 +40,17 @@ OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-    ("grpc.max_receive_message_length", MAX_MESSAGE + _AROUND),
-    ("grpc.max_send_message_length", MAX_MESSAGE + _AROUND),
+    ("grpc.max_receive_message_length", MAX_FRAME),
+    ("grpc.max_send_message_length", MAX_FRAME),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.so_reuseport", 0),
 )
 
-_ROLE, _SECRET, _TERMS, _DATA = "orca-role", "orca-secret-bin", "orca-terms-bin", "orca-data-bin"
-_ABOUT = "orca-about-bin"
+_SECRET, _VERSION, _JOIN, _ABOUT = "orca-secret-bin", "orca-terms-bin", "orca-join-bin", "orca-about-bin"
+_VERSION_KEY = "protocol_version"
+_UNREADABLE = "the caller sent no terms that can be read; run the same orca_jax everywhere"
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
@@ -68,10 +69,6 @@ class JoinTerms:
     n_stages: int
     first_layer: int
     n_layers: int
-
-    def fields(self) -> dict[str, str | int | None]:
-        """Every field by its name, behind the protocol's version; the stage counts from 1, for people."""
-        return {"protocol_version": PROTOCOL_VERSION, **asdict(self), "stage": self.stage + 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,99 +138,115 @@ def _is_ipv6(host: str) -> bool:
 
 def model_digest(config: ModelConfig) -> str:
     """A digest of all that a ModelConfig says, but for how a table is padded to be split over devices."""
-    said = asdict(config)
-    del said["vocab_multiple"]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def to_message(frame: bytes) -> bytes:
-    """A frame as the message of worker.proto."""
-    return Frame(frame=frame).SerializeToString()
-
-
-def from_message(message: bytes) -> bytes:
-    """The frame in a message; gRPC ends the call where it raises."""
-    return Frame.FromString(message).frame
+    shape = asdict(config)
+    del shape["vocab_multiple"]
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def metadata(role: str, terms: JoinTerms, secret: str, data_address: str = "") -> Metadata:
-    """What a caller sends along; one of the stage before with the address that its hidden states are at."""
-    said = (
-        (_ROLE, role),
+    """What a caller sends along; the worker of the stage before says where its hidden states are offered."""
+    join = Join(**_stated(terms), role=role, data_address=data_address if role == PREVIOUS else "")
+    return (
         (_SECRET, secret.encode()),
-        (_TERMS, json.dumps(terms.fields()).encode()),
+        (_VERSION, json.dumps({_VERSION_KEY: PROTOCOL_VERSION}).encode()),
+        (_JOIN, join.SerializeToString()),
     )
-    return (*said, (_DATA, data_address.encode())) if role == PREVIOUS else said
 
 
-def data_address_of(found: dict[str, str | bytes]) -> str | None:
+def _stated(terms: JoinTerms) -> dict[str, Any]:
+    """The terms as the fields of a Join: the stage counts from 1, for people, and dtype "" is any."""
+    return {**asdict(terms), "stage": terms.stage + 1, "dtype": terms.dtype or ""}
+
+
+def role_of(sent: Mapping[str, str | bytes]) -> str:
+    """Who a caller says it is."""
+    join = _join_of(sent)
+    return join.role if join else ""
+
+
+def data_address_of(sent: Mapping[str, str | bytes]) -> str | None:
     """The data address in a caller's metadata, "" where there is none; None for one that cannot be."""
-    value = found.get(_DATA, b"")
-    value = value.encode() if isinstance(value, str) else value
-    try:
-        address = value.decode()
-    except UnicodeDecodeError:
+    join = _join_of(sent)
+    if join is None:
         return None
-    return address if len(value) <= _MAX_DATA_ADDRESS and address.isprintable() else None
+    address = join.data_address
+    return address if len(address.encode()) <= _MAX_DATA_ADDRESS and address.isprintable() else None
+
+
+def _join_of(sent: Mapping[str, str | bytes]) -> Join | None:
+    data = _bytes_of(sent, _JOIN)
+    try:
+        join = parsed(Join, data, _MAX_METADATA, "a Join")
+        check_exact(join, data, "a Join")
+    except BadFrame:
+        return None
+    return join if data else None
+
+
+def _bytes_of(sent: Mapping[str, str | bytes], name: str) -> bytes:
+    value = sent.get(name, b"")
+    return value.encode() if isinstance(value, str) else value
 
 
 def about_metadata(about: WorkerAbout) -> Metadata:
-    """What a worker sends to a caller that it takes, before the first message."""
-    return ((_ABOUT, json.dumps(asdict(about)).encode()),)
+    """What a worker sends to a caller that it takes, before the first frame."""
+    return ((_ABOUT, About(**asdict(about)).SerializeToString()),)
 
 
-def about_of(found: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
+def about_of(sent: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
     """What a worker's metadata says of it; None where that is not what a worker says."""
-    said = dict(found).get(_ABOUT, b"")
-    if len(said) > _MAX_ABOUT:
-        return None
+    data = _bytes_of(dict(sent), _ABOUT)
     try:
-        read: object = json.loads(said)
-    except (ValueError, RecursionError):
+        about = parsed(About, data, _MAX_ABOUT, "an About")
+        check_exact(about, data, "an About")
+    except BadFrame:
         return None
-    about = cast("dict[str, Any] | None", read if isinstance(read, dict) else None)
-    if about is None or about.keys() != {field.name for field in fields(WorkerAbout)}:
+    room = about.room if about.HasField("room") else None
+    modest = about.modest if about.HasField("modest") else None
+    known = [n_bytes for n_bytes in (room, modest) if n_bytes is not None]
+    possible = known and max(known) <= _MAX_BYTES and 1 <= about.n_devices <= _MAX_DEVICES
+    if not possible or about.path not in get_args(Attention):
         return None
-    texts = all(isinstance(about[name], str) for name in ("dtype", "device", "attention"))
-    bounds = {"room": (0, _MAX_BYTES), "modest": (0, _MAX_BYTES), "n_devices": (1, _MAX_DEVICES)}
-    numbers = all(
-        type(about[name]) is int and low <= about[name] <= high
-        for name, (low, high) in bounds.items()
-        if name == "n_devices" or about[name] is not None
+    return WorkerAbout(
+        dtype=about.dtype,
+        room=room,
+        modest=modest,
+        n_devices=about.n_devices,
+        device=about.device,
+        attention=about.attention,
+        path=cast("Attention", about.path),
     )
-    known = about["room"] is not None or about["modest"] is not None
-    if not (texts and numbers and known and about["path"] in get_args(Attention)):
-        return None
-    return WorkerAbout(**about)
 
 
-def has_secret(found: dict[str, str | bytes], secret: str) -> bool:
+def has_secret(sent: Mapping[str, str | bytes], secret: str) -> bool:
     """Whether a caller's metadata has the secret; how long that takes tells nothing of its characters."""
-    value = found.get(_SECRET, b"")
-    value = value.encode() if isinstance(value, str) else value
-    return hmac.compare_digest(value, secret.encode())
+    return hmac.compare_digest(_bytes_of(sent, _SECRET), secret.encode())
 
 
-def role_of(found: dict[str, str | bytes]) -> str:
-    """Who a caller says it is."""
-    return str(found.get(_ROLE, ""))
-
-
-def disagreement(found: dict[str, str | bytes], terms: JoinTerms) -> str | None:
+def disagreement(sent: Mapping[str, str | bytes], terms: JoinTerms) -> str | None:
     """The first field in which a caller's terms are not these, with both values; None where all agree."""
     try:
-        theirs = json.loads(found.get(_TERMS, b""))
+        stated = json.loads(_bytes_of(sent, _VERSION))
     except (ValueError, RecursionError):
-        theirs = None
-    if not isinstance(theirs, dict):
-        return "the caller sent no terms that can be read; run the same orca_jax everywhere"
-    theirs = cast("dict[str, Any]", theirs)
-    for name, expected in terms.fields().items():
-        value = theirs.get(name)
-        if name == "dtype" and name in theirs and value is None:
+        stated = None
+    if not isinstance(stated, dict):
+        return _UNREADABLE
+    version = cast("dict[str, Any]", stated).get(_VERSION_KEY)
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        return _difference(_VERSION_KEY, PROTOCOL_VERSION, version)
+    join = _join_of(sent)
+    if join is None:
+        return _UNREADABLE
+    for name, expected in _stated(terms).items():
+        value = getattr(join, name) if join.HasField(name) else None
+        if name == "dtype" and value == "":
             continue  # any
-        if type(value) is not type(expected) or value != expected:
-            shown = "nothing" if value is None else repr(value)[:_MAX_VALUE]
-            expected = repr(expected)[:_MAX_VALUE]
-            return f"{name}: this worker has {expected}, and the caller {shown}; start both with the same"
+        if value != expected:
+            return _difference(name, expected, value)
     return None
+
+
+def _difference(name: str, expected: object, value: object) -> str:
+    shown = "nothing" if value is None else repr(value)[:_MAX_VALUE]
+    here = repr(expected)[:_MAX_VALUE]
+    return f"{name}: this worker has {here}, and the caller {shown}; start both with the same"

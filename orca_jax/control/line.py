@@ -12,17 +12,15 @@ from typing import Any, Protocol, cast
 import grpc
 
 from orca_jax.control.bounded_queue import FrameQueue
+from orca_jax.control.frame import MAX_FRAME
 from orca_jax.control.handshake import (
     JOINED,
-    MAX_MESSAGE,
     METHOD,
     OPTIONS,
     JoinTerms,
     WorkerAbout,
     about_of,
-    from_message,
     metadata,
-    to_message,
 )
 from orca_jax.errors import WorkerRefused, WorkerUnreachable
 
@@ -64,7 +62,7 @@ class Deliver(Protocol):
 
 
 class ControlLine:
-    """One line to the worker at `address`, which control_join.control_address could read.
+    """One line to the worker at `address`, which handshake.control_address could read.
 
     A thread of its own calls `deliver`. A line that was joined and broke is told once, and so is a refusal;
     attempts that fail are not. `data_address`, of a worker that calls the next one, is where its hidden
@@ -134,8 +132,8 @@ class ControlLine:
                 self._wanted = True
                 self._changed.notify_all()
                 return
-        if len(data) > MAX_MESSAGE:
-            self._break(call, f"a frame of {len(data)} bytes was to be sent; up to {MAX_MESSAGE} are allowed")
+        if len(data) > MAX_FRAME:
+            self._break(call, f"a frame of {len(data)} bytes was to be sent; up to {MAX_FRAME} are allowed")
         elif not outbox.put(data):
             self._break(call, f"{len(outbox)} frames wait to be sent, and the worker takes none")
 
@@ -191,7 +189,7 @@ class ControlLine:
         outbox = FrameQueue[bytes](limits.frames, weigh=len)
         joined = False
         with grpc.insecure_channel(self._address, OPTIONS) as channel:
-            stub = cast(Any, channel.stream_stream(METHOD, to_message, from_message))
+            stub = cast(Any, channel.stream_stream(METHOD))
             call = stub(iter(outbox), metadata=self._metadata)
             late = f"it did not take the caller within {limits.join_seconds:g} seconds"
             timer = threading.Timer(limits.join_seconds, self._break, (call, late))

@@ -1,18 +1,18 @@
-"""A control message as bytes: a small header, then numpy's buffers, little-endian, one after the other.
+"""A control message as the payload of MESSAGE: the fields of worker.proto's Iteration, and all their checks.
 
 A row takes 60 bytes and its blocks in use: those that hold its `kv_length` tokens, not all that are reserved,
 each in 2 bytes where the K/V manager has up to 65,536 blocks, else in 4. Its input tokens, 4 bytes each, come
-on top. A row in its increment phase so stays within 1 KB up to 480 blocks in use (7,680 tokens in blocks of
-16), or 240 where blocks are numbered in 4 bytes; one in its initiation phase has the tokens of its prompt
-beside it, and its biases.
+on top. A row in its decode phase so stays within 1 KB up to 480 blocks in use (7,680 tokens in blocks of
+16), or 240 where blocks are numbered in 4 bytes; a prefill adds the tokens of its prompt, and its biases.
 """
 
-import struct
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.control import worker_pb2
+from orca_jax.control.frame import FRAME_BYTES
 from orca_jax.errors import BadFrame
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ADJUSTED, BIAS, CONSTRAINED, SAMPLING, ControlMessage
@@ -20,10 +20,11 @@ from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import LOGPROBS
 from orca_jax.request.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS, REPETITION_RANGE
 
-_HEADER = struct.Struct("<IIIIQ")  # rows, input tokens, biases, 0, iteration
-_INITIATION, _ON_DEVICE = 1, 2  # of a row's place
-_INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt")  # columns of 4 bytes a row
-ROW_BYTES = SAMPLING.itemsize + 4 * len(_INTEGERS) + 1  # with initiation and token_on_device in one
+_INITIATION, _ON_DEVICE = 1, 2  # of a row's flags
+_INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt")
+_INTEGERS_BYTES = 4 * len(_INTEGERS)  # of a row
+ROW_BYTES = SAMPLING.itemsize + _INTEGERS_BYTES + 1  # the last is the flags
+_FIELDS_BYTES = 64  # more than the protobuf fields of a payload take around their arrays
 # What the fields of SAMPLING may hold, as in SamplingParams; a seed may be any.
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
@@ -40,83 +41,68 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def most_bytes(shape: EngineShape) -> int:
-    """More than any iteration's message, words of allowed tokens, or tokens with what is told of them."""
-    message = _HEADER.size + shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
+    """More than any frame takes: of a control message, of words, or of tokens and log-probabilities."""
+    message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
     message += 4 * (shape.max_tokens + shape.n_blocks)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
     tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
-    return max(message, words, tokens)
+    return max(message, words, tokens) + _FIELDS_BYTES + FRAME_BYTES
 
 
-def _block_dtype(shape: EngineShape) -> str:
-    return "<u2" if shape.n_blocks <= 1 << 16 else "<i4"
-
-
-def encode_message(message: ControlMessage, shape: EngineShape) -> bytes:
-    """The message's bytes."""
-    integers = (
+def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.Iteration:
+    """The message as a payload, with the blocks in use: those that hold `kv_length` tokens."""
+    columns = (
         message.row,
         message.token_index,
         message.input_length,
         message.kv_length,
         message.n_prompt,
     )
-    place = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
-    n, n_tokens, n_biases = len(message.row), len(message.token_ids), len(message.bias)
-    parts = [_HEADER.pack(n, n_tokens, n_biases, 0, message.iteration)]
-    parts.append(message.sampling.tobytes())
-    parts += [column.astype("<i4", copy=False).tobytes() for column in integers]
-    parts.append(message.token_ids.astype("<i4", copy=False).tobytes())
-    parts.append(message.bias.tobytes())
-    parts.append(message.block_table[_in_use(message.kv_length, shape)].astype(_block_dtype(shape)).tobytes())
-    parts.append(place.tobytes())
-    return b"".join(parts)
+    integers = b"".join([column.astype("<i4", copy=False).tobytes() for column in columns])
+    flags = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
+    blocks = message.block_table[_in_use(message.kv_length, shape)].astype(_block_dtype(shape))
+    return worker_pb2.Iteration(
+        iteration=message.iteration,
+        sampling=message.sampling.tobytes(),
+        integers=integers,
+        flags=flags.tobytes(),
+        token_ids=message.token_ids.astype("<i4", copy=False).tobytes(),
+        blocks=blocks.tobytes(),
+        bias=message.bias.tobytes(),
+    )
 
 
-def decode_message(payload: bytes, shape: EngineShape) -> ControlMessage:
-    """The message that these bytes are.
+def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> ControlMessage:
+    """The message that this payload is; blocks that are not in use come back as 0.
 
-    Raises BadFrame for what this engine's master would not send, so that a worker can rely on the rest.
+    Raises BadFrame for what this engine's master would not send, so that a worker can rely on the rest. The
+    arrays take the memory of the bytes that came, and `max_blocks` numbers a row.
     """
-    if len(payload) < _HEADER.size:
-        raise BadFrame(f"{len(payload)} bytes came; a control message has {_HEADER.size} at least")
-    n, n_tokens, n_biases, zero, iteration = _HEADER.unpack_from(payload)
-    fixed = _HEADER.size + n * ROW_BYTES + 4 * n_tokens + BIAS.itemsize * n_biases
-    in_bounds = 1 <= n <= shape.max_rows and n <= n_tokens <= shape.max_tokens and not zero
-    if not in_bounds or fixed > len(payload):
-        message = f"a control message of {n} rows, {n_tokens} tokens, {n_biases} biases and "
-        message += f"{len(payload)} bytes came; up to "
+    data = payload.integers
+    n, n_tokens = len(data) // _INTEGERS_BYTES, len(payload.token_ids) // 4
+    if not (1 <= n <= shape.max_rows and n <= n_tokens <= shape.max_tokens):
+        message = f"a control message of {n} rows and {n_tokens} tokens came; up to "
         raise BadFrame(message + f"{shape.max_rows} rows and {shape.max_tokens} tokens are allowed")
-    start = _HEADER.size
-    sampling = np.frombuffer(payload, SAMPLING, n, start)
-    start += sampling.nbytes
-    integers = np.frombuffer(payload, "<i4", len(_INTEGERS) * n, start).reshape(-1, n)
-    start += integers.nbytes
-    token_ids = np.frombuffer(payload, "<i4", n_tokens, start)
-    start += token_ids.nbytes
-    bias = np.frombuffer(payload, BIAS, n_biases, start)
-    start += bias.nbytes
+    integers = _array("integers", data, np.dtype("<i4"), n * len(_INTEGERS)).reshape(-1, n)
+    sampling = _array("sampling", payload.sampling, SAMPLING, n)
+    flags = _array("flags", payload.flags, np.dtype(np.uint8), n)
+    token_ids = _array("token_ids", payload.token_ids, np.dtype("<i4"), n_tokens)
+    bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
     _check(integers, token_ids, shape)
     _check_sampling(sampling, bias, shape.vocab_size)
     row, token_index, input_length, kv_length, n_prompt = integers
     in_use = _in_use(kv_length, shape)
-    n_in_use = np.count_nonzero(in_use)
-    width = int(_block_dtype(shape)[-1])
-    if len(payload) != fixed + width * n_in_use:
-        message = f"the control message has {len(payload)} bytes; its {n_in_use} blocks in use make "
-        raise BadFrame(message + f"{fixed + width * n_in_use}")
-    blocks = np.frombuffer(payload, _block_dtype(shape), n_in_use, start)
+    blocks = _array("blocks", payload.blocks, _block_dtype(shape), int(np.count_nonzero(in_use)))
     _within("block", blocks, 0, shape.n_blocks - 1)
     block_table = np.zeros((n, shape.max_blocks), np.int32)
     block_table[in_use] = blocks
-    place = np.frombuffer(payload, np.uint8, n, len(payload) - n)
-    initiation, on_device = (place & _INITIATION) > 0, (place & _ON_DEVICE) > 0
-    if (place > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
+    initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
+    if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
         raise BadFrame("a row's flags are not known, or its input tokens cannot be on the device")
     if (n_prompt > np.where(initiation, input_length, 0)).any():
         raise BadFrame("a row's prompt is longer than its initiation")
     return ControlMessage(
-        iteration=iteration,
+        iteration=payload.iteration,
         row=row,
         initiation=initiation,
         token_index=token_index,
@@ -129,6 +115,19 @@ def decode_message(payload: bytes, shape: EngineShape) -> ControlMessage:
         sampling=sampling,
         bias=bias,
     )
+
+
+def _block_dtype(shape: EngineShape) -> np.dtype[Any]:
+    return np.dtype("<u2" if shape.n_blocks <= 1 << 16 else "<i4")
+
+
+def _array(name: str, data: bytes, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    needed = dtype.itemsize * count
+    if len(data) != needed:
+        raise BadFrame(
+            f"a control message's {name} has {len(data)} bytes; its {count} elements take {needed}"
+        )
+    return np.frombuffer(data, dtype, count)
 
 
 def _in_use(kv_length: npt.NDArray[Any], shape: EngineShape) -> npt.NDArray[np.bool_]:

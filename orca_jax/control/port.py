@@ -13,10 +13,10 @@ from typing import Any, NoReturn, cast
 import grpc
 
 from orca_jax.control.bounded_queue import FrameQueue
+from orca_jax.control.frame import MAX_FRAME
 from orca_jax.control.handshake import (
     JOINED,
     MASTER,
-    MAX_MESSAGE,
     MAX_SECRET,
     METHOD,
     OPTIONS,
@@ -27,10 +27,8 @@ from orca_jax.control.handshake import (
     control_address,
     data_address_of,
     disagreement,
-    from_message,
     has_secret,
     role_of,
-    to_message,
 )
 from orca_jax.errors import ConfigError
 
@@ -95,7 +93,7 @@ class ControlPort:
         self._server: Any = grpc.server(self._pool, options=OPTIONS, maximum_concurrent_rpcs=_CALLS)
         self._started = False
         service, method = METHOD.strip("/").split("/")
-        handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer, from_message, to_message)
+        handler = cast(Any, grpc.stream_stream_rpc_method_handler)(self._answer)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
@@ -127,8 +125,8 @@ class ControlPort:
             peer = self._peers.get(MASTER)
         if peer is None:
             return
-        if len(data) > MAX_MESSAGE:
-            peer.end(f"a frame of {len(data)} bytes was to be sent; up to {MAX_MESSAGE} are allowed")
+        if len(data) > MAX_FRAME:
+            peer.end(f"a frame of {len(data)} bytes was to be sent; up to {MAX_FRAME} are allowed")
         elif not peer.outbox.put(data):
             peer.end(f"{len(peer.outbox)} frames wait to be sent, and the engine master takes none")
 
@@ -179,18 +177,18 @@ class ControlPort:
 
     def _admit(self, context: Any) -> tuple[str, _Peer]:
         """Take the caller, or end its call with a status that says why not."""
-        found: dict[str, str | bytes] = dict(context.invocation_metadata())
-        if not has_secret(found, self._secret):
+        sent: dict[str, str | bytes] = dict(context.invocation_metadata())
+        if not has_secret(sent, self._secret):
             why = "the control plane's secret is wrong; give the server and all workers the same"
             _refuse(context, grpc.StatusCode.UNAUTHENTICATED, why)
-        if why := disagreement(found, self._terms):
+        if why := disagreement(sent, self._terms):
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
-        role = role_of(found)
+        role = role_of(sent)
         allowed = (MASTER, PREVIOUS) if self._terms.stage else (MASTER,)
         if role not in allowed:
             why = f"role: this worker takes {' or '.join(allowed)}, and the caller is {role[:100]!r}"
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
-        data_address = data_address_of(found) if role == PREVIOUS else ""
+        data_address = data_address_of(sent) if role == PREVIOUS else ""
         if data_address is None:
             why = "the caller sent no data address that can be read; run the same orca_jax everywhere"
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)

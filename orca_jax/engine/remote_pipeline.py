@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from orca_jax.config import EngineConfig
-from orca_jax.control.frame import MAX_PAYLOAD
+from orca_jax.control.frame import MAX_FRAME
 from orca_jax.control.handshake import JoinTerms, model_digest
 from orca_jax.control.message_wire import most_bytes
 from orca_jax.control.start_order import StartOrder
@@ -114,12 +114,12 @@ def _pipeline(
     on_cpu = all(one.device == CPU for one in about)
     serving = serving_config(model, config.sizes, rooms, coarse_buckets=not on_cpu)
     shape = engine_shape(model, serving, n_workers=n_stages)
-    if most_bytes(shape) > MAX_PAYLOAD:
+    if most_bytes(shape) > MAX_FRAME:
         message = (
             f"max_batch_size is {serving.max_batch_size} and max_batch_tokens {serving.max_batch_tokens}; "
         )
         message += f"with this model an iteration may need {most_bytes(shape)} bytes on the control plane, "
-        raise ConfigError(message + f"and {MAX_PAYLOAD} are allowed, so lower one of them")
+        raise ConfigError(message + f"and {MAX_FRAME} are allowed, so lower one of them")
     orders = [
         StartOrder(
             shape=shape,

@@ -30,6 +30,7 @@ from orca_jax.control.frame import (
 from orca_jax.control.message_wire import encode_message
 from orca_jax.control.sampled_wire import Asked, asked, decode_sampled
 from orca_jax.control.start_order import StartOrder, encode_start
+from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.stage_counters import MAX_TIMES, IterationTimes, RemoteCounters, StageCounters
 from orca_jax.errors import BadFrame, EngineError, WorkerLost
@@ -42,7 +43,7 @@ class _Flight:
     iteration: int
     asked: Asked
     sent: float
-    payload: bytes = b""  # what came
+    payload: Tokens | None = None  # what came
     sampled: Sampled | None = None  # the same, read
 
 
@@ -142,8 +143,9 @@ class RemoteWorkers:
         self._in_flight.append(flight)
         self._n_issued += 1
         self.counters.messages += 1
-        self.counters.message_bytes += len(payload)
-        self._channel.send(0, encode_frame(Frame(MESSAGE, self.epoch, flight.iteration, 0, payload)))
+        data = encode_frame(Frame(MESSAGE, self.epoch, flight.iteration, 0, payload))
+        self.counters.message_bytes += len(data)
+        self._channel.send(0, data)
         if message.constrained.any():
             self._unsaid.append((flight.iteration, words))
             self._say_words()
@@ -305,7 +307,7 @@ class RemoteWorkers:
             raise BadFrame(f"it speaks of epoch {frame.epoch}, and this is {self.epoch}")
         elif kind is TROUBLE:
             # It says so itself, and waits for the next epoch: it is no suspect.
-            self._lose(stage, frame.payload.decode("utf-8", "replace")[:1000])
+            self._lose(stage, frame.payload[:1000])
         elif kind is READY:
             ready = None if self._attempt is None else self._attempt.ready
             if ready is None or stage in ready:

@@ -14,7 +14,7 @@ class RemoteCounters:
     stale: int = 0  # of an epoch before
     duplicates: int = 0
     rubbish: int = 0
-    message_bytes: int = 0  # of all control messages
+    message_bytes: int = 0  # of all control messages, with their frames
     messages: int = 0
     word_bytes: int = 0  # of what constrained rows allow, sent beside them
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from orca_jax.control.frame import READY, RECEIVED, START, TOKENS, Frame, encode_frame
 from orca_jax.control.start_order import StartOrder
+from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import Sampled
@@ -307,7 +308,7 @@ class SimulatedStage:
         if not self.alive or self._stopped:
             return
         epoch, stage = self.controller.epoch, self.index
-        ids = np.array([0, 1 << 30], "<i4").tobytes()
+        ids = Tokens(token_ids=np.array([0, 1 << 30], "<i4").tobytes())
         lies = (
             Frame(TOKENS, epoch, 0, stage, ids),
             Frame(TOKENS, epoch, 1 << 40, stage, ids),

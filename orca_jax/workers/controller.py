@@ -241,7 +241,7 @@ class Controller:
             if self._running:
                 self._report(READY)  # the first answer may be lost
             elif not self._starting:
-                self._report(TROUBLE, payload=b"it has given this epoch up")
+                self._report(TROUBLE, payload="it has given this epoch up")
             return
         self.epoch = frame.epoch
         self._order = order
@@ -257,7 +257,7 @@ class Controller:
     def _take_message(self, frame: Frame, data: bytes) -> None:
         if frame.epoch > self.epoch or not self._running:
             # It may be that this process is new, and the master does not know yet.
-            self._report(TROUBLE, payload=b"it has no caches for this epoch", epoch=frame.epoch)
+            self._report(TROUBLE, payload="it has no caches for this epoch", epoch=frame.epoch)
             return
         iteration = frame.iteration
         if iteration < self._next:
@@ -308,10 +308,10 @@ class Controller:
         self._running = False
         self._issued.clear()
         self._waits_since = math.inf
-        self._report(TROUBLE, payload=why.encode())
+        self._report(TROUBLE, payload=why)
 
     def _report(
-        self, kind: FrameKind, iteration: int = 0, payload: bytes = b"", *, epoch: int | None = None
+        self, kind: FrameKind, iteration: int = 0, payload: object = None, *, epoch: int | None = None
     ) -> None:
         epoch = self.epoch if epoch is None else epoch
         self._lines.report(encode_frame(Frame(kind, epoch, iteration, self._stage, payload)))

@@ -71,6 +71,7 @@ LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "grammar.grammar": "llguidance",
     "grammar.source": "llguidance",
     "control.line": "grpc",
+    "control.parsing": "google",
     "control.port": "grpc",
     "control.worker_pb2": "google",
 }

@@ -210,6 +210,10 @@ def test_the_tokens_are_right_and_nothing_compiles_once_it_is_up(n_stages: int) 
         # T x H x itemsize over each link, and nothing behind the last stage.
         stages = engine.workers.stages
         n_iterations = engine.workers.counters.messages
+        deadline = time.monotonic() + SOON
+        while any(stage.done < n_iterations for stage in stages[:-1]):  # the last may come after its tokens
+            engine.workers.wait()
+            assert time.monotonic() < deadline
         assert {stage.received for stage in stages} == {n_iterations}
         assert stages[-1].link_bytes == 0
         sizes = bucket_sizes(SERVING.max_batch_tokens)

@@ -1,6 +1,5 @@
 """Control messages as bytes: nothing is lost, they stay small, and rubbish is told from them."""
 
-import struct
 import tracemalloc
 from dataclasses import fields, replace
 from typing import Any
@@ -10,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orca_jax.control import worker_pb2
+from orca_jax.control.frame import MESSAGE, TOKENS, WORDS, Frame, FrameKind, encode_frame
 from orca_jax.control.message_wire import ROW_BYTES, decode_message, encode_message, most_bytes
 from orca_jax.control.sampled_wire import asked, encode_sampled
 from orca_jax.errors import BadFrame
@@ -23,7 +24,6 @@ SHAPE = EngineShape(
     block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
 )
 WIDE = replace(SHAPE, n_blocks=1 << 17)  # blocks are numbered in 4 bytes
-HEADER = 24
 
 
 def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage:
@@ -113,9 +113,22 @@ def test_a_message_comes_back_as_it_was_with_the_blocks_in_use(message: ControlM
     assert back.iteration == message.iteration
 
 
+def size(message: ControlMessage, shape: EngineShape = SHAPE) -> int:
+    """Bytes of the arrays."""
+    payload = encode_message(message, shape)
+    return sum(len(value) for field, value in payload.ListFields() if field.name != "iteration")
+
+
 def test_the_size_is_that_of_rows_blocks_in_use_and_tokens():
-    assert len(encode_message(message_of([ONE]), SHAPE)) == HEADER + ROW_BYTES + 4 + 2 * 2
-    assert len(encode_message(message_of([ONE]), WIDE)) == HEADER + ROW_BYTES + 4 + 4 * 2
+    assert ROW_BYTES == 60
+    assert size(message_of([ONE])) == ROW_BYTES + 4 + 2 * 2
+    assert size(message_of([ONE]), WIDE) == ROW_BYTES + 4 + 4 * 2
+
+
+@given(messages)
+def test_fields_add_little_to_the_arrays(message: ControlMessage):
+    whole = encode_frame(Frame(MESSAGE, 2**64 - 1, 2**64 - 1, 0, encode_message(message, SHAPE)))
+    assert len(whole) <= size(message) + 96
 
 
 @pytest.mark.parametrize(("n_blocks", "in_use"), [(1 << 16, 480), (1 << 17, 240)])
@@ -135,91 +148,94 @@ def test_a_row_in_its_increment_phase_stays_within_a_kilobyte(n_blocks: int, in_
         kv_length=np.full(n, in_use * 16, np.int32),
         block_table=np.full((n, in_use), n_blocks - 1, np.int32),
     )
-    size = len(encode_message(message, shape))
-    assert n * 1000 < size <= n * 1024 + 4096
+    whole = encode_frame(Frame(MESSAGE, 1 << 62, 1 << 30, 0, encode_message(message, shape)))
+    assert n * 1000 < len(whole) <= n * 1024 + 4096
     assert (decode_message(encode_message(message, shape), shape).block_table == n_blocks - 1).all()
 
 
 def test_the_tokens_of_an_initiation_take_four_bytes_each_on_top():
     first = {**ONE, "initiation": True, "kv_length": 24, "token_ids": [1] * 24, "blocks": [1] * 6}
-    assert len(encode_message(message_of([first]), SHAPE)) == HEADER + ROW_BYTES + 4 * 24 + 2 * 6
-
-
-def altered(offset: int, form: str, value: float) -> bytes:
-    data = bytearray(encode_message(message_of([ONE, ONE]), SHAPE))
-    struct.pack_into(form, data, offset, value)
-    return bytes(data)
-
-
-SAMPLINGS = HEADER
-INTEGERS = SAMPLINGS + 2 * SAMPLING.itemsize  # five columns of two rows
-TOKENS = INTEGERS + 5 * 8
-BLOCKS = TOKENS + 8
-
-
-def field_of(name: str) -> int:
-    """Where the first row has it."""
-    fields_of: Any = SAMPLING.fields
-    return SAMPLINGS + fields_of[name][1]
+    assert size(message_of([first])) == ROW_BYTES + 4 * 24 + 2 * 6
 
 
 BIASED = {**ONE, "initiation": True, "kv_length": 1, "bias": [(5, 1.0)], "blocks": [1]}
 
 
-def altered_bias(offset: int, form: str, value: float) -> bytes:
-    data = bytearray(encode_message(message_of([BIASED]), SHAPE))
-    struct.pack_into(form, data, HEADER + ROW_BYTES - 1 + 4 + offset, value)
-    return bytes(data)
+def altered(field: str, at: Any, value: float, rows: list[dict[str, Any]] | None = None) -> Any:
+    """The payload of two rows with one element of one array changed, or one field of its first record."""
+    payload = encode_message(message_of(rows or [ONE, ONE]), SHAPE)
+    dtypes = {"sampling": SAMPLING, "bias": BIAS, "flags": np.dtype("u1"), "blocks": np.dtype("<u2")}
+    array: Any = np.frombuffer(getattr(payload, field), dtypes.get(field, np.dtype("<i4"))).copy()
+    (array if isinstance(at, int) else array[at])[at if isinstance(at, int) else 0] = value
+    setattr(payload, field, array.tobytes())
+    return payload
+
+
+def resized(field: str, change: int, rows: list[dict[str, Any]] | None = None) -> Any:
+    """The payload of one row with an array that many bytes longer or shorter."""
+    payload = encode_message(message_of(rows or [ONE]), SHAPE)
+    data = getattr(payload, field)
+    setattr(payload, field, data + bytes(change) if change > 0 else data[:change])
+    return payload
+
+
+ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT = 0, 2, 4, 6, 8  # of integers, for two rows
 
 
 @pytest.mark.parametrize(
-    ("data", "complaint"),
+    ("payload", "complaint"),
     [
-        (b"", "0 bytes came"),
-        (encode_message(message_of([ONE]), SHAPE)[:-1], "make 92"),
-        (encode_message(message_of([ONE]), SHAPE) + b"x", "make 92"),
-        (altered(0, "<I", 0), "0 rows"),
-        (altered(0, "<I", 7), "7 rows"),
-        (altered(0, "<I", 2**32 - 1), "4294967295 rows"),
-        (altered(4, "<I", 65), "65 tokens"),
-        (altered(4, "<I", 1), "1 tokens"),
-        (altered(INTEGERS, "<i", 12), "row 12 came"),
-        (altered(INTEGERS + 4, "<i", -1), "row -1 came"),
-        (altered(INTEGERS + 8, "<i", 33), "token_index 33 came"),
-        (altered(INTEGERS + 16, "<i", 0), "input_length 0 came"),
-        (altered(INTEGERS + 16, "<i", 2), "do not fit their tokens"),
-        (altered(INTEGERS + 16, "<i", 7), "do not fit their tokens"),
-        (altered(INTEGERS + 24, "<i", 33), "kv_length 33 came"),
-        (altered(INTEGERS + 24, "<i", 4), "make 158"),
-        (altered(INTEGERS + 32, "<i", -5), "n_prompt -5 came"),
-        (altered(INTEGERS + 32, "<i", 1), "prompt is longer"),
-        (altered(field_of("top_k"), "<i", -5), "top_k is out of range"),
-        (altered(field_of("temperature"), "<f", -0.1), "temperature is out of range"),
-        (altered(field_of("temperature"), "<f", float("inf")), "temperature is out of range"),
-        (altered(field_of("top_p"), "<f", float("nan")), "top_p is out of range"),
-        (altered(field_of("top_p"), "<f", 1.5), "top_p is out of range"),
-        (altered(field_of("min_p"), "<f", -0.5), "min_p is out of range"),
-        (altered(field_of("repetition_penalty"), "<f", 0), "repetition_penalty is out of range"),
-        (altered(field_of("repetition_penalty"), "<f", 100.1), "repetition_penalty is out of range"),
-        (altered(field_of("frequency_penalty"), "<f", float("nan")), "frequency_penalty is out of range"),
-        (altered(field_of("presence_penalty"), "<f", float("inf")), "presence_penalty is out of range"),
-        (altered(field_of("logprobs"), "<b", 21), "logprobs is out of range"),
-        (altered(field_of("prompt_logprobs"), "<b", -2), "prompt_logprobs is out of range"),
-        (altered(field_of("flags"), "<B", 4), "flags is out of range"),
-        (altered(8, "<I", 2**32 - 1), "4294967295 biases"),
-        (altered(12, "<I", 1), "2 rows, 2 tokens"),
-        (altered_bias(0, "<i", 1), "a bias's place 1 came"),
-        (altered_bias(4, "<i", 300), "token id 300 came"),
-        (altered_bias(8, "<f", float("nan")), "a bias is not finite"),
-        (altered(TOKENS, "<i", 300), "token id 300 came"),
-        (altered(TOKENS + 4, "<i", -1), "token id -1 came"),
-        (altered(BLOCKS, "<H", 64), "block 64 came"),
-        (altered(BLOCKS + 8, "<B", 4), "flags"),
+        (worker_pb2.Iteration(), "0 rows and 0 tokens came"),
+        (encode_message(message_of([ONE] * 7), SHAPE), "7 rows"),
+        (worker_pb2.Iteration(integers=bytes(1 << 20)), "52428 rows"),
+        (resized("token_ids", 4 * 64), "65 tokens"),
+        (resized("token_ids", -4), "1 rows and 0 tokens"),
+        (resized("token_ids", 1), "token_ids has 5 bytes; its 1 elements take 4"),
+        (resized("token_ids", 4), "do not fit their tokens"),
+        (resized("integers", 1), "integers has 21 bytes; its 5 elements take 20"),
+        (resized("integers", -1), "0 rows"),
+        (resized("sampling", 1), "sampling has 40 bytes; its 1 elements take 39"),
+        (resized("sampling", -39), "sampling has 0 bytes"),
+        (resized("flags", 1), "flags has 2 bytes; its 1 elements take 1"),
+        (resized("flags", -1), "flags has 0 bytes"),
+        (resized("blocks", 2), "blocks has 6 bytes; its 2 elements take 4"),
+        (resized("blocks", -1), "blocks has 3 bytes; its 2 elements take 4"),
+        (resized("bias", 1), "bias has 1 bytes; its 0 elements take 0"),
+        (altered("integers", ROWS, 12), "row 12 came"),
+        (altered("integers", ROWS + 1, -1), "row -1 came"),
+        (altered("integers", TOKEN_INDEX, 33), "token_index 33 came"),
+        (altered("integers", INPUT_LENGTH, 0), "input_length 0 came"),
+        (altered("integers", INPUT_LENGTH, 2), "do not fit their tokens"),
+        (altered("integers", INPUT_LENGTH, 7), "do not fit their tokens"),
+        (altered("integers", KV_LENGTH, 33), "kv_length 33 came"),
+        (altered("integers", KV_LENGTH, 4), "blocks has 8 bytes; its 3 elements take 6"),
+        (altered("integers", N_PROMPT, -5), "n_prompt -5 came"),
+        (altered("integers", N_PROMPT, 1), "prompt is longer"),
+        (altered("sampling", "top_k", -5), "top_k is out of range"),
+        (altered("sampling", "temperature", -0.1), "temperature is out of range"),
+        (altered("sampling", "temperature", float("inf")), "temperature is out of range"),
+        (altered("sampling", "top_p", float("nan")), "top_p is out of range"),
+        (altered("sampling", "top_p", 1.5), "top_p is out of range"),
+        (altered("sampling", "min_p", -0.5), "min_p is out of range"),
+        (altered("sampling", "repetition_penalty", 0), "repetition_penalty is out of range"),
+        (altered("sampling", "repetition_penalty", 100.1), "repetition_penalty is out of range"),
+        (altered("sampling", "frequency_penalty", float("nan")), "frequency_penalty is out of range"),
+        (altered("sampling", "presence_penalty", float("inf")), "presence_penalty is out of range"),
+        (altered("sampling", "logprobs", 21), "logprobs is out of range"),
+        (altered("sampling", "prompt_logprobs", -2), "prompt_logprobs is out of range"),
+        (altered("sampling", "flags", 4), "flags is out of range"),
+        (altered("bias", "index", 1, [BIASED]), "a bias's place 1 came"),
+        (altered("bias", "token_id", 300, [BIASED]), "token id 300 came"),
+        (altered("bias", "value", float("nan"), [BIASED]), "a bias is not finite"),
+        (altered("token_ids", 0, 300), "token id 300 came"),
+        (altered("token_ids", 1, -1), "token id -1 came"),
+        (altered("blocks", 0, 64), "block 64 came"),
+        (altered("flags", 0, 4), "flags"),
     ],
 )
-def test_what_no_master_sends_is_refused(data: bytes, complaint: str):
+def test_what_no_master_sends_is_refused(payload: worker_pb2.Iteration, complaint: str):
     with pytest.raises(BadFrame, match=complaint):
-        decode_message(data, SHAPE)
+        decode_message(payload, SHAPE)
 
 
 def test_only_one_token_a_row_can_be_on_the_device():
@@ -229,11 +245,14 @@ def test_only_one_token_a_row_can_be_on_the_device():
         decode_message(encode_message(message, SHAPE), SHAPE)
 
 
+FIELDS = ("sampling", "integers", "flags", "token_ids", "blocks", "bias")
+
+
 @settings(deadline=None, max_examples=300)
-@given(st.binary(max_size=400))
-def test_rubbish_is_refused_and_nothing_else_is_raised(data: bytes):
+@given(st.fixed_dictionaries({}, optional={name: st.binary(max_size=160) for name in FIELDS}))
+def test_rubbish_is_refused_and_nothing_else_is_raised(fields: dict[str, Any]):
     try:
-        decode_message(data, SHAPE)
+        decode_message(worker_pb2.Iteration(**fields), SHAPE)
     except BadFrame:
         pass
 
@@ -241,29 +260,37 @@ def test_rubbish_is_refused_and_nothing_else_is_raised(data: bytes):
 @settings(deadline=None, max_examples=300)
 @given(messages, st.data())
 def test_a_damaged_message_is_refused_or_is_a_message(message: ControlMessage, data: st.DataObject):
-    payload = bytearray(encode_message(message, SHAPE))
+    """Whatever bytes of whatever field are changed, and wherever it is cut; the checksum is not asked."""
+    payload = encode_message(message, SHAPE)
     for _ in range(data.draw(st.integers(1, 4))):
-        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    payload = payload[: data.draw(st.integers(0, len(payload)))] if data.draw(st.booleans()) else payload
+        field = data.draw(st.sampled_from([name for name in FIELDS if getattr(payload, name)]))
+        array = bytearray(getattr(payload, field))
+        array[data.draw(st.integers(0, len(array) - 1))] = data.draw(st.integers(0, 255))
+        end = data.draw(st.integers(0, len(array))) if data.draw(st.booleans()) else len(array)
+        setattr(payload, field, bytes(array[:end]))
+        if not any(getattr(payload, name) for name in FIELDS):
+            break
     try:
-        back = decode_message(bytes(payload), SHAPE)
+        back = decode_message(payload, SHAPE)
     except BadFrame:
         return
-    assert len(encode_message(back, SHAPE)) == len(payload)
+    again = encode_message(back, SHAPE)
+    assert [len(getattr(again, name)) for name in FIELDS] == [len(getattr(payload, name)) for name in FIELDS]
 
 
-@pytest.mark.parametrize("n", [2**32 - 1, 1 << 20])
-def test_a_header_that_lies_allocates_nothing(n: int):
-    huge = replace(SHAPE, max_rows=1 << 12, max_tokens=1 << 20)
-    data = struct.pack("<IIQ", n, n, 0) + bytes(64)
+@pytest.mark.parametrize("n", [1 << 12, 1 << 16])
+def test_a_length_that_lies_allocates_nothing(n: int):
+    """The rows of a full batch, and more than there may be: none of their block tables is made."""
+    huge = replace(SHAPE, max_rows=1 << 12, max_tokens=1 << 20, max_blocks=1 << 21, n_blocks=1 << 31)
+    payload = worker_pb2.Iteration(integers=bytes(20 * n), token_ids=bytes(4 * n))
     tracemalloc.start()
     try:
         with pytest.raises(BadFrame):
-            decode_message(data, huge)
+            decode_message(payload, huge)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 100_000
+    assert peak < 100_000 + 24 * n
 
 
 def test_the_bounds_of_a_row_are_those_of_the_request():
@@ -284,10 +311,14 @@ def test_no_iteration_takes_more_bytes_than_the_wire_says():
     message = message_of(
         [row | {"row": i, "n_prompt": 10, "bias": biases, "prompt_logprobs": 20} for i in range(6)]
     )
-    assert len(encode_message(message, shape)) <= most_bytes(shape)
+
+    def size_of(kind: FrameKind, payload: Any) -> int:
+        return len(encode_frame(Frame(kind, 2**64 - 1, 2**64 - 1, 2**32 - 1, payload)))
+
+    assert size_of(MESSAGE, encode_message(message, shape)) <= most_bytes(shape)
     records = np.zeros(6, LOGPROBS), {i: np.zeros(9, LOGPROBS) for i in range(6)}
     tokens = encode_sampled(Sampled(np.zeros(6, np.int32), *records), asked(message))
-    assert len(tokens) <= most_bytes(shape)
-    assert len(tokens) <= most_bytes(replace(shape, max_rows=6, vocab_size=32, n_blocks=1))
+    assert size_of(TOKENS, tokens) <= most_bytes(shape)
+    assert size_of(TOKENS, tokens) <= most_bytes(replace(shape, max_rows=6, vocab_size=32, n_blocks=1))
     wide = replace(shape, vocab_size=1 << 22)
-    assert 6 * 4 * n_words(wide.vocab_size) <= most_bytes(wide)
+    assert size_of(WORDS, bytes(6 * 4 * n_words(wide.vocab_size))) <= most_bytes(wide)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.control.sampled_wire import Asked, asked, decode_sampled, encode_sampled
+from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.errors import BadFrame
 from orca_jax.request.sampled import LOGPROBS, Sampled, token_logprobs
 from tests.host.control.test_message_wire import ONE, message_of
@@ -29,7 +30,7 @@ def test_tokens_alone_take_four_bytes_each() -> None:
     nothing_more = Asked(3, np.array([], np.intp), ())
     sampled = Sampled(np.array([0, 5, 96, 7, 7], np.int32))  # padding behind the third
     data = encode_sampled(sampled, nothing_more)
-    assert data == np.array([0, 5, 96], "<i4").tobytes()
+    assert data == Tokens(token_ids=np.array([0, 5, 96], "<i4").tobytes())
     back = decode_sampled(data, nothing_more, vocab_size=VOCAB)
     assert back.token_ids.dtype == np.int32 and back.token_ids.tolist() == [0, 5, 96]
     assert back.logprobs is None and back.prompt_logprobs == {}
@@ -62,7 +63,6 @@ def test_the_message_says_what_is_asked_for() -> None:
     message = message_of([plain, {**plain, "logprobs": 0}, {**first, "logprobs": 5, "prompt_logprobs": 2}])
     of = asked(message)
     assert of.n_rows == 3 and of.logprobs.tolist() == [1, 2] and of.prompts == ((2, 2),)
-    assert of.n_records == 4
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,40 @@ def test_the_message_says_what_is_asked_for() -> None:
 def test_tokens_that_cannot_be_are_refused(token_ids: list[int], complaint: str) -> None:
     nothing_more = Asked(3, np.array([], np.intp), ())
     with pytest.raises(BadFrame, match=complaint):
-        decode_sampled(np.array(token_ids, "<i4").tobytes(), nothing_more, vocab_size=VOCAB)
+        decode_sampled(Tokens(token_ids=np.array(token_ids, "<i4").tobytes()), nothing_more, vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("name", ["token_id", "top_ids"])
-def test_records_of_tokens_that_there_are_not_are_refused(name: str) -> None:
-    of = Asked(1, np.array([0], np.intp), ())
-    wrong: Any = records(1, 0)
+@pytest.mark.parametrize("of_prompt", [False, True])
+def test_records_of_tokens_that_there_are_not_are_refused(name: str, of_prompt: bool) -> None:
+    of = Asked(1, np.array([0], np.intp), ((0, 1),))
+    right, wrong = records(1, 0), records(1, 0)
     wrong[name] = VOCAB
-    data = encode_sampled(Sampled(np.array([3], np.int32), wrong), of)
+    both = (right, {0: wrong}) if of_prompt else (wrong, {0: right})
+    data = encode_sampled(Sampled(np.array([3], np.int32), *both), of)
     with pytest.raises(BadFrame, match="token id 97 came"):
         decode_sampled(data, of, vocab_size=VOCAB)
-    with pytest.raises(BadFrame, match="bytes of tokens came"):
-        decode_sampled(data[:-1], of, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("field", ["token_ids", "logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_other_lengths_than_those_asked_for_are_refused(field: str, change: int) -> None:
+    of = Asked(2, np.array([1], np.intp), ((0, 3),))
+    payload = encode_sampled(Sampled(np.array([3, 4], np.int32), records(2, 0), {0: records(3, 1)}), of)
+    decode_sampled(payload, of, vocab_size=VOCAB)
+    data = getattr(payload, field)
+    setattr(payload, field, data + b"x" if change > 0 else data[:-1])
+    with pytest.raises(
+        BadFrame, match=rf"{len(data) + change} bytes of .* came for 2 requests, which need {len(data)}"
+    ):
+        decode_sampled(payload, of, vocab_size=VOCAB)
+
+
+def test_records_that_nobody_asked_for_are_refused() -> None:
+    nothing_more = Asked(1, np.array([], np.intp), ())
+    payload = Tokens(token_ids=bytes(4), prompt_logprobs=records(1, 0).tobytes())
+    with pytest.raises(BadFrame, match="prompts' log-probabilities came for 1 requests, which need 0"):
+        decode_sampled(payload, nothing_more, vocab_size=VOCAB)
 
 
 def test_a_record_tells_as_many_of_the_likeliest_as_were_asked_for() -> None:

@@ -16,13 +16,12 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
-from orca_jax.control import handshake as control_join
-from orca_jax.control import line as control_line
-from orca_jax.control import port as control_port
+from orca_jax.control import handshake, line, port
 from orca_jax.control.bounded_queue import FrameQueue
+from orca_jax.control.frame import MAX_FRAME, decode_frame
 from orca_jax.control.handshake import (
+    JOINED,
     MASTER,
-    MAX_MESSAGE,
     OPTIONS,
     PREVIOUS,
     JoinTerms,
@@ -31,10 +30,11 @@ from orca_jax.control.handshake import (
 )
 from orca_jax.control.line import ControlLine, LineLimits
 from orca_jax.control.port import ControlPort
-from orca_jax.engine import grpc_channel as control_channel
+from orca_jax.control.worker_pb2 import About, Join
+from orca_jax.engine import grpc_channel
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.grpc_channel import ControlChannel
-from orca_jax.errors import ConfigError, EngineError, WorkerRefused, WorkerUnreachable
+from orca_jax.errors import BadFrame, ConfigError, EngineError, WorkerRefused, WorkerUnreachable
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.sampled import LOGPROBS
 from tests.changed_config import changed_config
@@ -169,10 +169,10 @@ def test_large_frames_pass_and_larger_ones_break_the_line(
     ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log-probabilities of a prompt of 200,000 tokens take 34 MB."""
-    assert 200_000 * LOGPROBS.itemsize < MAX_MESSAGE
+    assert 200_000 * LOGPROBS.itemsize < MAX_FRAME
     most = 34 << 20
-    for module in (control_line, control_port):
-        monkeypatch.setattr(module, "MAX_MESSAGE", most)
+    for module in (line, port):
+        monkeypatch.setattr(module, "MAX_FRAME", most)
     worker = listen(ends)
     channel = join(ends, worker)
     large = bytes(range(256)) * (most // 256)
@@ -264,28 +264,99 @@ def test_other_terms_are_refused_by_name(ends: ExitStack, change: dict[str, obje
     assert works(channel, worker)
 
 
+JOIN = Join(
+    role="master",
+    model="tiny",
+    digest=FIRST.digest,
+    dtype="float32",
+    stage=1,
+    n_stages=2,
+    first_layer=0,
+    n_layers=2,
+)
+
+
+def metadata_of(join: Join | bytes, version: bytes = b'{"protocol_version": 5}') -> dict[str, str | bytes]:
+    """What a caller sends of its terms."""
+    data = join.SerializeToString() if isinstance(join, Join) else join
+    return {"orca-terms-bin": version, "orca-join-bin": data}
+
+
 def test_another_protocol_version_is_named_first(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_join, "PROTOCOL_VERSION", 7)
-    found = dict(control_join.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", 7)
+    sent = dict(handshake.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
     monkeypatch.undo()
-    why = control_join.disagreement(found, FIRST)
-    assert why is not None and why.startswith("protocol_version: this worker has 4, and the caller 7")
+    why = handshake.disagreement(sent, FIRST)
+    assert why is not None and why.startswith("protocol_version: this worker has 5, and the caller 7")
+    sent["orca-join-bin"] = b"\xff what a later version may send"
+    assert handshake.disagreement(sent, FIRST) == why
 
 
-@pytest.mark.parametrize("terms", [b"", b"[]", b"{", b"\xff", b"[" * 5000, b"{}"])
-def test_terms_that_are_rubbish(terms: bytes) -> None:
-    why = control_join.disagreement({"orca-terms-bin": terms}, FIRST)
-    assert why is not None and ("terms that can be read" in why or "caller nothing" in why)
+# As version 4 sent it: all terms in JSON.
+VERSION_4_TERMS = (
+    b'{"protocol_version": 4, "model": "tiny", "digest": "0123", "dtype": "float32", "stage": 1, '
+    b'"n_stages": 2, "first_layer": 0, "n_layers": 2}'
+)
+
+
+def test_a_caller_of_the_wire_before_is_refused_by_version(ends: ExitStack) -> None:
+    worker = listen(ends)
+    sent = (
+        ("orca-role", "master"),
+        ("orca-secret-bin", SECRET.encode()),
+        ("orca-terms-bin", VERSION_4_TERMS),
+    )
+    with grpc.insecure_channel(worker.address) as stranger:
+        call = stranger.stream_stream(handshake.METHOD)(iter([]), metadata=sent, timeout=SOON)
+        with pytest.raises(grpc.RpcError):
+            list(call)
+    assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
+    said = "protocol_version: this worker has 5, and the caller 4; start both with the same"
+    assert call.details() == said
+    assert works(join(ends, worker), worker)
+
+
+def test_a_worker_of_the_wire_before_can_refuse_by_version() -> None:
+    """It reads these two entries: the secret, and JSON with the version before all other terms."""
+    sent = dict(handshake.metadata(MASTER, FIRST, SECRET))
+    assert sent["orca-secret-bin"] == SECRET.encode()
+    assert json.loads(sent["orca-terms-bin"]) == {"protocol_version": 5}
+
+
+@pytest.mark.parametrize(
+    "version", [b"", b"[]", b"{", b"\xff", b"[" * 5000, b"{}", b'{"protocol_version": true}']
+)
+def test_a_version_that_is_rubbish(version: bytes) -> None:
+    assert handshake.disagreement(metadata_of(JOIN), FIRST) is None
+    why = handshake.disagreement(metadata_of(JOIN, version), FIRST)
+    assert why is not None
+    assert "terms that can be read" in why or "protocol_version: this worker has 5, and the caller" in why
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"\xff", JOIN.SerializeToString()[:-1], JOIN.SerializeToString() + b"\xa2\x1f\x01x"]
+)
+def test_terms_that_are_rubbish(data: bytes) -> None:
+    why = handshake.disagreement(metadata_of(data), FIRST)
+    assert why == "the caller sent no terms that can be read; run the same orca_jax everywhere"
+
+
+@pytest.mark.parametrize("name", ["model", "digest", "dtype", "stage", "n_stages", "first_layer", "n_layers"])
+def test_a_caller_has_to_state_every_term(name: str) -> None:
+    join = Join()
+    join.CopyFrom(JOIN)
+    join.ClearField(name)  # pyright: ignore[reportArgumentType]
+    why = handshake.disagreement(metadata_of(join), FIRST)
+    assert why is not None and why.startswith(f"{name}: this worker has ") and "the caller nothing" in why
 
 
 def test_a_caller_may_take_any_dtype_but_has_to_say_so(ends: ExitStack) -> None:
     worker = listen(ends)
     assert works(join(ends, worker, terms=(replace(FIRST, dtype=None),)), worker)
-    said = {name: value for name, value in FIRST.fields().items() if name != "dtype"}
-    why = control_join.disagreement({"orca-terms-bin": json.dumps(said).encode()}, FIRST)
-    assert why is not None and "dtype: this worker has 'float32', and the caller nothing" in why
-    said |= {"dtype": None, "model": "other"}
-    why = control_join.disagreement({"orca-terms-bin": json.dumps(said).encode()}, FIRST)
+    other = Join()
+    other.CopyFrom(JOIN)
+    other.dtype, other.model = "", "other"
+    why = handshake.disagreement(metadata_of(other), FIRST)
     assert why is not None and why.startswith("model: ")
 
 
@@ -310,45 +381,40 @@ def test_a_worker_says_what_it_is_each_time_that_it_is_joined(ends: ExitStack) -
     assert [about.room for about in channel.about] == [99, 0]
 
 
-SAID = {
-    "dtype": "float32",
-    "room": 5,
-    "modest": None,
-    "n_devices": 1,
-    "device": "cpu",
-    "attention": "as it comes",
-    "path": "static",
-}
+WHAT = About(dtype="float32", room=5, n_devices=1, device="cpu", attention="as it comes", path="static")
+
+
+def about(**changed: object) -> bytes:
+    """What a worker says with some fields changed, or left out where they are None."""
+    message = About()
+    message.CopyFrom(WHAT)
+    for name, value in changed.items():
+        if value is None:
+            message.ClearField(name)  # pyright: ignore[reportArgumentType]
+        else:
+            setattr(message, name, value)
+    return message.SerializeToString()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
         b"",
         b"{",
         b"[]",
         b"\xff",
-        b"[" * 4000,
-        *(
-            json.dumps(found).encode()
-            for found in (
-                {},
-                {**SAID, "more": 1},
-                {name: value for name, value in SAID.items() if name != "device"},
-                {**SAID, "dtype": None},
-                {**SAID, "device": 5},
-                {**SAID, "attention": ["static"]},
-                *({**SAID, "room": room} for room in (True, -1, 1.0, "1", None, 1 << 51)),
-                *({**SAID, "modest": modest} for modest in (True, -1, 1.0, "1", 1 << 51)),
-                *({**SAID, "n_devices": n} for n in (True, 0, 1.0, None, 1 << 51)),
-                *({**SAID, "path": path} for path in ("dense", None, ["static"])),
-                {**SAID, "device": "x" * 5000},
-            )
-        ),
+        about()[:-1],
+        about() + b"\xa2\x1f\x01x",
+        about(room=None),
+        *(about(room=n) for n in (1 << 51, (1 << 64) - 1)),
+        *(about(modest=n) for n in (1 << 51, (1 << 64) - 1)),
+        *(about(n_devices=n) for n in (None, 0, 1025)),
+        *(about(path=path) for path in (None, "dense")),
+        about(device="x" * 5000),
     ],
 )
-def test_what_no_worker_says_of_itself_is_refused(said: bytes) -> None:
-    assert control_join.about_of([("orca-about-bin", json.dumps(SAID).encode())]) == WorkerAbout(
+def test_what_no_worker_says_of_itself_is_refused(data: bytes) -> None:
+    assert handshake.about_of([("orca-about-bin", about())]) == WorkerAbout(
         dtype="float32",
         room=5,
         modest=None,
@@ -357,14 +423,20 @@ def test_what_no_worker_says_of_itself_is_refused(said: bytes) -> None:
         attention="as it comes",
         path="static",
     )
-    assert control_join.about_of([("orca-about-bin", said)]) is None
-    assert control_join.about_of([]) is None
+    assert handshake.about_of([("orca-about-bin", data)]) is None
+    assert handshake.about_of([]) is None
+
+
+@pytest.mark.parametrize(("room", "modest"), [(None, 0), (0, None), (0, 0), (1 << 50, 1 << 50)])
+def test_a_worker_says_of_its_memory_what_it_knows(room: int | None, modest: int | None) -> None:
+    known = replace(ABOUT, room=room, modest=modest)
+    assert handshake.about_of(handshake.about_metadata(known)) == known
 
 
 def test_one_that_does_not_say_what_it_is_is_no_worker(
     ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_port, "about_metadata", lambda about: (("orca-about-bin", b"{}"),))
+    monkeypatch.setattr(port, "about_metadata", lambda about: (("orca-about-bin", b""),))
     with pytest.raises(WorkerUnreachable, match="it is no worker of orca_jax"):
         join(ends, listen(ends), seconds=0.5)
 
@@ -397,7 +469,8 @@ def test_the_stage_before_says_where_its_data_is(ends: ExitStack) -> None:
 
 
 def test_an_engine_master_has_no_data() -> None:
-    assert "orca-data-bin" not in dict(control_join.metadata(MASTER, FIRST, SECRET, "10.0.0.9:1"))
+    sent = dict(handshake.metadata(MASTER, FIRST, SECRET, "10.0.0.9:1"))
+    assert handshake.data_address_of(sent) == ""
 
 
 @pytest.mark.parametrize("address", ["x" * 1001, "a\nb", "ü" * 501])
@@ -406,7 +479,7 @@ def test_a_data_address_that_cannot_be_is_refused(ends: ExitStack, address: str)
     with pytest.raises(WorkerRefused, match="no data address that can be read"):
         previous(ends, second, address).wait_joined(SOON)
     assert second.data_address_of_previous() == ""
-    assert control_join.data_address_of({"orca-data-bin": b"\xff"}) is None
+    assert handshake.data_address_of({"orca-join-bin": b"J\x01\xff"}) is None, "it is not UTF-8"
 
 
 # Where a worker listens, and from when
@@ -569,7 +642,7 @@ def test_a_refusal_is_told_at_once_whoever_else_is_missing(ends: ExitStack) -> N
 
 
 def test_whoever_waits_is_told_for_whom(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_channel, "_FIRST_WORD_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_channel, "_FIRST_WORD_SECONDS", 0.0)
     first, told = listen(ends), list[str]()
 
     def enough() -> EngineError | None:
@@ -685,8 +758,8 @@ def test_a_peer_that_vanished_without_a_word_is_noticed_on_both_sides(
     ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = tuple((name, value // 10 if name.endswith("_ms") else value) for name, value in OPTIONS)
-    monkeypatch.setattr(control_line, "OPTIONS", quick)
-    monkeypatch.setattr(control_port, "OPTIONS", quick)
+    monkeypatch.setattr(line, "OPTIONS", quick)
+    monkeypatch.setattr(port, "OPTIONS", quick)
     worker = listen(ends)
     relay = Relay(ends, worker.port)
     channel = ControlChannel([f"127.0.0.1:{relay.port}"], [FIRST], secret=SECRET, limits=LIMITS)
@@ -751,14 +824,18 @@ def test_closing_does_not_wait_for_who_is_lost() -> None:
     eventually(lambda: not [t for t in threading.enumerate() if t not in before and t.is_alive()])
 
 
-def test_a_caller_that_joins_and_then_sends_garbage_is_left(ends: ExitStack) -> None:
+def test_what_a_caller_sends_after_it_has_joined_comes_as_it_is(ends: ExitStack) -> None:
+    """Whether it is a frame is for the controller to say, which ends the epoch where it is none."""
     worker = listen(ends)
+    garbage = b"\xff\xff no message"
     with grpc.insecure_channel(worker.address) as stranger:
-        method = stranger.stream_stream(control_join.METHOD)
-        found = control_join.metadata(MASTER, FIRST, SECRET)
-        call = method(iter([b"\xff\xff no message"]), metadata=found, timeout=SOON)
-        with pytest.raises(grpc.RpcError):
-            list(call)
+        method = stranger.stream_stream(handshake.METHOD)
+        sent = handshake.metadata(MASTER, FIRST, SECRET)
+        call = method(iter([garbage]), metadata=sent, timeout=SOON)
+        assert list(call) == [JOINED]
+    assert worker.receive(SOON) == garbage
+    with pytest.raises(BadFrame, match="not a frame"):
+        decode_frame(garbage)
     assert works(join(ends, worker), worker)
 
 

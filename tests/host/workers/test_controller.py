@@ -22,6 +22,7 @@ from orca_jax.control.frame import (
 )
 from orca_jax.control.message_wire import encode_message
 from orca_jax.control.start_order import StartOrder, encode_start
+from orca_jax.control.worker_pb2 import Iteration, Start, Tokens
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.request.sampled import Sampled
 from orca_jax.workers.controller import Controller
@@ -134,7 +135,7 @@ def test_the_last_stage_returns_tokens_without_padding():
     bench = Bench(stage=2).up()
     assert bench.message(0) == ["RECEIVED 1.0", "run 1.0"]
     bench.controller.done(1, 0, tokens(7, 8, -1, -1))
-    assert bench.reports[-1] == Frame(TOKENS, 1, 0, 2, tokens(7, 8).token_ids.tobytes())
+    assert bench.reports[-1] == Frame(TOKENS, 1, 0, 2, Tokens(token_ids=tokens(7, 8).token_ids.tobytes()))
 
 
 def test_the_others_say_that_they_are_done():
@@ -159,7 +160,7 @@ def test_a_gap_ends_the_epoch():
     bench = Bench(stage=1).up()
     bench.message(0)
     assert bench.message(2) == ["TROUBLE 1.0"]
-    assert bench.reports[-1].payload == b"iteration 2 came, and 1 did not"
+    assert bench.reports[-1].payload == "iteration 2 came, and 1 did not"
     assert bench.message(1) == ["TROUBLE 1.0"], "nothing runs any more"
     bench.controller.done(1, 0)
     assert bench.log[-1] == "TROUBLE 1.0"
@@ -221,18 +222,19 @@ def test_a_process_without_the_epoch_says_so(started: bool):
         b"",
         b"GET / HTTP/1.1",
         encode_frame(Frame(READY, 1)),
-        encode_frame(Frame(TOKENS, 1, 0, 0, b"abcd")),
-        encode_frame(Frame(MESSAGE, 1, 0, 0, b"abcd")),
+        encode_frame(Frame(TOKENS, 1, 0, 0, Tokens(token_ids=b"abcd"))),
+        encode_frame(Frame(MESSAGE, 1, 0, 0, Iteration(token_ids=b"abcd"))),
         encode_frame(Frame(START, 1)),
         encode_frame(Frame(START, 2)),
-        encode_frame(Frame(START, 2, payload=encode_start(ORDER) + b"}")),
+        encode_frame(Frame(START, 2, payload=Start(next_address="next:1"))),
+        encode_frame(Frame(READY, 2)) + b"}",
         encode_frame(start(1, replace(ORDER, worker_seconds=5.0))),
     ],
 )
 def test_rubbish_ends_the_epoch_and_runs_nothing(rubbish: bytes):
     bench = Bench(stage=2).up()
     assert bench.take_bytes(rubbish)[-1] == "TROUBLE 1.0"
-    assert b"rubbish came" in bench.reports[-1].payload
+    assert "rubbish came" in bench.reports[-1].payload
     assert not bench.messages
     assert bench.controller.counters.rubbish == 1
 
@@ -248,7 +250,7 @@ def test_a_device_that_fails_ends_the_epoch():
     bench.message(0)
     bench.controller.failed(1, "out of memory")
     bench.controller.failed(1, "and once more")
-    assert [frame.payload for frame in bench.reports if frame.kind is TROUBLE] == [b"out of memory"]
+    assert [frame.payload for frame in bench.reports if frame.kind is TROUBLE] == ["out of memory"]
     assert bench.controller.deadline() == float("inf")
 
 
@@ -256,7 +258,7 @@ def test_a_device_that_cannot_start_says_so():
     bench = Bench()
     bench.take(start(1))
     bench.controller.failed(1, "no memory for caches")
-    assert bench.reports == [Frame(TROUBLE, 1, 0, 0, b"no memory for caches")]
+    assert bench.reports == [Frame(TROUBLE, 1, 0, 0, "no memory for caches")]
 
 
 def test_a_worker_past_its_deadline_must_exit():
@@ -317,7 +319,7 @@ def test_a_start_tells_the_sizes_and_the_next_stage():
     bench.controller.started(2)
     assert (bench.orders, bench.addresses) == ([ORDER, small], ["next:1", "next:2"])
     assert bench.message(0, epoch=2)[-1] == "TROUBLE 2.0"
-    assert b"2 rows" in bench.reports[-1].payload, "the sizes are those of the order in force"
+    assert "2 rows" in bench.reports[-1].payload, "the sizes are those of the order in force"
 
 
 def test_the_last_stage_is_connected_to_nobody():
@@ -338,7 +340,7 @@ def test_another_stage_has_to_know_the_next_one():
 
 def test_an_order_that_cannot_be_read_leaves_a_new_process_as_it_is():
     bench = Bench()
-    assert bench.take(Frame(START, 3, payload=b"{}")) == []
+    assert bench.take(Frame(START, 3, payload=Start())) == []
     assert (bench.controller.epoch, bench.controller.counters.rubbish) == (0, 1)
     assert bench.take(start(3)) == ["start 3"]
 

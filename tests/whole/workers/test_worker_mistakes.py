@@ -19,7 +19,7 @@ from bench.server.server_process import ServerProcess
 from bench.server.worker_faults import figures, known_streams
 from orca_jax import LLM
 from orca_jax.config import Deadlines
-from orca_jax.control import handshake as control_join
+from orca_jax.control import handshake
 from orca_jax.errors import ConfigError, WorkerRefused, WorkerUnreachable
 from tests.whole.workers.worker_harness import (
     MAX_PROMPT,
@@ -183,8 +183,8 @@ def test_addresses_in_another_order_are_refused(serving: Serving, model: Path) -
 def test_another_version_of_the_protocol_is_named(
     serving: Serving, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = control_join.PROTOCOL_VERSION
-    monkeypatch.setattr(control_join, "PROTOCOL_VERSION", version + 1)
+    version = handshake.PROTOCOL_VERSION
+    monkeypatch.setattr(handshake, "PROTOCOL_VERSION", version + 1)
     said = refusal(model, serving.workers)
     assert f"protocol_version: this worker has {version}, and the caller {version + 1}" in said
     serving.is_undisturbed()
