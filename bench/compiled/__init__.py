@@ -1,1 +1,1 @@
-"""What XLA and Mosaic make of the programs, read from what they compiled; no GPU is needed."""
+"""Properties of the programs that XLA and Mosaic compile; no GPU is needed."""

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 _KINDS = r"all-reduce|all-gather|reduce-scatter|collective-\w+|(?:ragged-)?all-to-all"
-# `%name = TYPE kind(`; of a pair of start and done the start alone counts.
+# `%name = TYPE kind(`; of a start/done pair only the start counts.
 _CALL = re.compile(
     rf"^\s*(?:ROOT )?%?\S+ = (?P<type>.+?) (?P<kind>{_KINDS})(?P<start>-start)?\(", re.MULTILINE
 )
@@ -15,14 +15,14 @@ _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+)\[([\d,]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One of them: its kind, and the bytes of what it leaves on each device."""
+    """A collective: its kind, and the bytes of its result on each device."""
 
     kind: str
     n_bytes: int
 
 
 def collectives(text: str) -> list[Collective]:
-    """Those of an optimised program's text, in its order; those of a loop's body once."""
+    """The collectives in an optimized program's text, in order; those of a loop's body once."""
     return [
         Collective(call["kind"], _result_bytes(call["type"], call["kind"], started=call["start"] is not None))
         for call in _CALL.finditer(text)
@@ -30,7 +30,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def counts(text: str) -> Counter[str]:
-    """How many there are of each kind."""
+    """The number of collectives of each kind."""
     return Counter(collective.kind for collective in collectives(text))
 
 
@@ -39,7 +39,7 @@ def _result_bytes(result: str, kind: str, *, started: bool) -> int:
         math.prod(int(n) for n in shape.split(",") if n) * _itemsize(dtype)
         for dtype, shape in _ARRAY.findall(result)
     ]
-    if started and kind != "all-reduce":  # what goes in stands beside what comes out
+    if started and kind != "all-reduce":  # the type lists inputs beside outputs
         sizes = sizes[len(sizes) // 2 :]
     return sum(sizes)
 

@@ -1,14 +1,14 @@
-"""The forward programs compiled for GPUs that need not be there: memory, kernels, loops, launches.
+"""Compiles the forward programs for GPUs that need not be present: memory, kernels, loops, launches.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_for_gpu \
         [--preset gpt3-13b] [--layers 4] [--buckets 1,32,2048]
         [--device h200] [--tensor-parallel 8] [--command-buffer-collectives]
 
-XLA compiles for a described GPU where the CUDA plugin is installed (`pip install 'orca_jax[cuda]'`). Nothing
-is run or autotuned: the figures are of the compiled programs, and times need a GPU. A host-led loop is one
+XLA compiles for a described GPU if the CUDA plugin is installed (`pip install 'orca_jax[cuda]'`). Nothing is
+run or autotuned: the figures are those of the compiled programs, and times need a GPU. A host-led loop is one
 whose trip count is known only at run time, so that the host must read a condition back at each trip. A
-command buffer is one CUDA graph; what is outside of them the host launches one by one. A sliced call is
-given a part of an array where it lies, at whatever address.
+command buffer is one CUDA graph; the host launches everything outside of them one by one. A sliced call gets
+part of an array in place, at any address.
 """
 
 import argparse
@@ -39,10 +39,10 @@ from orca_jax.sharding.partition import split_model
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiled forward program of one bucket says of itself; bytes and counts.
+    """Properties of one bucket's compiled forward program; bytes and counts.
 
-    `launches` counts what XLA launches; `sums` the all-reduces by the way that it chose for them: DEFAULT is
-    NCCL's, all others are kernels of its own.
+    `launches` counts what XLA launches; `sums` the all-reduces by the implementation that it chose: DEFAULT
+    is NCCL's, all others are XLA's own kernels.
     """
 
     bucket: int
@@ -84,7 +84,7 @@ def compile_forward(
 
 
 def figures(model: ModelConfig, bucket: int, max_bs: int, **how: Any) -> Compiled:
-    """Compile one bucket's forward program in bfloat16 and count; `how` as `compile_forward` has it."""
+    """Compile one bucket's forward program in bfloat16 and count; `how` as for `compile_forward`."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="orca-xla-") as dump:
         compiled = compile_forward(model, bucket, max_bs, **how, compiler_options={"xla_dump_to": dump})
@@ -119,17 +119,17 @@ def _sums(text: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Compile, print a table and last one line of JSON."""
+    """Compile, print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled.compile_for_gpu", description=__doc__)
     parser.add_argument("--preset", default="gpt3-13b", choices=sorted(PRESETS))
     parser.add_argument("--layers", type=int, default=4, help="layers to compile (default: 4)")
     parser.add_argument("--buckets", default="1,32,2048", help="token counts (default: 1,32,2048)")
     parser.add_argument("--max-batch-size", type=int, default=32)
     parser.add_argument("--device", default="h200", choices=sorted(GPUS), help="the GPU (default: h200)")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs a layer is split over")
-    parser.add_argument("--command-buffer-collectives", action="store_true", help="as `orca serve` has it")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share a layer")
+    parser.add_argument("--command-buffer-collectives", action="store_true", help="as for `orca serve`")
     flags = parser.parse_args()
-    jax.config.update("jax_enable_compilation_cache", False)  # what was compiled before would dump nothing
+    jax.config.update("jax_enable_compilation_cache", False)  # a cached program would dump nothing
     buckets = [int(n) for n in flags.buckets.split(",")]
     model = replace(PRESETS[flags.preset], layers=PRESETS[flags.preset].layers[:1] * flags.layers)
     rows = [
@@ -172,8 +172,8 @@ def main() -> None:
             str(row.launches.sliced_calls),
         )
     Console(width=140).print(made)
-    said = {**vars(flags), "jax": jax.__version__, "programs": [asdict(row) for row in rows]}
-    print(json.dumps(said))
+    report = {**vars(flags), "jax": jax.__version__, "programs": [asdict(row) for row in rows]}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

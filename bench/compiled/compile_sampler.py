@@ -1,10 +1,10 @@
-"""The programs that choose tokens, compiled for an H200 that need not be there: memory, kernels, loops.
+"""Compiles the sampling programs for an H200 that need not be present: memory, kernels, loops.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_sampler [--rows 32] [--vocab 50257]
 
-Nothing is run; `pip install 'orca_jax[cuda]'` brings the compiler. A loop whose trips are not known would
-have the device ask its host at each, and a temporary as large as the logits would be written and read again.
-The last line is JSON.
+Nothing is run; `pip install 'orca_jax[cuda]'` installs the compiler. Look for two costs: a loop with an
+unknown trip count makes the device ask its host at each trip, and a temporary as large as the logits is
+written and read again. The last line is JSON.
 """
 
 import argparse
@@ -28,31 +28,31 @@ from orca_jax.iteration.flat_batch import Sampler, SamplerArrays
 def lowered_programs(
     n_rows: int, vocab_size: int, place: jax.sharding.Sharding
 ) -> dict[str, jax.stages.Lowered]:
-    """Each program of the chooser for so many rows, with two batches' rows in its tables."""
+    """Each of the chooser's programs for `n_rows`, with two batches' rows in its tables."""
 
     def like(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    # Its arrays lie here and are not used; its programs are lowered for there.
+    # Its arrays are here and are not used; its programs are lowered for `place`.
     chooser = TokenChooser(vocab_size, 1, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     logits, last_token = like((n_rows, vocab_size), jnp.float32), like((2 * n_rows,), jnp.int32)
     rows = like((len(SamplerArrays._fields), n_rows), jnp.int32)
     table = (2 * n_rows, vocab_size)
     tables = Tables(like(table, jnp.int32), like(table, jnp.float32))
-    found = {
+    programs = {
         "adjust": chooser._adjust.lower(logits, rows, tables, last_token),
         "allow": chooser._allow.lower(logits, like((n_rows, n_words(vocab_size)), jnp.int32)),
     }
     for sampler in get_args(Sampler):
-        found[sampler] = chooser._choose.lower(logits, rows, last_token, sampler=sampler)
-    found["logprobs"] = chooser._logprobs.lower(logits, like((n_rows,), jnp.int32))
+        programs[sampler] = chooser._choose.lower(logits, rows, last_token, sampler=sampler)
+    programs["logprobs"] = chooser._logprobs.lower(logits, like((n_rows,), jnp.int32))
     values = like((vocab_size,), jnp.int32), like((vocab_size,), jnp.float32)
-    found["set a row up"] = chooser._set_row.lower(tables, like((), jnp.int32), *values)
-    return found
+    programs["set a row up"] = chooser._set_row.lower(tables, like((), jnp.int32), *values)
+    return programs
 
 
 def figures(name: str, program: jax.stages.Lowered) -> dict[str, Any]:
-    """What the compiled program says of itself; bytes and counts."""
+    """Properties of the compiled program; bytes and counts."""
     compiled = program.compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
@@ -70,23 +70,23 @@ def figures(name: str, program: jax.stages.Lowered) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description="the programs that choose tokens, compiled for an H200")
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="the sampling programs, compiled for an H200")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=50257)
     args = parser.parse_args(argv)
-    found = [
+    results = [
         figures(name, program) for name, program in lowered_programs(args.rows, args.vocab, on_h200()).items()
     ]
     table = Table(title=f"H200, {args.rows} rows, {args.vocab:,} tokens")
     for column in ("program", "arguments, MB", "temporaries, MB", "fusions", "loops", "host-led", "sorts"):
         table.add_column(column, justify="left" if column == "program" else "right")
-    for one in found:
+    for one in results:
         sizes = (f"{one[name] / 1e6:.2f}" for name in ("arguments", "temporaries"))
         counts = (str(one[name]) for name in ("fusions", "loops", "host_led_loops", "sorts"))
         table.add_row(one["program"], *sizes, *counts)
     Console(width=120).print(table)
-    print(json.dumps({"rows": args.rows, "vocab": args.vocab, "jax": jax.__version__, "programs": found}))
+    print(json.dumps({"rows": args.rows, "vocab": args.vocab, "jax": jax.__version__, "programs": results}))
     return 0
 
 

@@ -1,17 +1,17 @@
-"""How long the forward programs take to compile, cold, for H200s that need not be there.
+"""Measures how long the forward programs take to compile, cold, for H200s that need not be present.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.compile_time \
         [--model gpt3-13b] [--layers 40] [--buckets 1,32,512,2048]
 
 Needs the CUDA plugin (`pip install 'orca_jax[cuda]'`), no GPU. `--model 70b` is a model of 80 layers, split
-over 8 GPUs of one machine. Each bucket is compiled in a process of its own, so that nothing is warm. The
-variable XLA_FLAGS holds further flags of XLA's.
+over 8 GPUs of one machine. Each bucket is compiled in a separate process, so that nothing is warm. The
+variable XLA_FLAGS holds further flags for XLA.
 
-Nothing is autotuned: that takes a GPU, and comes on top there. On a busy machine read the CPU seconds. They
-are of all threads and of ptxas, which is a process each time it is called.
+Nothing is autotuned: that needs a GPU, and takes additional time there. On a busy machine read the CPU
+seconds. They include all threads, and ptxas, which runs in a new process each time.
 
-`--layers-a-program 1` is the other way to do it: a program each for the first layers, those in the middle and
-the last ones, which the host would call in turn.
+`--layers-a-program 1` measures the alternative: separate programs for the first layers, those in the middle
+and the last ones, which the host would call in turn.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.sharding.partition import StagePart, split_model
 
-# A 70B model's shape in a GPT's blocks: as many key/value heads as query heads, two feed-forward products.
+# A 70B model's shape with GPT blocks: as many key/value heads as query heads, two feed-forward products.
 _70B = replace(
     PRESETS["gpt3-13b"],
     vocab_size=128256,
@@ -52,7 +52,7 @@ _PHASES = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
     "/jax/core/compile/backend_compile_duration": "compile",
 }
-_FORWARD = ("forward", "jit(forward)")  # JAX's name for the program while it is traced, and later
+_FORWARD = ("forward", "jit(forward)")  # JAX's name for the program while tracing, and afterwards
 _SECONDS = r" for jit_forward time: .*?\((\d+) us\)"
 _TIMERS = {
     "hlo_passes": re.compile("RunHloPasses" + _SECONDS),
@@ -64,7 +64,7 @@ _LONGEST_SECONDS = 900
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds on the clock, and CPU seconds."""
+    """Wall seconds and CPU seconds."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -78,11 +78,11 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What it took to compile one bucket's programs.
+    """The cost of compiling one bucket's programs.
 
     Python traces and lowers; `compile` is XLA's part, of which `hlo_passes` and `backend` are wall seconds.
-    `kernels` were compiled apart from Mosaic's, each once however often it is called. `temporaries` and
-    `program` are bytes; of several programs the most, and their sum.
+    `kernels` counts those compiled besides Mosaic's, each once however often it is called. `temporaries` and
+    `program` are bytes; for several programs the maximum and the sum.
     """
 
     bucket: int
@@ -97,18 +97,18 @@ class Figures:
 
     @property
     def all(self) -> Cost:
-        """Everything."""
+        """The sum."""
         return self.trace + self.lower + self.compile
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has started and waited for."""
+    """CPU seconds of this process, and of the processes that it started and waited for."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def parts(model: ModelConfig, n_gpus: int, a_program: int) -> list[StagePart]:
-    """What is compiled: the whole model, or with `a_program` layers each its beginning, middle and end."""
+    """The parts to compile: the whole model, or its beginning, middle and end of `a_program` layers each."""
     (whole,) = split_model(model, described_devices("h200", n_gpus), ParallelConfig(tensor_parallel=n_gpus))
     if not a_program:
         return [whole]
@@ -118,14 +118,14 @@ def parts(model: ModelConfig, n_gpus: int, a_program: int) -> list[StagePart]:
 
 
 def compile_here(model: ModelConfig, n_gpus: int, bucket: int, max_bs: int, a_program: int) -> Figures:
-    """Compile one bucket in this process; XLA's timers go to its standard error."""
+    """Compile one bucket in this process; XLA's timers go to stderr."""
     spent = dict.fromkeys(_PHASES.values(), Cost())
-    last = [0.0, 0.0]  # CPU seconds by the end of the last event, and of the forward program's last
+    last = [0.0, 0.0]  # CPU seconds at the end of the last event, and of the forward program's last
 
-    def on_event(event: str, duration_secs: float, **said: str | int) -> None:
+    def on_event(event: str, duration_secs: float, **attributes: str | int) -> None:
         phase, cpu = _PHASES.get(event), cpu_seconds()
-        if phase is not None and said.get("fun_name") in _FORWARD:
-            # What is traced while it is traced or lowered is part of that; between them and XLA the program
+        if phase is not None and attributes.get("fun_name") in _FORWARD:
+            # Nested tracing and lowering belong to the phase around them; between them and XLA the program
             # that scores prompts is lowered.
             before = last[0] if phase == "compile" else last[1]
             spent[phase] += Cost(duration_secs, cpu - before)
@@ -148,7 +148,7 @@ def compile_here(model: ModelConfig, n_gpus: int, bucket: int, max_bs: int, a_pr
 
 
 def figures(flags: argparse.Namespace, bucket: int) -> Figures:
-    """Compile one bucket in a process of its own. Raises RuntimeError where that fails."""
+    """Compile one bucket in a separate process. Raises RuntimeError if that fails."""
     command = [sys.executable, "-m", "bench.compiled.compile_time", "--one", "--model", flags.model]
     for name in ("layers", "max_batch_size", "layers_a_program"):
         command += [f"--{name.replace('_', '-')}", str(getattr(flags, name))]
@@ -169,14 +169,14 @@ def figures(flags: argparse.Namespace, bucket: int) -> Figures:
     )
     if done.returncode != 0:
         raise RuntimeError(f"bucket {bucket} does not compile: {done.stderr[-2000:]}")
-    said = json.loads(done.stdout.splitlines()[-1])
-    said |= {phase: Cost(**said[phase]) for phase in _PHASES.values()}
+    result = json.loads(done.stdout.splitlines()[-1])
+    result |= {phase: Cost(**result[phase]) for phase in _PHASES.values()}
     timers = {name: sum(map(int, timer.findall(done.stderr))) / 1e6 for name, timer in _TIMERS.items()}
-    return Figures(**{**said, **timers, "kernels": len(_KERNEL.findall(done.stderr))})
+    return Figures(**{**result, **timers, "kernels": len(_KERNEL.findall(done.stderr))})
 
 
 def show(flags: argparse.Namespace, rows: list[Figures]) -> None:
-    """A table, and last one line of JSON."""
+    """Print a table and, as the last line, JSON."""
     of_layers = f"{flags.layers_a_program} a program" if flags.layers_a_program else "one program"
     title = (
         f"{flags.model}, {flags.layers} layers, {of_layers}, for {_N_GPUS[flags.model]} H200, jax "
@@ -199,19 +199,19 @@ def show(flags: argparse.Namespace, rows: list[Figures]) -> None:
             f"{row.program / 1e6:.1f}",
         )
     Console(width=140).print(table)
-    said = {"model": flags.model, "layers": flags.layers, "layers_a_program": flags.layers_a_program}
+    report = {"model": flags.model, "layers": flags.layers, "layers_a_program": flags.layers_a_program}
     programs = [asdict(row) for row in rows]
-    print(json.dumps({"benchmark": "compile_time", "jax": jax.__version__, **said, "programs": programs}))
+    print(json.dumps({"benchmark": "compile_time", "jax": jax.__version__, **report, "programs": programs}))
 
 
 def main() -> None:
-    """Compile, print a table and last one line of JSON."""
+    """Compile, print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled.compile_time", description=__doc__)
     parser.add_argument("--model", default="gpt3-13b", choices=sorted(MODELS))
     parser.add_argument("--layers", type=int, default=0, help="layers to compile (default: all)")
     parser.add_argument("--buckets", default="1,32,512,2048", help="token counts (default: 1,32,512,2048)")
     parser.add_argument("--max-batch-size", type=int, default=32)
-    parser.add_argument("--layers-a-program", type=int, default=0, help="0: all in one (default)")
+    parser.add_argument("--layers-a-program", type=int, default=0, help="0: all in one program (default)")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     buckets = [int(n) for n in flags.buckets.split(",")]

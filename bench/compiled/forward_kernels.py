@@ -1,12 +1,12 @@
-"""The kernels of one layer of the forward program, in their order, from what XLA compiled for an H200.
+"""Lists the kernels of one layer of the forward program, in order, as XLA compiled it for an H200.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.forward_kernels \
         [--preset gpt3-13b] [--layers 4] [--buckets 1,2,32,2048]
 
-Needs the CUDA plugin (`pip install 'orca_jax[cuda]'`), no GPU. A layer is shown from one attention call to
-the next, in the middle of the model. What a kernel computes is told by the functions of `orca_jax` that its
-operations come from. Nothing is autotuned: where there is a GPU, XLA measures, and may choose other kernels
-for the products.
+Needs the CUDA plugin (`pip install 'orca_jax[cuda]'`), no GPU. Shows a layer in the middle of the model, from
+one attention call to the next. What a kernel computes is identified by the functions of `orca_jax` that its
+operations come from. Nothing is autotuned: on a GPU, XLA measures, and may choose other kernels for the
+matrix products.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.compiled.compile_for_gpu import compile_forward
 from orca_jax.families.presets import PRESETS
 
-# What is computed in which function; a name that is missing here speaks for itself.
+# What each function computes; other names speak for themselves.
 _COMPUTES = {
     "_rows_first": "product",
     "Linear.__call__": "bias",
@@ -38,8 +38,8 @@ _COMPUTES = {
     "write": "K/V write",
 }
 _ATTENTION = "attention"
-_INNER = re.compile(r"(\.<locals>)?\.<\w+>$")  # a comprehension or a lambda: its function is meant
-# Operations that launch nothing, and those that compute nothing.
+_INNER = re.compile(r"(\.<locals>)?\.<\w+>$")  # a comprehension or a lambda, replaced by its function
+# Operations without a launch, and operations without computation.
 _NO_LAUNCH = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 _NO_WORK = _NO_LAUNCH | {"broadcast", "convert", "reshape", "iota"}
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\(")
@@ -49,7 +49,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\(")
 class Kernel:
     """One launch: XLA's name for it, its kind, what it computes, the shapes of its results.
 
-    `sliced` is a custom call that XLA gives a slice of an array where it lies, in place of a copy.
+    `sliced` is a custom call that gets a slice of an array in place instead of a copy.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Kernel:
 
 
 class Program:
-    """The text of a compiled program, and the functions its operations come from."""
+    """The text of a compiled program, and the source functions of its operations."""
 
     def __init__(self, text: str) -> None:
         self._functions = _functions_of_frames(text)
@@ -81,10 +81,10 @@ class Program:
     def kernels(self) -> Iterator[Kernel]:
         """Every launch of the entry computation, in order."""
         for line in self._bodies["ENTRY"]:
-            found = _INSTRUCTION.match(line)
-            if not found or found[3] in _NO_LAUNCH or found[3].endswith("-done"):
+            match = _INSTRUCTION.match(line)
+            if not match or match[3] in _NO_LAUNCH or match[3].endswith("-done"):
                 continue
-            kind, computes = found[3], tuple(dict.fromkeys(self._computes(line)))
+            kind, computes = match[3], tuple(dict.fromkeys(self._computes(line)))
             folded = self._folded_call(line)
             if target := re.search(r'custom_call_target="([^"]+)"', folded or line):
                 kind = target[1]
@@ -95,32 +95,32 @@ class Program:
             elif kind == "fusion":
                 triton = re.search(r'"kind":"(__triton\w*)"', line)
                 kind = triton[1].removeprefix("__") if triton else _after("kind=", line)
-            yield Kernel(found[1], kind, computes, _shape(found[2]), sliced=folded is not None)
+            yield Kernel(match[1], kind, computes, _shape(match[2]), sliced=folded is not None)
 
     def _folded_call(self, line: str) -> str | None:
-        """The custom call that a fusion is made around, with the slices that it is given."""
+        """The custom call inside a fusion that also contains its slices."""
         inner = self._bodies.get(_after("calls=%", line), []) if " fusion(" in line else []
         return next((one for one in inner if " custom-call(" in one), None)
 
     def _computes(self, line: str) -> Iterator[str]:
         """What an instruction, or the computation that it calls, computes."""
-        found = _INSTRUCTION.match(line)
-        if not found or found[3] in _NO_WORK:
+        match = _INSTRUCTION.match(line)
+        if not match or match[3] in _NO_WORK:
             return
         if called := _after("calls=%", line):
             for inner in self._bodies[called]:
                 yield from self._computes(inner)
-        elif found[3] == "dot":
+        elif match[3] == "dot":
             yield "product"
-        elif found[3] == "reduce" and _after("to_apply=%", line).startswith("dot"):
-            yield "sum of a product"  # of few rows, cut along its sum: another kernel adds the parts
+        elif match[3] == "reduce" and _after("to_apply=%", line).startswith("dot"):
+            yield "sum of a product"  # for few rows: split along the sum, another kernel adds the parts
         elif frame := _after("stack_frame_id=", line):
             function = _INNER.sub("", self._functions[int(frame)])
             yield _COMPUTES.get(function, function)
 
 
 def layers(kernels: list[Kernel]) -> list[list[Kernel]]:
-    """The kernels of each layer but the last, from its attention call up to the next layer's."""
+    """The kernels of each layer but the last, from its attention call to the next layer's."""
     calls = [i for i, kernel in enumerate(kernels) if kernel.is_attention]
     return [kernels[a:b] for a, b in pairwise(calls)]
 
@@ -135,7 +135,7 @@ def forward_kernels(preset: str, n_layers: int, bucket: int, max_bs: int = 32) -
 
 
 def _functions_of_frames(text: str) -> dict[int, str]:
-    """The innermost function of each stack frame, by the tables at the text's beginning."""
+    """The innermost function of each stack frame, from the tables at the beginning of the text."""
 
     def table(name: str) -> list[str]:
         return re.findall(r"^\d+ (.*)$", text.split(f"\n{name}\n", 1)[1].split("\n\n", 1)[0], re.MULTILINE)
@@ -156,7 +156,7 @@ def _shape(text: str) -> str:
 
 
 def main() -> None:
-    """Compile, print a table for each bucket and last one line of JSON."""
+    """Compile, print a table per bucket and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled.forward_kernels", description=__doc__)
     parser.add_argument("--preset", default="gpt3-13b", choices=sorted(PRESETS))
     parser.add_argument("--layers", type=int, default=4, help="layers to compile, 3 or more (default: 4)")

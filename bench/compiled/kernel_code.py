@@ -1,4 +1,4 @@
-"""What the compilers' dumps say of a Mosaic GPU kernel: its loops, its copies, its TMA descriptors."""
+"""Reads a Mosaic GPU kernel's loops, copies and TMA descriptors from the compilers' dumps."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _DESCRIPTOR = re.compile(
     r"call void @mosaic_gpu_init_tma_desc\(ptr \S+, ptr \S+, i64 (\d+), i64 (\d+), .*i64 (\d+), ptr"
 )
 _STORED = re.compile(r"store i64 (\d+), ptr")
-_ITEM_SIZES = {2: 4, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2}  # bytes of Mosaic's numbers for element types
+_ITEM_SIZES = {2: 4, 3: 4, 4: 8, 5: 2, 6: 4, 7: 2}  # bytes, by Mosaic's number of the element type
 
 
 class KeyLoop(NamedTuple):
@@ -26,10 +26,10 @@ class KeyLoop(NamedTuple):
 
 
 def key_loops(sass: str) -> list[KeyLoop]:
-    """The loops of machine code with matrix instructions; none where there is no machine code to see.
+    """The loops with matrix instructions in machine code; none if there is no machine code.
 
-    A loop is what lies between a backward branch and its target, and an instruction's is the shortest around
-    it: waits that fail go back from the end of the code, which makes long ranges that are no loops over keys.
+    A loop is the range from a backward branch's target to the branch, and an instruction belongs to the
+    shortest around it: failed waits branch back from the end of the code, over ranges that are not key loops.
     """
     place = dict[str, int]()
     code = list[str]()
@@ -42,15 +42,15 @@ def key_loops(sass: str) -> list[KeyLoop]:
     loops = [(begin, end) for begin, end in jumps if begin < end]
     products = [i for i, text in enumerate(code) if "HGMMA" in text]
     around = ([loop for loop in loops if loop[0] <= i <= loop[1]] for i in products)
-    found = {min(candidates, key=lambda loop: loop[1] - loop[0]) for candidates in around if candidates}
+    ranges = {min(candidates, key=lambda loop: loop[1] - loop[0]) for candidates in around if candidates}
     return [
         KeyLoop(end + 1 - begin, sum(_LOCAL.search(text) is not None for text in code[begin : end + 1]))
-        for begin, end in sorted(found)
+        for begin, end in sorted(ranges)
     ]
 
 
 def plain_copies(ptx: str) -> list[int]:
-    """Bytes of each copy that knows no rows and columns: it is clamped at its array's end alone."""
+    """Bytes of each copy without rows and columns, which is clamped only at its array's end."""
     clamped = {m[1]: int(m[2]) for m in _CLAMPED.finditer(ptx)}
     size = {m[1]: clamped[m[2]] for m in _NARROWED.finditer(ptx) if m[2] in clamped}
     return [size[m[1]] for m in _PLAIN_COPY.finditer(ptx)]
@@ -58,7 +58,7 @@ def plain_copies(ptx: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What a kernel asks of `cuTensorMapEncodeTiled`; outermost dimension first, as Mosaic has them."""
+    """The arguments of `cuTensorMapEncodeTiled`; outermost dimension first, as in Mosaic."""
 
     item_size: int  # bytes
     sizes: tuple[int, ...]
@@ -67,7 +67,7 @@ class Descriptor:
     swizzle: int  # bytes; 16: none
 
     def broken_rules(self) -> list[str]:
-        """Those of the driver's documentation that it breaks."""
+        """The rules of the driver's documentation that it breaks."""
         inner = self.box[-1] * self.item_size
         outer = [stride * self.item_size for stride in self.strides[:-1]]
         rules = {
@@ -83,8 +83,8 @@ class Descriptor:
 
 
 def descriptors(host_llvm: str) -> list[Descriptor]:
-    """The TMA descriptors that a kernel's host code makes, out of constants alone."""
-    found, stored = list[Descriptor](), list[int]()
+    """The TMA descriptors that a kernel's host code makes from constants."""
+    made, stored = list[Descriptor](), list[int]()
     for line in host_llvm.splitlines():
         if constant := _STORED.search(line):
             stored.append(int(constant[1]))
@@ -92,6 +92,6 @@ def descriptors(host_llvm: str) -> list[Descriptor]:
             element, rank, swizzle = map(int, call.groups())
             sizes, strides, box = (tuple(stored[i * rank :][:rank]) for i in range(3))
             assert len(stored) == 3 * rank, f"{rank} dimensions, and {len(stored)} constants: {stored}"
-            found.append(Descriptor(_ITEM_SIZES[element], sizes, strides, box, swizzle))
+            made.append(Descriptor(_ITEM_SIZES[element], sizes, strides, box, swizzle))
             stored = []
-    return found
+    return made

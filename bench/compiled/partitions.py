@@ -1,14 +1,15 @@
-"""The models of the paper's Table 1 cut into stages for GPUs that need not be there, and compiled.
+"""Partitions the models of the paper's Table 1 into stages and compiles them for GPUs that need not be
+present.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.partitions [--devices a100-40gb,h200] [--models gpt3-13b,...]
 
 Each distinct stage of a partition (the first, one from the middle, the last) is compiled in bfloat16 with all
-its layers, for an increment phase of 32 rows and an initiation phase of 2,048 tokens. Nothing is run or
-autotuned: bytes and collectives are those of the compiled programs, and times need GPUs.
+its layers, for decode of 32 rows and prefill of 2,048 tokens. Nothing is run or autotuned: bytes and
+collectives are those of the compiled programs, and times need GPUs.
 
-Collectives of a layer are what the stage has beyond the same stage with a single layer, over the layers
-between them; the rest stands outside the layers. Slots are what the memory of the GPU's data sheet leaves
-beside weights, temporaries and results: CUDA, NCCL and the allocator take some of that as well.
+The collectives of a layer are the difference between the stage and the same stage with a single layer,
+divided by the layers between them; the rest is outside the layers. Slots are what fits in the memory of the
+GPU's data sheet beside weights, temporaries and results: CUDA, NCCL and the allocator take some of it too.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.sharding.partition import StagePart, split_model
 
-# Stages and devices of each: Table 1 for the paper's GPUs, and for the H200 what its memory asks for.
+# Stages and devices of each: Table 1 for the paper's GPUs, and what fits in its memory for the H200.
 PARTITIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "a100-40gb": (
         ("gpt3-13b", 1, 1),
@@ -57,17 +58,17 @@ PARTITIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
         ("gpt3-341b", 2, 4),
     ),
 }
-BUCKETS = (32, 2048)  # an increment phase and an initiation phase
+BUCKETS = (32, 2048)  # decode and prefill
 MAX_BS = 32
-# Weights and cache take this share of a device's memory at most: near its end XLA would compute things twice.
+# Weights and cache take at most this share of a device's memory: near its limit XLA computes things twice.
 _FILLED = 0.75
 
 
 @dataclass(frozen=True)
 class Program:
-    """The forward program of one bucket, compiled for a stage; bytes are those of one device.
+    """The forward program of one bucket, compiled for a stage; bytes are per device.
 
-    `seconds` is what tracing, lowering and compiling took.
+    `seconds` is the time to trace, lower and compile.
     """
 
     bucket: int
@@ -80,7 +81,7 @@ class Program:
 
 @dataclass(frozen=True)
 class StageRow:
-    """One distinct stage of a partition. `layers` are counted from 1; bytes are those of one device.
+    """One distinct stage of a partition. `layers` are counted from 1; bytes are per device.
 
     Programs are in the order of BUCKETS; `link_bytes`, by program, is what a device sends to the next stage.
     """
@@ -103,7 +104,7 @@ class StageRow:
 def program_of(
     model: ModelConfig, part: StagePart, bucket: int, *, memory_bytes: int
 ) -> tuple[Program, CompiledStage]:
-    """Compile a stage's forward program of one bucket, with as large a cache as usefully fits."""
+    """Compile a stage's forward program of one bucket, with the largest cache that is useful and fits."""
     weights = device_bytes(placed_parameters(model, part))
     fits = int(memory_bytes * _FILLED - weights) // (slot_bytes(model, DTYPE.itemsize, part) * BLOCK_SIZE)
     n_blocks = min(MAX_BS * -(-model.n_positions // BLOCK_SIZE), fits)
@@ -126,7 +127,7 @@ def program_of(
 
 
 def distinct_stages(parts: tuple[StagePart, ...]) -> Iterator[int]:
-    """The indices of stages that differ from those before: in their layers' number, or as first or last."""
+    """The indices of stages that differ from earlier ones: in number of layers, or as first or last."""
     seen: set[tuple[int, bool, bool]] = set()
     for i, part in enumerate(parts):
         kind = len(part.layers), part.first, part.last
@@ -174,7 +175,7 @@ def measure(gpu: str, name: str, n_stages: int, tensor: int) -> Iterator[StageRo
 
 
 def table(rows: list[StageRow]) -> Table:
-    """The stages; sizes are of one GPU, two together those of the increment and of the initiation phase."""
+    """A row per stage; sizes are per GPU, and pairs are those of decode and of prefill."""
     made = Table(title=f"bfloat16, compiled and not run, jax {jax.__version__}; buckets of 32 / 2,048 tokens")
     columns = (
         "GPU", "model", "stages x tensor", "layers", "weights GB", "temporaries MB", "slots",
@@ -206,12 +207,12 @@ def _both(sizes: list[int]) -> str:
     return " / ".join(f"{size / 1e6:,.1f}" for size in sizes) if any(sizes) else "-"
 
 
-def _said(found: dict[str, float]) -> str:
-    return ", ".join(f"{n:g} {kind}" for kind, n in sorted(found.items()) if n) or "none"
+def _said(counts: dict[str, float]) -> str:
+    return ", ".join(f"{n:g} {kind}" for kind, n in sorted(counts.items()) if n) or "none"
 
 
 def main() -> None:
-    """Compile, print a table and last one line of JSON."""
+    """Compile, print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled.partitions", description=__doc__)
     parser.add_argument("--devices", default=",".join(PARTITIONS), help="default: all")
     known = sorted({name for partitions in PARTITIONS.values() for name, _, _ in partitions})
@@ -226,12 +227,12 @@ def main() -> None:
     for partition in track(wanted, "compiling", console=Console(stderr=True)):
         rows.extend(measure(*partition))
     Console(width=190).print(table(rows))
-    said = [vars(row) | {"programs": [_program(program) for program in row.programs]} for row in rows]
-    print(json.dumps({"benchmark": "partitions", "jax": jax.__version__, "stages": said}))
+    stages = [vars(row) | {"programs": [_program(program) for program in row.programs]} for row in rows]
+    print(json.dumps({"benchmark": "partitions", "jax": jax.__version__, "stages": stages}))
 
 
 def _program(program: Program) -> dict[str, object]:
-    """For JSON: like collectives together."""
+    """For JSON, with equal collectives merged."""
     alike = Counter(program.collectives)
     return {
         **vars(program),

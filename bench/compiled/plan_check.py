@@ -1,12 +1,12 @@
-"""`orca plan` by arithmetic against what XLA compiles, for every preset: bytes of one device of each stage.
+"""Compares `orca plan`'s formulas with what XLA compiles, for every preset: bytes per device of each stage.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.plan_check \
         [--devices h200,a100-40gb] [--models gpt2,...] [--layers N]
 
-The programs are compiled for GPUs that need not be there (`pip install 'orca_jax[cuda]'`); nothing is run.
-Each distinct stage of a partition is compiled with the sizes that the plan chose. `--layers` cuts stages to
-so many layers, with the same slots for each: XLA's time grows with them. A row is printed as soon as it
-is there; last comes a table, and one line of JSON.
+The programs are compiled for GPUs that need not be present (`pip install 'orca_jax[cuda]'`); nothing is run.
+Each distinct stage of a partition is compiled with the sizes that the plan chose. `--layers` limits the
+layers of a stage, with the same slots for each, because XLA's time grows with them. Rows are printed as they
+are ready; then a table and, as the last line, JSON.
 """
 
 import argparse
@@ -34,14 +34,14 @@ from orca_jax.planning.sizes import n_rows
 from orca_jax.sharding.partition import split_model
 
 DTYPE = "bfloat16"
-WITHIN = 0.05  # what the plan may be off by
+WITHIN = 0.05  # the plan's permitted error
 
 
 @dataclass(frozen=True)
 class Row:
-    """One stage: what the plan says of each of its devices, and what the compiled programs say; bytes.
+    """One stage: the plan's figures per device, and those of the compiled programs; bytes.
 
-    `planned` and `compiled` are weights, keys and values, and temporaries together.
+    `planned` and `compiled` are the sums of weights, keys and values, and temporaries.
     """
 
     gpu: str
@@ -58,22 +58,22 @@ class Row:
 
     @property
     def planned(self) -> int:
-        """By the plan."""
+        """The plan's total."""
         return self.planned_arguments + self.planned_temporaries
 
     @property
     def compiled(self) -> int:
-        """By XLA."""
+        """XLA's total."""
         return self.compiled_arguments + self.compiled_temporaries
 
     @property
     def off(self) -> float:
-        """The plan's error, as a part of what XLA says."""
+        """The plan's error, relative to XLA's figure."""
         return self.planned / self.compiled - 1
 
 
 def wanted(gpu: str, model: ModelConfig, n_stages: int, tensor: int, n_slots: int | None = None) -> Wanted:
-    """The plan's question, with everything else as it is by default."""
+    """The plan's question, with defaults for everything else."""
     return Wanted(
         config=model,
         device=GPUS[gpu],
@@ -112,7 +112,7 @@ def compare(gpu: str, name: str, plan: Plan) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The stages."""
+    """A row per stage."""
     made = Table(title=f"{DTYPE}, planned / compiled, bytes of one device; jax {jax.__version__}")
     for column in (
         *("GPU", "model", "stages x parts", "layers", "slots", "weights and slots, GB"),
@@ -136,11 +136,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; status 1 where a plan is off by more than WITHIN."""
+    """Run the command; status 1 if a plan is off by more than WITHIN."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled.plan_check", description=__doc__)
     parser.add_argument("--devices", default="h200,a100-40gb")
     parser.add_argument("--models", default=",".join(PRESETS))
-    parser.add_argument("--layers", type=int, help="compile no more layers than this of each stage")
+    parser.add_argument("--layers", type=int, help="compile at most this many layers of each stage")
     flags = parser.parse_args(argv)
     console, rows, not_there = Console(stderr=True), list[Row](), list[dict[str, Any]]()
     for gpu in flags.devices.split(","):

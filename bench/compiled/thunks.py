@@ -1,7 +1,7 @@
-"""What XLA launches for a program, in its order, read from the list of thunks that it dumps.
+"""The launches of a program, in order, from the list of thunks that XLA dumps.
 
-A command buffer is one CUDA graph: what it holds costs the host one launch together. The program's HLO does
-not show them; XLA makes them last, of thunks.
+A command buffer is one CUDA graph, which costs the host a single launch. The program's HLO does not show
+them; XLA makes them last, from thunks.
 """
 
 import re
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMMAND_BUFFER = "kCommandBuffer"
-_SLICES = "kDynamicSliceFusion"  # slices that the call within it is given in place of copies
+_SLICES = "kDynamicSliceFusion"  # slices passed to the call within it instead of copies
 _DUMP = "thunk_sequence_after_thunk_passes.txt"
 _LINE = re.compile(r"^( *)\d+: (k\w+)")
-# They launch nothing themselves.
+# These launch nothing themselves.
 _AROUND = {COMMAND_BUFFER, _SLICES, "kAsyncStart", "kAsyncDone", "kSequential"}
-# All-reduces; from jax 0.11 on the second kind is XLA's own kernel in place of NCCL's.
+# All-reduces; from jax 0.11 on the second kind is XLA's own kernel, used instead of NCCL's.
 ALL_REDUCES = ("kAllReduce", "kCollectiveKernel")
 
 
 @dataclass(frozen=True, slots=True)
 class Thunk:
-    """One of them: XLA's name for its kind, and the kinds of those that it lies in, the outermost first."""
+    """A thunk: XLA's name for its kind, and the kinds of those around it, outermost first."""
 
     kind: str
     within: tuple[str, ...]
@@ -29,9 +29,9 @@ class Thunk:
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """The command buffers of a program, and what is launched in them and outside of them, by kind.
+    """The command buffers of a program, and the launches inside and outside of them, by kind.
 
-    `sliced_calls` are given a slice of an array where it lies.
+    `sliced_calls` get a slice of an array in place.
     """
 
     command_buffers: int
@@ -41,35 +41,35 @@ class Launches:
 
 
 def thunks(text: str) -> list[Thunk]:
-    """Those of a dumped list, by their indentation."""
-    found: list[Thunk] = []
+    """The thunks of a dumped list, nested by its indentation."""
+    closed: list[Thunk] = []
     open_ones: list[tuple[int, str]] = []
     for line in text.splitlines():
         if match := _LINE.match(line):
             indent, kind = len(match[1]), match[2]
             while open_ones and open_ones[-1][0] >= indent:
                 open_ones.pop()
-            found.append(Thunk(kind, tuple(kind for _, kind in open_ones)))
+            closed.append(Thunk(kind, tuple(kind for _, kind in open_ones)))
             open_ones.append((indent, kind))
-    return found
+    return closed
 
 
 def launches(text: str) -> Launches:
-    """What a dumped list launches."""
+    """The launches in a dumped list."""
     inside, outside = Counter[str](), Counter[str]()
-    found = thunks(text)
-    for thunk in found:
+    all_thunks = thunks(text)
+    for thunk in all_thunks:
         if thunk.kind not in _AROUND:
             (inside if COMMAND_BUFFER in thunk.within else outside)[thunk.kind] += 1
     return Launches(
-        command_buffers=sum(thunk.kind == COMMAND_BUFFER for thunk in found),
+        command_buffers=sum(thunk.kind == COMMAND_BUFFER for thunk in all_thunks),
         inside=dict(inside),
         outside=dict(outside),
-        sliced_calls=sum(thunk.kind not in _AROUND and _SLICES in thunk.within for thunk in found),
+        sliced_calls=sum(thunk.kind not in _AROUND and _SLICES in thunk.within for thunk in all_thunks),
     )
 
 
 def dumped_launches(folder: Path, function: str) -> Launches:
-    """Those of the one program of `function` that XLA dumped into a folder (`xla_dump_to`)."""
+    """The launches of the only program of `function` that XLA dumped into a folder (`xla_dump_to`)."""
     (dump,) = folder.glob(f"*.jit_{function}.{_DUMP}")
     return launches(dump.read_text())

@@ -1,8 +1,8 @@
-"""How evenly the kernel's list of work is shared out over a GPU's cores, and what making it costs the host.
+"""How evenly the kernel's work list is distributed over a GPU's cores, and the host's time to build it.
 
     python -m bench.compiled.work_list [--cores 132] [--block-size 16]
 
-Balance is the keys of the average core over those of the core with the most: 1 is perfect. numpy alone.
+Balance is the keys of the average core over those of the busiest core: 1 is perfect. Needs only numpy.
 """
 
 import argparse
@@ -51,11 +51,11 @@ class Found(NamedTuple):
     head: int
     begin: int
     end: int
-    part: int  # -1: the whole
+    part: int  # -1: not split
 
 
 def items(work: np.ndarray, plan: Plan) -> Iterator[Found]:
-    """Every core's, as the kernel reads them."""
+    """Every core's items, as the kernel reads them."""
     for core in range(plan.n_cores):
         for tile, its, first, n_heads in (
             (True, work[core], plan.first_tile, plan.n_heads),
@@ -82,7 +82,7 @@ def lengths(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def balance(rows: Rows, plan: Plan) -> float:
-    """Keys that the average core needs over those that the core with the most takes."""
+    """Keys of the average core over keys of the busiest core."""
     load = np.zeros(plan.n_cores)
     for item in items(work_items(*lengths(rows), plan), plan):
         size = STEP if item.tile else plan.granule
@@ -98,7 +98,7 @@ def balance(rows: Rows, plan: Plan) -> float:
 
 
 def host_seconds(rows: Rows, plan: Plan, n: int = 300) -> float:
-    """The least of `n` calls."""
+    """The minimum of `n` calls."""
     row_start, kv_length = lengths(rows)
     taken = []
     for _ in range(n):
@@ -109,7 +109,7 @@ def host_seconds(rows: Rows, plan: Plan, n: int = 300) -> float:
 
 
 def main() -> None:
-    """A table, and last one line of JSON."""
+    """Print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.compiled.work_list", description=__doc__)
     parser.add_argument("--cores", type=int, default=132)
     parser.add_argument("--block-size", type=int, default=16)
