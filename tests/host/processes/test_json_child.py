@@ -66,8 +66,8 @@ def test_silence_ends_at_its_deadline_and_so_does_the_process() -> None:
         start = time.monotonic()
         with pytest.raises(ChildSilent, match=r"no answer within 0\.2 seconds"):
             silent.receive(0.2)
-        assert time.monotonic() - start < SOON / 2
         assert silent.wait(SOON) == -signal.SIGKILL
+        assert time.monotonic() - start < SOON / 2
 
 
 def test_noise_does_not_put_the_deadline_off() -> None:
@@ -102,6 +102,7 @@ print(json.dumps({"pid": left.pid}), flush=True)
         answer = parent.receive(SOON)
         assert answer is not None
         pid = answer["pid"]
+        assert parent.wait(SOON) == 0
     with suppress(ProcessLookupError):
         wait_until_gone([pid])
     assert not is_there(pid)
