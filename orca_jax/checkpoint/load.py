@@ -6,17 +6,15 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from orca_jax.checkpoint.directory import load_directory, model_config
+from orca_jax.checkpoint.directory import Placement, load_directory, model_config
 from orca_jax.checkpoint.locate import find_directory
 from orca_jax.config import LoadFormat
 from orca_jax.errors import ConfigError, NotACheckpoint
-from orca_jax.execution.capacity import check_weights
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.model.gpt import Parameters
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.sharding.partition import StagePart
-from orca_jax.sharding.random_parameters import padded_vocabulary, random_parameters
+from orca_jax.sharding.random_parameters import random_parameters
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
@@ -63,34 +61,30 @@ def find_config(model: str | Path | None) -> ModelConfig:
 
 def load_parameters(
     found: FoundModel,
-    parts: Sequence[StagePart],
+    model: ModelConfig,
+    placements: Sequence[Placement],
     *,
     load_format: LoadFormat,
     dtype: jnp.dtype,
     seed: int,
-    n_devices: int,
     on_load: Callable[[int, int], None] | None = None,
-) -> tuple[ModelConfig, Sequence[Parameters]]:
-    """Load the weights of these stages onto their devices: the model as it lies there, and each one's.
+) -> Sequence[Parameters]:
+    """The weights of stages, each where its placement has them.
 
-    The vocabulary is padded so that a stage's devices share it evenly. `n_devices` are those of all stages,
-    in whatever process; `seed` is for random weights. Raises ConfigError or a CheckpointError.
+    `model` is the one that was found, with its vocabulary padded for the stages' devices; random weights are
+    drawn from `seed`. Raises ConfigError or a CheckpointError.
     """
-    config = padded_vocabulary(found.config, parts[0])
-    for part in parts:
-        check_weights(config, dtype.itemsize, part, n_devices=n_devices)
-    placements = [part.placement(config) for part in parts]
     if load_format == "dummy":
-        return config, [random_parameters(config, seed, dtype, placement) for placement in placements]
+        return [random_parameters(model, seed, dtype, placement) for placement in placements]
     assert found.directory is not None
     checkpoint = load_directory(
         found.directory,
         dtype=dtype,
-        vocab_multiple=config.vocab_multiple,
+        vocab_multiple=model.vocab_multiple,
         placements=placements,
         on_bytes=on_load,
     )
-    return config, checkpoint.stages
+    return checkpoint.stages
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:

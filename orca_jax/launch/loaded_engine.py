@@ -6,13 +6,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from orca_jax.checkpoint.load import FoundModel, load_parameters
+from orca_jax.checkpoint.load import FoundModel
 from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.programs import OnProgram
 from orca_jax.iteration.buckets import serving_buckets
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
+from orca_jax.launch.stage_weights import load_stages
 from orca_jax.planning.stage_layers import split_summary
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import split_model
@@ -34,16 +35,8 @@ def loaded_engine(
         keep_large_buffers()
     dtype = config.dtype or default_dtype(devices[0])
     parts = split_model(found.config, devices, config.parallel)
+    model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
     n_devices = config.parallel.n_devices
-    model, parameters = load_parameters(
-        found,
-        parts,
-        load_format=config.load_format,
-        dtype=jnp.dtype(dtype),
-        seed=config.seed or 0,
-        n_devices=n_devices,
-        on_load=on_load,
-    )
     serving = chosen_sizes(
         model, jnp.dtype(dtype), parts, config.sizes, n_devices=n_devices, attention=config.attention
     )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.checkpoint.load import find_model, load_parameters
+from orca_jax.checkpoint.load import find_model
 from orca_jax.config import ServingConfig
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.handshake import PREVIOUS, JoinTerms, WorkerAbout, model_digest
@@ -34,6 +34,7 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
+from orca_jax.launch.stage_weights import load_stages
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.sharding.collective_link import CollectiveLink, join_job
 from orca_jax.sharding.device_group import DeviceGroup, default_dtype, device_name
@@ -95,16 +96,8 @@ class WorkerProcess:
         self.address = self._port.address
         try:
             self._link = _link(options, part.group)
+            config, (parameters,) = load_stages(found, [part], engine, dtype, on_load)
             n_devices = engine.parallel.n_devices
-            config, (parameters,) = load_parameters(
-                found,
-                [part],
-                load_format=engine.load_format,
-                dtype=dtype,
-                seed=engine.seed or 0,
-                n_devices=n_devices,
-                on_load=on_load,
-            )
             chosen = choose_attention(
                 devices[0],
                 config,

@@ -49,9 +49,8 @@ DEVICE_ROOMS["execution"] = {
     "planning",
     *DEVICE_ROOMS,
 }
-DEVICE_ROOMS["checkpoint"] = {*("errors", "config", "request", "families", "planning"), *DEVICE_ROOMS}
 DEVICE_ROOMS["aot"] = {"errors", "config", "families", "iteration", "planning", *DEVICE_ROOMS}
-DEVICE_ROOMS["aot"].discard("checkpoint")
+DEVICE_ROOMS["checkpoint"] = {"errors", "config", "request", "families", "model", "sharding"}
 # They know both kinds, and each those before it.
 COMPOSITION = ("launch", "llm")
 LAZY = {"checkpoint", *COMPOSITION}  # where the face's lazy names are from

@@ -26,7 +26,15 @@ from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.family import Family
 from orca_jax.families.hf_config import read_config
-from orca_jax.families.model_config import Attention, Embedding, FeedForward, Layer, ModelConfig, Norm
+from orca_jax.families.model_config import (
+    Activation,
+    Attention,
+    Embedding,
+    FeedForward,
+    Layer,
+    ModelConfig,
+    Norm,
+)
 from orca_jax.families.registry import FAMILIES, register, unregister
 from orca_jax.families.stored_name import as_it_is, stacked, transposed
 from orca_jax.model import reference
@@ -47,6 +55,7 @@ CONFIG: dict[str, Any] = {
     "nonlinearity": "swish",
     "eps": 1e-4,
 }
+ACTIVATIONS: dict[str, Activation] = {"swish": "silu"}
 PROMPTS = ([7], [3, 14, 15, 9, 26, 5, 35, 8], [60, 0, 60], [*range(1, 40)])
 N_GENERATED = 9
 
@@ -54,7 +63,7 @@ N_GENERATED = 9
 def _read(fields: ConfigFields) -> ModelConfig:
     width, heads = fields.whole("width"), fields.whole("heads")
     norm = Norm(kind="rms_norm", eps=fields.number("eps", 1e-6))
-    activation = fields.choice("nonlinearity", {"swish": "silu"}, "swish")
+    activation = fields.choice("nonlinearity", ACTIVATIONS, "swish")
     return ModelConfig(
         vocab_size=fields.whole("vocab_size"),
         n_positions=fields.whole("context"),
@@ -195,9 +204,10 @@ def test_it_loads(directory: Path) -> None:
         "head.weight": stored["unembed"],
     }.items():
         np.testing.assert_array_equal(np.asarray(loaded.parameters[name]), expected, name)
-    for prompt in PROMPTS:
-        ours = reference.forward(loaded.config, loaded.parameters, jnp.array(prompt))
-        np.testing.assert_allclose(np.asarray(ours), logits([*prompt]), atol=1e-4, rtol=0)
+    ours = jax.jit(reference.forward, static_argnums=0)(
+        loaded.config, loaded.parameters, jnp.array(PROMPTS[-1])
+    )
+    np.testing.assert_allclose(np.asarray(ours), logits([*PROMPTS[-1]]), atol=1e-4, rtol=0)
 
 
 def test_it_plans(directory: Path) -> None:

@@ -1,0 +1,40 @@
+"""Composition: the weights of stages, loaded once it is known that they fit."""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+
+from orca_jax.checkpoint.load import FoundModel, load_parameters
+from orca_jax.config import EngineConfig
+from orca_jax.execution.capacity import check_weights
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.model.gpt import Parameters
+from orca_jax.sharding.partition import StagePart
+from orca_jax.sharding.random_parameters import padded_vocabulary
+
+
+def load_stages(
+    found: FoundModel,
+    parts: Sequence[StagePart],
+    config: EngineConfig,
+    dtype: jnp.dtype,
+    on_load: Callable[[int, int], None] | None = None,
+) -> tuple[ModelConfig, Sequence[Parameters]]:
+    """Load the weights of these stages onto their devices: the model as it lies there, and each stage's.
+
+    The vocabulary is padded so that a stage's devices share it evenly. Raises ConfigError, before anything is
+    loaded where the weights do not fit, or a CheckpointError.
+    """
+    model = padded_vocabulary(found.config, parts[0])
+    for part in parts:
+        check_weights(model, dtype.itemsize, part, n_devices=config.parallel.n_devices)
+    parameters = load_parameters(
+        found,
+        model,
+        [part.placement(model) for part in parts],
+        load_format=config.load_format,
+        dtype=dtype,
+        seed=config.seed or 0,
+        on_load=on_load,
+    )
+    return model, parameters
