@@ -1,1 +1,1 @@
-"""Programs to read and to run from a checkout: `python -m examples.NAME`."""
+"""Example programs, run from a checkout: `python -m examples.NAME`."""

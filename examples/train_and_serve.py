@@ -2,9 +2,9 @@
 
     python -m examples.train_and_serve [--steps 300] [--directory DIR]
 
-The model is a plain Flax one, and it is saved as any training program would: weights and optimizer state, by
-step. A few lines of orca.json say what the model is and what its weights are called; nothing is converted.
-Its tokens are bytes.
+The model is plain Flax, and it is saved as in any training program: weights and optimizer state, by step. A
+few lines of orca.json describe the model and the names of its weights; nothing is converted. Its tokens are
+bytes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from orca_jax import LLM, SamplingParams
 
 VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 256, 128, 64, 4, 2
 
-# What the checkpoint is to `orca serve` and LLM. docs/checkpoints.md explains every entry.
+# Describes the checkpoint to `orca serve` and LLM. docs/checkpoints.md explains every entry.
 ORCA_JSON = {
     "model": {
         "vocab_size": VOCABULARY,
@@ -88,7 +88,7 @@ class Block(nnx.Module):
 
 
 class TinyGPT(nnx.Module):
-    """A GPT as one would write it in Flax."""
+    """An ordinary Flax GPT."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -106,7 +106,7 @@ class TinyGPT(nnx.Module):
 
 
 def train(text: bytes, n_steps: int) -> tuple[TinyGPT, nnx.Optimizer]:
-    """A model that has seen `n_steps` batches of windows of the text."""
+    """Train a model on `n_steps` batches of windows of the text."""
     model = TinyGPT(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
@@ -130,7 +130,7 @@ def train(text: bytes, n_steps: int) -> tuple[TinyGPT, nnx.Optimizer]:
 
 
 def save(directory: Path, model: TinyGPT, optimizer: nnx.Optimizer, n_steps: int) -> None:
-    """The checkpoint of a step, as Orbax's manager lays it out, and beside it orca.json."""
+    """Save a step's checkpoint, as Orbax's manager lays it out, and orca.json next to it."""
     state = {
         "model": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
         "optimizer": nnx.to_pure_dict(nnx.state(optimizer)),
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="batches to train on (default: 300)")
     parser.add_argument("--directory", type=Path, help="where to save (default: a temporary directory)")
-    parser.add_argument("--prompt", default="def ", help="what to continue (default: 'def ')")
+    parser.add_argument("--prompt", default="def ", help="prompt to continue (default: 'def ')")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.directory or Path(temporary) / "checkpoint"

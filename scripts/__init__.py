@@ -1,1 +1,1 @@
-"""What makes files that the repository keeps: the demo model, the golden files."""
+"""Generators of files that the repository contains: the demo model, the golden files."""

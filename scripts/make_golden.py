@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Make the golden files: small random GPT-2 and OPT models, and what Hugging Face computes with them.
+"""Make the golden files: small random GPT-2 and OPT models, and the results that Hugging Face computes with
+them.
 
     python scripts/make_golden.py [--output tests/data/golden]
 
-needs `torch` (the CPU build does) and `transformers`; the tests that read the files need neither. Each model
-gets a directory with a checkpoint (config.json, float32 safetensors) and `golden.npz`;
-tests/device/model/golden.py says what is in it. Weights, prompts and therefore outputs follow from the seed
-below; `versions.json` holds the versions that made the files at hand.
+Needs `torch` (the CPU build is enough) and `transformers`; the tests that read the files need neither. Each
+model gets a directory with a checkpoint (config.json, float32 safetensors) and `golden.npz`, which
+tests/device/model/golden.py describes. Weights, prompts and therefore outputs follow from the seed below;
+`versions.json` has the versions that made the current files.
 
 The greedy tokens are transformers' own forward pass and argmax over the whole sequence at every step: no
-cache, no batch, no padding. They are held against `generate()` and against the same model in float64 before
+cache, no batch, no padding. They are compared with `generate()` and with the same model in float64 before
 anything is written.
 """
 
@@ -35,20 +36,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SEED = 20221
 N_PROMPTS = 64
 MAX_OUTPUT = 16
-LOGIT_LENGTHS = (1, 7, 23)  # the prompts whose logits at every position are kept
-MARGIN = 1e-4  # two logits closer than this may change places by rounding alone
+LOGIT_LENGTHS = (1, 7, 23)  # the prompts whose logits at every position are stored
+MARGIN = 1e-4  # rounding alone can swap two logits closer than this
 MAX_TOTAL_BYTES = 6_000_000
 
 
 @dataclass(frozen=True)
 class Golden:
-    """One model: its transformers config, and how its checkpoint is laid out in files."""
+    """One model: its transformers config, and the layout of its checkpoint's files."""
 
     name: str
     config: Any
-    shard_bytes: int | None = None  # several files and an index
+    shard_bytes: int | None = None  # if set: several files and an index
     bare_names: bool = (
-        False  # tensor names as in the file of the original GPT-2: no prefix, masks among the weights
+        False  # tensor names as in the original GPT-2's file: no prefix, masks among the weights
     )
     generation_config: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -152,11 +153,11 @@ MODELS = (
 
 
 def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
-    """Fill a model so that its logits are well spread and its greedy text does not fall into a few tokens.
+    """Fill a model so that its logits are well spread and its greedy text does not collapse to a few tokens.
 
-    Strong layers and positions keep a tied head from giving the input token back; the weights behind the
-    activation are centred, since its positive mean would otherwise push every token the same way. Every
-    bias and norm is drawn as well, so that a loader that mixes two of them up is found.
+    Strong layers and positions keep a tied head from returning the input token; the weights after the
+    activation are centered, since its positive mean would otherwise push every token in the same direction.
+    Every bias and norm is drawn too, so that a loader that confuses two of them is detected.
     """
     conv1d = isinstance(model, GPT2LMHeadModel)  # its layers are stored [in, out]
     without_final_norm = getattr(model.config, "_remove_final_layer_norm", False)
@@ -210,7 +211,7 @@ def greedy(model: Any, prompt: np.ndarray, n_positions: int) -> tuple[np.ndarray
 
 
 def check(model: Any, prompts: list[np.ndarray], outputs: np.ndarray, gaps: np.ndarray) -> float:
-    """Hold the tokens against generate() and against float64; the largest error of a float32 logit."""
+    """Compare the tokens with generate() and with float64; returns the largest error of a float32 logit."""
     model.generation_config = GenerationConfig(pad_token_id=0)  # no end of sequence
     for prompt, output, gap in list(zip(prompts, outputs, gaps, strict=True))[:8]:
         n = int((output >= 0).sum())
@@ -242,7 +243,7 @@ def check(model: Any, prompts: list[np.ndarray], outputs: np.ndarray, gaps: np.n
 
 
 def save(golden: Golden, model: Any, directory: Path) -> None:
-    """config.json and safetensors, the way such a checkpoint is found in the wild."""
+    """Write config.json and safetensors in the layouts that real checkpoints have."""
     if golden.shard_bytes is not None:
         model.save_pretrained(directory, max_shard_size=golden.shard_bytes)
     else:
@@ -263,13 +264,13 @@ def save(golden: Golden, model: Any, directory: Path) -> None:
 
 
 def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
-    """Write one model's directory; a line on how its outputs look."""
+    """Write one model's directory; returns a line of statistics about its outputs."""
     model_class = GPT2LMHeadModel if isinstance(golden.config, GPT2Config) else OPTForCausalLM
     golden.config._attn_implementation = "eager"
     model = model_class(golden.config).eval().float()
     draw_weights(model, rng)
     save(golden, model, directory)
-    # What was written is what is computed with.
+    # Compute with the weights that were written.
     model = model_class.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
 
     prompts = prompts_of(golden.config, rng)
@@ -308,7 +309,7 @@ def _sizes(directory: Path) -> Iterator[int]:
 
 
 def main() -> None:
-    """Make every model of MODELS and say how its outputs look."""
+    """Make every model of MODELS and print statistics."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

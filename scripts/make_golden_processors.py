@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Make the golden file of the sampler: what Hugging Face's logits processors make of random logits.
+"""Make the golden file of the sampler: the results of Hugging Face's logits processors on random logits.
 
     python scripts/make_golden_processors.py [--output tests/data/golden/processors.npz]
 
-needs `torch` (the CPU build does) and `transformers`; tests/device/model/golden_processors.py reads the file
-and needs neither. Everything follows from the seed below; `versions` in the file says what made it.
+Needs `torch` (the CPU build is enough) and `transformers`; tests/device/model/golden_processors.py reads the
+file and needs neither. Everything follows from the seed below; `versions` in the file has what made it.
 
-Each row has logits, token ids of a prompt and an output, and parameters of its own, and goes alone through
-transformers' own processors in this order, those left out whose parameter is neutral:
+Each row has its own logits, token ids of a prompt and an output, and parameters, and goes alone through
+transformers' own processors in this order, without those whose parameter is neutral:
 
     SequenceBias (one token each)   RepetitionPenalty (prompt and output)         -> adjusted
     NoBadWords   MinNewTokensLength   PrefixConstrained                           -> allowed
     Temperature   TopK   TopP   MinP                                              -> final
 
-Some rows have one processor, ROWS_ALONE of each kind, the rest several. A row whose cut hangs on rounding is
-drawn again, so that the tokens that are kept can be compared exactly.
+Some rows have one processor, ROWS_ALONE of each kind, the rest several. A row whose result depends on
+rounding is drawn again, so that the tokens that remain can be compared exactly.
 
-The arrays of each vocabulary size V, R rows, their names after `V_` (`50_logits`). Ids and words that are
-shorter than their array end in -1.
+The arrays for each vocabulary size V, R rows, with names that start with `V_` (`50_logits`). Ids and words
+that are shorter than their array end in -1.
 
     logits          float32 [R, V]     multiples of 1/1024, no two of a row the same
     prompt_ids        int32 [R, 16]    at least one
@@ -27,7 +27,7 @@ shorter than their array end in -1.
     repetition      float32 [R]        1: neutral
     bad_words         int32 [R, 8, 3]  up to eight words of up to three tokens
     min_tokens        int32 [R]        0: neutral
-    eos_ids           int32 [2]        what may not come before min_tokens: these, the same for every row,
+    eos_ids           int32 [2]        forbidden before min_tokens: these, the same for every row,
     stop_ids          int32 [R, 3]     and these
     allowed_token_ids int32 [R, A]     the only ones allowed; none: all are
     temperature     float32 [R]        1: neutral
@@ -35,9 +35,9 @@ shorter than their array end in -1.
     top_p           float32 [R]        1: neutral
     min_p           float32 [R]        0: neutral
     adjusted        float32 [R, V]     after bias and repetition penalty
-    allowed           uint8 [R, V / 8] bit t % 8 of byte t // 8 is 1 where token t is left by bad words,
-                                       min_tokens and allowed_token_ids; the others' logits are as before
-    final           float32 [R, V]     after all; -inf where a token may not come
+    allowed           uint8 [R, V / 8] bit t % 8 of byte t // 8 is 1 if bad words, min_tokens and
+                                       allowed_token_ids allow token t; other logits are unchanged
+    final           float32 [R, V]     after all; -inf for a token that is not allowed
 """
 
 # pyright: reportMissingImports=false
@@ -84,17 +84,17 @@ class Row:
 
 
 def _f32(value: float) -> float:
-    """The nearest number that a float32 holds, so that what is stored is what was used."""
+    """The nearest float32, so that the stored value is the one that was used."""
     return float(np.float32(value))
 
 
-# How each parameter is drawn. What a row needs besides the generator is in the row.
+# How each parameter is drawn, from the generator and the row.
 
 
 def _draw_bias(row: Row, rng: np.random.Generator) -> Row:
     ids = rng.choice(len(row.logits), rng.integers(1, MOST_BIASED + 1), replace=False)
     seen = np.array(row.prompt + row.output)
-    ids[0] = rng.choice(seen)  # so that bias and repetition penalty meet
+    ids[0] = rng.choice(seen)  # so that bias and repetition penalty act on one token
     far = rng.random(len(ids)) < 0.04
     values = np.where(far, rng.choice([-100.0, 100.0], len(ids)), rng.normal(0, 4, len(ids)))
     bias = {int(i): _f32(value) for i, value in zip(ids, values, strict=True)}
@@ -106,7 +106,7 @@ def _draw_repetition(row: Row, rng: np.random.Generator) -> Row:
 
 
 def _draw_bad_words(row: Row, rng: np.random.Generator) -> Row:
-    """Words of 1, 2 and 3 tokens: whose start is the end of prompt and output, half of it, or elsewhere."""
+    """Words of 1, 2 and 3 tokens whose start matches the end of prompt and output fully, partly or not."""
     ids = row.prompt + row.output
 
     def any_id() -> int:
@@ -176,7 +176,7 @@ def draw_row(vocab: int, names: list[str], rng: np.random.Generator) -> Row:
     while len(grid) < vocab:
         grid = np.unique(np.append(grid, (rng.normal(0, 2, vocab) * 1024).astype(np.int64)))
     logits = (rng.permutation(grid)[:vocab] / 1024).astype(np.float32)
-    few = rng.choice(vocab, 12, replace=False)  # a small stock of tokens, so that some come more than once
+    few = rng.choice(vocab, 12, replace=False)  # a small set of tokens, so that some repeat
     row = Row(
         logits=logits,
         prompt=rng.choice(few, rng.integers(1, MOST_PROMPT + 1)).tolist(),
@@ -188,11 +188,11 @@ def draw_row(vocab: int, names: list[str], rng: np.random.Generator) -> Row:
     return row
 
 
-# What Hugging Face makes of a row.
+# Hugging Face's results for a row.
 
 
 def processors_of(row: Row) -> tuple[list[Any], list[Any], list[Any]]:
-    """Those that make `adjusted`, `allowed` and `final`."""
+    """The processors that make `adjusted`, `allowed` and `final`."""
     adjusting: list[Any] = []
     if row.bias:
         biases = {(token,): value for token, value in row.bias.items()}
@@ -233,11 +233,11 @@ def run(row: Row) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def is_sure(row: Row, rng: np.random.Generator) -> bool:
-    """Whether a token is left, and the same tokens are with small errors in logits, top_p and min_p."""
+    """Whether a token remains, and the same tokens remain under small errors in logits, top_p and min_p."""
     adjusted, allowed, final = run(row)
     left = np.isfinite(allowed)
     ids = row.allowed_token_ids
-    # Where nothing is left Hugging Face lets allowed_token_ids go before the others.
+    # If nothing remains, Hugging Face gives allowed_token_ids precedence.
     if ids and not np.isfinite(run(replace(row, allowed_token_ids=[]))[1][ids]).any():
         return False
     assert left.any() and np.array_equal(allowed[left], adjusted[left])
@@ -259,7 +259,7 @@ def rows_of(vocab: int, rng: np.random.Generator) -> list[Row]:
     """The rows of one vocabulary size, shuffled."""
     wanted = [[name] for name in DRAW for _ in range(ROWS_ALONE[vocab])]
     for _ in range(ROWS_CHAINED[vocab]):
-        # The cuts are fewer, or one of them would hide what the others do.
+        # Fewer rows have cuts, since a cut could hide the effect of the others.
         chance = [0.45 if name in ("top_k", "top_p", "min_p") else 0.7 for name in DRAW]
         wanted.append([name for name, p in zip(DRAW, chance, strict=True) if rng.random() < p] or list(DRAW))
     rows: list[Row] = []
@@ -280,7 +280,7 @@ def padded(ids: list[list[int]], width: int) -> np.ndarray:
 
 
 def arrays_of(rows: list[Row]) -> dict[str, np.ndarray]:
-    """The arrays of one vocabulary size, as the head of this file says."""
+    """The arrays of one vocabulary size, as described at the top of this file."""
     after = [run(row) for row in rows]
     most_allowed = max(len(row.allowed_token_ids) for row in rows)
     bias_values = np.zeros((len(rows), MOST_BIASED), np.float32)
@@ -312,7 +312,7 @@ def arrays_of(rows: list[Row]) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Make the file and say how much of the vocabulary the rows leave."""
+    """Make the file and print how much of the vocabulary the rows leave."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Make the Python of every .proto again, beside it. From the repository's root:
+"""Regenerate the Python code of every .proto, next to it. From the repository's root:
 
 python -m scripts.make_protos
 """
@@ -15,7 +15,7 @@ PROTOS = {
 
 
 def make(into: Path) -> None:
-    """Run protoc in the repository's root; the files land below `into`. Raises CalledProcessError."""
+    """Run protoc in the repository's root; it writes below `into`. Raises CalledProcessError."""
     # The path from the root makes the import in the generated code `from server.rpc import generation_pb2`.
     protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I", "."]
     for proto, kinds in PROTOS.items():

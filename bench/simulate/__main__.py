@@ -1,15 +1,16 @@
-"""The paper's Figure 10 on simulated A100 machines, and questions beyond it.
+"""Simulates the paper's Figure 10 on its A100 machines, and answers questions beyond it.
 
     python -m bench.simulate --figure 10b [--unfitted] [--overlap] [--picture FILE] [--json FILE]
     python -m bench.simulate --requests 1000000 --rate 1000 --replicas 150 [--dispatch in-turn]
     python -m bench.simulate --sweep max-bs|stages|tails [--figure 10b]
 
-The real scheduler (Algorithm 1 to the letter, unless --overlap) and the baseline serve the paper's trace
-over an engine whose time comes from the cost model and from figures of the paper's machines, each with its
-source in bench/simulate/cluster.py: 101B on 1x8, 175B on 2x8 and 341B on 4x8 A100 of 40 GB, in float16. They
-are shown with nothing fitted, and with one factor of all device times, set by the paper's 95 ms a token
-(bench/simulate/figure_10.py says how). Compared are requests a second at twice the engine's own normalized
-execution time. --requests serves so many over independent replicas; --sweep compares cases.
+The real scheduler (Algorithm 1 exactly, unless --overlap) and the baseline serve the paper's trace on an
+engine whose times come from the cost model and from figures for the paper's machines, each with its source in
+bench/simulate/cluster.py: 101B on 1x8, 175B on 2x8 and 341B on 4x8 A100 of 40 GB, in float16. Results are
+shown with nothing fitted, and with one factor on all device times, set by the paper's 95 ms per token
+(bench/simulate/figure_10.py explains how). Compared are requests per second at twice the engine's own
+normalized execution time. --requests serves that many requests on independent replicas; --sweep compares
+cases.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from bench.simulate.workload import Tails
 
 
 def figure(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """--figure: all curves of one of the paper's."""
+    """--figure: all curves of one of the paper's figures."""
     name, chosen = flags.figure, FIGURES[flags.figure]
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(f"Figure {name}, {chosen.preset}", total=None)
@@ -55,9 +56,9 @@ def figure(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
             on_curve=lambda done, of: progress.update(task, completed=done, total=of),
         )
     fitted = None if flags.unfitted else slower(unfitted, fitted_slowness(flags.fit_batch))
-    found = [unfitted] if fitted is None else [unfitted, fitted]
+    variants = [unfitted] if fitted is None else [unfitted, fitted]
     titles = ["nothing fitted", "one factor fitted"]
-    for title, variant in zip(titles, found, strict=False):
+    for title, variant in zip(titles, variants, strict=False):
         console.print(variant_table(f"Figure {name}, {chosen.preset}, {title}", variant))
     for problem in unfitted.missing:
         console.print(f"left out: {problem}", highlight=False, soft_wrap=True)
@@ -70,16 +71,16 @@ def figure(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
                     label: [point.record() for point in points] for label, points in variant.curves.items()
                 },
             }
-            for title, variant in zip(titles, found, strict=False)
+            for title, variant in zip(titles, variants, strict=False)
         ]
         flags.json.write_text(json.dumps({"figure": name, "variants": records}, indent=1), encoding="utf-8")
     if flags.picture is not None:
-        draw(name, list(zip(titles, found, strict=False)), flags.picture)
+        draw(name, list(zip(titles, variants, strict=False)), flags.picture)
     return result(name, fitted, unfitted)
 
 
 def replicas(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """--requests: many of them over many replicas."""
+    """--requests: many requests on many replicas."""
     chosen = FIGURES[flags.figure or "10b"]
     slowness = 1.0 if flags.unfitted else fitted_slowness(flags.fit_batch)
     system = System(
@@ -122,7 +123,7 @@ def replicas(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def sweep(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """--sweep: cases side by side."""
+    """--sweep: several cases side by side."""
     chosen = FIGURES[flags.figure or "10b"]
     slowness = 1.0 if flags.unfitted else fitted_slowness(flags.fit_batch)
     cluster = Cluster(slowness=slowness)
@@ -130,49 +131,49 @@ def sweep(flags: argparse.Namespace, console: Console) -> dict[str, Any]:
     cases = CASES[flags.sweep](chosen, cluster, overlap=flags.overlap)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task(flags.sweep, total=len(cases))
-        found = answers(
+        results = answers(
             cases,
             latency,
             n_processes=flags.processes,
             on_case=lambda done, _: progress.update(task, completed=done),
         )
-    console.print(answers_table(f"{chosen.preset}: {flags.sweep}", latency, found))
+    console.print(answers_table(f"{chosen.preset}: {flags.sweep}", latency, results))
     return {
         "bench": "simulate",
         "sweep": flags.sweep,
         "preset": chosen.preset,
         "slowness": round(slowness, 4),
         "normalized_latency_ms": round(latency * 1e3, 2),
-        "cases": [one.record() for one in found],
+        "cases": [one.record() for one in results],
     }
 
 
 def parsed() -> argparse.Namespace:
-    """The command line, checked."""
+    """The parsed and checked command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--figure", choices=sorted(FIGURES), help="which; with --requests, --sweep: its model (10b)"
+        "--figure", choices=sorted(FIGURES), help="the figure; with --requests, --sweep: its model (10b)"
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="serve so many over replicas")
+    parser.add_argument("--requests", type=int, metavar="N", help="serve N requests on replicas")
     parser.add_argument("--sweep", choices=sorted(CASES), help="compare cases")
     parser.add_argument("--unfitted", action="store_true", help="no factor fitted")
     parser.add_argument(
         "--fit-batch",
         type=int,
         default=FIT_BATCH,
-        help=f"requests of the batch whose time is the paper's 95 ms a token (default: {FIT_BATCH})",
+        help=f"requests of the batch whose time is the paper's 95 ms per token (default: {FIT_BATCH})",
     )
     parser.add_argument(
         "--overlap", action="store_true", help="one iteration more in flight (default: as in the paper)"
     )
     parser.add_argument(
-        "--rate", type=float, default=1000.0, help="with --requests: requests a second (default: 1000)"
+        "--rate", type=float, default=1000.0, help="with --requests: requests per second (default: 1000)"
     )
     parser.add_argument("--replicas", type=int, default=150, help="with --requests (default: 150)")
     parser.add_argument(
-        "--simulated", type=int, metavar="N", help="with --requests: so many replicas stand for all"
+        "--simulated", type=int, metavar="N", help="with --requests: simulate N replicas to represent all"
     )
     parser.add_argument(
         "--dispatch",
@@ -182,21 +183,21 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--max-bs", type=int, default=128, help="with --requests (default: 128)")
     parser.add_argument(
-        "--sigma", type=float, default=0.0, help="with --requests: log-normal lengths of that sigma"
+        "--sigma", type=float, default=0.0, help="with --requests: sigma of log-normal lengths"
     )
     parser.add_argument(
         "--processes",
         type=int,
         default=len(os.sched_getaffinity(0)),
-        help="simulations side by side (default: as many as there are cores)",
+        help="parallel simulations (default: the number of cores)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="with --figure: every point of every curve")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --figure: a picture (matplotlib)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --figure: a plot (matplotlib)")
     flags = parser.parse_args()
     if flags.sweep is None and flags.requests is None and flags.figure is None:
-        parser.error("say --figure, --requests or --sweep")
+        parser.error("give --figure, --requests or --sweep")
     if flags.sweep is not None and flags.requests is not None:
-        parser.error("--sweep and --requests are two commands")
+        parser.error("--sweep and --requests are separate commands")
     if flags.picture is not None and not matplotlib_here():
         parser.error("--picture needs matplotlib: pip install 'orca-jax[bench]'")
     for name in ("requests", "replicas", "simulated", "max_bs", "processes", "fit_batch", "rate"):
@@ -207,16 +208,18 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Simulate, print tables and last one line of JSON."""
+    """Simulate, print tables and, as the last line, JSON."""
     flags = parsed()
     console, start = Console(width=140), time.perf_counter()
     command = sweep if flags.sweep is not None else replicas if flags.requests is not None else figure
     try:
-        found = command(flags, console)
+        result = command(flags, console)
     except DoesNotFit as error:
         raise SystemExit(str(error)) from error
     print(
-        json.dumps({**found, "overlap": flags.overlap, "wall_seconds": round(time.perf_counter() - start, 1)})
+        json.dumps(
+            {**result, "overlap": flags.overlap, "wall_seconds": round(time.perf_counter() - start, 1)}
+        )
     )
 
 

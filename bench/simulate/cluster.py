@@ -2,22 +2,22 @@
 
 - Memory, bandwidth, matrix rate and links: orca_jax/planning/known_devices.py (NVIDIA's A100 data sheet,
 ORCA 6).
-- An all-reduce of next to nothing, 10 us for 2 GPUs to 33.7 for 8: NCCL's ring measured on a DGX A100,
+- A minimal all-reduce, 10 us for 2 GPUs to 33.7 for 8: NCCL's ring measured on a DGX A100,
   github.com/NVIDIA/nccl-tests/issues/123.
 - A step of that ring between machines, 9.6 us: NCCL 2.8's own model of itself, github.com/NVIDIA/nccl,
   src/graph/tuning.cc (`hwLat`, network, ring, Simple).
-- A message from stage to stage, 8.4 us and 9.6 more over the network or 3.4 over NVLink: the same file
+- A message from stage to stage, 8.4 us plus 9.6 over the network or 3.4 over NVLink: the same file
   (`baseLat` and `hwLat`, ring, Simple).
-- From a kernel to the next of its stream, 0.9 us: kernels of 2.9 us came one every 3.8 with their launches
+- From one kernel to the next in its stream, 0.9 us: kernels of 2.9 us ran every 3.8 us with their launches
   hidden (A. Gray, "Getting Started with CUDA Graphs", NVIDIA's developer blog, 2019, on a V100).
 - Kernels of a layer, 8 besides the all-reduces: norm, QKV, attention, out, norm, up, GeLU, down. ORCA 5 fuses
   each of norm, attention and GeLU into one.
-- Control of ORCA: nothing. It goes ahead of the work, on a channel of its own (ORCA 4.1).
-- Control of FasterTransformer: a message more for each stage but the first, which waits for it before it
-  begins, because control goes over NCCL (ORCA 4.1).
+- ORCA's control: nothing. It runs ahead of the work, on a separate channel (ORCA 4.1).
+- FasterTransformer's control: one more message for each stage but the first, which waits for it before it
+  starts, because control goes over NCCL (ORCA 4.1).
 
-A bandwidth is the link's, of which a device uses its share alone; all times of a device are multiplied by
-`slowness`, which is 1 unless somebody fits it.
+A bandwidth is that of the link, which one device has to itself; all times of a device are multiplied by
+`slowness`, which is 1 unless it is fitted.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from orca_jax.planning.known_devices import GPUS, KnownDevice
 
 US = 1e-6
-# Of a ring of so many devices of one machine: seconds of an all-reduce of 8 to 128 bytes.
+# By number of devices in a ring on one machine: seconds of an all-reduce of 8 to 128 bytes.
 RING_LATENCY = {
     1: 0.0,
     2: 10.0 * US,
@@ -40,19 +40,19 @@ RING_STEP_BETWEEN = 9.6 * US
 MESSAGE_BASE, MESSAGE_INSIDE, MESSAGE_BETWEEN = 8.4 * US, 3.4 * US, 9.6 * US
 KERNEL_GAP = 0.9 * US
 KERNELS_PER_LAYER = 8
-KERNELS_FIRST, KERNELS_LAST = 1, 3  # the embedding; the last norm, the head and the choice of a token
+KERNELS_FIRST, KERNELS_LAST = 1, 3  # the embedding; the last norm, the head and sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Machines of one kind of device. `control_messages`: each stage waits for one before it begins."""
+    """Machines with one kind of device. `control_messages`: each stage waits for one before it starts."""
 
     device: KnownDevice = GPUS["a100-40gb"]
     control_messages: bool = False
     slowness: float = 1.0
 
     def ring_latency(self, n_devices: int) -> float:
-        """Seconds of an all-reduce of next to nothing over so many devices, on as few machines as hold them.
+        """Seconds of a minimal all-reduce over `n_devices`, on as few machines as possible.
 
         Of the ring's 2 (n - 1) steps, 2 (m - 1) are between its m machines.
         """
@@ -65,19 +65,19 @@ class Cluster:
         return step * (2 * (n_devices - 1) - n_between) + RING_STEP_BETWEEN * n_between
 
     def ring_rate(self, n_devices: int) -> float:
-        """Bytes a second that a device of such a ring sends: the slowest link's."""
+        """Bytes per second that a device in such a ring sends, by the slowest link."""
         return self.device.inside if n_devices <= self.device.per_machine else self.device.between
 
     def same_machine(self, stage: int, n_devices: int) -> bool:
-        """Whether the stage of that number, from 0, begins on the machine that the one before ends on."""
+        """Whether stage number `stage`, from 0, begins on the machine on which the previous one ends."""
         per_machine = self.device.per_machine
         return (stage * n_devices - 1) // per_machine == stage * n_devices // per_machine
 
     def hop_latency(self, stage: int, n_devices: int) -> float:
-        """Seconds of a message of next to nothing to this stage from the one before."""
+        """Seconds of a minimal message to this stage from the previous one."""
         inside = self.same_machine(stage, n_devices)
         return MESSAGE_BASE + (MESSAGE_INSIDE if inside else MESSAGE_BETWEEN)
 
     def hop_rate(self, stage: int, n_devices: int) -> float:
-        """Bytes a second that each device sends to this stage."""
+        """Bytes per second that each device sends to this stage."""
         return self.device.inside if self.same_machine(stage, n_devices) else self.device.between

@@ -1,15 +1,15 @@
 """The paper's Figure 10, simulated: with no constant fitted, and with one.
 
-The one is a factor of all device times, the same for all models, such that the engine's own normalized
-execution time of 175B is the paper's 95 ms: half of "190ms ..., which is a double of the normalized execution
-time (by the number of generated tokens) of orca(128) shown in Figure 9c". Figure 9c is of batches of equal
-requests, 128 tokens in and 32 out; which batch is meant is not said. It is taken to be 32, the largest of
-the figure, for two reasons. NVIDIA's own figures of FasterTransformer, whose curves lie close to ORCA's in
-Figure 9, are 1,547 ms for 32 requests of 128 tokens in and 8 out, 1,037 ms for 16, and for one of 512 in and
-32 out 1,720 ms, 54 a token (175B on eight A100, docs/gpt_guide.md of github.com/NVIDIA/FasterTransformer):
-with 24 tokens more at that pace, 89 ms a token for 32 and 73 for 16. And were 95 ms the time of one request
-alone, (1, 1), one of the baseline's two best options in 6.2, could not reach the baseline's 0.185 requests a
-second, of 64.5 tokens each.
+The constant is a factor on all device times, the same for all models, chosen so that the engine's own
+normalized execution time for 175B is the paper's 95 ms: half of "190ms ..., which is a double of the
+normalized execution time (by the number of generated tokens) of orca(128) shown in Figure 9c". Figure 9c
+shows batches of equal requests, 128 tokens in and 32 out; the paper does not say which batch size is meant.
+It is taken to be 32, the largest of the figure, for two reasons. NVIDIA's own figures for FasterTransformer,
+whose curves are close to ORCA's in Figure 9, are 1,547 ms for 32 requests of 128 tokens in and 8 out, 1,037
+ms for 16, and for one of 512 in and 32 out 1,720 ms, 54 per token (175B on eight A100, docs/gpt_guide.md of
+github.com/NVIDIA/FasterTransformer): with 24 more tokens at that pace, 89 ms per token for 32 and 73 for 16.
+And if 95 ms were the time of a single request, then (1, 1), one of the baseline's two best options in 6.2,
+could not reach the baseline's 0.185 requests per second, of 64.5 tokens each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +29,14 @@ from orca_jax.planning.cost_model import IterationShape
 
 FIT_PRESET, FIT_SECONDS, FIT_BATCH = "gpt3-175b", 0.095, 32
 OWN_INPUT, OWN_OUTPUT = 128, 32  # Figure 9's "orca(128)"
-TIMES_OWN = 2.0  # the latency that throughputs are compared at, over the engine's own
+TIMES_OWN = 2.0  # throughputs are compared at this multiple of the engine's own latency
 ORCA_MAX_BS = (8, 16, 32, 64, 128)
 BASELINE_MAX_BS = (1, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """A model of Table 1, its partitions, and what section 6.2 says of it."""
+    """A model of Table 1, its partitions, and its results in section 6.2."""
 
     preset: str
     n_stages: int
@@ -45,7 +45,7 @@ class Figure:
 
     @property
     def partition(self) -> Partition:
-        """In float16 (ORCA 6)."""
+        """The partition in float16 (ORCA 6)."""
         return Partition(model=PRESETS[self.preset], n_stages=self.n_stages, n_devices=self.n_devices)
 
 
@@ -63,7 +63,7 @@ FIGURES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to count: the factor of device times, the latency to compare at, and all curves by label.
+    """One set of assumptions: the factor on device times, the latency to compare at, and all curves by label.
 
     `own` is the engine's own normalized execution time, in seconds. `missing` says what did not fit.
     """
@@ -75,16 +75,18 @@ class Variant:
     missing: Sequence[str] = ()
 
     def best(self, kind: str) -> tuple[str, float] | None:
-        """Of the systems whose label begins so, the one of the most requests a second at the latency."""
+        """Among systems whose label begins with `kind`, the one with the most requests per second at the
+        latency.
+        """
         those = {label: points for label, points in self.curves.items() if label.startswith(kind)}
         return best_of(those, self.latency)
 
     def peak(self, kind: str) -> float:
-        """The most requests a second of such a system, whatever the latency."""
+        """The most requests per second of such a system, at any latency."""
         return max(peak(points) for label, points in self.curves.items() if label.startswith(kind))
 
     def record(self) -> dict[str, Any]:
-        """Its figures for the last line."""
+        """The fields for the last line."""
         orca, baseline = self.best("orca"), self.best("ft")
         assert orca is not None and baseline is not None, "the lowest load is below that latency"
         return {
@@ -113,23 +115,23 @@ def own_seconds(partition: Partition, cluster: Cluster, batch_size: int = FIT_BA
 
 
 def fitted_slowness(batch_size: int = FIT_BATCH) -> float:
-    """The one factor: 175B's own time is the paper's."""
+    """The factor with which 175B's own time is the paper's."""
     figure = next(figure for figure in FIGURES.values() if figure.preset == FIT_PRESET)
     return FIT_SECONDS / own_seconds(figure.partition, Cluster(), batch_size)
 
 
 def systems(figure: Figure, cluster: Cluster, *, overlap: bool) -> list[System]:
-    """ORCA by `max_bs`, and the baseline by (max_bs, mbs), of as many microbatches as stages or fewer."""
-    found = [
+    """ORCA by `max_bs`, and the baseline by (max_bs, mbs), with at most as many microbatches as stages."""
+    all_systems = [
         System(partition=figure.partition, cluster=cluster, max_bs=max_bs, overlap=overlap)
         for max_bs in ORCA_MAX_BS
     ]
     for max_bs in BASELINE_MAX_BS:
         mbs = max_bs
         while mbs >= max(1, max_bs / figure.n_stages):
-            found.append(System(partition=figure.partition, cluster=cluster, max_bs=max_bs, mbs=mbs))
+            all_systems.append(System(partition=figure.partition, cluster=cluster, max_bs=max_bs, mbs=mbs))
             mbs //= 2
-    return found
+    return all_systems
 
 
 def curves(
@@ -140,11 +142,11 @@ def curves(
     n_processes: int,
     on_curve: Callable[[int, int], object],
 ) -> Variant:
-    """The variant with nothing fitted; `on_curve` is told how many curves are done, and of how many."""
+    """The variant with nothing fitted; `on_curve` gets the number of finished curves and the total."""
     cluster = Cluster()
     own = own_seconds(figure.partition, cluster, fit_batch)
     latency = TIMES_OWN * own
-    found: dict[str, list[Served]] = {}
+    points: dict[str, list[Served]] = {}
     missing: list[str] = []
     with ProcessPoolExecutor(n_processes, mp_context=get_context("spawn")) as pool:
         tasks: dict[Future[list[Served]], str] = {}
@@ -156,17 +158,17 @@ def curves(
                 continue
             tasks[pool.submit(curve, system, latency, load_of(system))] = system.label
         for n_done, task in enumerate(as_completed(tasks), 1):
-            found[tasks[task]] = task.result()
+            points[tasks[task]] = task.result()
             on_curve(n_done, len(tasks))
-    ordered = {label: found[label] for label in tasks.values()}
+    ordered = {label: points[label] for label in tasks.values()}
     return Variant(slowness=1.0, own=own, latency=latency, curves=ordered, missing=missing)
 
 
 def slower(variant: Variant, times: float) -> Variant:
-    """All device times so many times as long.
+    """Multiply all device times by `times`.
 
-    Nothing else takes time in the simulation, so that it is the same one with a slower clock: latencies are
-    `times` as long, at loads that are `times` lower. Which is why no factor changes the ratio.
+    Nothing else takes time in the simulation, so the result is the same with a slower clock: latencies are
+    multiplied by `times`, loads divided by it. This is why no factor changes the ratio.
     """
     return replace(
         variant,
@@ -178,9 +180,9 @@ def slower(variant: Variant, times: float) -> Variant:
 
 
 def result(name: str, fitted: Variant | None, unfitted: Variant) -> dict[str, Any]:
-    """The last line: the fitted variant with the other inside, or the unfitted one alone."""
+    """The last line: the fitted variant with the other one inside, or only the unfitted one."""
     shown = fitted or unfitted
-    found = {"bench": "simulate", "figure": name, "fitted": fitted is not None, **shown.record()}
+    fields = {"bench": "simulate", "figure": name, "fitted": fitted is not None, **shown.record()}
     if fitted is not None:
-        found["unfitted"] = unfitted.record()
-    return found | {"paper": dict(FIGURES[name].paper)}
+        fields["unfitted"] = unfitted.record()
+    return fields | {"paper": dict(FIGURES[name].paper)}

@@ -1,4 +1,4 @@
-"""Figures of a long run as it happens: what ended is counted and forgotten."""
+"""Statistics of a long run, accumulated as it runs, without keeping its requests."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import numpy as np
 
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 
-EDGE = 10  # throughput is counted without the first and the last tenth of the ends
+EDGE = 10  # throughput leaves out the first and the last tenth of the ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """What became of a workload. Latencies are normalized (ORCA 6.2: end to end over generated tokens).
+    """The results of a workload. Latencies are normalized (ORCA 6.2: end to end over generated tokens).
 
-    `req_s` are requests that end in a second, counted between the first and the last tenth of all ends, so
-    that neither an empty start nor a slow end tells; `seconds` go from the first arrival to the last end;
-    `mean_batch` are the requests of an iteration. Times are in seconds.
+    `req_s` is requests finished per second, counted between the first and the last tenth of all ends, so that
+    neither an empty start nor a slow end matters; `seconds` is from the first arrival to the last end;
+    `mean_batch` is the requests per iteration. Times are in seconds.
     """
 
     rate: float
@@ -33,7 +33,7 @@ class Served:
     seconds: float
 
     def slower(self, times: float) -> "Served":
-        """The same with every duration, the gaps between arrivals too, so many times as long."""
+        """The same with every duration, including the gaps between arrivals, multiplied by `times`."""
         return replace(
             self,
             rate=self.rate / times,
@@ -51,7 +51,7 @@ class Served:
 
 
 class StreamedFigures:
-    """A timeline's observer: two numbers are kept of a request, and sums of iterations."""
+    """A timeline's observer: keeps two numbers per request, and sums over iterations."""
 
     def __init__(self) -> None:
         self.normalized = array("d")  # seconds
@@ -61,38 +61,38 @@ class StreamedFigures:
         self.n_rows = 0
 
     def arrived(self, record: RequestRecord) -> None:
-        """Nothing is known of it yet."""
+        """Nothing to record yet."""
 
     def returned(self, record: IterationRecord) -> None:
-        """An iteration, and its rows."""
+        """Count an iteration, and its rows."""
         self.n_iterations += 1
         self.n_rows += record.n_rows
 
     def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
-        """Gaps between tokens are not asked for here."""
+        """Gaps between tokens are not used here."""
 
     def ended(self, record: RequestRecord) -> None:
-        """Its normalized latency, and when it ended."""
+        """Record its normalized latency, and when it ended."""
         assert record.normalized_latency is not None and record.finished is not None
         self.normalized.append(record.normalized_latency)
         self.ends.append(record.finished)
         self.n_tokens += record.n_output
 
     def served(self, *, rate: float, first_arrival: float) -> Served:
-        """The figures of all that has ended."""
+        """The results for everything that has ended."""
         return served([self], rate=rate, first_arrival=first_arrival)
 
 
 def served(
     parts: Sequence[StreamedFigures], *, rate: float, first_arrival: float, scale: float = 1.0
 ) -> Served:
-    """Those of several replicas together, which ran side by side and are one of `scale` of all there are."""
+    """The results of several replicas that ran in parallel, which are one in `scale` of all replicas."""
     normalized = np.concatenate([np.asarray(part.normalized) for part in parts])
     ends = np.sort(np.concatenate([np.asarray(part.ends) for part in parts]))
     left_out = len(ends) // EDGE
     first, last = float(ends[left_out]), float(ends[-1 - left_out])
     seconds = float(ends[-1]) - first_arrival
-    # All in one batch: there is no second end to count from.
+    # All ended in one batch: there is no second end to measure from.
     req_s = (len(ends) - 1 - 2 * left_out) / (last - first) if last > first else len(ends) / seconds
     median, p90, p99 = np.quantile(normalized, (0.5, 0.9, 0.99)).tolist()
     n_iterations = sum(part.n_iterations for part in parts)

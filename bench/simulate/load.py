@@ -1,4 +1,4 @@
-"""A system under rising load: the curve of throughput and latency (ORCA 6.2, Figure 10)."""
+"""A system under increasing load: the curve of throughput and latency (ORCA 6.2, Figure 10)."""
 
 import math
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from bench.simulate.figures import Served
 from bench.simulate.serving import System, serve
 from bench.simulate.workload import MakeWorkload, paper_workload
 
-STEP = 1.6  # from a rate to the next
-HALVINGS = 4  # of the step that passes the latency
+STEP = 1.6  # factor between rates
+HALVINGS = 4  # of the step that crosses the latency
 COARSE = 2  # points outside of that step have half of the requests
-FAR = 4.0  # times that latency: far enough, once the load is more than can be served
-SATURATED, FLOODED = 0.9, 0.5  # of the load that is served: it is too much, and far too much
+FAR = 4.0  # multiple of that latency at which to stop, once the load exceeds the capacity
+SATURATED, FLOODED = 0.9, 0.5  # share of the load that is served: overloaded, and far overloaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How a system is tried: from `lowest` requests a second up, `seed` says the requests.
+    """How a system is tried: from `lowest` requests per second up; `seed` determines the requests.
 
-    A point has `n_requests`, or as many as come in `seconds`, whichever is more; a coarse one a part of that.
+    A point has `n_requests`, or as many as arrive in `seconds`, whichever is more; a coarse one fewer.
     """
 
     lowest: float
@@ -35,12 +35,12 @@ BASELINE_LOAD = Load(lowest=0.03, n_requests=600, seconds=0.0)
 
 
 def load_of(system: System) -> Load:
-    """That of its kind."""
+    """The load for a system of this kind."""
     return ORCA_LOAD if system.mbs is None else BASELINE_LOAD
 
 
 def curve(system: System, latency: float, load: Load) -> list[Served]:
-    """Points by ascending load, up to saturation; more where the median normalized latency is `latency`.
+    """Points by ascending load, up to saturation; denser where the median normalized latency is `latency`.
 
     Raises DoesNotFit.
     """
@@ -66,7 +66,7 @@ def curve(system: System, latency: float, load: Load) -> list[Served]:
 
 
 def peak(points: Sequence[Served]) -> float:
-    """The most requests a second at whatever latency."""
+    """The most requests per second at any latency."""
     return max(point.req_s for point in points)
 
 

@@ -1,9 +1,9 @@
-"""An iteration's seconds by what a machine was measured to take: few coefficients, by least squares.
+"""An iteration's time on a measured machine, as a formula with few coefficients, fitted by least squares.
 
-seconds = a + b * tokens in the bucket + c * keys in reach + d * pairs of a query and a key that it sees
+seconds = a + b * tokens in the bucket + c * keys in the context + d * pairs of a query and a key that it sees
 
-a is what an iteration takes whatever is in it, the host's part of it too: an iteration counts from the return
-of the one before it, or from its own issue where the engine had nothing to do until then.
+a is the fixed time of an iteration, including the host's part: an iteration counts from the return of the
+previous one, or from its own issue if the engine was idle until then.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCost:
-    """Seconds of an iteration, for `SimulatedEngine` with one stage; no coefficient is below 0."""
+    """Seconds of an iteration, for `SimulatedEngine` with one stage; no coefficient is negative."""
 
     constant: float
     per_token: float
@@ -37,22 +37,22 @@ class MeasuredCost:
     bucket_sizes: tuple[int, ...]
 
     def __call__(self, sums: IterationSums) -> list[float]:
-        """Of an iteration with these sums."""
+        """The seconds of an iteration with these sums, in its only place."""
         bucket = bucket_for(sums.n_tokens, self.bucket_sizes)
         return [self.seconds(sums, bucket)]
 
     def seconds(self, sums: IterationSums, bucket: int) -> float:
-        """Of one in this bucket."""
+        """The seconds of an iteration in this bucket."""
         in_reach = self.per_key * sums.n_keys + self.per_pair * sums.n_seen
         return self.constant + self.per_token * bucket + in_reach
 
 
 def measured(records: ServingRecords) -> list[Measured]:
-    """What the records of a whole playing on one stage say."""
-    arrived = {one.request_id: one.arrived for one in records.requests}
+    """The iterations in the records of a whole run on one stage."""
+    arrived = {request.request_id: request.arrived for request in records.requests}
     known: dict[str, int] = {}  # tokens of each request that are in the cache
     before: float | None = None
-    found: list[Measured] = []
+    iterations: list[Measured] = []
     for record in records.iterations:
         kv_lengths: list[int] = []
         for name, first, n_input in zip(
@@ -64,35 +64,38 @@ def measured(records: ServingRecords) -> list[Measured]:
         there = min(arrived[name] for name in record.request_ids)
         start = before if before is not None and there <= before else record.issued
         sums = IterationShape(record.input_lengths, kv_lengths).sums()
-        found.append(Measured(sums, record.bucket, record.returned - start))
+        iterations.append(Measured(sums, record.bucket, record.returned - start))
         before = record.returned
-    return found
+    return iterations
 
 
 def fit(iterations: Sequence[Measured], bucket_sizes: Sequence[int]) -> MeasuredCost:
-    """Least squares over all iterations; a coefficient that would be below 0 is 0, and the others are found
-    without it.
+    """Least squares over all iterations; a coefficient that would be negative is set to 0, and the others are
+    fitted without it.
     """
-    features = np.array([_features(one) for one in iterations])
-    seconds = np.array([one.seconds for one in iterations])
+    features = np.array([_features(iteration) for iteration in iterations])
+    seconds = np.array([iteration.seconds for iteration in iterations])
     kept = list(range(features.shape[1]))
-    found: npt.NDArray[np.float64] = np.zeros(features.shape[1])
+    coefficients: npt.NDArray[np.float64] = np.zeros(features.shape[1])
     while kept:
-        scale = features[:, kept].mean(axis=0)  # so that columns of different sizes count alike in rounding
+        scale = features[:, kept].mean(axis=0)  # so that columns of different sizes round alike
         solved = np.linalg.lstsq(features[:, kept] / scale, seconds, rcond=None)[0] / scale
         if solved.min() >= 0:
-            found[kept] = solved
+            coefficients[kept] = solved
             break
         kept.pop(int(np.argmin(solved * scale)))
-    constant, per_token, per_key, per_pair = found.tolist()
+    constant, per_token, per_key, per_pair = coefficients.tolist()
     return MeasuredCost(constant, per_token, per_key, per_pair, tuple(bucket_sizes))
 
 
 def error_of(cost: MeasuredCost, iterations: Sequence[Measured]) -> float:
-    """The median of how far an iteration is from its cost, over what it took."""
-    errors = [abs(cost.seconds(one.sums, one.bucket) / one.seconds - 1) for one in iterations]
+    """The median error of an iteration's formula, relative to its measured time."""
+    errors = [
+        abs(cost.seconds(iteration.sums, iteration.bucket) / iteration.seconds - 1)
+        for iteration in iterations
+    ]
     return float(np.median(errors))
 
 
-def _features(one: Measured) -> tuple[float, ...]:
-    return (1.0, one.bucket, one.sums.n_keys, one.sums.n_seen)
+def _features(iteration: Measured) -> tuple[float, ...]:
+    return (1.0, iteration.bucket, iteration.sums.n_keys, iteration.sums.n_seen)

@@ -1,4 +1,4 @@
-"""The simulated Figure 10 as a picture: median normalized latency against throughput, a panel a variant."""
+"""Plots the simulated Figure 10: median normalized latency against throughput, one panel per variant."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from bench.simulate.figure_10 import FIGURES, Variant
 
 
 def draw(name: str, variants: Sequence[tuple[str, Variant]], path: Path) -> None:
-    """Write a PNG, or what `path` ends in. Raises ImportError without matplotlib."""
+    """Write a PNG, or the format of `path`'s suffix. Raises ImportError without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(1, len(variants), figsize=(6.5 * len(variants), 4.5), squeeze=False)
     for axis, (title, variant) in zip(axes[0], variants, strict=True):

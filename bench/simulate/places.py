@@ -1,6 +1,6 @@
 """Seconds of an iteration in each place that it passes: stage, link, stage, ... (ORCA 4.1).
 
-`SimulatedEngine` asks a million times over, so it is quick: what an operation moves and computes is affine in
+`SimulatedEngine` calls it a million times, so it is fast: what an operation moves and computes is affine in
 the sums over a batch (cost_model.IterationSums), and the coefficients are read off the cost model once.
 """
 
@@ -28,7 +28,7 @@ _ORIGIN = IterationSums(0, 0, 0, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """A model cut into `n_stages`, each over `n_devices` (Table 1: inter- and intra-partitions)."""
+    """A model split into `n_stages`, each over `n_devices` (Table 1: inter- and intra-partitions)."""
 
     model: ModelConfig
     n_stages: int
@@ -47,11 +47,11 @@ class Partition:
 
     @property
     def stages(self) -> list[range]:
-        """The layers of each."""
+        """The layers of each stage."""
         return stage_layers(self.model.n_layers, self.n_stages)
 
     def operations(self, sums: IterationSums, layers: range) -> list[Operation]:
-        """Those of one device of the stage of these layers."""
+        """The operations of one device of the stage with these layers."""
         size = self.itemsize
         return operations(
             self.model, sums, weight_bytes=size, kv_bytes=size, layers=layers, n_shards=self.n_devices
@@ -66,7 +66,7 @@ class _Affine:
     n_flops: tuple[float, ...]
 
     def seconds(self, sums: IterationSums, device: Device) -> float:
-        """As cost_model.floor has it, of one operation."""
+        """The floor of one operation, as in cost_model.floor."""
         rows, tokens, keys, seen = sums
         c, r, t, k, s = self.n_bytes
         moved = (c + r * rows + t * tokens + k * keys + s * seen) / device.bandwidth
@@ -77,9 +77,10 @@ class _Affine:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage's layers, and its operations' times in their order when those of the distinct ones are given.
+    """A stage's layers; `in_order` picks its operations' times, in order, from those of the distinct ones.
 
-    `latency` is in seconds: what collectives, kernels and control messages take whatever their size.
+    `latency` is in seconds: the time of collectives, kernels and control messages that does not depend on
+    size.
     """
 
     layers: range
@@ -94,40 +95,40 @@ class Places:
         self.partition = partition
         self.cluster = cluster
         self._device = cluster.device.rates(partition.dtype)
-        self._distinct: list[_Affine] = []  # of all stages: their layers are the same
+        self._distinct: list[_Affine] = []  # across all stages: their layers are equal
         self._stages = [self._stage(i) for i in range(partition.n_stages)]
 
     def __call__(self, sums: IterationSums) -> list[float]:
-        """Of an iteration with these sums."""
+        """The seconds of an iteration with these sums."""
         times = [operation.seconds(sums, self._device) for operation in self._distinct]
-        return self._found(sums, [sum(stage.in_order(times)) for stage in self._stages])
+        return self._with_links(sums, [sum(stage.in_order(times)) for stage in self._stages])
 
     def plain(self, sums: IterationSums) -> list[float]:
-        """The same without short cuts, by cost_model.floor over all operations."""
+        """The same without shortcuts, by cost_model.floor over all operations."""
         partition = self.partition
         floors = [floor(partition.operations(sums, layers), self._device) for layers in partition.stages]
-        return self._found(sums, floors)
+        return self._with_links(sums, floors)
 
-    def _found(self, sums: IterationSums, floors: Sequence[float]) -> list[float]:
-        """The stages' floors, with what goes over links and what takes time whatever its size."""
+    def _with_links(self, sums: IterationSums, floors: Sequence[float]) -> list[float]:
+        """The stages' floors, plus links and the time that does not depend on size."""
         partition, cluster = self.partition, self.cluster
         model, size, n_devices = partition.model, partition.itemsize, partition.n_devices
         hop = hop_bytes(model, sums, weight_bytes=size)
         ring_rate = cluster.ring_rate(n_devices)
-        found: list[float] = []
+        seconds: list[float] = []
         for i, stage in enumerate(self._stages):
             if i:
                 link = cluster.hop_latency(i, n_devices) + hop / cluster.hop_rate(i, n_devices)
-                found.append(cluster.slowness * link)
+                seconds.append(cluster.slowness * link)
             shared = shared_bytes(model, sums, weight_bytes=size, layers=stage.layers, n_shards=n_devices)
-            found.append(cluster.slowness * (floors[i] + shared / ring_rate + stage.latency))
-        return found
+            seconds.append(cluster.slowness * (floors[i] + shared / ring_rate + stage.latency))
+        return seconds
 
     def _stage(self, index: int) -> _Stage:
         partition, cluster = self.partition, self.cluster
         layers = partition.stages[index]
         first, last = layers.start == 0, layers.stop == partition.model.n_layers
-        # Two all-reduces a layer, one behind the embedding, and the logits put side by side (shared_bytes).
+        # Two all-reduces per layer, one after the embedding, and the gathered logits (shared_bytes).
         latency = (2 * len(layers) + first + last) * cluster.ring_latency(partition.n_devices)
         n_kernels = KERNELS_PER_LAYER * len(layers) + KERNELS_FIRST * first + KERNELS_LAST * last
         latency += n_kernels * KERNEL_GAP
@@ -141,7 +142,7 @@ class Places:
         return _Stage(layers, itemgetter(*order), latency)
 
     def _affine(self, layers: range) -> list[_Affine]:
-        """Coefficients: an operation's figures where one sum is 1, less those where all are 0."""
+        """Coefficients: an operation's figures where one sum is 1, minus those where all are 0."""
         origin = self.partition.operations(_ORIGIN, layers)
         units = [
             self.partition.operations(_ORIGIN._replace(**{name: 1}), layers) for name in IterationSums._fields

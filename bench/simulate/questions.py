@@ -16,14 +16,14 @@ from bench.simulate.workload import Tails
 from orca_jax.errors import ConfigError
 
 SWEPT_MAX_BS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-STAGES_MAX_BS = (8, 32, 128)  # many stages want small batches: there is one for each
+STAGES_MAX_BS = (8, 32, 128)  # many stages need small batches, so small values are included
 SIGMAS = (0.0, 0.5, 1.0, 1.5)
 TAIL_SYSTEMS: tuple[tuple[int, int | None], ...] = ((128, None), (1, 1), (8, 8))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One row of an answer: what is asked about, who serves, under which load."""
+    """One row of an answer: its label, the system, and the load."""
 
     name: str
     system: System
@@ -32,10 +32,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a case gives at the latency that was asked for, and at most; requests a second.
+    """A case's throughput at the requested latency, and its maximum; requests per second.
 
-    `req_s` is None where even the lowest load is slower than that. `p99` is the normalized latency, in
-    seconds, of the point of the most requests a second within the latency. `problem` says why it cannot be.
+    `req_s` is None if even the lowest load is slower than that. `p99` is the normalized latency, in seconds,
+    of the point with the most requests per second within the latency. `problem` says why it cannot run.
     """
 
     name: str
@@ -60,7 +60,7 @@ def max_bs_cases(figure: Figure, cluster: Cluster, *, overlap: bool) -> list[Cas
 
 
 def stages_cases(figure: Figure, cluster: Cluster, *, overlap: bool) -> list[Case]:
-    """ORCA on as many devices as the figure has, cut every way into stages that the model allows."""
+    """ORCA on the figure's number of devices, split into stages in every way that the model allows."""
     n = figure.n_stages * figure.n_devices
     cases: list[Case] = []
     for n_stages in (i for i in range(1, n + 1) if n % i == 0):
@@ -75,7 +75,7 @@ def stages_cases(figure: Figure, cluster: Cluster, *, overlap: bool) -> list[Cas
 
 
 def tails_cases(figure: Figure, cluster: Cluster, *, overlap: bool) -> list[Case]:
-    """ORCA and the baseline under log-normal lengths of equal means."""
+    """ORCA and the baseline under log-normal lengths with equal means."""
     cases: list[Case] = []
     for sigma in SIGMAS:
         for max_bs, mbs in TAIL_SYSTEMS:
@@ -95,7 +95,7 @@ CASES: dict[str, Callable[..., list[Case]]] = {
 
 
 def answer(case: Case, latency: float) -> Answer:
-    """Its curve, read at a median normalized latency in seconds."""
+    """A case's curve, read at a median normalized latency in seconds."""
     label = case.system.label
     try:
         points = curve(case.system, latency, case.load)
@@ -116,7 +116,7 @@ def answer(case: Case, latency: float) -> Answer:
 def answers(
     cases: Sequence[Case], latency: float, *, n_processes: int, on_case: Callable[[int, int], object]
 ) -> list[Answer]:
-    """In the order of the cases; `on_case` is told how many are done, and of how many."""
+    """The answers in the order of the cases; `on_case` gets the number of finished cases and the total."""
     with ProcessPoolExecutor(n_processes, mp_context=get_context("spawn")) as pool:
         tasks = [pool.submit(answer, case, latency) for case in cases]
         for n_done, _ in enumerate(as_completed(tasks), 1):

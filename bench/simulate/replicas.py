@@ -1,7 +1,7 @@
-"""Many requests a second over many replicas, each a system of its own.
+"""Many requests per second on many replicas, each a separate system.
 
-Requests are dispatched at random or in turn, without a look at what a replica has to do. Replicas do not
-know each other then, so each is simulated alone with the requests that are its; figures are over all of them.
+Requests are dispatched at random or in turn, regardless of a replica's load. So replicas are independent, and
+each is simulated separately with its own requests; figures are over all of them.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _DISPATCH = 2  # a third stream of a seed
 
 
 def shares(workload: Workload, n_replicas: int, dispatch: Dispatch, seed: int) -> list[Workload]:
-    """What each replica gets, in the order of arrival."""
+    """Each replica's requests, in order of arrival."""
     n = len(workload)
     if dispatch == "in turn":
         return [workload.part(slice(i, None, n_replicas)) for i in range(n_replicas)]
@@ -44,18 +44,18 @@ def serve_replicas(
     n_processes: int,
     on_replica: Callable[[int, int], object],
 ) -> Served:
-    """All requests, or those of the first `simulated` replicas; `rate` is over all replicas.
+    """Serve all requests, or those of the first `simulated` replicas; `rate` is over all replicas.
 
-    A part stands for the whole because replicas are equal: the throughput is scaled up, latencies are not.
+    A part represents the whole because replicas are equal: the throughput is scaled up, latencies are not.
     """
     workload = make_workload(n_requests, rate=rate, seed=seed)
     first = float(workload.arrivals[0])
     parts = [part for part in shares(workload, n_replicas, dispatch, seed)[:simulated] if len(part)]
-    found: list[StreamedFigures] = []
+    figures: list[StreamedFigures] = []
     with ProcessPoolExecutor(n_processes, mp_context=get_context("spawn")) as pool:
         tasks = [pool.submit(play, system, part) for part in parts]
         for task in as_completed(tasks):
-            found.append(task.result())
-            on_replica(len(found), len(tasks))
+            figures.append(task.result())
+            on_replica(len(figures), len(tasks))
     scale = n_replicas / min(n_replicas, simulated or n_replicas)
-    return served(found, rate=rate, first_arrival=first, scale=scale)
+    return served(figures, rate=rate, first_arrival=first, scale=scale)

@@ -1,4 +1,4 @@
-"""A workload on a simulated cluster: the real scheduler, or the baseline, over the cost model's engine."""
+"""Plays a workload on a simulated cluster: the real scheduler, or the baseline, on a simulated engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +16,20 @@ from orca_jax.scheduling.timeline import Timeline
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
 from orca_jax.simulation.simulation import Simulation, arrive, steps
 
-KEPT = 16  # records of a timeline: enough for what is in flight
+KEPT = 16  # records of a timeline, enough for what is in flight
 BLOCK_SIZE = 16
 
 
 class DoesNotFit(Exception):
-    """A configuration that has no room on the cluster; the message says what for."""
+    """A configuration does not fit on the cluster; the message says what does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """What serves: ORCA with `max_bs`, or with `mbs` the baseline of (max_bs, mbs).
+    """The system that serves: ORCA with `max_bs`, or with `mbs` the baseline (max_bs, mbs).
 
-    `n_slots` follows from the devices' memory where it is None. Attention is counted as a kernel's, which
-    keeps no scores (ORCA 5), whatever XLA would need there.
+    If `n_slots` is None it follows from the devices' memory. Attention is counted as a kernel's, which stores
+    no scores (ORCA 5), whatever XLA would need there.
     """
 
     partition: Partition
@@ -41,11 +41,11 @@ class System:
 
     @property
     def label(self) -> str:
-        """As in the paper's Figure 10."""
+        """The label, as in the paper's Figure 10."""
         return f"orca({self.max_bs})" if self.mbs is None else f"ft({self.max_bs}, {self.mbs})"
 
     def serving(self) -> ServingConfig:
-        """Sizes as `orca plan` and an engine choose them. Raises DoesNotFit."""
+        """Sizes as chosen by `orca plan` and an engine. Raises DoesNotFit."""
         plan = self.plan()
         if not plan.fits:
             problems = "; ".join(stage.problem for stage in plan.stages if stage.problem)
@@ -57,7 +57,7 @@ class System:
         return plan.serving
 
     def plan(self) -> Plan:
-        """What the partition needs, by arithmetic."""
+        """The plan for the partition, by formula."""
         device = replace(self.cluster.device, attention="kernel")
         return make_plan(
             Wanted(
@@ -78,18 +78,18 @@ class System:
         )
 
     def places(self) -> Places:
-        """The baseline's stages wait for control messages; ORCA's do not (ORCA 4.1)."""
+        """The places: the baseline's stages wait for control messages; ORCA's do not (ORCA 4.1)."""
         return Places(self.partition, replace(self.cluster, control_messages=self.mbs is not None))
 
 
 def serve(system: System, workload: Workload, *, rate: float) -> Served:
-    """The figures of the whole workload. Raises DoesNotFit."""
+    """Play the whole workload and return its results. Raises DoesNotFit."""
     figures = play(system, workload)
     return figures.served(rate=rate, first_arrival=float(workload.arrivals[0]))
 
 
 def play(system: System, workload: Workload) -> StreamedFigures:
-    """The whole workload, to its last end. Raises DoesNotFit."""
+    """Play the whole workload, to its last end. Raises DoesNotFit."""
     figures = StreamedFigures()
     if system.mbs is None:
         _play_orca(system, workload, figures)

@@ -1,4 +1,4 @@
-"""The simulation's figures as tables."""
+"""The simulation's results as tables."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from bench.simulate.questions import Answer
 
 
 def variant_table(title: str, variant: Variant) -> Table:
-    """A row a system: its slowest load, what it serves at the latency, and the most that it serves."""
+    """A row per system: its lowest load, its throughput at the latency, and its maximum."""
     made = Table(
         title=f"{title}: device times x {variant.slowness:.3g}; the engine alone "
         f"{variant.own * 1e3:.1f} ms a token"
@@ -21,18 +21,18 @@ def variant_table(title: str, variant: Variant) -> Table:
         made.add_column(name, justify="left" if name == "system" else "right")
     best = {found[0] for kind in ("orca", "ft") if (found := variant.best(kind)) is not None}
     for label, points in variant.curves.items():
-        at = throughput_at(points, variant.latency)
+        throughput = throughput_at(points, variant.latency)
         made.add_row(
             label + (" <" if label in best else ""),
             f"{points[0].normalized_median * 1e3:.1f}",
-            "-" if at is None else f"{at:.3g}",
+            "-" if throughput is None else f"{throughput:.3g}",
             f"{peak(points):.3g}",
         )
     return made
 
 
 def answers_table(title: str, latency: float, answers: Sequence[Answer]) -> Table:
-    """A row a case."""
+    """A row per case."""
     made = Table(title=title)
     columns = ("case", "system", f"req/s at {latency * 1e3:.0f} ms", "p99 there, ms", "batch", "most req/s")
     for i, name in enumerate(columns):
@@ -48,7 +48,7 @@ def answers_table(title: str, latency: float, answers: Sequence[Answer]) -> Tabl
 
 
 def served_table(title: str, served: Served) -> Table:
-    """One run."""
+    """One run as a table."""
     made = Table(title=title)
     for name in ("requests", "req/s", "tokens/s", "median, ms", "p90", "p99", "batch", "iterations"):
         made.add_column(name, justify="right")

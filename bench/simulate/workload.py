@@ -1,7 +1,7 @@
-"""Requests for a simulation: lengths and arrivals without token ids, so that a million fit.
+"""Requests for a simulation: lengths and arrivals without token ids, so that a million fit in memory.
 
-The paper's are those of bench/trace.py, drawn in the same order from the same seed; all prompts of one length
-are one tuple, since a simulated engine does not look at tokens.
+The paper's are those of bench/trace.py, drawn in the same order from the same seed; prompts of equal length
+share one tuple, since a simulated engine does not look at tokens.
 """
 
 import math
@@ -18,13 +18,13 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 
 Lengths = npt.NDArray[np.int64]
-_ARRIVALS = 1  # bench/trace.py: the second stream of a seed
-_SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True)  # a Request's max_tokens counts
+_ARRIVALS = 1  # as in bench/trace.py: the second stream of a seed
+_SAMPLING = SamplingParams(max_tokens=1, ignore_eos=True)  # only the Request's max_tokens matters
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Tokens in and out of each request, `[n]`, and when it arrives: seconds, ascending, `[n]`."""
+    """Input and output tokens of each request, `[n]`, and its arrival: seconds, ascending, `[n]`."""
 
     n_inputs: Lengths
     n_outputs: Lengths
@@ -34,24 +34,24 @@ class Workload:
         return len(self.arrivals)
 
     def requests(self) -> Iterator[tuple[float, Request]]:
-        """Each with its time."""
+        """Each request with its arrival."""
         lengths = zip(self.n_inputs.tolist(), self.n_outputs.tolist(), strict=True)
         for i, (arrival, (n_input, n_output)) in enumerate(zip(self.arrivals.tolist(), lengths, strict=True)):
             yield arrival, Request(str(i), prompt(n_input), n_input + n_output, _SAMPLING, seed=0)
 
     def part(self, which: Any) -> "Workload":
-        """Those requests alone: a mask or a slice."""
+        """Only the selected requests: a mask or a slice."""
         return Workload(self.n_inputs[which], self.n_outputs[which], self.arrivals[which])
 
 
 @cache
 def prompt(n_input: int) -> tuple[int, ...]:
-    """So many tokens."""
+    """A prompt of `n_input` tokens."""
     return (0,) * n_input
 
 
 def poisson(n_requests: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
-    """Arrivals of a Poisson process of `rate` requests a second, `[n]`, as bench/trace.py draws them."""
+    """Arrivals of a Poisson process of `rate` requests per second, `[n]`, as drawn by bench/trace.py."""
     gaps = np.random.default_rng([seed, _ARRIVALS]).exponential(size=n_requests)
     return np.cumsum(gaps) / rate
 
@@ -66,9 +66,9 @@ def paper_workload(n_requests: int, *, rate: float, seed: int = 0) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class Tails:
-    """Log-normal lengths of `sigma` with the means of the paper's trace, cut at the bounds; 0: its own.
+    """Log-normal lengths of `sigma` with the means of the paper's trace, cut at its bounds; 0: uniform ones.
 
-    Cutting takes from the mean, so the median is chosen for the mean of what is left.
+    Cutting lowers the mean, so the median is chosen to give the right mean after cutting.
     """
 
     sigma: float
@@ -76,7 +76,7 @@ class Tails:
     most_output: int = 512
 
     def __call__(self, n_requests: int, *, rate: float, seed: int = 0) -> Workload:
-        """So many requests."""
+        """Draw `n_requests` requests."""
         if not self.sigma:
             return paper_workload(n_requests, rate=rate, seed=seed)
         rng = np.random.default_rng(seed)
@@ -89,7 +89,7 @@ MakeWorkload = Callable[..., Workload]  # (n_requests, *, rate, seed=0)
 
 
 def _lognormal(rng: np.random.Generator, n: int, mean: float, sigma: float, most: int) -> Lengths:
-    """Whole numbers from 1 to `most`, whose mean would be `mean` if there were very many of them."""
+    """Integers from 1 to `most`, with the expected mean `mean`."""
     normal = rng.standard_normal(n)
     quantiles = np.random.default_rng(0).standard_normal(1 << 17)
 

@@ -1,1 +1,1 @@
-"""Makes the demo model that `orca_jax` ships; `python -m scripts.demo_model --help` says how."""
+"""Makes the demo model that `orca_jax` ships; see `python -m scripts.demo_model --help`."""

@@ -1,20 +1,20 @@
 """Make the demo model that `orca_jax` ships: corpus, tokenizer, training, export.
 
 A GPT-2 of about four million parameters, trained on two public-domain English Bibles, so that the engine can
-be tried and tested with text that reads as prose and without a download. The text comes from Debian packages:
+be tried and tested without a download, with text that reads as prose. The text comes from Debian packages:
 
     apt-get install bible-kjv bible-kjv-text sword-text-web libsword-utils
 
-The four commands share one working directory and run in this order, from the checkout:
+The four commands share a working directory and run in this order, from the checkout:
 
     python -m scripts.demo_model corpus
     python -m scripts.demo_model tokenizer
     python -m scripts.demo_model train --minutes 75
     python -m scripts.demo_model export
 
-`train` may be given `--tokens` in place of `--minutes`. Either way the learning rate reaches zero at the end.
-`export` may run at any time after the first checkpoint; it writes the Hugging Face style directory and the
-excerpt of held-out text whose loss the model card states. `--work` names another working directory.
+`train` accepts `--tokens` instead of `--minutes`. Either way the learning rate reaches zero at the end.
+`export` can run at any time after the first checkpoint; it writes the Hugging Face style directory and the
+excerpt of held-out text whose loss the model card states. `--work` sets another working directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def read_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.demo_model",
         description=__doc__,
@@ -43,10 +43,10 @@ def read_options() -> argparse.Namespace:
     for each in command.values():
         each.add_argument("--work", type=Path, default=REPOSITORY / "build/demo", help="working directory")
     add, defaults = command["train"].add_argument, Options()
-    add("--minutes", type=float, default=defaults.minutes, help="wall clock to train for")
-    add("--tokens", type=int, help="tokens to train on, in place of --minutes")
+    add("--minutes", type=float, default=defaults.minutes, help="wall-clock minutes to train")
+    add("--tokens", type=int, help="tokens to train on, instead of --minutes")
     add("--resume", action="store_true", help="start from the checkpoint's weights, with a fresh optimizer")
-    add("--batch-tokens", type=int, default=defaults.batch_tokens, help="tokens of one iteration")
+    add("--batch-tokens", type=int, default=defaults.batch_tokens, help="tokens per iteration")
     add("--optimizer", choices=("muon", "adamw"), default=defaults.optimizer)
     add("--learning-rate", type=float, default=defaults.learning_rate, help="of Muon")
     add("--adam-learning-rate", type=float, default=defaults.adam_learning_rate)
@@ -60,7 +60,7 @@ def read_options() -> argparse.Namespace:
         "--long-from",
         type=float,
         default=defaults.long_from,
-        help="share of the run in windows of half the positions",
+        help="share of the run with windows of half the positions",
     )
     add("--save-every", type=float, default=defaults.save_every, help="minutes between checkpoints")
     add = command["export"].add_argument

@@ -1,7 +1,8 @@
-"""The text of the demo model: two public-domain English Bibles, how they are split, and their tokenizer.
+"""The text of the demo model: two public-domain English Bibles, their train/held-out split, and the
+tokenizer.
 
-A text file here holds one document (a chapter) after another with a blank line between; a document's first
-line is its heading, every further line a paragraph.
+A text file here has documents (chapters) separated by blank lines; a document's first line is its heading,
+and every further line a paragraph.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def command_output(*command: str) -> str:
 
 
 def verses_of_web() -> Verses:
-    """The World English Bible, verse by verse, from OSIS markup; a newline stands for a paragraph break."""
+    """The World English Bible, verse by verse, from OSIS markup; a newline marks a paragraph break."""
     verses: Verses = collections.defaultdict(dict)
     for entry in command_output("mod2imp", "engWEB2015eb").split("$$$")[1:]:
         reference, _, markup = entry.partition("\n")
@@ -80,7 +81,7 @@ def document(chapter: Chapter, text: str) -> str:
 
 
 def with_paragraphs(verses: dict[int, str], model: dict[int, str]) -> str:
-    """A chapter without paragraphs of its own, broken where `model`, the same chapter elsewhere, breaks."""
+    """Break a chapter that has no paragraphs where `model`, the same chapter in the other text, breaks."""
     text, ended = "", False
     for number, verse in verses.items():
         like = model.get(number, "")
@@ -91,7 +92,7 @@ def with_paragraphs(verses: dict[int, str], model: dict[int, str]) -> str:
 
 
 def build_corpus(work: Path) -> None:
-    """Write `train.txt` and `held_out.txt`; a held-out chapter is held out of both translations."""
+    """Write `train.txt` and `held_out.txt`; a held-out chapter is held out in both translations."""
     web = verses_of_web()
     order = list(dict.fromkeys(book for book, _ in web))
     first, last = order.index("Tobit"), order.index("Matthew")
@@ -113,7 +114,7 @@ def build_corpus(work: Path) -> None:
 
 
 def excerpt(held_out: str) -> str:
-    """The first whole documents of the held-out text that together fill about `EXCERPT_BYTES`."""
+    """The first whole documents of the held-out text, together about `EXCERPT_BYTES`."""
     texts, size = [], 0
     for text in held_out.strip().split("\n\n"):
         if size + len(text.encode()) <= EXCERPT_BYTES:
@@ -123,7 +124,7 @@ def excerpt(held_out: str) -> str:
 
 
 def build_tokenizer(work: Path, vocab_size: int) -> None:
-    """Train the byte-level BPE on `train.txt` alone and write `tokenizer.json`."""
+    """Train the byte-level BPE on `train.txt` only and write `tokenizer.json`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -148,7 +149,7 @@ def encode(work: Path, name: str) -> list[list[int]]:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[list[int]]:
-    """As `encode`, for a text at hand."""
+    """As `encode`, for a given text."""
     end = end_of_text(tokenizer)
     encodings = tokenizer.encode_batch(text.strip().split("\n\n"))
     return [[end, *encoding.ids, end] for encoding in encodings]

@@ -1,4 +1,4 @@
-"""The demo model as the package ships it: a Hugging Face style directory with a card; an excerpt to test."""
+"""Exports the demo model for the package: a Hugging Face style directory with a card, and a test excerpt."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def tokenizer_config_of(shape: Shape) -> dict[str, object]:
 
 
 def legible(value: object) -> str:
-    """A number as the model card shows it: thousands apart, or four significant digits."""
+    """A number as in the model card: with thousands separators, or four significant digits."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def command_of(run: dict[str, Any]) -> str:
-    """The command that repeats a run, by its tokens."""
+    """The command that repeats a run, with its number of tokens."""
     options, defaults = run["options"], dataclasses.asdict(Options())
     words = ["python -m scripts.demo_model train", f"--tokens {run['n_tokens']}"]
     words += ["--resume"] if options["resume"] else []
@@ -73,7 +73,7 @@ def command_of(run: dict[str, Any]) -> str:
 
 
 def row_of(number: int, run: dict[str, Any]) -> str:
-    """A run's row of the model card's table."""
+    """A run's row in the model card's table."""
     options = run["options"]
     cells = (
         number,

@@ -90,7 +90,7 @@ def token_losses(params: Params, inputs: jax.Array, targets: jax.Array, n_head: 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss over a text file, measured as `held_out_loss` defines."""
+    """A loss over a text file, as measured by `held_out_loss`."""
 
     nats_per_token: float
     bits_per_byte: float
@@ -101,9 +101,9 @@ class Loss:
 def held_out_loss(params: Params, shape: Shape, tokenizer: Tokenizer, text: str) -> Loss:
     """The mean loss over every token of every document and the end-of-text token that closes it.
 
-    A document is what stands between blank lines. Its inputs are the end-of-text token and its own tokens;
-    they are cut into windows of `n_positions` that neither overlap nor see each other. The bytes counted are
-    those of the documents, plus one for each closing token.
+    Documents are separated by blank lines. A document's inputs are the end-of-text token and its own tokens,
+    cut into windows of `n_positions` that neither overlap nor see each other. The bytes are those of the
+    documents, plus one for each closing token.
     """
     rows, n_positions = [], shape.n_positions
     for ids in encode_text(tokenizer, text):
@@ -125,7 +125,7 @@ def held_out_loss(params: Params, shape: Shape, tokenizer: Tokenizer, text: str)
 def sample(
     params: Params, shape: Shape, tokenizer: Tokenizer, prompt: str, n: int, temperature: float
 ) -> str:
-    """The prompt and `n` more tokens: the likeliest ones at temperature 0, else drawn from a fixed seed."""
+    """The prompt and `n` more tokens: the most likely at temperature 0, else sampled with a fixed seed."""
     ids = tokenizer.encode(prompt).ids
     rng = np.random.default_rng(SEED)
     window = np.zeros((1, len(ids) + n), np.int32)  # one shape: causal attention does not see what follows

@@ -1,4 +1,4 @@
-"""Training the demo model: batches, optimizer, schedule, and the checkpoint with the facts of its runs."""
+"""Trains the demo model: batches, optimizer, schedule, and the checkpoint with the facts of its runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from scripts.demo_model.network import Params, Shape, held_out_loss, initial_par
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to train: a run lasts `tokens` tokens, or `minutes` where it names none; shares are of the run."""
+    """Training options: a run lasts `tokens` tokens, or `minutes` if that is None; shares are of the run."""
 
     minutes: float = 75.0
     tokens: int | None = None
@@ -47,7 +47,7 @@ class Stream:
         self._tokens = np.asarray(documents[0][:1], np.int32)
 
     def next(self, rows: int, length: int) -> np.ndarray:
-        """The next batch [rows, length + 1]; its rows lie side by side in the stream, sharing a token."""
+        """The next batch [rows, length + 1]; its rows are consecutive in the stream, sharing a token."""
         n = rows * length
         while len(self._tokens) <= n:
             order = self._rng.permutation(len(self._documents))
@@ -59,7 +59,7 @@ class Stream:
 
 
 def learning_rate_scale(step: int, progress: float, decay_from: float) -> float:
-    """Warm-up over 25 iterations, then a plateau, then straight down to zero at progress 1."""
+    """Warm-up over 25 iterations, then a plateau, then linear decay to zero at progress 1."""
     return min((step + 1) / 25, 1.0) * min((1.0 - progress) / (1.0 - decay_from), 1.0)
 
 
@@ -72,7 +72,7 @@ def optimizer_of(kind: str, learning_rate: float, adam_learning_rate: float) -> 
     def matrices(params: Params) -> dict[str, bool]:
         return {name: is_matrix(name) for name in params}
 
-    def dimensions(params: Any) -> Any:  # optax's type of it has no room for its MuonDimensionNumbers
+    def dimensions(params: Any) -> Any:  # optax's type for it does not allow MuonDimensionNumbers
         return {name: MuonDimensionNumbers(0, 1) if is_matrix(name) else None for name in params}
 
     if kind == "adamw":
@@ -91,7 +91,7 @@ def optimizer_of(kind: str, learning_rate: float, adam_learning_rate: float) -> 
 
 
 def train(work: Path, shape: Shape, options: Options) -> None:
-    """Train, from scratch or with `resume` from the checkpoint's weights, in new random order.
+    """Train from scratch, or with `resume` from the checkpoint's weights, in a new random order.
 
     Prints a line per 20 iterations, and every few minutes saves a checkpoint and measures the held-out loss.
     """
@@ -161,7 +161,7 @@ def train(work: Path, shape: Shape, options: Options) -> None:
 
 
 def save_checkpoint(work: Path, params: Params, facts: dict[str, object]) -> None:
-    """Write `checkpoint.safetensors` (float32) and the facts of its runs, replaced in one go."""
+    """Write `checkpoint.safetensors` (float32) and the facts of its runs, atomically."""
     temporary = work / "checkpoint.tmp"
     metadata = {"facts": json.dumps(facts)}
     save_file({name: np.asarray(value) for name, value in params.items()}, temporary, metadata)
