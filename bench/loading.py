@@ -1,12 +1,12 @@
-"""What loading a checkpoint takes: host memory beyond the shards, bytes read for each stage, and seconds.
+"""The cost of loading a checkpoint: host memory beyond the shards, bytes read for each stage, and seconds.
 
     python -m bench.loading [--layers 10] [--width 1536] [--dtype float32] [--keep DIRECTORY]
 
-Writes a GPT-2 of random weights as safetensors (1.4 GB unless told otherwise), converts it to Orbax, and has
-Orbax save it too, as one chunk an array. Each is loaded in processes of their own onto virtual CPU devices:
-all stages in one process, and each stage alone. There the shards are host memory themselves; what the process
-had at its peak beyond them, and beyond what it had before, is set against one tensor and 10 % of the shards.
-Bytes read are the system's count (rchar), held against those of the parameters that the stage has.
+Writes a GPT-2 with random weights as safetensors (1.4 GB by default), converts it to Orbax, and has Orbax
+save it too, with one chunk per array. Each is loaded in separate processes onto virtual CPU devices: all
+stages in one process, and each stage alone. The shards are host memory there; the process's peak memory
+beyond them, and beyond what it had before, is compared with one tensor and 10 % of the shards. Bytes read are
+the system's count (rchar), compared with those of the stage's parameters.
 """
 
 import argparse
@@ -44,7 +44,7 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))  # stages, tensor axi
 
 
 def placements(config: ModelConfig, n_stages: int, n_tensor: int) -> list[dict[str, Sharding]]:
-    """Where the parameters of each stage lie."""
+    """The sharding of each stage's parameters."""
     parts = split_model(
         config, jax.devices(), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_tensor)
     )
@@ -52,7 +52,7 @@ def placements(config: ModelConfig, n_stages: int, n_tensor: int) -> list[dict[s
 
 
 def save_with_orbax(source_path: Path, directory: Path) -> None:
-    """What `load_checkpoint` reads there, saved by Orbax from one device."""
+    """Load the weights and save them with Orbax from one device."""
     loaded = load_checkpoint(source_path, dtype=np.float32)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory, loaded.parameters)
@@ -71,13 +71,13 @@ def measure(directory: Path, n_stages: int, n_tensor: int, only: int | None, dty
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before, read_before = _status("VmRSS"), _read_bytes()
     start = time.perf_counter()
-    told: list[int] = [0]
+    loaded_bytes: list[int] = [0]
     loaded = load_checkpoint(
         directory,
         dtype=dtype,
         vocab_multiple=multiple,
         placements=stages,
-        on_bytes=lambda done, total: told.append(done),
+        on_bytes=lambda done, total: loaded_bytes.append(done),
     )
     seconds = time.perf_counter() - start
     shards = sum(s.data.nbytes for p in loaded.stages for a in p.values() for s in a.addressable_shards)
@@ -88,7 +88,7 @@ def measure(directory: Path, n_stages: int, n_tensor: int, only: int | None, dty
         "beyond_bytes": _status("VmHWM") - before - shards,
         "allowed_bytes": largest + shards // 10,
         "read_bytes": _read_bytes() - read_before,
-        "own_bytes": told[-1],
+        "own_bytes": loaded_bytes[-1],
     }
 
 
@@ -102,7 +102,7 @@ def _read_bytes() -> int:
 
 
 def in_a_process(*args: object, n_devices: int = 1) -> dict[str, Any]:
-    """This program again, with `args`; what its last line says."""
+    """Run this program with `args` in a process; returns the JSON of its last line."""
     env = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={n_devices}",
         "JAX_PLATFORMS": "cpu",
@@ -115,7 +115,7 @@ def in_a_process(*args: object, n_devices: int = 1) -> dict[str, Any]:
 
 
 def converted(source_path: Path, destination: Path) -> dict[str, Any]:
-    """Convert in this process: seconds and the peak beyond what it had."""
+    """Convert in this process: seconds, and peak memory beyond what it had."""
     Path("/proc/self/clear_refs").write_text("5")
     before, start = _status("VmRSS"), time.perf_counter()
     convert_checkpoint(source_path, destination)
@@ -127,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--width", type=int, default=1536)
-    parser.add_argument("--dtype", default="float32", help="what is loaded (default: float32, as stored)")
-    parser.add_argument("--keep", type=Path, help="write the checkpoints here and leave them")
+    parser.add_argument("--dtype", default="float32", help="dtype to load (default: float32, as stored)")
+    parser.add_argument("--keep", type=Path, help="write the checkpoints here and keep them")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)  # directory, stages, tensor axis, stage
     parser.add_argument("--convert", nargs=2, type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--orbax-save", nargs=2, type=Path, help=argparse.SUPPRESS)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(work: Path, flags: argparse.Namespace) -> None:
-    """All cases, as a table and one line of JSON."""
+    """Measure all cases; print a table and one line of JSON."""
     config = gpt_config(
         vocab_size=50257,
         n_positions=1024,
@@ -177,9 +177,9 @@ def report(work: Path, flags: argparse.Namespace) -> None:
                 for only in ("all", *range(n_stages)):
                     progress.update(task, description=f"{name}, {n_stages} x {n_tensor}, stage {only}")
                     args = ("--one", directory, n_stages, n_tensor, only, "--dtype", flags.dtype)
-                    found = in_a_process(*args, n_devices=n_stages * n_tensor)
+                    measured = in_a_process(*args, n_devices=n_stages * n_tensor)
                     case = {"source": name, "stages": n_stages, "tensor": n_tensor, "stage": only}
-                    results.append(case | found)
+                    results.append(case | measured)
                     progress.advance(task)
     table = Table(title=f"loading, {flags.dtype}; MB")
     for column in ("source", "stages x tensor", "stage", "shards", "beyond", "allowed", "read", "own", "s"):

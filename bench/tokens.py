@@ -1,13 +1,13 @@
-"""Greedy tokens of the whole engine, and their log-probabilities, held against model/reference.py.
+"""Compares the whole engine's greedy tokens and log-probabilities with model/reference.py.
 
     python -m bench.tokens [--models demo,gpt2,opt-125m,opt-350m] [--dtype bfloat16] [--buckets 1,8,32,512]
 
-Requests run alone and together, so that iterations of both phases fall into each bucket. The demo model has
-its trained weights, the others random ones, and all a length of 512 tokens. The reference computes the whole
-text at once, in float32, from the same weights. Each of the engine's choices must be its best one, or so near
-to it that sums of another order and rounding may choose either: within a share of the logits' spread, by the
-dtype. The logarithm of each choice's probability must be the reference's within the same share. A line for
-each bucket of each model as it is done, last one of JSON; the exit status is 1 where one is wrong.
+Requests run alone and together, so that prefill and decode iterations fall into each bucket. The demo model
+has its trained weights, the others random ones, and all a length of 512 tokens. The reference computes the
+whole text at once, in float32, from the same weights. Each of the engine's choices must be the reference's
+best one, or so close to it that a different order of summation may change the choice: within a share of the
+logits' spread that depends on the dtype. The log-probability of each choice must match within the same share.
+Prints a line per bucket of each model and, as the last line, JSON; the exit status is 1 if any is wrong.
 """
 
 import argparse
@@ -49,7 +49,7 @@ MODELS = {
     "demo": read_config(DEMO_MODEL),
     "gpt2": PRESETS["gpt2"],
     "opt-125m": _OPT_125M,
-    # Norms behind, projections around, and no norm at the end.
+    # Norms after the layers, projections around them, and no final norm.
     "opt-350m": gpt_config(
         vocab_size=50272,
         n_positions=2048,
@@ -64,18 +64,18 @@ MODELS = {
         position_offset=2,
     ),
 }
-# Of the logits' standard deviation: what the engine's may be off the reference's. A GPU's float32 products
-# have operands of 11 bits unless they are told otherwise.
+# Tolerances, as shares of the logits' standard deviation. A GPU's float32 products have operands of 11 bits
+# by default.
 SHARES: dict[Dtype, float] = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 8e-2}
-CPU_SHARE = 1e-4  # of float32 there
+CPU_SHARE = 1e-4  # for float32 on a CPU
 
 
 @dataclass
-class Found:
-    """What the requests of one kind showed: choices, those that any rounding would make alike (`sure`),
-    and how far the worst was off, as shares of the logits' standard deviation.
+class Agreement:
+    """The comparison of one kind of request: choices, those that any rounding would make alike (`sure`), and
+    the largest errors, as shares of the logits' standard deviation.
 
-    `short`: of a choice's own logit, below the reference's best. `off`: of its log-probability.
+    `short`: by how much a choice's logit is below the reference's best. `off`: of its log-probability.
     """
 
     choices: int = 0
@@ -89,7 +89,7 @@ class Found:
 
 
 def requests_of(bucket: int, n_output: int, vocab_size: int) -> list[list[Request]]:
-    """Those that put iterations into a bucket: an initiation of that size alone, and as many rows.
+    """Requests whose iterations fall into a bucket: a prefill of that size alone, and as many rows.
 
     The sets run one after the other.
     """
@@ -104,7 +104,7 @@ def requests_of(bucket: int, n_output: int, vocab_size: int) -> list[list[Reques
     sets = [[request("initiation", min(bucket, most))]]
     if bucket <= 32:
         lengths = rng.integers(2, 60, bucket)
-        lengths[-1] = most  # a long one beside them, over several pieces or tiles
+        lengths[-1] = most  # with a long one among them, over several pieces or tiles
         sets.append([request(str(i), int(n)) for i, n in enumerate(lengths)])
     return sets
 
@@ -119,8 +119,8 @@ class Reference:
             lowered = jax.jit(reference.forward, static_argnums=0).lower(model, parameters, ids)
             self._forward = lowered.compile()
 
-    def look(self, request: Request, share: float, into: Found) -> None:
-        """Hold a request's choices against it. The model is causal, so one pass gives all of them."""
+    def look(self, request: Request, share: float, into: Agreement) -> None:
+        """Compare a request's choices, into `into`. The model is causal, so one pass gives all of them."""
         n, ids = len(request.output_ids), np.zeros(LENGTH, np.int32)
         whole = [*request.prompt_ids, *request.output_ids]
         ids[: len(whole)] = whole
@@ -131,16 +131,16 @@ class Reference:
         second = np.partition(logits, -2, axis=1)[:, -2]
         log_sum = best + np.log(np.exp(logits - best[:, None]).sum(axis=1))
         chosen = logits[np.arange(n), request.output_ids]
-        told = np.array([one.logprob for one in request.logprobs])
-        assert len(told) == n
+        logprobs = np.array([token.logprob for token in request.logprobs])
+        assert len(logprobs) == n
         into.choices += n
         into.sure += int((best - second > share * spread).sum())
         into.short = max(into.short, float(((best - chosen) / spread).max()))
-        into.off = max(into.off, float((np.abs(told - (chosen - log_sum)) / spread).max()))
+        into.off = max(into.off, float((np.abs(logprobs - (chosen - log_sum)) / spread).max()))
 
 
 def buckets_used(scheduler: Scheduler) -> set[int]:
-    """Those that its iterations were padded to."""
+    """The buckets that its iterations were padded to."""
     return {iteration.bucket for iteration in scheduler.timeline.iterations}
 
 
@@ -149,39 +149,40 @@ def check_model(
 ) -> dict[str, Any]:
     """Every bucket of one model; a line for each."""
     model = replace(MODELS[name], n_positions=LENGTH)
-    said = Sizes(max_batch_size=32, n_slots=33 * LENGTH, max_batch_tokens=LENGTH)
+    sizes = Sizes(max_batch_size=32, n_slots=33 * LENGTH, max_batch_tokens=LENGTH)
     directory = DEMO_MODEL if name == "demo" else None
     engine = BareEngine(
-        model, said, directory=directory, dtype=dtype, buckets=tuple(buckets), attention=attention
+        model, sizes, directory=directory, dtype=dtype, buckets=tuple(buckets), attention=attention
     )
     (parameters,) = engine.parameters
     truth = Reference(model, parameters)
     result: dict[str, Any] = {"model": name, "attention": engine.attention, "buckets": {}}
     for bucket in buckets:
-        found, used = Found(), set[int]()
+        agreement, used = Agreement(), set[int]()
         for requests in requests_of(bucket, n_output, model.vocab_size):
             used |= buckets_used(engine.run(requests))
             for request in requests:
-                truth.look(request, share, found)
-        right = found.holds(share) and bucket in used
+                truth.look(request, share, agreement)
+        right = agreement.holds(share) and bucket in used
         print(
-            f"{name} {dtype}, bucket {bucket}: {found.choices} choices, {found.sure} of them sure; the worst "
-            f"{found.short:.1e} below the best, log-probabilities off by {found.off:.1e}, of {share:g}"
+            f"{name} {dtype}, bucket {bucket}: {agreement.choices} choices, {agreement.sure} of them sure; "
+            f"the worst {agreement.short:.1e} below the best, log-probabilities off by {agreement.off:.1e}, "
+            f"of {share:g}"
             f"{'' if right else ': WRONG'}; iterations in {sorted(used)}; {engine.attention}",
             flush=True,
         )
-        result["buckets"][bucket] = asdict(found) | {"right": right}
+        result["buckets"][bucket] = asdict(agreement) | {"right": right}
     return result
 
 
 def main() -> None:
-    """Check every model, and print one line of JSON."""
+    """Check every model and print one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.tokens", description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--dtype", choices=get_args(Dtype), help="default: float32 on a CPU, bfloat16 else")
     parser.add_argument("--buckets", default="1,8,32,512", help="the last one 512 (default: 1,8,32,512)")
     parser.add_argument("--output", type=int, default=6, help="tokens of each request (default: 6)")
-    parser.add_argument("--attention", help="which attention is to run (default: what the device has)")
+    parser.add_argument("--attention", help="which attention to run (default: the device's)")
     flags = parser.parse_args()
     models, buckets = flags.models.split(","), sorted(int(n) for n in flags.buckets.split(","))
     if unknown := sorted(set(models) - set(MODELS)):
@@ -193,8 +194,8 @@ def main() -> None:
     share = CPU_SHARE if on_cpu and dtype == "float32" else SHARES[dtype]
     results = [check_model(name, dtype, buckets, flags.output, share, flags.attention) for name in models]
     wrong = sum(not one["right"] for result in results for one in result["buckets"].values())
-    said = {"bench": "tokens", "device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    print(json.dumps(said | {"dtype": dtype, "share": share, "wrong": wrong, "models": results}))
+    report = {"bench": "tokens", "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    print(json.dumps(report | {"dtype": dtype, "share": share, "wrong": wrong, "models": results}))
     sys.exit(1 if wrong else 0)
 
 
