@@ -1,4 +1,4 @@
-"""A plain server for all tests of a file, and a client for each; files that need others have their own."""
+"""A plain server shared by all tests of a file, and a client for each test."""
 
 from collections.abc import Iterator
 

@@ -1,12 +1,13 @@
-"""Both endpoints on loopback ports, over a service on an engine without a device.
+"""Runs both endpoints on loopback ports, over a service whose engine needs no device.
 
     with serving(writing("In the beginning")) as server:
         requests.post(server.url + "/v1/completions", ...)
         grpc.insecure_channel(server.grpc_address)
 
-The endpoints run on an event loop in a thread of their own; `server.call` runs something on it. The model's
-tokens are bytes (`LETTERS`), and 256 ends a text; what a request forbids does not come. `at_rest` tells
-whether everything came back; leaving the context waits for that, and fails the test if it does not come.
+The endpoints run on an event loop in their own thread; `server.call` runs a function on it. The model's
+tokens are bytes (`LETTERS`), and 256 is end of sequence; tokens that a request forbids are not generated.
+`at_rest` says whether all resources have been released; leaving the context waits for that, and fails the
+test if it does not happen.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server: its addresses, and what stands behind them."""
+    """A running server: its addresses and its parts."""
 
     url: str
     grpc_address: str
@@ -58,7 +59,7 @@ class Server:
     loop: asyncio.AbstractEventLoop
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the endpoints' loop."""
+        """Run `function` on the endpoints' event loop."""
 
         async def run() -> T:
             return function()
@@ -66,12 +67,12 @@ class Server:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(SOON)
 
     def at_rest(self) -> bool:
-        """Nothing live in the pool or the gateway, and all slots free."""
+        """Whether no request is live in the pool or the gateway and all slots are free."""
         return at_rest(self.service) and self.gateway.n_live == 0
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> None:
-    """Wait for `condition`; fails the test, naming `what`, when it has not come within `seconds`."""
+    """Wait for `condition`; fail the test, naming `what`, if it is not true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} seconds"
@@ -92,7 +93,7 @@ def serving(
     chat_template: str | None = TEMPLATE,
     ready: bool = True,
 ) -> Iterator[Server]:
-    """A server whose engine gives `token(request, index)`, each iteration after `seconds`; or on `engine`.
+    """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
     The model is called "test". With `ready` False the gateway stays closed until
     `server.call(lambda: server.gateway.open(server.model))`.
@@ -129,7 +130,7 @@ def serving_model(
     keys: ApiKeys | None = None,
     ready: bool = True,
 ) -> Iterator[Server]:
-    """The endpoints in front of a service that runs already."""
+    """Serve a service that is already running."""
     served = ServedModel(
         name="test",
         service=service,
@@ -175,7 +176,7 @@ def serving_model(
 
 
 async def _other_tasks() -> list[str]:
-    """What still runs on the loop beside this; tasks that are on their way out get a moment."""
+    """The other tasks still on the event loop, after a moment for finished ones to disappear."""
     mine = asyncio.current_task()
     deadline = time.monotonic() + 2
     while True:

@@ -1,4 +1,4 @@
-"""Talking HTTP to a server of the harness: a client, a bare connection, and a look at errors."""
+"""HTTP access to a harness server: a client, raw connections, and a check of error bodies."""
 
 import socket
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def connected(server: Server) -> Iterator[httpx2.Client]:
 
 @contextmanager
 def raw(server: Server, *parts: bytes) -> Iterator[socket.socket]:
-    """A connection over which `parts` have been sent."""
+    """A raw connection on which `parts` have been sent."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port or 0), timeout=SOON) as connection:
         connection.sendall(b"".join(parts))
@@ -34,7 +34,7 @@ def raw(server: Server, *parts: bytes) -> Iterator[socket.socket]:
 
 @contextmanager
 def unread(server: Server, *parts: bytes) -> Iterator[socket.socket]:
-    """A connection over which `parts` have been sent, with little room for what comes back."""
+    """A raw connection on which `parts` have been sent, with a small receive buffer."""
     address = urlsplit(server.url)
     with socket.socket() as connection:
         connection.settimeout(SOON)
@@ -45,7 +45,7 @@ def unread(server: Server, *parts: bytes) -> Iterator[socket.socket]:
 
 
 def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the next server's side of each connection hold little as well: the system's own holds megabytes."""
+    """Give the next server small send buffers too: the system's default holds megabytes."""
 
     def small(host: str, port: int, *, flag: str) -> socket.socket:
         bound = bound_socket(host, port, flag=flag)
@@ -61,7 +61,7 @@ def status_line(connection: socket.socket) -> bytes:
 
 
 def received(connection: socket.socket) -> bytes:
-    """Everything until the end, whichever way that comes: a server that closes may not have read all."""
+    """All data until the connection ends or is reset: a closing server may not have read everything."""
     parts: list[bytes] = []
     try:
         while part := connection.recv(65536):
@@ -72,7 +72,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def received_until(connection: socket.socket, end: bytes) -> bytes:
-    """Everything until `end` has come."""
+    """All data up to `end`."""
     answer = b""
     while end not in answer:
         part = connection.recv(65536)
@@ -87,7 +87,7 @@ def post_head(path: str, *headers: str) -> bytes:
 
 
 def error_of(response: httpx2.Response) -> dict[str, Any]:
-    """The error, after a look at its shape."""
+    """The error object, after checking its form."""
     assert response.headers["content-type"] == "application/json"
     (name, error), *others = response.json().items()
     assert (name, others) == ("error", [])

@@ -1,4 +1,4 @@
-"""How many HTTP connections there may be, in all and from one address, and what one more is told."""
+"""Limits on HTTP connections, in total and per client address, and the refusal over the limit."""
 
 import asyncio
 import errno
@@ -34,7 +34,7 @@ TLS = {"ssl_certfile": DATA / "localhost.pem", "ssl_keyfile": DATA / "localhost.
 
 @pytest.fixture(params=["asyncio", "uvloop"], autouse=True)
 def event_loop_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of `orca serve` is uvloop."""
+    """Use uvloop, as `orca serve` does."""
     if request.param == "uvloop":
         monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
 
@@ -61,7 +61,7 @@ def refused(answer: bytes, status: bytes) -> dict[str, Any]:
 # The count
 
 
-def test_ipv6_addresses_count_by_their_64() -> None:
+def test_ipv6_addresses_of_one_64_count_as_one() -> None:
     open_connections = OpenConnections(most=100, most_per_address=2)
     for same in (
         ("10.0.0.1", "10.0.0.1"),
@@ -77,7 +77,7 @@ def test_ipv6_addresses_count_by_their_64() -> None:
     open_connections.take("2001:db8:0:2::1")
 
 
-def test_a_place_is_given_back_once_and_nothing_is_kept_of_its_address() -> None:
+def test_a_place_is_released_once_and_its_address_forgotten() -> None:
     open_connections = OpenConnections(most=2, most_per_address=2)
     places = [open_connections.take("a"), open_connections.take("b")]
     with pytest.raises(TooManyConnections):
@@ -93,12 +93,12 @@ def test_a_place_is_given_back_once_and_nothing_is_kept_of_its_address() -> None
 # The limits
 
 
-def test_a_connection_over_the_limit_is_told_so_and_a_closed_one_makes_room() -> None:
+def test_a_connection_over_the_limit_is_refused_until_another_closes() -> None:
     with limited(max_connections=3) as server, ExitStack() as stack:
         held = [stack.enter_context(raw(server, GET)) for _ in range(3)]
         for each in held:
             assert received_until(each, b'"}').startswith(b"HTTP/1.1 200 OK\r\n")
-        for _ in range(100):  # more than may wait for their clients to read
+        for _ in range(100):  # more than the number of refused clients that may still read
             with raw(server, GET) as connection:
                 assert refused(received(connection), b"503 Service Unavailable") == {
                     "message": "the server has 3 connections open, as many as it takes; try again later "
@@ -107,14 +107,14 @@ def test_a_connection_over_the_limit_is_told_so_and_a_closed_one_makes_room() ->
                     "param": None,
                     "code": "too_many_connections",
                 }
-        for each in held:  # which go on meanwhile
+        for each in held:  # which continue meanwhile
             each.sendall(GET)
             assert received_until(each, b'"}').startswith(b"HTTP/1.1 200 OK\r\n")
         held[0].close()
         until(lambda: is_served(server), "room")
 
 
-def test_one_address_may_have_a_part_of_the_connections() -> None:
+def test_one_address_is_limited_to_a_share_of_the_connections() -> None:
     with limited(max_connections_per_address=2) as server, ExitStack() as stack:
         held = [stack.enter_context(raw(server, GET)) for _ in range(2)]
         for each in held:
@@ -146,7 +146,7 @@ def test_refusals_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("end", ["answered", "reset", "malformed", "too slow"])
-def test_every_connection_that_ends_makes_room(end: str) -> None:
+def test_every_closed_connection_frees_its_place(end: str) -> None:
     linger = b"\x01\0\0\0\0\0\0\0"
     with limited(max_connections=2, header_timeout=0.1 if end == "too slow" else SOON) as server:
         for _ in range(5):
@@ -158,7 +158,7 @@ def test_every_connection_that_ends_makes_room(end: str) -> None:
         until(lambda: is_served(server), "room")
 
 
-def test_clients_that_come_all_at_once_are_all_served() -> None:
+def test_clients_that_connect_together_are_all_served() -> None:
     with limited() as server, ExitStack() as stack:
         held = [stack.enter_context(raw(server, GET)) for _ in range(300)]
         for each in held:
@@ -180,7 +180,7 @@ def is_served_by_tls(server: Server) -> bool:
         return False
 
 
-def test_a_tls_handshake_counts_and_has_its_time() -> None:
+def test_a_tls_handshake_counts_and_has_a_timeout() -> None:
     with limited(max_connections=2, header_timeout=0.4, **TLS) as server:
         start = time.monotonic()
         with raw(server) as silent, raw(server, b"\x16\x03\x01") as half, raw(server) as third:
@@ -192,7 +192,7 @@ def test_a_tls_handshake_counts_and_has_its_time() -> None:
 
 
 @pytest.mark.parametrize("begin", [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"\x16\x03\x01\x00\x05hello"])
-def test_what_is_no_tls_makes_room_again(begin: bytes) -> None:
+def test_a_failed_tls_handshake_frees_its_place(begin: bytes) -> None:
     with limited(max_connections=1, **TLS) as server:
         for _ in range(3):
             with raw(server, begin) as connection:
@@ -219,7 +219,7 @@ def test_limits_over_tls() -> None:
 # Descriptors
 
 
-def test_without_a_descriptor_clients_wait(
+def test_out_of_file_descriptors_clients_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Scarce(socket.socket):
@@ -244,7 +244,7 @@ def test_without_a_descriptor_clients_wait(
 
 
 class Limits:
-    """The process's limit of descriptors, as far as is asked for it."""
+    """A stand-in for the process's limit on file descriptors."""
 
     RLIMIT_NOFILE, RLIM_INFINITY = resource.RLIMIT_NOFILE, resource.RLIM_INFINITY
 
@@ -273,7 +273,7 @@ class Limits:
         (Limits(256, 256), 256, 1),
     ],
 )
-def test_room_for_connections_is_made_or_fewer_are_allowed(
+def test_the_descriptor_limit_is_raised_or_fewer_connections_allowed(
     limits: Limits, soft: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(descriptors, "resource", limits)

@@ -1,4 +1,4 @@
-"""Bodies of HTTP requests: their size, their pace, their form, and what is said of a wrong one."""
+"""HTTP request bodies: size limits, timeouts, malformed JSON, and error messages."""
 
 import select
 import time
@@ -32,20 +32,20 @@ def test_a_body_as_large_as_allowed(client: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("path", [*POSTS, "/nowhere"])
-def test_a_body_that_says_it_is_too_large_is_refused_unread(server: Server, path: str) -> None:
+def test_a_body_with_too_large_a_content_length_is_rejected_unread(server: Server, path: str) -> None:
     with raw(server, post_head(path, f"Content-Length: {LIMIT + 1}")) as connection:
         assert status_line(connection) == b"HTTP/1.1 413 Request Entity Too Large"
 
 
-def test_a_body_that_becomes_too_large_is_refused_then(server: Server) -> None:
+def test_a_body_that_grows_too_large_is_rejected_then(server: Server) -> None:
     chunk = b"800\r\n" + b" " * 2048 + b"\r\n"
     with raw(server, post_head("/tokenize", "Transfer-Encoding: chunked"), chunk, chunk) as connection:
-        connection.sendall(b"1\r\n \r\n")  # and the end never comes
+        connection.sendall(b"1\r\n \r\n")  # and the body never ends
         assert status_line(connection) == b"HTTP/1.1 413 Request Entity Too Large"
 
 
-def test_a_client_that_sends_megabytes_gets_to_see_the_413(server: Server) -> None:
-    """And its connection, which is kept, is good for the next request."""
+def test_a_client_that_sends_megabytes_can_read_the_413(server: Server) -> None:
+    """And its connection stays usable for the next request."""
     with httpx2.Client(base_url=server.url, timeout=SOON, headers=JSON) as client:
         for i in range(6):
             content = iter([b" " * 1_000_000] * 8) if i % 2 else b" " * 8_000_000
@@ -58,8 +58,8 @@ def test_a_client_that_sends_megabytes_gets_to_see_the_413(server: Server) -> No
 
 @pytest.mark.parametrize("framing", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("dripping", [False, True])
-def test_a_body_that_comes_too_slowly(framing: str, dripping: bool) -> None:
-    """Its time runs from the start, and a part that comes does not start it again."""
+def test_a_body_that_arrives_too_slowly(framing: str, dripping: bool) -> None:
+    """The timeout runs from the start; data that arrives does not restart it."""
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", body_timeout=0.4)
     part = b"1\r\n \r\n" if "chunked" in framing else b" "
     with serving(options=options) as server, raw(server, post_head("/tokenize", framing), part) as connection:
@@ -69,7 +69,7 @@ def test_a_body_that_comes_too_slowly(framing: str, dripping: bool) -> None:
             if dripping:
                 connection.sendall(part)
         assert 0.3 < time.monotonic() - start < 2
-        answer = received(connection)  # it ends: nobody waits for the rest
+        answer = received(connection)  # the connection ends without waiting for the rest
     assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert b"0.4 seconds; send it faster (orca serve --body-timeout)" in answer
 
@@ -101,7 +101,7 @@ NOT_JSON = {
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("body", NOT_JSON.values(), ids=NOT_JSON)
-def test_what_is_not_json_is_refused(client: httpx2.Client, path: str, body: bytes) -> None:
+def test_malformed_json_is_rejected(client: httpx2.Client, path: str, body: bytes) -> None:
     response = client.post(path, content=body, headers=JSON)
     assert response.status_code == 400
     error = error_of(response)
@@ -110,7 +110,7 @@ def test_what_is_not_json_is_refused(client: httpx2.Client, path: str, body: byt
 
 
 def test_many_digits_within_a_larger_limit() -> None:
-    """Python itself refuses whole numbers of more than 4,300 digits."""
+    """Python itself rejects integers of more than 4,300 digits."""
     with serving() as server, connected(server) as client:
         for number in (b"1" * 100_000, b"-" + b"9" * 4300, b"1." + b"0" * 100_000):
             response = client.post("/tokenize", content=b'{"prompt": ' + number + b"}", headers=JSON)
@@ -124,7 +124,7 @@ def test_many_digits_within_a_larger_limit() -> None:
     [
         (None, "the request has no Content-Type; send the header 'Content-Type: application/json'"),
         (
-            "application/x-www-form-urlencoded",  # as curl -d has it
+            "application/x-www-form-urlencoded",  # as curl -d sends it
             "Content-Type is 'application/x-www-form-urlencoded'; "
             "send the header 'Content-Type: application/json'",
         ),
@@ -132,7 +132,9 @@ def test_many_digits_within_a_larger_limit() -> None:
         ("json", "Content-Type is 'json'; send the header 'Content-Type: application/json'"),
     ],
 )
-def test_another_content_type(client: httpx2.Client, path: str, header: str | None, message: str) -> None:
+def test_a_content_type_that_is_not_json_is_rejected(
+    client: httpx2.Client, path: str, header: str | None, message: str
+) -> None:
     headers = {} if header is None else {"Content-Type": header}
     response = client.post(path, content=b'{"prompt": "a"}', headers=headers)
     assert (response.status_code, error_of(response)["message"]) == (415, message)
@@ -141,12 +143,12 @@ def test_another_content_type(client: httpx2.Client, path: str, header: str | No
 @pytest.mark.parametrize(
     "header", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"]
 )
-def test_json_by_other_spellings(client: httpx2.Client, header: str) -> None:
+def test_content_types_that_are_json_are_accepted(client: httpx2.Client, header: str) -> None:
     response = client.post("/tokenize", content=b'{"prompt": "a"}', headers={"Content-Type": header})
     assert response.status_code == 200
 
 
-def test_a_number_without_a_fraction_is_whole(client: httpx2.Client) -> None:
+def test_a_float_without_a_fraction_is_an_integer(client: httpx2.Client) -> None:
     response = client.post("/detokenize", content=b'{"tokens": [97.0, 9.8e1, 99]}', headers=JSON)
     assert response.json() == {"prompt": "abc"}
 
@@ -187,7 +189,7 @@ def test_a_number_without_a_fraction_is_whole(client: httpx2.Client) -> None:
         ),
     ],
 )
-def test_the_field_at_fault(
+def test_an_error_names_the_field_at_fault(
     client: httpx2.Client, path: str, body: Any, param: str | None, message: str
 ) -> None:
     response = client.post(path, json=body)
@@ -195,7 +197,7 @@ def test_the_field_at_fault(
     assert (response.status_code, error_of(response)) == (400, expected)
 
 
-def test_what_came_is_quoted_in_part_only(client: httpx2.Client) -> None:
+def test_long_values_are_quoted_in_part(client: httpx2.Client) -> None:
     for body in ({"tokens": "x" * 1500}, {"tokens": [], "y" * 1500: 1}, {"tokens": [], "model": "z" * 1500}):
         error = error_of(client.post("/detokenize", json=body))
         assert len(error["message"]) <= 620

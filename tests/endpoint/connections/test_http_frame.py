@@ -1,4 +1,4 @@
-"""What every HTTP request passes: ids, keys, errors, counts; over loopback."""
+"""The middleware around every HTTP request: request ids, API keys, errors and metrics."""
 
 import json
 import re
@@ -25,12 +25,12 @@ POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
 @pytest.mark.parametrize("given", ["a", "x" * 128, "!~-_:/?{}\"'"])
-def test_a_request_id_comes_back(client: httpx2.Client, given: str) -> None:
+def test_a_request_id_is_returned(client: httpx2.Client, given: str) -> None:
     assert client.get("/version", headers={"X-Request-Id": given}).headers["x-request-id"] == given
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "two words", "tab\there", "caf\xe9"])
-def test_a_request_id_that_is_not_usable_is_replaced(client: httpx2.Client, given: str) -> None:
+def test_an_unusable_request_id_is_replaced(client: httpx2.Client, given: str) -> None:
     headers = [(b"X-Request-Id", given.encode("latin-1"))]
     ids = {client.get("/version", headers=headers).headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
@@ -69,7 +69,7 @@ def test_a_key_is_needed(keyed: Server, path: str, authorization: str | None) ->
 
 
 @pytest.mark.parametrize("key", ["key-number-1", "key-number-2"])
-def test_each_key_opens(keyed: Server, key: str) -> None:
+def test_each_key_is_accepted(keyed: Server, key: str) -> None:
     with connected(keyed) as client:
         headers = {"Authorization": f"Bearer {key}"}
         assert client.get("/v1/models", headers=headers).status_code == 200
@@ -77,12 +77,12 @@ def test_each_key_opens(keyed: Server, key: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"])
-def test_what_needs_no_key(keyed: Server, path: str) -> None:
+def test_paths_that_need_no_key(keyed: Server, path: str) -> None:
     with connected(keyed) as client:
         assert client.get(path).status_code == 200
 
 
-def test_a_key_is_asked_for_before_the_body(keyed: Server) -> None:
+def test_the_key_is_checked_before_the_body_is_read(keyed: Server) -> None:
     with raw(keyed, post_head("/v1/completions", "Content-Length: 1000")) as connection:
         assert status_line(connection) == b"HTTP/1.1 401 Unauthorized"
 
@@ -90,7 +90,7 @@ def test_a_key_is_asked_for_before_the_body(keyed: Server) -> None:
 # Errors
 
 
-def test_the_unexpected_is_told_to_the_log_alone(
+def test_details_of_an_unexpected_error_are_only_logged(
     client: httpx2.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
@@ -108,7 +108,7 @@ def test_the_unexpected_is_told_to_the_log_alone(
     assert "request id: find-me" in caplog.text
 
 
-def test_paths_and_methods_that_are_not_there(client: httpx2.Client) -> None:
+def test_unknown_paths_and_methods(client: httpx2.Client) -> None:
     response = client.post("/v2/nowhere?a=b")
     assert (response.status_code, error_of(response)["code"]) == (404, "unknown_url")
     assert "POST /v2/nowhere;" in response.text
@@ -147,7 +147,7 @@ def test_a_full_queue() -> None:
         waiting = [server.service.submit([1], params) for _ in range(2)]
         response = client.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == 429
-        assert response.headers["retry-after"] == "1"  # nothing has ended yet, so there is no pace
+        assert response.headers["retry-after"] == "1"  # no request has finished yet, so the rate is unknown
         assert error_of(response)["type"] == "rate_limit_error"
         assert error_of(response)["code"] == "queue_full"
         engine.let(1000)
@@ -177,8 +177,8 @@ def test_requests_are_counted_by_route() -> None:
     }
 
 
-def test_a_stream_passes_piece_by_piece(server: Server) -> None:
-    """The layers hold nothing back, and what they add to a message costs nothing that grows."""
+def test_a_stream_is_not_buffered(server: Server) -> None:
+    """The middleware buffers nothing, and its cost per message is constant."""
     body = json.dumps({"prompt": "a", "max_tokens": 5, "ignore_eos": True, "stream": True}).encode()
     head = post_head("/v1/completions", f"Content-Length: {len(body)}", "Connection: close")
     with raw(server, head, body) as connection, connection.makefile("rb") as lines:

@@ -1,4 +1,4 @@
-"""What one HTTP connection may take before the application is asked, against clients that mean harm."""
+"""Limits of one HTTP connection before the application runs, against hostile clients."""
 
 import asyncio
 import json
@@ -25,13 +25,13 @@ from tests.host.engines import SOON, counting
 GET = b"GET /version HTTP/1.1\r\nHost: here\r\n\r\n"
 LAST = b"GET /version HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
 CHUNKED = post_head("/tokenize", "Transfer-Encoding: chunked")
-MANY_BYTES = 64 << 20  # as good as endless: nothing here takes so much
-DRIP_SECONDS = 4.0  # as good as endless: what is dripped here has half a second at most
+MANY_BYTES = 64 << 20  # effectively endless: no test sends this much
+DRIP_SECONDS = 4.0  # effectively endless: the timeouts here are at most half a second
 
 
 @pytest.fixture(params=["asyncio", "uvloop"], autouse=True)
 def event_loop_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of `orca serve` is uvloop; transports of the two are not alike."""
+    """Use uvloop, as `orca serve` does: its transports differ from asyncio's."""
     if request.param == "uvloop":
         monkeypatch.setattr(asyncio, "new_event_loop", uvloop.new_event_loop)
 
@@ -44,7 +44,7 @@ def limited(seconds: float = 0.0, **limits: Any) -> Iterator[Server]:
 
 
 def flood(connection: socket.socket, part: bytes) -> int:
-    """Send `part` again and again until the server has enough of it; returns how many bytes that took."""
+    """Send `part` repeatedly until the server refuses; returns the number of bytes sent."""
     n_bytes = 0
     try:
         while n_bytes < MANY_BYTES:
@@ -56,7 +56,7 @@ def flood(connection: socket.socket, part: bytes) -> int:
 
 
 def drip(connection: socket.socket, part: bytes) -> float:
-    """Send `part` every 20 ms until the server says something or ends; returns the seconds that took."""
+    """Send `part` every 20 ms until the server answers or closes; returns the seconds elapsed."""
     start = time.monotonic()
     while not select.select([connection], [], [], 0.02)[0]:
         assert time.monotonic() - start < DRIP_SECONDS, "the server takes this for ever"
@@ -66,7 +66,7 @@ def drip(connection: socket.socket, part: bytes) -> float:
 
 
 def refused(answer: bytes) -> tuple[int, str]:
-    """Status and message of an answer, which has the shape of all errors and ends the connection."""
+    """Status and message of an error response, after checking that it has the usual form and closes."""
     head, _, body = answer.partition(b"\r\n\r\n")
     status, *headers = head.decode().split("\r\n")
     assert "connection: close" in headers and "content-type: application/json" in headers
@@ -97,7 +97,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize(("begin", "part"), ENDLESS.values(), ids=ENDLESS)
-def test_what_has_no_end_is_refused_before_it_is_held(begin: bytes, part: bytes) -> None:
+def test_an_endless_head_is_rejected_before_it_is_stored(begin: bytes, part: bytes) -> None:
     with limited() as server, raw(server, begin) as connection:
         before = resident_bytes()
         assert flood(connection, part) < MANY_BYTES, "the connection was never cut"
@@ -113,7 +113,7 @@ def head_of(n_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("n_pieces", [1, 7])
-def test_a_head_of_just_the_bytes_that_are_allowed(n_pieces: int) -> None:
+def test_a_head_of_exactly_the_allowed_size(n_pieces: int) -> None:
     with limited(max_header_bytes=4096) as server:
         for n_bytes, status in ((4096, 200), (4097, 431)):
             head, size = head_of(n_bytes), -(-n_bytes // n_pieces)
@@ -124,8 +124,8 @@ def test_a_head_of_just_the_bytes_that_are_allowed(n_pieces: int) -> None:
                 assert connection.recv(65536).startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_a_head_may_be_large_behind_a_body() -> None:
-    """The body before it, in the same bytes, is no part of it."""
+def test_a_head_after_a_body_has_the_full_limit() -> None:
+    """The preceding body, in the same packet, does not count towards the head."""
     body = b'{"prompt": "a"}' + b" " * 3000
     post = post_head("/tokenize", f"Content-Length: {len(body)}") + body
     with limited(max_header_bytes=1024) as server, raw(server, post * 3, head_of(1000), LAST) as connection:
@@ -140,7 +140,7 @@ def test_too_many_headers() -> None:
 
 
 def test_trailers_are_not_headers() -> None:
-    """They came after the headers were acted on: whoever looked at those does not look again."""
+    """Trailers arrive after the headers were processed, so they must not change them."""
     body = b'f\r\n{"prompt": "a"}\r\n0\r\nX-Request-Id: trailing\r\n\r\n'
     with limited() as server, raw(server, CHUNKED, body, LAST) as connection:
         answer = received(connection)
@@ -149,12 +149,12 @@ def test_trailers_are_not_headers() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_garbage(seed: int) -> None:
+def test_a_malformed_request(seed: int) -> None:
     with limited() as server, raw(server, random.Random(seed).randbytes(1024)) as connection:
         assert refused(received(connection)) == (400, "the request is malformed; HTTP/1.1 is spoken here")
 
 
-def test_a_body_that_turns_into_garbage() -> None:
+def test_a_body_that_becomes_malformed() -> None:
     with limited() as server, raw(server, CHUNKED, b"1\r\n{\r\nwhat?\r\n") as connection:
         assert refused(received(connection))[0] == 400
 
@@ -188,7 +188,7 @@ def test_a_head_that_takes_too_long(begin: bytes, part: bytes) -> None:
 
 
 @pytest.mark.parametrize("part", [b"", b"\r\n"], ids=["silent", "empty lines"])
-def test_a_connection_over_which_no_request_comes(part: bytes) -> None:
+def test_a_connection_without_a_request(part: bytes) -> None:
     with limited(header_timeout=0.3) as server, raw(server) as connection:
         assert 0.2 < drip(connection, part) < 2
         assert received(connection) == b""
@@ -201,8 +201,8 @@ def test_a_connection_that_is_idle_after_a_request() -> None:
         assert received(connection) == b""
 
 
-def test_a_connection_that_is_idle_after_a_body_nobody_read() -> None:
-    """The answer was complete before the body, so its end alone begins the wait for the next request."""
+def test_a_connection_that_is_idle_after_an_unread_body() -> None:
+    """The response completes before the body, so the keep-alive timeout starts when the body ends."""
     body = b" " * 5000
     head = post_head("/tokenize", f"Content-Length: {len(body)}")
     limits = {"keep_alive_timeout": 0.4, "max_body_bytes": 1024, "body_timeout": SOON}
@@ -213,7 +213,7 @@ def test_a_connection_that_is_idle_after_a_body_nobody_read() -> None:
         assert received(connection) == b""
 
 
-def test_a_client_that_goes_on_after_413_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_keeps_sending_after_413_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "_CUT_SECONDS", 0.2)
     head = post_head("/tokenize", "Content-Length: 1000000")
     with limited(body_timeout=0.2, max_body_bytes=1024) as server, raw(server, head) as connection:
@@ -222,8 +222,8 @@ def test_a_client_that_goes_on_after_413_is_cut(monkeypatch: pytest.MonkeyPatch)
         assert received(connection) == b""
 
 
-def test_a_body_that_waits_behind_a_stream_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads it then: its client cannot send."""
+def test_a_body_that_waits_for_a_stream_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading is paused meanwhile, so its client cannot send."""
     monkeypatch.setattr(connection_module, "_CUT_SECONDS", 0.0)
     body = b'{"prompt": "a"}'
     post = post_head("/tokenize", f"Content-Length: {len(body)}")
@@ -233,7 +233,7 @@ def test_a_body_that_waits_behind_a_stream_is_not_late(monkeypatch: pytest.Monke
         assert b"HTTP/1.1 200 OK\r\n" in received(connection)
 
 
-# One request behind another
+# Pipelined requests
 
 
 def stream_of(n_tokens: int) -> bytes:
@@ -241,7 +241,7 @@ def stream_of(n_tokens: int) -> bytes:
     return post_head("/v1/completions", f"Content-Length: {len(body)}") + body
 
 
-def test_requests_sent_together_are_answered_in_turn() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     gets = [f"GET /version HTTP/1.1\r\nHost: here\r\nX-Request-Id: id-{i}-\r\n\r\n" for i in range(16)]
     with limited() as server, raw(server, "".join(gets).encode() + LAST) as connection:
         answer = received(connection)
@@ -249,8 +249,8 @@ def test_requests_sent_together_are_answered_in_turn() -> None:
     assert places == sorted(places)
 
 
-def test_only_so_many_requests_wait() -> None:
-    """Those that were taken are answered, and the connection is closed: the client sends the others again."""
+def test_the_number_of_pipelined_requests_is_limited() -> None:
+    """The accepted requests are answered, then the connection closes; the client must retry the rest."""
     with limited() as server, raw(server, GET * 10_000) as connection:
         answer = received(connection)
         assert answer.count(b"HTTP/1.1 200 OK\r\n") == 17
@@ -260,7 +260,7 @@ def test_only_so_many_requests_wait() -> None:
 
 
 @pytest.mark.parametrize("bad", [b"garbage\r\n\r\n", head_of(500_000), b"GET / HT"])
-def test_what_comes_behind_a_stream_does_not_spoil_it(bad: bytes) -> None:
+def test_malformed_data_after_a_stream_request_does_not_break_the_stream(bad: bytes) -> None:
     limits = {"seconds": 0.01, "header_timeout": 0.2}
     with limited(**limits) as server, raw(server, stream_of(60), bad) as connection:
         answer = received(connection)
@@ -268,7 +268,7 @@ def test_what_comes_behind_a_stream_does_not_spoil_it(bad: bytes) -> None:
     assert answer.rstrip().endswith(b"data: [DONE]\n\n\r\n0")
 
 
-def test_a_stray_line_behind_a_stream_does_not_end_it() -> None:
+def test_a_stray_line_after_a_stream_request_does_not_end_the_stream() -> None:
     limits = {"seconds": 0.01, "header_timeout": 0.1}
     with limited(**limits) as server, raw(server, stream_of(60)) as connection:
         received_until(connection, b"data: ")
@@ -276,7 +276,7 @@ def test_a_stray_line_behind_a_stream_does_not_end_it() -> None:
         received_until(connection, b"[DONE]")
 
 
-def test_who_leaves_with_a_request_waiting_ends_the_one_that_runs() -> None:
+def test_a_client_that_leaves_with_a_pipelined_request_ends_the_running_one() -> None:
     with limited(seconds=0.01) as server:
         with raw(server, stream_of(500), GET) as connection:
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK\r\n")
@@ -287,14 +287,14 @@ def test_who_leaves_with_a_request_waiting_ends_the_one_that_runs() -> None:
         assert time.monotonic() - start < 2.5
 
 
-def test_an_offer_of_another_protocol_is_passed_over() -> None:
+def test_a_protocol_upgrade_is_ignored() -> None:
     offer = GET[:-2] + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
     with limited() as server, raw(server, offer + LAST) as connection:
         assert received(connection).count(b"HTTP/1.1 200 OK\r\n") == 2
 
 
-def test_a_client_that_is_refused_gets_to_read_why() -> None:
-    """However much it has sent by then: it meets an end and no reset, which may lose what is unread."""
+def test_a_rejected_client_can_read_the_error() -> None:
+    """However much it has sent: it sees an orderly close, not a reset, which could discard unread data."""
     with limited() as server:
         for _ in range(5):
             with raw(server, head_of(500_000)) as connection:
@@ -303,7 +303,7 @@ def test_a_client_that_is_refused_gets_to_read_why() -> None:
                 assert refused(answer)[0] == 431
 
 
-def test_errors_and_requests_go_on_as_ever() -> None:
+def test_errors_and_later_requests_still_work() -> None:
     with limited() as server, httpx2.Client(base_url=server.url, timeout=SOON, headers=JSON) as client:
         for _ in range(3):
             assert error_of(client.post("/tokenize", content=b"{"))["code"] is None

@@ -1,4 +1,4 @@
-"""Reading JSON at a bounded cost: what is counted, and that nothing costs more than its length."""
+"""Parsing JSON at a bounded cost: what counts towards the limits, and that the cost is linear."""
 
 import json
 import random
@@ -21,7 +21,7 @@ values: Any = st.recursive(
 
 
 def counts(value: Any) -> tuple[int, int, int]:
-    """Commas and lists and objects; names; lists and objects: by a look at the value."""
+    """The counts of values, names and containers, computed from the parsed value."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -35,7 +35,7 @@ def counts(value: Any) -> tuple[int, int, int]:
 
 
 @given(values, st.booleans(), st.sampled_from(["MAX_VALUES", "MAX_NAMES", "MAX_CONTAINERS"]))
-def test_what_stands_in_strings_does_not_count_and_all_else_does(value: Any, ascii: bool, name: str) -> None:
+def test_everything_counts_except_the_contents_of_strings(value: Any, ascii: bool, name: str) -> None:
     data = json.dumps(value, ensure_ascii=ascii).encode()
     n = counts(value)[["MAX_VALUES", "MAX_NAMES", "MAX_CONTAINERS"].index(name)]
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def test_what_stands_in_strings_does_not_count_and_all_else_does(value: Any, asc
 
 
 @given(values, st.booleans())
-def test_what_python_writes_comes_back(value: Any, ascii: bool) -> None:
+def test_json_written_by_python_round_trips(value: Any, ascii: bool) -> None:
     assert parse(json.dumps(value, ensure_ascii=ascii).encode()) == value
 
 
@@ -60,7 +60,7 @@ surrogates = st.lists(
 
 
 @given(surrogates, surrogates)
-def test_half_a_surrogate_pair_is_found_wherever_it_is(name: list[str], text: list[str]) -> None:
+def test_a_lone_surrogate_is_found_anywhere(name: list[str], text: list[str]) -> None:
     data = f'[{{"{"".join(name)}": ["{"".join(text)}"]}}]'.encode()
     value = json.loads(data)
     try:
@@ -73,7 +73,7 @@ def test_half_a_surrogate_pair_is_found_wherever_it_is(name: list[str], text: li
 
 
 class Name(str):
-    """Counts how often one is compared."""
+    """Counts comparisons of names."""
 
     n_compared = 0
 
@@ -84,7 +84,7 @@ class Name(str):
     __hash__ = str.__hash__
 
 
-def test_a_name_that_stands_twice_is_found_in_one_pass() -> None:
+def test_a_duplicate_name_is_found_in_one_pass() -> None:
     names = [Name(f"name {i}") for i in range(json_text.MAX_NAMES_OF_ONE - 1)]
     Name.n_compared = 0
     with pytest.raises(ValueError, match="'name 4998' stands twice"):
@@ -105,7 +105,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("value", LARGE.values(), ids=LARGE)
-def test_what_people_send_is_far_from_the_limits(value: Any) -> None:
+def test_ordinary_requests_are_far_below_the_limits(value: Any) -> None:
     assert parse(json.dumps({"a": value}).encode()) == {"a": value}
 
 
@@ -124,7 +124,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("data, status, said", TOO_MUCH.values(), ids=TOO_MUCH)
-def test_what_would_hold_the_interpreter_is_refused(data: bytes, status: int, said: str) -> None:
+def test_bodies_that_would_hold_the_gil_are_rejected(data: bytes, status: int, said: str) -> None:
     with pytest.raises(HTTPException, match=said) as caught:
         parse(data)
     assert caught.value.status_code == status

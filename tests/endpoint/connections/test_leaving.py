@@ -1,4 +1,4 @@
-"""Clients that leave while they wait, that read nothing, or that read late; a time limit within a stream."""
+"""Clients that disconnect while queued, read nothing or read late; and the time limit of a stream."""
 
 import json
 from dataclasses import replace
@@ -19,13 +19,13 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 
 
 def echoing(request: Request, index: int) -> int:
-    """An engine's tokens: the prompt again, and then the text's end."""
+    """An engine's tokens: the prompt repeated, then end of sequence."""
     ids = request.prompt_ids
     return ids[index] if index < len(ids) else END
 
 
 def reasons(server: Server) -> list[FinishReason | None]:
-    """Why the requests ended that did."""
+    """The finish reasons of the requests that have ended."""
     return [record.finish_reason for record in server.service.timeline.requests]
 
 
@@ -41,7 +41,7 @@ def test_a_stream_that_takes_too_long() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_while_it_waits_in_the_queue(stream: bool) -> None:
+def test_a_client_that_disconnects_while_queued(stream: bool) -> None:
     config = ServingConfig(max_batch_size=1, n_slots=1024, max_batch_tokens=512, block_size=16)
     body = json.dumps({"prompt": "bb", "max_tokens": 400, "stream": stream}).encode()
     head = post_head("/v1/completions", f"Content-Length: {len(body)}")
@@ -56,11 +56,11 @@ def test_a_client_that_leaves_while_it_waits_in_the_queue(stream: bool) -> None:
         first.close()
 
 
-def test_one_that_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     small_send_buffers(monkeypatch)
     model = replace(MODEL, n_positions=1 << 13)
     config = ServingConfig(max_batch_size=8, n_slots=1 << 16, max_batch_tokens=1 << 13)
-    # A NUL has six characters in JSON: 144 kB of text, in however many chunks it comes.
+    # A NUL is six characters in JSON: 144 kB of text, in any number of chunks.
     body = json.dumps({"prompt": [0] * 3000, "n": 8, "max_tokens": 3001, "stream": True}).encode()
     head = post_head("/v1/completions", f"Content-Length: {len(body)}")
     with serving(echoing, model=model, config=config) as server, client_of(server) as client:
@@ -74,8 +74,8 @@ def test_one_that_does_not_read_holds_up_nobody(monkeypatch: pytest.MonkeyPatch)
         until(server.at_rest, "rest")
 
 
-def test_one_that_reads_late_gets_all() -> None:
-    """What it has not taken comes as larger pieces."""
+def test_a_client_that_reads_late_gets_everything() -> None:
+    """Unread output arrives in larger pieces."""
     text = "abcdefghij" * 20
     with serving(echoing) as server, client_of(server) as client:
         stream = client.completions.create(model="test", prompt=text, max_tokens=250, stream=True)

@@ -1,4 +1,4 @@
-"""What clients bring about is begun a little at a time, and addresses take turns."""
+"""Clients' work starts a few pieces at a time, round-robin over client networks."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -19,7 +19,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(coroutine, SOON))
 
 
-def test_another_address_waits_for_a_few_and_not_for_all() -> None:
+def test_another_address_waits_for_a_few_pieces_not_for_all() -> None:
     async def take() -> None:
         turns = Turns(asyncio.get_running_loop(), at_once=4)
         begun: list[str] = []
@@ -40,9 +40,7 @@ def test_another_address_waits_for_a_few_and_not_for_all() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60), st.integers(1, 5))
-def test_all_is_begun_once_and_in_the_order_of_each_address(
-    came: list[tuple[str, bool]], at_once: int
-) -> None:
+def test_all_work_starts_once_in_order_per_address(came: list[tuple[str, bool]], at_once: int) -> None:
     async def take() -> None:
         turns = Turns(asyncio.get_running_loop(), at_once=at_once)
         begun: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""A gRPC client that vanished without a word: its connection stands, and nothing comes over it any more."""
+"""A gRPC client that vanishes without closing its connection."""
 
 from contextlib import ExitStack
 
@@ -14,7 +14,7 @@ from tests.host.engine.test_grpc_channel import Relay
 from tests.host.engines import SOON, GatedEngine
 
 
-def test_its_request_ends_in_the_time_that_the_options_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_request_ends_within_the_keepalive_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = tuple(
         (name, value // 40 if name.endswith("_ms") else value) for name, value in rpc_server._OPTIONS
     )
@@ -29,7 +29,7 @@ def test_its_request_ends_in_the_time_that_the_options_say(monkeypatch: pytest.M
         engine.let(1)
         assert next(generated).text == "a"
         relay.silent.set()
-        until(lambda: server.gateway.n_live == 0, "its end")  # of gRPC's own it would be a minute
+        until(lambda: server.gateway.n_live == 0, "its end")  # with gRPC's default it would take a minute
         engine.let(1)
         until(server.at_rest, "rest")
         (record,) = server.service.timeline.requests

@@ -1,4 +1,4 @@
-"""API keys: where they come from, who passes, and that none is ever shown."""
+"""API keys: where they come from, who is admitted, and that no key is ever shown."""
 
 import hmac
 import logging
@@ -33,7 +33,7 @@ def key_file(directory: Path, text: str | bytes, mode: int = 0o600) -> Path:
     return path
 
 
-def test_keys_of_file_and_variable_together(tmp_path: Path) -> None:
+def test_keys_from_the_file_and_the_variable_are_combined(tmp_path: Path) -> None:
     path = key_file(tmp_path, f"\ufeff# of the team\n{FIRST}\r\n\n  {THIRD}\t\n#{SECOND}\n   # {SECOND}\n")
     keys = ApiKeys.read(path, {})
     assert keys and keys.required
@@ -46,7 +46,7 @@ def test_keys_of_file_and_variable_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"ORCA_API_KEYS": ""}])
-def test_without_keys_everyone_passes(environ: dict[str, str]) -> None:
+def test_without_keys_everyone_is_admitted(environ: dict[str, str]) -> None:
     keys = ApiKeys.read(None, environ)
     assert not keys and not keys.required
     for authorization in (None, "", "Bearer x", "Basic eDp5"):
@@ -85,7 +85,7 @@ KEY = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=8, ma
 
 
 @given(st.lists(KEY.filter(lambda key: "," not in key), min_size=1, max_size=5), KEY)
-def test_a_key_passes_exactly_if_it_is_one_of_them(keys: list[str], other: str) -> None:
+def test_only_known_keys_are_accepted(keys: list[str], other: str) -> None:
     known = ApiKeys.read(None, {"ORCA_API_KEYS": ",".join(keys)})
     assert all(passes(known, f"Bearer {key}") for key in keys)
     assert passes(known, f"Bearer {other}") is (other in keys)
@@ -131,14 +131,14 @@ def test_a_bad_variable(value: str) -> None:
     assert value.strip(", \n")[:5] not in str(caught.value) or not value.strip(", \n")
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # nobody writes there: opening it must not wait
+def test_a_path_that_is_not_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # nobody writes to this pipe: opening it must not block
     for name, reason in (("no", "No such file"), ("pipe", "not a regular file"), (".", "Is a directory")):
         with pytest.raises(ConfigError, match=f"cannot be read: .*{reason}"):
             ApiKeys.read(tmp_path / name, {})
 
 
-def test_a_file_that_others_can_read_is_told(tmp_path: Path) -> None:
+def test_a_warning_for_a_file_that_others_can_read(tmp_path: Path) -> None:
     path = key_file(tmp_path, FIRST, mode=0o640)
     assert ApiKeys.read(path, {}).notes == (
         f"{path} holds API keys and others can read it; chmod 600 {path}",

@@ -1,4 +1,4 @@
-"""Chat templates: what Hugging Face's tokenizers make of them, by hand; their files; and what bounds them."""
+"""Chat templates: output equal to Hugging Face's, the files they come from, and their limits."""
 
 import json
 import re
@@ -22,7 +22,7 @@ CHATML = (
     "'<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Indented over lines, as most are: blocks leave neither their indentation nor their newline behind.
+# Indented over several lines, as usual: blocks leave neither indentation nor newlines in the output.
 INDENTED = """\
 {{- bos_token }}
 {%- if messages[0].role == "system" %}
@@ -57,7 +57,7 @@ def turn(content: object, role: str = "user") -> dict[str, object]:
     return {"role": role, "content": content}
 
 
-# What comes out; each literal was compared once with transformers 5.23
+# Output; each literal was compared once with transformers 5.23
 
 
 def test_chatml() -> None:
@@ -83,7 +83,7 @@ def test_blocks_over_indented_lines() -> None:
         ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<é> \'&\'"}'),
         ("{{ messages[0].content | tojson(ensure_ascii=True) }}", '"<\\u00e9> \'&\'"'),
         ("{{ {'b': 1, 'a': 2} | tojson(indent=2, sort_keys=True) }}", '{\n  "a": 2,\n  "b": 1\n}'),
-        ("{{ messages[0].content }}", "<é> '&'"),  # nothing is escaped
+        ("{{ messages[0].content }}", "<é> '&'"),  # no HTML escapes
         ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% if i == 4 %}{% break %}"
          "{% endif %}{% endfor %}", "0134"),
         ("{% for c in 'abc' if c != 'b' %}{{ [loop.index, c, loop.length, loop.last] }}{% endfor %}",
@@ -96,7 +96,7 @@ def test_blocks_over_indented_lines() -> None:
         ("{{ strftime_now('%Y') | length }}", "4"),
     ],
 )  # fmt: skip
-def test_what_templates_use(source: str, expected: str) -> None:
+def test_features_that_templates_use(source: str, expected: str) -> None:
     assert ChatTemplate(source).render([turn("<é> '&'")]) == expected
 
 
@@ -124,10 +124,10 @@ def test_the_demo_models_template_is_the_one_that_its_script_exports() -> None:
     assert (DEMO / "chat_template.jinja").read_bytes() == exported.read_bytes()
 
 
-# What does not come out
+# Failures
 
 
-def test_a_template_refuses() -> None:
+def test_a_template_that_raises_rejects_the_messages() -> None:
     template = ChatTemplate(INDENTED)
     with pytest.raises(BadConversation, match="refuses the messages: roles must alternate user") as caught:
         template.render([turn("a"), turn("b")])
@@ -151,7 +151,7 @@ def test_a_template_refuses() -> None:
         ("{{ range(1000000) }}", "Range too big"),
     ],
 )  # fmt: skip
-def test_a_template_fails(source: str, message: str) -> None:
+def test_a_template_that_fails_names_the_error(source: str, message: str) -> None:
     with pytest.raises(BadConversation, match=re.escape(message)):
         ChatTemplate(source).render([turn("a")])
 
@@ -167,7 +167,7 @@ def test_a_template_fails(source: str, message: str) -> None:
         "{% for c in messages[0].content %}{% set n.s = n.s + c * 999 %}{% endfor %}",
     ],
 )
-def test_work_without_end_is_ended(source: str) -> None:
+def test_an_endless_template_is_stopped(source: str) -> None:
     template = ChatTemplate(source, max_seconds=0.1)
     start = time.monotonic()
     with pytest.raises(BadConversation, match=r"more than 0\.1 seconds"):
@@ -175,7 +175,7 @@ def test_work_without_end_is_ended(source: str) -> None:
     assert time.monotonic() - start < 10
 
 
-def test_a_long_text_is_refused_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_output_is_rejected_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_OUTPUT", 1000)
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert len(template.render([turn("x" * 100)] * 10)) == 1000
@@ -200,7 +200,7 @@ def test_a_long_text_is_refused_while_it_grows(monkeypatch: pytest.MonkeyPatch) 
         ("x" * 1_000_001, "the template has 1000001 characters; at most 1000000"),
     ],
 )
-def test_a_source_that_is_no_template(source: str, message: str) -> None:
+def test_an_invalid_template(source: str, message: str) -> None:
     with pytest.raises(CorruptFile, match=re.escape(message)):
         ChatTemplate(source, origin="the template")
 
@@ -209,7 +209,7 @@ def test_a_source_that_is_no_template(source: str, message: str) -> None:
 
 
 def checkpoint(directory: Path, **files: Any) -> Path:
-    """A directory with these files: a text as .jinja, bytes and anything else as .json."""
+    """A directory with these files: text as .jinja, bytes as they are, anything else as .json."""
     for name, value in files.items():
         if isinstance(value, str):
             (directory / f"{name}.jinja").write_text(value, encoding="utf-8")
@@ -284,7 +284,7 @@ def test_a_bad_file_is_named(files: dict[str, Any], message: str, tmp_path: Path
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(CorruptFile, match="nowhere cannot be read: No such file or directory"):
         load_chat_template(DEMO, tmp_path / "nowhere")
     with pytest.raises(CorruptFile, match="cannot be read: Is a directory"):

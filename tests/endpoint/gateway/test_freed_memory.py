@@ -1,4 +1,4 @@
-"""What long bodies took is given back to the system, and only after such bodies."""
+"""Memory is returned to the system after long request bodies, and only then."""
 
 import asyncio
 
@@ -14,9 +14,9 @@ from tests.host.engines import SOON
 LONG = {"prompt": [1] * 200_000}
 
 
-def test_what_is_freed_goes_back_to_the_system() -> None:
+def test_trim_returns_freed_memory_to_the_system() -> None:
     assert freed_memory.trim(), "glibc has it"
-    holes = [bytearray(200_000) for _ in range(500)]  # 100 MB, of which every second part stays
+    holes = [bytearray(200_000) for _ in range(500)]  # 100 MB, of which every second block stays allocated
     del holes[::2]
     before = resident_bytes()
     assert freed_memory.trim()
@@ -29,9 +29,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("n_long", [[0, 0, 0, 0], [0, 1, 1, 3]])
-def test_it_looks_now_and_then_and_trims_after_long_bodies(
-    n_long: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_trimmed_only_after_long_bodies(n_long: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[None] = []
     counts = iter(n_long)
     monkeypatch.setattr(freed_memory, "_LOOK_SECONDS", 0.0)
@@ -41,7 +39,7 @@ def test_it_looks_now_and_then_and_trims_after_long_bodies(
     assert len(trimmed) == len(set(n_long)) - 1
 
 
-def test_a_server_does_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_trims_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[None] = []
     monkeypatch.setattr(freed_memory, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(freed_memory, "trim", lambda: trimmed.append(None))

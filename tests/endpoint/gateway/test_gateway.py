@@ -1,4 +1,4 @@
-"""The gateway: pieces on the event loop, every way a request may end, and the server's phases."""
+"""The gateway: output on the event loop, every way a request can end, and the server's phases."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ def served(service: Orca) -> ServedModel:
 def run(
     service: Orca, test: Callable[[Gateway], Awaitable[None]], *, request_timeout: float | None = None
 ) -> None:
-    """Run `test` with a gateway that is open to `service`, on a loop of its own."""
+    """Run `test` on a new event loop, with a gateway that is open to `service`."""
 
     async def main() -> None:
         gateway = Gateway(request_timeout=request_timeout)
@@ -75,7 +75,7 @@ def gated() -> Iterator[GatedEngine]:
     engine.let(1000)
 
 
-def test_pieces_come_in_order_and_the_last_says_why() -> None:
+def test_pieces_arrive_in_order_and_the_last_has_the_finish_reason() -> None:
     async def test(gateway: Gateway) -> None:
         params = SamplingParams(max_tokens=6)
         with gateway.submit([1], params, request_id="one") as live:
@@ -91,8 +91,8 @@ def test_pieces_come_in_order_and_the_last_says_why() -> None:
 
 @settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=12))
-def test_whatever_leaves_early_the_others_get_all(requests: list[tuple[int, int]]) -> None:
-    """Each asks for some tokens; some leave after their first piece, some after their second, some never."""
+def test_requests_that_leave_early_do_not_affect_the_others(requests: list[tuple[int, int]]) -> None:
+    """Requests of several lengths; some clients leave after their first or second piece."""
 
     async def test(gateway: Gateway) -> None:
         async def one(index: int, n_tokens: int, leaves_after: int) -> int:
@@ -115,7 +115,7 @@ def test_whatever_leaves_early_the_others_get_all(requests: list[tuple[int, int]
     run(service, test)
 
 
-def test_one_crossing_of_threads_an_iteration(gated: GatedEngine) -> None:
+def test_one_call_into_the_loop_per_iteration(gated: GatedEngine) -> None:
     crossings: list[int] = []
 
     async def test(gateway: Gateway) -> None:
@@ -127,7 +127,7 @@ def test_one_crossing_of_threads_an_iteration(gated: GatedEngine) -> None:
             on_delivered(deliveries)
 
         service.on_delivered = counted
-        # All four are in the pool before the first iteration is over, so that all later ones have them all.
+        # All four are in the pool before the first iteration returns, so all later iterations run all four.
         lives = [gateway.submit([i], SamplingParams(max_tokens=5), request_id=str(i)) for i in range(4)]
         gated.let(100)
         for live in lives:
@@ -166,7 +166,7 @@ def test_the_shorter_of_two_deadlines_counts() -> None:
     run(orca(PacedEngine(seconds=0.01)), test, request_timeout=0.04)
 
 
-def test_a_device_that_hangs_does_not_keep_a_client_waiting(
+def test_a_hanging_device_does_not_keep_clients_waiting(
     gated: GatedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gateway_module, "_GRACE_SECONDS", 0.05)
@@ -183,7 +183,7 @@ def test_a_device_that_hangs_does_not_keep_a_client_waiting(
     run(service, test)
 
 
-def test_leaving_frees_the_slots_by_the_next_iteration(gated: GatedEngine) -> None:
+def test_a_client_that_leaves_frees_its_slots_by_the_next_iteration(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         with gateway.submit([1], LONG, request_id="one") as live:
             gated.let(1)
@@ -198,7 +198,7 @@ def test_leaving_frees_the_slots_by_the_next_iteration(gated: GatedEngine) -> No
     run(service, test)
 
 
-def test_cancel_by_name(gated: GatedEngine) -> None:
+def test_cancel_by_request_id(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         with gateway.submit([1], LONG, request_id="one") as live:
             gated.let(1)
@@ -213,7 +213,7 @@ def test_cancel_by_name(gated: GatedEngine) -> None:
     run(orca(gated), test)
 
 
-def test_a_full_queue_refuses_and_forgets(gated: GatedEngine) -> None:
+def test_a_full_queue_rejects_a_request_and_forgets_it(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         lives = [gateway.submit([1], LONG, request_id="first")]
         await until(lambda: service.pool.n_running == 1)
@@ -230,7 +230,7 @@ def test_a_full_queue_refuses_and_forgets(gated: GatedEngine) -> None:
     run(service, test)
 
 
-def test_an_engine_that_fails_ends_all_with_its_reason_and_stays_failed(gated: GatedEngine) -> None:
+def test_a_failed_engine_ends_all_requests_with_its_reason(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         with (
             gateway.submit([1], LONG, request_id="one") as one,
@@ -252,7 +252,7 @@ def test_an_engine_that_fails_ends_all_with_its_reason_and_stays_failed(gated: G
     run(orca(gated), test)
 
 
-def test_a_scheduler_that_dies_without_a_word_is_noticed(gated: GatedEngine) -> None:
+def test_a_scheduler_that_dies_silently_is_noticed(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         with gateway.submit([1], LONG, request_id="one") as live:
             await until(gated.waited_for.is_set)
@@ -270,7 +270,7 @@ def test_a_scheduler_that_dies_without_a_word_is_noticed(gated: GatedEngine) -> 
     run(service, test)
 
 
-def test_while_workers_are_brought_up_requests_are_taken_and_wait() -> None:
+def test_during_recovery_requests_are_accepted_and_wait() -> None:
     async def test(gateway: Gateway) -> None:
         await until(engine.is_down.is_set)
         reason = "stage 2: its process died; its requests run again when the workers are up"
@@ -290,7 +290,7 @@ def test_while_workers_are_brought_up_requests_are_taken_and_wait() -> None:
     run(service, test)
 
 
-def test_a_drain_while_workers_are_brought_up_ends_what_waits_in_time() -> None:
+def test_a_drain_during_recovery_ends_waiting_requests_in_time() -> None:
     async def test(gateway: Gateway) -> None:
         await until(engine.is_down.is_set)
 
@@ -311,7 +311,7 @@ def test_a_drain_while_workers_are_brought_up_ends_what_waits_in_time() -> None:
     run(orca(engine), test)
 
 
-def test_a_loss_after_the_loop_is_closed_is_told_to_nobody_and_recovered_from() -> None:
+def test_a_loss_after_the_loop_is_closed_is_not_logged_but_recovered_from() -> None:
     engine = FragileEngine()
     service = orca(engine)
 
@@ -330,7 +330,7 @@ def test_a_loss_after_the_loop_is_closed_is_told_to_nobody_and_recovered_from() 
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_a_drain_waits_for_what_is_live(n: int) -> None:
+def test_a_drain_waits_for_live_requests(n: int) -> None:
     async def test(gateway: Gateway) -> None:
         async def one(name: str) -> FinishReason | None:
             with gateway.submit([1], SamplingParams(max_tokens=20), request_id=name) as live:
@@ -350,7 +350,7 @@ def test_a_drain_waits_for_what_is_live(n: int) -> None:
     run(orca(PacedEngine(seconds=0.002)), test)
 
 
-def test_a_drain_ends_what_takes_too_long() -> None:
+def test_a_drain_cancels_requests_that_take_too_long() -> None:
     async def test(gateway: Gateway) -> None:
         async def one(name: str) -> str:
             with gateway.submit([1], LONG, request_id=name) as live:
@@ -368,7 +368,7 @@ def test_a_drain_ends_what_takes_too_long() -> None:
     run(orca(PacedEngine(seconds=0.05)), test)
 
 
-def test_before_the_model_is_there_and_under_another_name() -> None:
+def test_requests_before_the_model_is_loaded_and_for_another_model() -> None:
     async def test() -> None:
         gateway = Gateway()
         assert gateway.phase is Phase.LOADING and gateway.served is None

@@ -1,4 +1,4 @@
-"""Python's settings in a server: what is loaded is collected no more, and threads take short turns."""
+"""Python's settings in a server: loaded objects are frozen, and the GIL switch interval is short."""
 
 import gc
 import sys
@@ -18,7 +18,7 @@ def as_before() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_is_loaded_is_looked_at_no_more(as_before: None) -> None:
+def test_garbage_collection_skips_loaded_objects(as_before: None) -> None:
     loaded = [[i] for i in range(1000)]
     interpreter.settle()
     later = [[i] for i in range(10)]
@@ -28,6 +28,6 @@ def test_what_is_loaded_is_looked_at_no_more(as_before: None) -> None:
     assert sys.getswitchinterval() == pytest.approx(0.001)
 
 
-def test_a_server_does_that_when_its_model_is_loaded() -> None:
+def test_a_server_applies_the_settings_when_its_model_is_loaded() -> None:
     assert serve.settle is interpreter.settle
     assert "settle" in serve._load.__code__.co_names

@@ -1,4 +1,4 @@
-"""One API key, or one address where there are no keys, may fill a share of the queue and no more."""
+"""One API key, or one address if there are no keys, may fill only its share of the queue."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from server.settings.api_keys import ApiKeys
 from tests.endpoint.harness import CONFIG, Server, serving, until
 from tests.host.engines import SOON, GatedEngine
 
-SHARED = replace(CONFIG, max_batch_size=1, max_queue=8, max_queue_share=0.5)  # four for each
+SHARED = replace(CONFIG, max_batch_size=1, max_queue=8, max_queue_share=0.5)  # four per owner
 KEYS = ("first-key", "second-key")
 
 
@@ -37,14 +37,14 @@ def client(server: Server, key: str | None = None) -> httpx2.Client:
 
 
 def fill(server: Server, by: httpx2.Client, n: int) -> Any:
-    """A stream of `n` choices that wait behind one that runs."""
+    """A stream of `n` choices that wait while another request runs."""
     stream = by.stream("POST", "/v1/completions", json=completion(n) | {"stream": True})
     response = stream.__enter__()
     assert response.status_code == 200
     return stream
 
 
-def test_one_key_fills_its_share_and_the_other_has_the_rest(engine: GatedEngine) -> None:
+def test_one_key_fills_only_its_share_of_the_queue(engine: GatedEngine) -> None:
     with (
         serving(engine=engine, config=SHARED, keys=ApiKeys(KEYS)) as server,
         client(server, KEYS[0]) as greedy,
@@ -68,7 +68,7 @@ def test_one_key_fills_its_share_and_the_other_has_the_rest(engine: GatedEngine)
             stream.__exit__(None, None, None)
 
 
-def test_without_keys_an_address_is_an_owner_over_both_protocols(engine: GatedEngine) -> None:
+def test_without_keys_an_address_has_one_share_over_both_protocols(engine: GatedEngine) -> None:
     with (
         serving(engine=engine, config=SHARED) as server,
         client(server) as http,
@@ -95,14 +95,14 @@ def test_without_keys_an_address_is_an_owner_over_both_protocols(engine: GatedEn
             stream.__exit__(None, None, None)
 
 
-def test_one_request_may_ask_for_no_more_choices_than_the_share(engine: GatedEngine) -> None:
+def test_a_request_may_not_ask_for_more_choices_than_the_share(engine: GatedEngine) -> None:
     with serving(engine=engine, config=SHARED) as server, client(server) as http:
         refused = http.post("/v1/completions", json=completion(5))
         assert refused.status_code == 400
         assert "one request may ask for 4 in all" in refused.json()["error"]["message"]
 
 
-def test_long_prompts_fill_the_queue_by_their_bytes(engine: GatedEngine) -> None:
+def test_long_prompts_fill_the_share_by_their_bytes(engine: GatedEngine) -> None:
     config: ServingConfig = replace(SHARED, max_queue=1024, max_queue_bytes=1 << 20)
     with serving(engine=engine, config=config) as server, client(server) as http:
         running = fill(server, http, 1)
@@ -123,7 +123,7 @@ def test_an_ipv6_network_is_one_owner() -> None:
     assert owner_at("unix:/run/x") == "address unix:/run/x"
 
 
-def test_a_key_is_named_by_its_number_alone() -> None:
+def test_a_key_is_identified_only_by_its_number() -> None:
     keys = ApiKeys(KEYS)
     assert [keys.check(f"Bearer {key}") for key in KEYS] == ["key 1", "key 2"]
     assert ApiKeys().check(None) is None

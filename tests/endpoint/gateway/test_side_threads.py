@@ -1,4 +1,4 @@
-"""Work that grows with what clients send: where it runs, and how much of it may wait."""
+"""Work that grows with the size of requests: which thread runs it, and how much may wait."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def test_a_lane_takes_so_many_and_so_much_and_more_when_they_are_done() -> None:
+def test_a_lane_limits_the_number_and_bytes_of_waiting_work() -> None:
     gate = threading.Event()
 
     def held() -> str:
@@ -35,7 +35,7 @@ def test_a_lane_takes_so_many_and_so_much_and_more_when_they_are_done() -> None:
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="3 long requests wait"):
             await lane.run(0, held)
-        waiting.pop().cancel()  # its client has left: its place is free
+        waiting.pop().cancel()  # its client has left, so its place is free
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="2 long requests wait"):
             await lane.run(1, held)  # too many bytes
@@ -51,7 +51,7 @@ def test_a_lane_takes_so_many_and_so_much_and_more_when_they_are_done() -> None:
     asyncio.run(main())
 
 
-def test_what_is_short_does_not_wait_for_what_is_very_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_work_does_not_wait_for_very_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
     async def main() -> None:
@@ -68,7 +68,7 @@ def test_what_is_short_does_not_wait_for_what_is_very_long(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_a_long_body_is_read_on_a_thread_and_a_short_one_on_the_loop(
+def test_a_long_body_is_parsed_on_a_thread_and_a_short_one_on_the_loop(
     server: Server, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = list[str]()
@@ -85,7 +85,7 @@ def test_a_long_body_is_read_on_a_thread_and_a_short_one_on_the_loop(
     assert seen[0] == "endpoints" and seen[1].startswith("long_")
 
 
-def test_too_many_long_bodies_are_429_and_short_ones_go_on(
+def test_too_many_long_bodies_get_429_while_short_ones_are_accepted(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, gate = threading.Event(), threading.Event()
@@ -114,8 +114,8 @@ def test_too_many_long_bodies_are_429_and_short_ones_go_on(
         assert first.result(SOON).json()["tokens"] == [97]
 
 
-def test_a_long_body_is_told_of_as_a_short_one(server: Server) -> None:
-    """Whichever thread finds the fault."""
+def test_errors_in_long_bodies_are_those_of_short_ones(server: Server) -> None:
+    """The error is the same on either thread."""
     faults = [
         b'{"prompt": 5%s}',
         b'{"prompt": "a", "temperature": "x"%s}',

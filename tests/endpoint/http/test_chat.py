@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, asked by OpenAI's own client."""
+"""POST /v1/chat/completions, called with OpenAI's own client."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 class Prompts:
-    """An engine's tokens by seed, and the texts that it was asked to go on with."""
+    """An engine's tokens by seed; it records the prompts' texts."""
 
     def __init__(self) -> None:
         self.last = ""
@@ -50,7 +50,7 @@ def ask(client: OpenAI, messages: list[Any], **fields: Any) -> Any:
     return client.chat.completions.create(model="test", messages=messages, **{"max_tokens": 4, **fields})
 
 
-def test_an_answer_is_whole(client: OpenAI) -> None:
+def test_a_chat_response(client: OpenAI) -> None:
     answer = ask(client, [USER], seed=2)
     prompt = b"<user>Hi<assistant>"
     assert answer.id.startswith("chatcmpl-") and len(answer.id) == len("chatcmpl-") + 32
@@ -82,7 +82,7 @@ def test_an_answer_is_whole(client: OpenAI) -> None:
         ([{"role": "user", "content": []}], "<user><assistant>"),
     ],
 )
-def test_the_template_makes_the_prompt(
+def test_the_chat_template_makes_the_prompt(
     client: OpenAI, prompts: Prompts, messages: list[Any], prompt: str
 ) -> None:
     answer = ask(client, messages)
@@ -90,15 +90,15 @@ def test_the_template_makes_the_prompt(
     assert answer.usage.prompt_tokens == len(prompt.encode())
 
 
-def test_an_answer_can_be_sent_back_as_it_came(client: OpenAI, prompts: Prompts) -> None:
+def test_a_reply_can_be_sent_back_as_a_message(client: OpenAI, prompts: Prompts) -> None:
     first = ask(client, [USER], seed=0)
     said = first.choices[0].message
     ask(client, [USER, said.model_dump(), USER])
     assert prompts.last == f"<user>Hi<assistant>{said.content}<user>Hi<assistant>"
 
 
-def test_the_template_alone_puts_special_tokens_in() -> None:
-    """This tokenizer puts one in front of a text, where it is asked to; the template writes one itself."""
+def test_only_the_template_adds_special_tokens() -> None:
+    """This tokenizer can prepend a special token; the template writes one itself."""
     library = tokenizers.Tokenizer(models.BPE(_BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -123,7 +123,7 @@ def test_the_template_alone_puts_special_tokens_in() -> None:
     assert given == [(start, ord("H"), ord("i"))] * 2
 
 
-def test_a_template_sees_names() -> None:
+def test_the_template_sees_message_names() -> None:
     template = (
         "{% for m in messages %}{{ m.name if m.name is defined else '?' }}:{{ m.content }};{% endfor %}"
     )
@@ -133,7 +133,7 @@ def test_a_template_sees_names() -> None:
     assert prompts.last == "Ann:Hi;?:Hi;"
 
 
-def test_n_answers_have_seeds_side_by_side(client: OpenAI) -> None:
+def test_n_replies_have_consecutive_seeds(client: OpenAI) -> None:
     answer = ask(client, [USER], n=3, seed=5)
     prompt = b"<user>Hi<assistant>"
     texts = [letters_by_seed(prompt, seed, 4) for seed in (5, 6, 7)]
@@ -141,14 +141,14 @@ def test_n_answers_have_seeds_side_by_side(client: OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (19, 12)
 
 
-def test_without_a_limit_an_answer_is_as_long_as_the_model_allows(client: OpenAI) -> None:
+def test_without_max_tokens_a_reply_is_as_long_as_the_model_allows(client: OpenAI) -> None:
     for max_tokens in None, openai.omit:
         answer = ask(client, [USER], max_tokens=max_tokens)
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage.total_tokens == MODEL.n_positions
 
 
-def test_a_limit_has_two_names(client: OpenAI) -> None:
+def test_max_tokens_has_an_alias(client: OpenAI) -> None:
     for limits in (
         {"max_tokens": 7},
         {"max_tokens": None, "max_completion_tokens": 7},
@@ -179,7 +179,7 @@ def test_a_limit_has_two_names(client: OpenAI) -> None:
         ({"stream_options": {}}, "stream_options"),
     ],
 )
-def test_a_fault_is_refused_by_the_name_of_its_field(
+def test_an_invalid_field_is_rejected_by_name(
     client: OpenAI, server: Server, fault: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -188,7 +188,7 @@ def test_a_fault_is_refused_by_the_name_of_its_field(
     assert server.gateway.n_live == 0
 
 
-def test_what_a_template_refuses_is_a_mistake_of_the_clients() -> None:
+def test_messages_that_the_template_rejects_are_a_client_error() -> None:
     template = "{{ raise_exception('two users in a row') }}"
     with serving(chat_template=template) as server, client_of(server) as client:
         with pytest.raises(openai.BadRequestError, match="two users in a row") as caught:
@@ -196,14 +196,14 @@ def test_what_a_template_refuses_is_a_mistake_of_the_clients() -> None:
         assert caught.value.param == "messages"
 
 
-def test_without_a_template_the_way_out_is_told() -> None:
+def test_without_a_template_the_error_says_what_to_do() -> None:
     with serving(chat_template=None) as server, client_of(server) as client:
         with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as caught:
             ask(client, [USER])
         assert caught.value.param == "messages"
 
 
-def test_without_a_tokenizer_there_are_no_messages() -> None:
+def test_without_a_tokenizer_messages_are_rejected() -> None:
     with serving(tokenizer=False) as server, client_of(server) as client:
         with pytest.raises(openai.BadRequestError, match="no tokenizer") as caught:
             ask(client, [USER])

@@ -1,4 +1,4 @@
-"""POST /v1/completions, asked by OpenAI's own client."""
+"""POST /v1/completions, called with OpenAI's own client."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from tests.host.engines import GatedEngine, PacedEngine, writing
 
 
 class Seen:
-    """An engine's tokens by seed, and the requests that it saw."""
+    """An engine's tokens by seed; it records the requests."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
@@ -49,10 +49,10 @@ def client(server: Server) -> Iterator[OpenAI]:
         yield client
 
 
-# What comes back
+# Responses
 
 
-def test_a_completion_is_whole(client: OpenAI) -> None:
+def test_a_completion_response(client: OpenAI) -> None:
     before = int(time.time())
     answer = client.completions.create(model="test", prompt="abc", seed=0, max_tokens=4)
     assert answer.id.startswith("cmpl-") and len(answer.id) == len("cmpl-") + 32
@@ -67,7 +67,7 @@ def test_a_completion_is_whole(client: OpenAI) -> None:
     assert answer.usage.total_tokens == 7
 
 
-def test_two_answers_have_two_ids(client: OpenAI) -> None:
+def test_response_ids_are_unique(client: OpenAI) -> None:
     one, two = (client.completions.create(model="test", prompt="a", max_tokens=1) for _ in range(2))
     assert one.id != two.id
 
@@ -91,7 +91,7 @@ def test_a_prompt_has_four_forms(client: OpenAI, prompt: Any, texts: list[str]) 
     assert answer.usage.completion_tokens == 5 * len(texts)
 
 
-def test_n_choices_of_each_prompt_stand_in_order_and_have_seeds_side_by_side(client: OpenAI) -> None:
+def test_n_choices_per_prompt_are_in_order_with_consecutive_seeds(client: OpenAI) -> None:
     answer = client.completions.create(model="test", prompt=["ab", "cde"], n=3, seed=10, max_tokens=4)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3, 4, 5]
     assert [choice.text for choice in answer.choices] == [
@@ -100,7 +100,7 @@ def test_n_choices_of_each_prompt_stand_in_order_and_have_seeds_side_by_side(cli
     assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 24)
 
 
-def test_without_a_seed_each_choice_draws_its_own(client: OpenAI, seen: Seen) -> None:
+def test_without_a_seed_each_choice_gets_a_random_one(client: OpenAI, seen: Seen) -> None:
     answer = client.completions.create(model="test", prompt="a", n=4, max_tokens=1)
     requests = [seen.requests[f"{answer.id}-{i}"] for i in range(4)]
     assert len({request.seed for request in requests}) == 4
@@ -122,14 +122,14 @@ def test_without_a_seed_each_choice_draws_its_own(client: OpenAI, seen: Seen) ->
         ({"max_completion_tokens": 3, "max_tokens": 3}, SamplingParams(max_tokens=3)),
     ],
 )
-def test_what_is_asked_for_reaches_the_engine(
+def test_parameters_reach_the_engine(
     client: OpenAI, seen: Seen, given: dict[str, Any], expected: SamplingParams
 ) -> None:
     answer = client.completions.create(model="test", prompt="a", extra_body=given)
     assert seen.requests[f"{answer.id}-0"].sampling == expected
 
 
-def test_the_model_need_not_be_named(server: Server) -> None:
+def test_the_model_field_is_optional(server: Server) -> None:
     with connected(server) as http:
         answer = http.post("/v1/completions", json={"prompt": "a\x00b", "user": None, "max_tokens": 1})
     assert answer.status_code == 200
@@ -137,7 +137,7 @@ def test_the_model_need_not_be_named(server: Server) -> None:
     assert answer.json()["usage"]["prompt_tokens"] == 3
 
 
-def test_the_end_of_text_ends_a_choice_unless_it_is_ignored() -> None:
+def test_end_of_sequence_ends_a_choice_unless_ignored() -> None:
     def ending(request: Request, index: int) -> int:
         return END if index == 2 else ord("x")
 
@@ -156,7 +156,7 @@ def test_a_stop_string_is_cut_off() -> None:
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("In the be", "stop")
 
 
-# What is refused
+# Rejected requests
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_stop_string_is_cut_off() -> None:
         ({"stream": True, "stream_options": {"surprise": 1}}, "stream_options.surprise"),
     ],
 )
-def test_a_fault_is_refused_by_the_name_of_its_field(
+def test_an_invalid_field_is_rejected_by_name(
     client: OpenAI, server: Server, fault: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -211,7 +211,7 @@ def test_a_fault_is_refused_by_the_name_of_its_field(
     assert server.gateway.n_live == 0
 
 
-def test_one_of_many_prompts_is_named(client: OpenAI) -> None:
+def test_an_error_names_the_prompt_at_fault(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="prompt 2: the prompt has no token"):
         client.completions.create(model="test", prompt=["a", "b", ""])
     with pytest.raises(openai.BadRequestError, match="prompt 1: token id 300 is not in the vocabulary"):
@@ -219,7 +219,7 @@ def test_one_of_many_prompts_is_named(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt", "stop", "model", "user"])
-def test_half_a_surrogate_pair_is_a_mistake_of_the_clients(server: Server, field: str) -> None:
+def test_a_lone_surrogate_is_a_client_error(server: Server, field: str) -> None:
     body = json.dumps({"prompt": "a", field: "\ud800"})
     assert "\\ud800" in body
     with connected(server) as http:
@@ -235,10 +235,10 @@ def test_another_models_name_is_not_found(client: OpenAI) -> None:
     assert "'test' is served" in caught.value.message
 
 
-# What does not depend on the request
+# Errors and limits of the server
 
 
-def test_of_many_choices_all_are_taken_or_none() -> None:
+def test_all_choices_are_accepted_or_none() -> None:
     engine = GatedEngine()
     config = replace(CONFIG, max_batch_size=1, max_queue=5)
     with serving(engine=engine, config=config) as server, client_of(server) as client:
@@ -270,7 +270,7 @@ def test_a_server_that_is_not_ready_says_so() -> None:
             assert (caught.value.status_code, caught.value.code) == (503, "not_ready")
 
 
-def test_an_engine_that_fails_fails_its_requests_and_those_after() -> None:
+def test_a_failed_engine_fails_running_and_later_requests() -> None:
     engine = PacedEngine(seconds=0.005)
     with serving(engine=engine) as server, client_of(server) as client:
         engine.error = RuntimeError("the device is gone")
@@ -289,7 +289,7 @@ def test_a_request_ends_at_the_servers_time_limit() -> None:
         assert (caught.value.status_code, caught.value.code) == (504, "timeout")
 
 
-def test_a_model_without_a_tokenizer_takes_and_counts_token_ids() -> None:
+def test_a_model_without_a_tokenizer_accepts_and_counts_token_ids() -> None:
     with serving(tokenizer=False) as server, client_of(server) as client:
         answer = client.completions.create(model="test", prompt=[[1, 2], [3]], max_tokens=4)
         assert [choice.text for choice in answer.choices] == ["", ""]
@@ -300,7 +300,7 @@ def test_a_model_without_a_tokenizer_takes_and_counts_token_ids() -> None:
             assert caught.value.param == param
 
 
-def test_a_long_prompt_is_encoded_beside_the_loop_and_is_the_same() -> None:
+def test_a_long_prompt_is_encoded_off_the_loop_to_the_same_tokens() -> None:
     model = replace(MODEL, n_positions=20_000)
     config = replace(CONFIG, n_slots=40_000, max_batch_tokens=20_000)
     text = "abcdefghij" * 1_000

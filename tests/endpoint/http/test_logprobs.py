@@ -1,5 +1,6 @@
-"""Log-probabilities and the prompt's echo, asked for by OpenAI's own client. The engine gives each token the
-probability 1/2, the id behind it 1/4, the next 1/8.
+"""Log-probabilities and `echo`, requested with OpenAI's own client.
+
+The engine gives each token the probability 1/2, the next id 1/4, the one after it 1/8.
 """
 
 import itertools
@@ -31,7 +32,7 @@ HALF, QUARTER = -LN2, -2 * LN2
 
 
 class Scripts:
-    """An engine's tokens, written down for each prompt by its first token; the end behind them."""
+    """An engine's tokens, scripted per prompt by its first token, followed by end of sequence."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -68,7 +69,7 @@ def events(text: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-# A completion's
+# Completions
 
 
 def test_a_completions_logprobs(client: OpenAI) -> None:
@@ -82,7 +83,7 @@ def test_a_completions_logprobs(client: OpenAI) -> None:
     assert all(list(top.values()) == pytest.approx([HALF, QUARTER]) for top in told.top_logprobs)
 
 
-def test_with_no_likeliest_the_token_itself_is_there(client: OpenAI) -> None:
+def test_logprobs_0_returns_the_token_itself(client: OpenAI) -> None:
     told = complete(client, logprobs=0).choices[0].logprobs
     assert told.token_logprobs == pytest.approx([HALF] * 3)
     assert told.top_logprobs == [
@@ -92,7 +93,7 @@ def test_with_no_likeliest_the_token_itself_is_there(client: OpenAI) -> None:
     ]
 
 
-def test_a_token_that_is_none_of_the_likeliest_stands_behind_them(
+def test_a_less_likely_token_comes_after_the_most_likely_ones(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unlikely(token_id: int, n_top: int) -> TokenLogprobs:
@@ -108,7 +109,9 @@ def test_a_token_that_is_none_of_the_likeliest_stands_behind_them(
     assert [each.token for each in chat.choices[0].logprobs.content[0].top_logprobs] == ["x", "y"]
 
 
-def test_the_logarithm_of_nothing_is_a_number(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logprob_of_minus_infinity_becomes_a_number(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nothing(token_id: int, n_top: int) -> TokenLogprobs:
         return TokenLogprobs(token_id, -math.inf, ((token_id + 1, -math.inf),) * n_top)
 
@@ -123,7 +126,7 @@ def test_the_logarithm_of_nothing_is_a_number(client: OpenAI, monkeypatch: pytes
     assert answer.choices[0].logprobs.content[0].logprob == -9999.0
 
 
-def test_none_asked_for_none_given(http: httpx2.Client) -> None:
+def test_without_a_request_no_logprobs_are_returned(http: httpx2.Client) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "?", "logprobs": False}),
         ("/v1/completions", {"prompt": "?", "logprobs": None, "echo": True}),
@@ -135,7 +138,7 @@ def test_none_asked_for_none_given(http: httpx2.Client) -> None:
             assert event["choices"][0]["logprobs"] is None
 
 
-# Which tokens
+# Which tokens are included
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_none_asked_for_none_given(http: httpx2.Client) -> None:
         ([*"a😀".encode()], {"max_tokens": 3}, "a\ufffd", "length", ["a", r"bytes:\xf0", r"bytes:\x9f"]),
     ],
 )
-def test_tokens_that_are_none_of_the_text_are_told_of_at_a_full_length_alone(
+def test_tokens_without_text_are_included_only_at_full_length(
     client: OpenAI,
     scripts: Scripts,
     tokens: list[int],
@@ -168,7 +171,7 @@ def test_tokens_that_are_none_of_the_text_are_told_of_at_a_full_length_alone(
     assert (choice.text, choice.finish_reason, choice.logprobs.tokens) == (text, reason, shown)
 
 
-def test_a_character_of_four_tokens_has_one_place_and_comes_whole(client: OpenAI, scripts: Scripts) -> None:
+def test_a_character_of_four_tokens_has_one_offset_and_is_not_split(client: OpenAI, scripts: Scripts) -> None:
     scripts.tokens[1] = [*"é😀z".encode()]
     (choice,) = complete(client, [1], logprobs=0, max_tokens=7).choices
     assert choice.text == "é😀z"
@@ -180,10 +183,10 @@ def test_a_character_of_four_tokens_has_one_place_and_comes_whole(client: OpenAI
     assert choice.logprobs.text_offset == [0, 0, 1, 1, 1, 1, 2]
 
 
-# A stream's
+# Streams
 
 
-def test_logprobs_leave_with_the_text_of_their_tokens() -> None:
+def test_logprobs_are_sent_with_the_text_of_their_tokens() -> None:
     engine = GatedEngine(lambda _, index: "a€stop!".encode()[index])
     with serving(engine=engine) as server, client_of(server) as client:
         try:
@@ -201,13 +204,13 @@ def test_logprobs_leave_with_the_text_of_their_tokens() -> None:
             engine.let(1000)
 
 
-# Bytes of words, of characters cut apart, of no character at all, and the end.
+# Bytes of words, of split characters, of invalid UTF-8, and end of sequence.
 TOKENS = st.lists(st.sampled_from([*b"aab", *"é€😀".encode(), 0xFF, 0x80, END]), min_size=1, max_size=16)
 STOPS = st.lists(st.text(st.sampled_from("aabé€😀\ufffd"), min_size=1, max_size=4), max_size=2)
 
 
 @given(tokens=TOKENS, stops=STOPS, n_more=st.integers(0, 2), echo=st.booleans(), ignore_eos=st.booleans())
-def test_a_stream_tells_what_a_whole_answer_does(
+def test_a_stream_has_the_logprobs_of_a_complete_response(
     http: httpx2.Client,
     scripts: Scripts,
     tokens: list[int],
@@ -251,10 +254,10 @@ def test_a_stream_tells_what_a_whole_answer_does(
     assert shown.decode("utf-8", "replace").startswith(answer["message"]["content"])
 
 
-# A conversation's
+# Chat
 
 
-def test_an_answers_logprobs(client: OpenAI) -> None:
+def test_chat_logprobs(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="test", messages=[USER], max_tokens=2, logprobs=True, top_logprobs=2
     )
@@ -268,7 +271,7 @@ def test_an_answers_logprobs(client: OpenAI) -> None:
     assert [first.logprob, second.logprob] == pytest.approx([HALF, QUARTER])
 
 
-def test_an_answers_tokens_without_the_likeliest(client: OpenAI, scripts: Scripts) -> None:
+def test_chat_logprobs_without_top_logprobs(client: OpenAI, scripts: Scripts) -> None:
     scripts.tokens[ord("<")] = [*"é".encode(), END, ord("x")]
     answer = client.chat.completions.create(
         model="test", messages=[USER], max_tokens=4, logprobs=True, extra_body={"ignore_eos": True}
@@ -284,7 +287,7 @@ def test_an_answers_tokens_without_the_likeliest(client: OpenAI, scripts: Script
     del scripts.tokens[ord("<")]
 
 
-def test_the_clients_own_accumulator_takes_logprobs() -> None:
+def test_openais_stream_accumulator_accepts_logprobs() -> None:
     def token(_: Request, index: int) -> int:
         return END if index == 4 else ord("a") + index
 
@@ -295,13 +298,13 @@ def test_the_clients_own_accumulator_takes_logprobs() -> None:
             model="test", messages=[USER], max_tokens=9, logprobs=True, top_logprobs=1
         ) as stream,
     ):
-        told = stream.get_final_completion().choices[0].logprobs  # of further choices it takes some twice
+        told = stream.get_final_completion().choices[0].logprobs  # with several choices it takes some twice
     assert told and told.content
     assert [one.token for one in told.content] == [*"abcd"]
     assert [one.top_logprobs[0].token for one in told.content] == [*"abcd"]
 
 
-# The echo
+# Echo
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,7 @@ def test_the_clients_own_accumulator_takes_logprobs() -> None:
     ],
 )
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_echo_is_the_prompt_before_every_choice(
+def test_echo_returns_the_prompt_before_every_choice(
     client: OpenAI, prompt: Any, texts: list[str], n: int
 ) -> None:
     answer = complete(client, prompt, echo=True, n=n)
@@ -330,7 +333,7 @@ def test_an_echo_is_the_prompt_before_every_choice(
     assert all(first[i].startswith(text) for i, text in enumerate(t for t in texts for _ in range(n)))
 
 
-def test_an_echos_logprobs_begin_with_the_prompts(client: OpenAI) -> None:
+def test_echo_logprobs_begin_with_the_prompts(client: OpenAI) -> None:
     (choice,) = complete(client, "é?", echo=True, logprobs=1, max_tokens=2).choices
     assert choice.text == "é?ab"
     told = choice.logprobs
@@ -346,7 +349,7 @@ def test_a_prompt_of_one_token_has_no_logprob(client: OpenAI) -> None:
     assert (told.tokens, told.token_logprobs) == (["x", "a"], [None, pytest.approx(HALF)])
 
 
-def test_the_prompt_does_not_wait_for_text_behind_it() -> None:
+def test_the_prompt_does_not_wait_for_output_text() -> None:
     engine = GatedEngine(lambda _, index: "é".encode()[index])
     with serving(engine=engine) as server, client_of(server) as client:
         try:
@@ -363,7 +366,9 @@ def test_the_prompt_does_not_wait_for_text_behind_it() -> None:
 
 @pytest.mark.parametrize("script", [[*b"abc"], [END], [0xC3]])
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_a_prompt_alone_is_scored(client: OpenAI, scripts: Scripts, script: list[int], name: str) -> None:
+def test_max_tokens_0_scores_only_the_prompt(
+    client: OpenAI, scripts: Scripts, script: list[int], name: str
+) -> None:
     scripts.tokens[ord("P")] = script
     nothing: Any = {"max_tokens": None, "echo": True, "n": 2, "extra_body": {name: 0}}
     for logprobs in (None, 1):
@@ -380,7 +385,7 @@ def test_a_prompt_alone_is_scored(client: OpenAI, scripts: Scripts, script: list
             assert choice.logprobs is None if logprobs is None else choice.logprobs.tokens == ["P", "x", "y"]
 
 
-def test_a_prompt_alone_counts_nothing_anywhere(http: httpx2.Client) -> None:
+def test_max_tokens_0_counts_no_output_tokens(http: httpx2.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "xy", "echo": True, "max_tokens": 0, "stream": True, "stream_options": options}
     for event in events(http.post("/v1/completions", json=body).text):
@@ -400,7 +405,7 @@ def test_a_prompt_alone_counts_nothing_anywhere(http: httpx2.Client) -> None:
         ({"echo": True, "prompt": [300]}, "prompt"),
     ],
 )
-def test_nothing_to_generate_needs_an_echo(http: httpx2.Client, fields: dict[str, Any], param: str) -> None:
+def test_max_tokens_0_requires_echo(http: httpx2.Client, fields: dict[str, Any], param: str) -> None:
     response = http.post("/v1/completions", json={"prompt": "?", **fields})
     assert (response.status_code, error_of(response)["param"]) == (400, param)
 
@@ -422,7 +427,7 @@ def test_without_a_tokenizer_tokens_are_numbers() -> None:
 
 
 def test_special_tokens_have_names_and_no_bytes() -> None:
-    """This tokenizer puts one in front of a prompt; its name in a prompt is that token as well."""
+    """This tokenizer prepends a special token to prompts, and reads its name in a prompt as that token."""
     library = tokenizers.Tokenizer(models.BPE(_BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A prompt that is scored for several choices: computed once, told with each."""
+"""Prompt log-probabilities for several choices: computed once, returned with each choice."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from tests.host.engines import writing
 
 
 class Seen:
-    """An engine's tokens, and the requests that it saw."""
+    """An engine's tokens; it records the requests."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
@@ -43,11 +43,11 @@ BODY: dict[str, Any] = {"prompt": PROMPTS, "n": N, "echo": True, "logprobs": 2, 
 
 
 def asked_for(seen: Seen, response_id: str) -> list[int | None]:
-    """What each choice's request was asked of its prompt."""
+    """The `prompt_logprobs` of each choice's request."""
     return [seen.requests[f"{response_id}-{i}"].sampling.prompt_logprobs for i in range(2 * N)]
 
 
-def test_it_is_computed_once_and_shown_for_every_choice(client: httpx2.Client, seen: Seen) -> None:
+def test_it_is_computed_once_and_returned_with_every_choice(client: httpx2.Client, seen: Seen) -> None:
     answer = client.post("/v1/completions", json=BODY).json()
     assert asked_for(seen, answer["id"]) == [2, *[None] * (N - 1)] * 2
     for i, choice in enumerate(answer["choices"]):
@@ -57,7 +57,7 @@ def test_it_is_computed_once_and_shown_for_every_choice(client: httpx2.Client, s
         assert choice["logprobs"]["tokens"] == list(f"{prompt}abc")
 
 
-def test_in_a_stream_no_choice_begins_without_it(client: httpx2.Client, seen: Seen) -> None:
+def test_in_a_stream_every_choice_begins_with_it(client: httpx2.Client, seen: Seen) -> None:
     told: dict[int, list[str]] = {i: [] for i in range(2 * N)}
     lines = client.post("/v1/completions", json={**BODY, "stream": True}).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
@@ -69,10 +69,10 @@ def test_in_a_stream_no_choice_begins_without_it(client: httpx2.Client, seen: Se
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_where_the_first_choice_is_late_the_others_wait(
+def test_the_other_choices_wait_for_the_first(
     server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if its first piece came last of all."""
+    """As if the first choice's first piece arrived last."""
     take, order = Choices.take, list[int]()
 
     async def late(self: Choices, index: int, piece: Any) -> Any:
@@ -93,7 +93,7 @@ def test_where_the_first_choice_is_late_the_others_wait(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("which", [0, 2])
-def test_where_a_choice_fails_the_response_does_and_nobody_waits_on(stream: bool, which: int) -> None:
+def test_if_a_choice_fails_the_response_fails_without_waiting(stream: bool, which: int) -> None:
     begun = threading.Event()
 
     def token(request: Request, index: int) -> int:

@@ -1,4 +1,4 @@
-"""Every field that a generating request may have: applied, or refused by its name; never ignored."""
+"""Every field of a generation request is applied, or rejected by name; none is ignored."""
 
 import json
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def stream_options(**fields: Any) -> dict[str, Any]:
 
 
 class Place(NamedTuple):
-    """Where fields stand: a route, their model, a body that has them, and what their names begin with."""
+    """Where fields occur: a route, its model, a body that has the fields, and the prefix of their paths."""
 
     path: str
     model: type[BaseModel]
@@ -104,7 +104,7 @@ VALUES: list[Any] = [
 
 
 def of_its_type(model: type[BaseModel], name: str) -> list[Any]:
-    """Those of the values above that the field's own type has nothing against."""
+    """The values above that the field's own type accepts."""
     adapter = TypeAdapter[Any](model.model_fields[name].annotation or object)
     taken = list[Any]()
     for value in VALUES:
@@ -117,12 +117,12 @@ def of_its_type(model: type[BaseModel], name: str) -> list[Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """As JSON has it, where 0 is 0.0 and not false."""
+    """Equal as JSON: 0 equals 0.0 but not false."""
     return json.dumps(one).removesuffix(".0") == json.dumps(other).removesuffix(".0")
 
 
 @pytest.mark.parametrize("place, name, mark", NOT_BUILT)
-def test_what_is_not_built_is_taken_where_it_asks_for_nothing(
+def test_neutral_values_of_unsupported_fields_are_accepted(
     client: httpx2.Client, place: Place, name: str, mark: NotBuilt
 ) -> None:
     neutral = [*mark.neutral, *([] if place.model.model_fields[name].is_required() else [None])]
@@ -133,7 +133,7 @@ def test_what_is_not_built_is_taken_where_it_asks_for_nothing(
 
 
 @pytest.mark.parametrize("place, name, mark", NOT_BUILT)
-def test_what_is_not_built_is_refused_by_its_name(
+def test_unsupported_fields_are_rejected_by_name(
     client: httpx2.Client, place: Place, name: str, mark: NotBuilt
 ) -> None:
     values = [
@@ -153,7 +153,7 @@ def test_what_is_not_built_is_refused_by_its_name(
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}-{place.prefix}")
 @pytest.mark.parametrize("value", [None, 1, "x", {"a": 1}])
-def test_an_unknown_field_is_refused(client: httpx2.Client, place: Place, value: Any) -> None:
+def test_an_unknown_field_is_rejected(client: httpx2.Client, place: Place, value: Any) -> None:
     response = client.post(place.path, json=place.body(Temperature=value))
     assert response.status_code == 400
     error = error_of(response)
@@ -185,7 +185,7 @@ JSON_VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.path}-{place.prefix}")
-def test_any_value_of_any_field_is_applied_or_refused_by_name(client: httpx2.Client, place: Place) -> None:
+def test_any_value_of_any_field_is_applied_or_rejected_by_name(client: httpx2.Client, place: Place) -> None:
     names = sorted(field.alias or name for name, field in place.model.model_fields.items())
 
     @settings(max_examples=150)
@@ -204,7 +204,7 @@ def test_any_value_of_any_field_is_applied_or_refused_by_name(client: httpx2.Cli
     run()
 
 
-# Values of another type, of every field that is applied.
+# Values of a wrong type for every supported field.
 WRONG: dict[str, list[Any]] = {
     "model": [1, ["test"]],
     "n": ["1", 1.5, True, [1]],
@@ -241,7 +241,7 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-def test_every_field_that_is_applied_has_wrong_types_below() -> None:
+def test_every_supported_field_is_tried_with_wrong_types() -> None:
     built = {
         name
         for model in (CompletionRequest, ChatCompletionRequest)
@@ -260,7 +260,7 @@ def test_every_field_that_is_applied_has_wrong_types_below() -> None:
         if name in place.model.model_fields
     ],
 )
-def test_values_of_another_type_are_refused(client: httpx2.Client, place: Place, name: str) -> None:
+def test_values_of_a_wrong_type_are_rejected(client: httpx2.Client, place: Place, name: str) -> None:
     for value in WRONG[name]:
         response = client.post(place.path, json=place.body(**{name: value}))
         error = error_of(response)
@@ -312,7 +312,7 @@ def test_values_of_another_type_are_refused(client: httpx2.Client, place: Place,
         (CHAT, chat_message(name=5), "messages.0.name"),
     ],
 )
-def test_what_lies_within_a_field_is_named(
+def test_an_error_names_the_nested_field(
     client: httpx2.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     response = client.post(path, json=body)

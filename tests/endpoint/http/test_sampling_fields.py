@@ -1,4 +1,4 @@
-"""Every sampling parameter over HTTP: each arrives at the engine, and none leaves its range."""
+"""Every sampling parameter over HTTP reaches the engine, and is rejected outside its range."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ MANY = 1 << 30
 
 
 class Seen:
-    """An engine's tokens, and the sampling parameters that it saw last."""
+    """An engine's tokens; it records the latest sampling parameters."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
@@ -60,7 +60,7 @@ def ask(client: httpx2.Client, path: str, **fields: Any) -> httpx2.Response:
     return client.post(path, json=body)
 
 
-# For each field of SamplingParams: what a client says, and what the engine is told.
+# For each field of SamplingParams: what a client sends, and what the engine receives.
 OBJECT = {"type": "object"}
 REACHES: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
     "max_tokens": [("", {"max_tokens": 3}, 3), ("", {"max_tokens": None, "max_completion_tokens": 3}, 3)],
@@ -112,7 +112,7 @@ REACHES: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
 
 
 def test_every_sampling_parameter_has_a_field() -> None:
-    """`n` becomes as many requests, and has a test of its own."""
+    """Except `n`, which becomes several requests and has its own test."""
     assert {field.name for field in dataclasses.fields(SamplingParams)} == {"n", *REACHES}
 
 
@@ -125,7 +125,7 @@ def test_every_sampling_parameter_has_a_field() -> None:
         for each in ([path] if path else [COMPLETIONS, CHAT])
     ],
 )
-def test_a_parameter_arrives_at_the_engine_and_no_other_changes(
+def test_a_parameter_reaches_the_engine_and_changes_no_other(
     client: httpx2.Client, seen: Seen, name: str, path: str, fields: dict[str, Any], expected: Any
 ) -> None:
     answer = ask(client, path, **fields)
@@ -141,7 +141,7 @@ def test_a_parameter_arrives_at_the_engine_and_no_other_changes(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_n_is_as_many_requests_with_all_the_rest(client: httpx2.Client, seen: Seen, path: str) -> None:
+def test_n_becomes_n_requests_with_all_other_parameters(client: httpx2.Client, seen: Seen, path: str) -> None:
     answer = ask(client, path, n=3, seed=5, min_p=0.5, logit_bias={"97": 1})
     assert seen.of(answer.json()) == [
         SamplingParams(max_tokens=4, seed=seed, min_p=0.5, logit_bias={97: 1}) for seed in (5, 6, 7)
@@ -149,14 +149,16 @@ def test_n_is_as_many_requests_with_all_the_rest(client: httpx2.Client, seen: Se
 
 
 @pytest.mark.parametrize("path, model", [(COMPLETIONS, CompletionRequest), (CHAT, ChatCompletionRequest)])
-def test_null_is_the_default_of_every_field(client: httpx2.Client, seen: Seen, path: str, model: Any) -> None:
+def test_null_means_the_default_for_every_field(
+    client: httpx2.Client, seen: Seen, path: str, model: Any
+) -> None:
     nothing = {name: None for name, field in model.model_fields.items() if not field.is_required()}
     answer = ask(client, path, **{**nothing, "max_tokens": 4})
     assert answer.status_code == 200, answer.text
     assert seen.of(answer.json()) == [SamplingParams(max_tokens=4)]
 
 
-# Values outside of what is allowed, and what is said of it; under the names of completions.
+# Values out of range and their error messages, by the field names of completions.
 OUTSIDE: dict[str, tuple[list[Any], str]] = {
     "n": ([0, -1, (1 << 16) + 1, 10**400], "from 1 to 65536|may ask for 128 in all"),
     "max_tokens": ([0, -1, MANY + 1, 10**400], "from 1 to 1073741824"),
@@ -204,7 +206,7 @@ def test_every_sampling_parameter_is_tried_outside_its_range() -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_a_value_outside_is_refused_with_its_name_and_its_range(
+def test_a_value_out_of_range_is_rejected_with_its_name_and_range(
     client: httpx2.Client, path: str, name: str
 ) -> None:
     values, said = OUTSIDE[name]
@@ -247,7 +249,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
         ({"seed": (1 << 63) - 2, "n": 3}, "seed", "to 9223372036854775805"),
     ],
 )
-def test_what_contradicts_itself_is_refused(
+def test_contradicting_fields_are_rejected(
     client: httpx2.Client, path: str, fields: dict[str, Any], param: str, said: str
 ) -> None:
     response = ask(client, path, **fields)
@@ -256,12 +258,12 @@ def test_what_contradicts_itself_is_refused(
     assert error["param"] == param and said in error["message"], error["message"]
 
 
-def test_a_text_format_stands_beside_a_grammar(client: httpx2.Client) -> None:
+def test_response_format_text_is_compatible_with_a_grammar(client: httpx2.Client) -> None:
     answer = ask(client, COMPLETIONS, response_format={"type": "text"}, **CHOICE)
     assert answer.json()["choices"][0]["text"] == "a"
 
 
-def test_an_answer_without_a_limit_may_have_a_least_length(client: httpx2.Client, seen: Seen) -> None:
+def test_min_tokens_works_without_max_tokens(client: httpx2.Client, seen: Seen) -> None:
     prompt = "<user>a<assistant>"
     longest = 512 - len(prompt)
     assert ask(client, CHAT, max_tokens=None, min_tokens=longest).status_code == 200
@@ -271,14 +273,14 @@ def test_an_answer_without_a_limit_may_have_a_least_length(client: httpx2.Client
     assert f"at most max_tokens, which is {longest}" in error["message"]
 
 
-def test_of_a_conversation_that_is_too_long_nothing_else_is_said(client: httpx2.Client) -> None:
+def test_a_conversation_that_is_too_long_has_only_that_error(client: httpx2.Client) -> None:
     messages = [{"role": "user", "content": "a" * 600}]
     for least in (0, 5, 600):
         error = error_of(client.post(CHAT, json={"messages": messages, "min_tokens": least}))
         assert error["param"] == ("messages" if least < 512 else "min_tokens"), error
 
 
-def test_without_a_tokenizer_what_needs_text_is_refused_by_its_name() -> None:
+def test_without_a_tokenizer_text_fields_are_rejected_by_name() -> None:
     with serving(tokenizer=False) as server, connected(server) as client:
         for fields, param in (
             ({"bad_words": ["a"]}, "bad_words"),
@@ -291,7 +293,7 @@ def test_without_a_tokenizer_what_needs_text_is_refused_by_its_name() -> None:
             assert error["message"].startswith(f"{param} needs text")
 
 
-# The document
+# The OpenAPI document
 
 
 def bounds(schema: dict[str, Any]) -> tuple[Any, Any]:
@@ -318,7 +320,7 @@ def test_the_schema_states_the_ranges_that_are_enforced(model: Any) -> None:
 
         low, high = bounds(field)
         if name == "max_tokens" and low == 0:
-            low = 1  # 0 is for echo alone
+            low = 1  # 0 is only for echo
         for value in (low, high):
             params(name, value)
         for value in (low - (0.001 if 0 < low < 1 else 1), high + 1):
@@ -345,7 +347,7 @@ def test_the_schema_states_the_sizes_of_lists(name: str) -> None:
             params(field["maxItems"] + 1)
 
 
-# Applied: the engine here obeys what constrains a request
+# Effects: this engine obeys a request's constraints
 
 
 @pytest.mark.parametrize(
@@ -364,13 +366,13 @@ def test_the_schema_states_the_sizes_of_lists(name: str) -> None:
         ({"guided_json": {"enum": ["x"]}}, '"x"', "stop"),
     ],
 )
-def test_what_constrains_an_output_does(
+def test_constraints_are_applied_to_the_output(
     client: httpx2.Client, fields: dict[str, Any], text: str, reason: str
 ) -> None:
     choice = ask(client, COMPLETIONS, prompt="?", max_tokens=8, **fields).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (text, reason)
 
 
-def test_bad_words_are_many_and_long_without_holding_up_the_loop(client: httpx2.Client) -> None:
+def test_many_long_bad_words_do_not_block_the_loop(client: httpx2.Client) -> None:
     words = [f"{i:03}" + "é" * 29 for i in range(256)]
     assert ask(client, COMPLETIONS, bad_words=words).status_code == 200

@@ -1,4 +1,4 @@
-"""Iteration-level scheduling, seen from a client: a short request does not wait for long ones."""
+"""Iteration-level scheduling as a client sees it: a short request does not wait for long ones."""
 
 from tests.endpoint.harness import serving
 from tests.endpoint.short_requests import Traffic, check

@@ -1,4 +1,4 @@
-"""Probes, the models, and the OpenAPI document, in every phase of a server's life."""
+"""Health probes, the models list and the OpenAPI document, in every phase of a server's life."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +72,7 @@ def test_when_the_engine_failed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_probes_may_ask_for_the_head_alone(client: httpx2.Client, path: str) -> None:
+def test_probes_may_use_head_requests(client: httpx2.Client, path: str) -> None:
     response = client.head(path)
     assert (response.status_code, response.content) == (200, b"")
     assert response.headers["content-length"] == client.get(path).headers["content-length"]
@@ -82,7 +82,7 @@ def test_the_version(client: httpx2.Client) -> None:
     assert client.get("/version").json() == {"version": orca_jax.__version__}
 
 
-def test_metrics_are_what_prometheus_reads(client: httpx2.Client) -> None:
+def test_prometheus_can_parse_the_metrics(client: httpx2.Client) -> None:
     response = client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = {family.name for family in text_string_to_metric_families(response.text)}
@@ -113,7 +113,7 @@ def test_the_models(server: Server, client: httpx2.Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["other", "org/name", "test/", "TEST", "%20", "t%65st%00"])
-def test_a_model_that_is_not_there(client: httpx2.Client, name: str) -> None:
+def test_an_unknown_model(client: httpx2.Client, name: str) -> None:
     response = client.get(f"/v1/models/{name}")
     assert response.status_code == 404
     error = response.json()["error"]
@@ -121,7 +121,7 @@ def test_a_model_that_is_not_there(client: httpx2.Client, name: str) -> None:
     assert "'test' is served" in error["message"]
 
 
-def test_docs_are_there(client: httpx2.Client) -> None:
+def test_the_docs_page(client: httpx2.Client) -> None:
     response = client.get("/docs")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert "/openapi.json" in response.text
@@ -131,7 +131,7 @@ def statuses(document: dict[str, Any], method: str, path: str) -> list[int]:
     return [int(status) for status in document["paths"][path][method]["responses"]]
 
 
-def test_the_document_lists_what_really_comes(client: httpx2.Client) -> None:
+def test_the_openapi_document_lists_the_actual_responses(client: httpx2.Client) -> None:
     document = client.get("/openapi.json").json()
     assert document["info"]["version"] == orca_jax.__version__
     for path in ("/v1/completions", "/v1/chat/completions"):
@@ -149,7 +149,7 @@ def test_the_document_lists_what_really_comes(client: httpx2.Client) -> None:
     assert "security" not in str(document), "no key is needed here"
 
 
-def test_every_error_of_the_document_has_the_shape(client: httpx2.Client) -> None:
+def test_every_error_in_the_openapi_document_has_the_usual_form(client: httpx2.Client) -> None:
     document = client.get("/openapi.json").json()
     for path, methods in document["paths"].items():
         for operation in methods.values():
@@ -159,7 +159,7 @@ def test_every_error_of_the_document_has_the_shape(client: httpx2.Client) -> Non
                     assert schema == {"$ref": "#/components/schemas/ErrorBody"}, (path, status)
 
 
-def test_the_document_tells_where_a_key_is_needed() -> None:
+def test_the_openapi_document_says_where_a_key_is_needed() -> None:
     with serving(keys=ApiKeys(["key-number-1"])) as server, connected(server) as client:
         document = client.get("/openapi.json").json()
     assert document["components"]["securitySchemes"] == {"bearer": {"type": "http", "scheme": "bearer"}}

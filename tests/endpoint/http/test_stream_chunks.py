@@ -1,4 +1,4 @@
-"""A stream chunk by chunk, each let out by the test: what stands in it, and what it counts."""
+"""The contents and usage of a stream's chunks, each released by the test."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 ABSENT = "absent"
 
 
-def test_a_conversation_piece_by_piece() -> None:
+def test_a_chat_stream() -> None:
     engine = GatedEngine(writing("token"))
     asked: Any = {"model": "test", "messages": HI, "max_tokens": 5}
     with serving(engine=engine) as server, client_of(server) as client:
@@ -30,7 +30,7 @@ def test_a_conversation_piece_by_piece() -> None:
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
 
 
-def test_without_a_tokenizer_a_token_has_a_chunk_without_text() -> None:
+def test_without_a_tokenizer_each_token_has_a_chunk_with_empty_text() -> None:
     engine = GatedEngine(writing("token"))
     with serving(engine=engine, tokenizer=False) as server, client_of(server) as client:
         try:
@@ -55,7 +55,7 @@ def test_without_a_tokenizer_a_token_has_a_chunk_without_text() -> None:
     ],
 )
 def test_usage_in_each_chunk(options: dict[str, bool] | None, usages: list[Any]) -> None:
-    """Tokens of the prompt, and of the output so far; the last one of three has no choices."""
+    """Prompt tokens and output tokens so far; the last of three chunks has no choices."""
     engine = GatedEngine(writing("ab"))
     body: Any = {"model": "test", "prompt": "xyz", "max_tokens": 2, "extra_body": {"stream_options": options}}
     with serving(engine=engine) as server, client_of(server) as client:
@@ -79,7 +79,7 @@ def test_usage_in_each_chunk(options: dict[str, bool] | None, usages: list[Any])
     assert [len(chunk.choices) for chunk in chunks] == [1, 1, 0][: len(usages)]
 
 
-def test_each_choice_of_a_conversation_begins_once_and_has_a_seed_of_its_own() -> None:
+def test_each_chat_choice_begins_once_and_has_its_own_seed() -> None:
     asked: Any = {"model": "test", "messages": HI, "n": 3, "seed": 4, "max_tokens": 20}
     said = {0: "", 1: "", 2: ""}
     roles = list[int]()

@@ -1,4 +1,4 @@
-"""Streams of server-sent events: what OpenAI's client makes of them, and what is on the wire."""
+"""Streams of server-sent events, as OpenAI's client reads them and as bytes on the wire."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ USAGE: Any = {"include_usage": True}
 
 
 class Scripts:
-    """An engine's tokens, written down for each prompt of one token; the end behind them."""
+    """An engine's tokens, scripted for each one-token prompt, followed by end of sequence."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -58,14 +58,14 @@ def http(server: Server) -> Iterator[httpx2.Client]:
 
 
 def events(text: str) -> list[Any]:
-    """The events of a stream that ended well."""
+    """The events of a stream that ended successfully."""
     *lines, done, nothing = text.split("\n\n")
     assert (done, nothing) == ("data: [DONE]", "")
     assert all(line.startswith("data: ") for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-# Form
+# Format
 
 
 def test_a_stream_of_one_token_letter_by_letter(http: httpx2.Client) -> None:
@@ -89,7 +89,7 @@ def test_a_stream_of_one_token_letter_by_letter(http: httpx2.Client) -> None:
     )
 
 
-def test_a_streamed_completion_by_the_client(client: OpenAI) -> None:
+def test_a_streamed_completion_with_openais_client(client: OpenAI) -> None:
     chunks = list(client.completions.create(model="test", prompt="abc", seed=0, max_tokens=9, stream=True))
     assert len({chunk.id for chunk in chunks}) == 1 and chunks[0].id.startswith("cmpl-")
     assert {(chunk.object, chunk.model) for chunk in chunks} == {("text_completion", "test")}
@@ -99,7 +99,7 @@ def test_a_streamed_completion_by_the_client(client: OpenAI) -> None:
     assert all("usage" not in chunk.model_fields_set for chunk in chunks)
 
 
-def test_a_streamed_answer_by_the_client() -> None:
+def test_a_streamed_chat_reply_with_openais_client() -> None:
     with serving(by_seed, seconds=0.01) as server, client_of(server) as client:
         chunks = list(
             client.chat.completions.create(
@@ -119,7 +119,7 @@ def test_a_streamed_answer_by_the_client() -> None:
     assert last.usage and (last.usage.prompt_tokens, last.usage.completion_tokens) == (19, 9)
 
 
-def test_the_clients_own_accumulator_takes_a_stream() -> None:
+def test_openais_stream_accumulator_accepts_a_stream() -> None:
     def token(request: Request, index: int) -> int:
         return END if index == 4 else by_seed(request, index)
 
@@ -134,20 +134,20 @@ def test_the_clients_own_accumulator_takes_a_stream() -> None:
     assert [choice.message.role for choice in whole.choices] == ["assistant", "assistant"]
 
 
-def test_every_token_leaves_alone_when_its_iteration_ends() -> None:
+def test_every_token_is_sent_when_its_iteration_ends() -> None:
     engine = GatedEngine(writing("abcd"))
     with serving(engine=engine) as server, client_of(server) as client:
         try:
             with client.completions.create(model="test", prompt="a", max_tokens=4, stream=True) as stream:
                 for letter in "abcd":
-                    engine.let(1)  # no other iteration ends before this letter has come
+                    engine.let(1)  # no other iteration ends before this letter has arrived
                     chunk = next(stream)
                     assert chunk.choices[0].text == letter
         finally:
             engine.let(1000)
 
 
-def test_choices_come_side_by_side() -> None:
+def test_choices_are_interleaved() -> None:
     with serving(by_seed, seconds=0.005) as server, client_of(server) as client:
         stream = client.completions.create(
             model="test", prompt=["ab", "xyz"], n=3, seed=7, max_tokens=12, stream=True, stream_options=USAGE
@@ -163,7 +163,7 @@ def test_choices_come_side_by_side() -> None:
     assert usage.usage and (usage.usage.prompt_tokens, usage.usage.completion_tokens) == (5, 72)
 
 
-def test_usage_so_far_in_every_chunk(http: httpx2.Client) -> None:
+def test_every_chunk_has_the_usage_so_far(http: httpx2.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "abc", "n": 2, "max_tokens": 5, "stream": True, "stream_options": options}
     counts = [
@@ -179,7 +179,7 @@ def test_usage_so_far_in_every_chunk(http: httpx2.Client) -> None:
 @pytest.mark.parametrize(
     "text", ["ü€😀", "a\u2028b\u0085c", 'quote " and \\ and \n\n data: [DONE]', "\x00\x1f\x7f"]
 )
-def test_characters_come_whole_whatever_they_are(text: str) -> None:
+def test_characters_are_never_split(text: str) -> None:
     scripts = Scripts()
     scripts.tokens[1] = list(text.encode())
     with serving(scripts, seconds=0.002) as server, client_of(server) as client, connected(server) as http:
@@ -195,7 +195,7 @@ def test_characters_come_whole_whatever_they_are(text: str) -> None:
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """The text before the stop string that is complete first, the longest of those that end there."""
+    """The text before the stop string that completes first; of several, the longest."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -203,7 +203,7 @@ def cut(text: str, stops: list[str]) -> str:
     return text
 
 
-# Bytes of words, of characters cut apart, of no character at all, and the end.
+# Bytes of words, of split characters, of invalid UTF-8, and end of sequence.
 TOKENS = st.lists(st.sampled_from([*b"aab", *"é€😀".encode(), 0xFF, 0x80, END]), min_size=1, max_size=24)
 STOPS = st.lists(st.text(st.sampled_from("aabé€😀\ufffd"), min_size=1, max_size=4), max_size=3)
 
@@ -216,7 +216,7 @@ def scripted() -> Iterator[tuple[Scripts, httpx2.Client]]:
 
 
 @given(tokens=TOKENS, stops=STOPS, n_more=st.integers(0, 3))
-def test_a_stream_is_the_whole_text_and_no_stop_string_leaks(
+def test_a_stream_has_all_text_up_to_the_stop_string(
     scripted: tuple[Scripts, httpx2.Client], tokens: list[int], stops: list[str], n_more: int
 ) -> None:
     scripts, http = scripted
@@ -241,10 +241,10 @@ def test_without_a_tokenizer_every_token_has_a_chunk() -> None:
     assert len(chunks) > 1, "a load generator sees when tokens come"
 
 
-# Many
+# Many streams
 
 
-def test_fifty_streams_at_once_are_whole_and_right(server: Server) -> None:
+def test_fifty_concurrent_streams_are_complete_and_correct(server: Server) -> None:
     async def one(client: openai.AsyncOpenAI, i: int) -> tuple[str, str | None, int | None]:
         text, reason, n_output = "", None, None
         if i % 2:
@@ -280,7 +280,7 @@ def test_fifty_streams_at_once_are_whole_and_right(server: Server) -> None:
         assert came == (letters_by_seed(prompt.encode(), i, i + 1), "length", i + 1)
 
 
-# Ends before the end
+# Streams that end early
 
 
 def long_body(**fields: Any) -> bytes:
@@ -289,7 +289,7 @@ def long_body(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("fields", [{"stream": True}, {"stream": True, "n": 4}, {}, {"n": 4}])
-def test_a_client_that_leaves_takes_its_requests_along(
+def test_a_client_that_disconnects_ends_its_requests(
     fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     n = fields.get("n", 1)
@@ -307,7 +307,7 @@ def test_a_client_that_leaves_takes_its_requests_along(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_client_that_resets_its_connection_leaves_no_trace_either(
+def test_a_client_that_resets_its_connection_ends_its_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with serving(seconds=0.005) as server:
@@ -319,7 +319,7 @@ def test_a_client_that_resets_its_connection_leaves_no_trace_either(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_engine_that_fails_ends_a_stream_with_its_reason(n: int) -> None:
+def test_a_failed_engine_ends_a_stream_with_its_reason(n: int) -> None:
     engine = PacedEngine(writing("abc"), seconds=0.005)
     with serving(engine=engine) as server, client_of(server) as client:
         stream = client.completions.create(model="test", prompt="a", n=n, max_tokens=400, stream=True)
@@ -331,7 +331,7 @@ def test_an_engine_that_fails_ends_a_stream_with_its_reason(n: int) -> None:
         until(lambda: server.gateway.n_live == 0, "the end of the requests")
 
 
-def test_behind_an_error_nothing_follows() -> None:
+def test_nothing_follows_an_error_event() -> None:
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", request_timeout=0.2)
     with serving(seconds=0.05, options=options) as server, connected(server) as http:
         body = {"prompt": "a", "max_tokens": 400, "stream": True, "stream_options": USAGE}
@@ -350,7 +350,7 @@ def test_behind_an_error_nothing_follows() -> None:
 
 
 @pytest.mark.parametrize("fault", [{"temperature": -1}, {"n": 1000}, {"prompt": ""}, {"suffix": "x"}])
-def test_what_cannot_begin_is_a_plain_error(http: httpx2.Client, fault: dict[str, Any]) -> None:
+def test_a_stream_that_cannot_start_is_a_plain_http_error(http: httpx2.Client, fault: dict[str, Any]) -> None:
     answer = http.post("/v1/completions", json={"prompt": "a", "stream": True, **fault})
     assert answer.status_code == 400
     assert answer.headers["content-type"] == "application/json"

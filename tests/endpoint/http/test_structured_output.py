@@ -1,4 +1,4 @@
-"""Structured output over HTTP: as OpenAI's client asks for it, and all that can go wrong with it."""
+"""Structured output over HTTP: as OpenAI's client requests it, and its errors."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class Point(pydantic.BaseModel):
     name: str
 
 
-def test_the_clients_own_parser_gets_its_model() -> None:
+def test_openais_parse_returns_a_model_instance() -> None:
     text = '{"x":5,"name":"é"}'
     tokens = text.encode()
     with serving(lambda _, index: tokens[index]) as server, client_of(server) as client:
@@ -48,8 +48,8 @@ def test_the_clients_own_parser_gets_its_model() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False, None])
-def test_a_schema_is_followed_whatever_the_model_would_say(server: Server, strict: bool | None) -> None:
-    """This one would say letters; the engine takes the first token that may come instead."""
+def test_a_schema_is_followed_whatever_the_model_prefers(server: Server, strict: bool | None) -> None:
+    """This model would generate letters; the engine takes the first allowed token instead."""
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1]}, "b": {"const": "z"}},
@@ -69,7 +69,7 @@ def test_a_schema_is_followed_whatever_the_model_would_say(server: Server, stric
         assert json.loads(text or "") == {"a": 1, "b": "z"}
 
 
-def test_any_object() -> None:
+def test_json_object_allows_any_object() -> None:
     with serving(writing('{"k": [1, null]}')) as server, client_of(server) as client:
         answer = client.chat.completions.create(
             model="test", messages=[USER], response_format={"type": "json_object"}, max_tokens=40
@@ -98,7 +98,7 @@ def server() -> Any:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_compiled_is_refused_by_its_field_before_anything_runs(
+def test_an_invalid_grammar_is_rejected_by_field_before_anything_runs(
     server: Server, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     n_before = len(server.service.timeline.requests)
@@ -115,14 +115,14 @@ def test_what_cannot_be_compiled_is_refused_by_its_field_before_anything_runs(
 
 
 class Disobedient:
-    """An engine's tokens: "b" where a grammar is, whatever it says."""
+    """An engine that generates "b" whenever there is a grammar, whatever the grammar allows."""
 
     def __call__(self, request: Request, index: int) -> int:
         return ord("b") if request.sampling.grammar else ord("a")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_output_that_cannot_go_on_fails_alone(stream: bool) -> None:
+def test_a_failed_output_fails_alone(stream: bool) -> None:
     with serving(engine=simulated(Disobedient())) as server, client_of(server) as client:
         ask: Any = {"model": "test", "prompt": "?", "max_tokens": 4}
         extra = {"guided_regex": "a+", "logprobs": 1}
@@ -144,7 +144,7 @@ def test_an_output_that_cannot_go_on_fails_alone(stream: bool) -> None:
 
 
 class HeldModel:
-    """A served model whose service makes rules when the test lets it."""
+    """A served model whose service compiles rules only when the test lets it."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -158,7 +158,7 @@ class HeldModel:
         return orca(simulated()).rules(SamplingParams())
 
 
-def test_grammars_wait_beside_the_loop_and_too_many_are_refused() -> None:
+def test_grammars_compile_off_the_loop_and_too_many_are_rejected() -> None:
     model = HeldModel()
     served = cast(ServedModel, model)
 
@@ -168,7 +168,7 @@ def test_grammars_wait_beside_the_loop_and_too_many_are_refused() -> None:
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="16 grammars wait"):
             await compiler.rules(served, GRAMMAR)
-        await compiler.rules(served, SamplingParams())  # which has none, and waits for nobody
+        await compiler.rules(served, SamplingParams())  # has no grammar, so it does not wait
         assert await asyncio.to_thread(lambda: "this") == "this", "other work has threads of its own"
         assert not any(each.done() for each in waiting)
         model.gate.set()
@@ -180,9 +180,7 @@ def test_grammars_wait_beside_the_loop_and_too_many_are_refused() -> None:
     assert 1 <= len(model.threads) <= 4
 
 
-def test_a_full_compiler_is_429_with_a_time_to_come_back(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_compiler_is_429_with_retry_after(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_: object) -> OutputRules:
         raise QueueFull("16 grammars wait to be compiled, as many as may; try again later")
 

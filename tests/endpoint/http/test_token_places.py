@@ -1,4 +1,4 @@
-"""Where tokens begin in a text and when they come out, against a look at every byte of the text."""
+"""Where tokens begin in a text and when they are released, checked against every byte of the text."""
 
 import codecs
 import itertools
@@ -15,7 +15,7 @@ from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, TextStream, Tokenizer
 from orca_jax.service.generation import Piece
 from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_places
 
-# Beside the 256 bytes: runs of them that cut characters anywhere.
+# Besides the 256 bytes: runs of bytes that split characters anywhere.
 RUNS = [
     b"ab",
     b"a\xf0",
@@ -48,7 +48,7 @@ TOKENS = st.lists(
 
 
 def character_of_byte(data: bytes) -> list[int]:
-    """For each byte the number of the character of `data.decode("utf-8", "replace")` that it is in."""
+    """For each byte, the index of its character in `data.decode("utf-8", "replace")`."""
     bad: list[tuple[int, int]] = []
 
     def note(error: UnicodeError) -> tuple[str, int]:
@@ -69,7 +69,7 @@ def character_of_byte(data: bytes) -> list[int]:
 
 
 def true_offsets(tokens: Sequence[int]) -> list[int | None]:
-    """Of each token that is text."""
+    """The offset of each token that has text."""
     parts = [RUNNING.token_bytes(token) for token in tokens]
     places = character_of_byte(b"".join(parts))
     starts = itertools.accumulate(map(len, parts), initial=0)
@@ -81,7 +81,7 @@ def known(tokens: Sequence[int]) -> list[TokenLogprobs]:
 
 
 def pieces_of(tokens: Sequence[int], stops: Sequence[str], cuts: Sequence[bool], ends: bool) -> list[Piece]:
-    """An output as a client's pieces: a token each, joined where `cuts` says so."""
+    """An output in pieces of one token each, or of several where `cuts` says so."""
     stream = TextStream(RUNNING, stops)
     pieces = list[Piece]()
     for i, one in enumerate(known(tokens)):
@@ -118,13 +118,13 @@ def pieces_of(tokens: Sequence[int], stops: Sequence[str], cuts: Sequence[bool],
 @example([0xF0, SPECIAL, 0x9F, ord("a")], [], [], True, 0)
 @example([ord("a"), ord("a"), ord("b")], ["ab"], [], False, 0)
 @example([ord("a"), 0xF0, 0x9F, UNKNOWN], [], [], True, 0)
-def test_tokens_come_out_with_their_text_and_stand_where_it_does(
+def test_tokens_are_released_with_their_text_at_its_offset(
     tokens: list[int], stops: list[str], cuts: list[bool], ends: bool, offset: int
 ) -> None:
     pieces = pieces_of(tokens, stops, cuts, ends)
     places = TokenPlaces(RUNNING, offset)
     out, n_out = list[PlacedToken](), offset
-    tokens = [token for piece in pieces for token in piece.token_ids]  # those before the end
+    tokens = [token for piece in pieces for token in piece.token_ids]  # those before the end of sequence
     offsets = [None if at is None else at + offset for at in true_offsets(tokens)]
     for piece in pieces:
         out += places.take(piece)
@@ -143,7 +143,7 @@ def test_tokens_come_out_with_their_text_and_stand_where_it_does(
 
 
 @given(TOKENS)
-def test_a_prompts_tokens_stand_where_its_decoded_text_has_them(tokens: list[int]) -> None:
+def test_a_prompts_tokens_have_the_offsets_of_its_decoded_text(tokens: list[int]) -> None:
     text = RUNNING.decode(tokens)
     out = prompt_places(tokens, text.encode(), known(tokens)[1:], RUNNING)
     assert [one.token_id for one in out] == tokens
@@ -154,21 +154,21 @@ def test_a_prompts_tokens_stand_where_its_decoded_text_has_them(tokens: list[int
 
 
 @given(st.text(st.sampled_from("ab</s>é€😀"), min_size=1, max_size=8), st.booleans())
-def test_the_name_of_a_special_token_in_a_prompt_is_text(text: str, begins: bool) -> None:
-    """`begins`: one stands in front that is not in the text, as OPT has it."""
+def test_the_name_of_a_special_token_in_a_prompt_counts_as_text(text: str, begins: bool) -> None:
+    """With `begins`, a special token that is not in the text comes first, as with OPT."""
     text = f"{text}</s>é"
     tokens = [*([SPECIAL] if begins and not text.startswith("</s>") else []), *RUNNING.encode(text)]
     out = prompt_places(tokens, text.encode(), known(tokens)[1:], RUNNING)
     at = 0
     for one in out:
         name = RUNNING.token_bytes(one.token_id) or (b"" if one is out[0] and begins else b"</s>")
-        whole = text.encode()[:at].decode("utf-8", "ignore")  # the characters that are complete before it
+        whole = text.encode()[:at].decode("utf-8", "ignore")  # the number of complete characters before it
         assert one.offset == len(whole)
         at += len(name)
     assert at == len(text.encode())
 
 
-def test_without_a_tokenizer_every_token_comes_out_at_once() -> None:
+def test_without_a_tokenizer_every_token_is_released_at_once() -> None:
     places = TokenPlaces(None)
     for i, one in enumerate(known([5, 6])):
         piece = Piece((one.token_id,), "", FinishReason.STOP if i else None, (one,))

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, on a tokenizer whose tokens are bytes."""
+"""`/tokenize` and `/detokenize`, with a tokenizer whose tokens are bytes."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def test_a_conversation(client: httpx2.Client) -> None:
 
 
 def test_token_ids(client: httpx2.Client) -> None:
-    # 256 is the end of a text and 299 has no token: neither has text. A byte that is no UTF-8 is U+FFFD.
+    # 256 is end of sequence and 299 has no token: neither has text. An invalid UTF-8 byte becomes U+FFFD.
     answer = client.post("/detokenize", json={"tokens": [0x61, 0xC3, 0xAF, 256, 299, 0xFF]}).json()
     assert answer == {"prompt": "a\u00ef\ufffd"}
     assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
@@ -50,14 +50,14 @@ def test_token_ids(client: httpx2.Client) -> None:
 
 @settings(max_examples=60)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=120))
-def test_there_and_back(client: httpx2.Client, text: str) -> None:
+def test_round_trip(client: httpx2.Client, text: str) -> None:
     tokens = client.post("/tokenize", json={"prompt": text}).json()["tokens"]
     assert bytes(tokens) == text.encode()
     assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
 
 
 def with_a_beginning() -> Tokenizer:
-    """The tokenizer of bytes, with a token 256 in front of every text, as OPT's has one."""
+    """The byte tokenizer, which prepends token 256 to every text, as OPT's tokenizer prepends one."""
     vocabulary = {**_BYTE_OF_CHARACTER, "<begin>": 256}
     library = tokenizers.Tokenizer(BPE(vocabulary, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,7 +111,7 @@ def test_special_tokens(body: dict[str, Any], tokens: Sequence[int]) -> None:
         ("/detokenize", {"tokens": [10**30]}, "tokens.0", "tokens.0 is 10000"),
     ],
 )
-def test_what_is_refused(
+def test_rejected_requests(
     client: httpx2.Client, path: str, body: dict[str, Any], param: str, message: str
 ) -> None:
     response = client.post(path, json=body)
@@ -139,19 +139,19 @@ def test_a_model_without_a_tokenizer() -> None:
 
 
 class Watched(Tokenizer):
-    """Tells on which thread a text was encoded."""
+    """A tokenizer that records the thread on which it encodes."""
 
     def __init__(self) -> None:
         super().__init__(LETTERS._tokenizer)
         self.threads: list[threading.Thread] = []
-        self.max_token_length = 1000  # so that a long text is not refused unread
+        self.max_token_length = 1000  # so that a long text is not rejected unread
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.threads.append(threading.current_thread())
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-def test_a_long_text_is_encoded_beside_the_event_loop() -> None:
+def test_a_long_text_is_encoded_off_the_event_loop() -> None:
     tokenizer = Watched()
     with serving(ready=False) as server, connected(server) as client:
         server.call(lambda: server.gateway.open(replace(server.model, tokenizer=tokenizer)))

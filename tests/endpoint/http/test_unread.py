@@ -1,4 +1,4 @@
-"""A client that asks for much and reads nothing: its request ends, and so does its connection."""
+"""A client that requests much and reads nothing: its request completes and its connection is closed."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,7 @@ BODY = {
 }
 
 
-def test_the_engine_does_not_wait_for_a_reader_and_the_kernel_ends_its_connection(
+def test_the_engine_does_not_wait_for_a_reader_and_the_kernel_closes_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small_send_buffers(monkeypatch)
