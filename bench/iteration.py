@@ -119,7 +119,7 @@ class Bench:
             jax.devices()[0], model, n_heads=model.n_heads, block_size=BLOCK_SIZE, dtype=dtype
         )
         self.products = choose_products(jax.devices()[0], dtype)
-        assert self.products.beside(self.attention.said) == built.attention
+        assert self.products.describe_with(self.attention.description) == built.attention
 
     def scheduler(self, max_bs: int, *, overlap: bool) -> tuple[Scheduler, RequestPool]:
         """A new scheduler and pool for the one engine."""
@@ -268,7 +268,7 @@ def main() -> None:
     print(
         f"{flags.preset} {dtype} on {kind}, jax {jax.__version__}: "
         f"{bench.device.bandwidth / 1e9:.1f} GB/s, {bench.device.matrix_rate / 1e9:.0f} GFLOP/s; "
-        f"context {flags.context}; {bench.attention.said}"
+        f"context {flags.context}; {bench.attention.description}"
     )
     print(bench.memory(), flush=True)
     measured: list[Measured] = []

@@ -106,7 +106,7 @@ def compile_stage(
     weights = device_bytes(stage.weights)
     arguments = weights + device_bytes((caches, arrived, buffer))
     program = lowered.compile(dict(compiler_options or {}))
-    return CompiledStage(program, chosen.said, weights, arguments, score)
+    return CompiledStage(program, chosen.description, weights, arguments, score)
 
 
 def device_bytes(arrays: object) -> int:

@@ -226,7 +226,7 @@ class AttentionChoice:
 
     path: AttentionPath
     kind: Attention
-    said: str
+    description: str
 
 
 def choose_attention(
@@ -249,8 +249,8 @@ def choose_attention(
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.against(kind)
         if reason is None:
-            path, said = model.path(kind)
-            return AttentionChoice(path, kind, ": ".join([said, *reasons][:2]))
+            path, description = model.path(kind)
+            return AttentionChoice(path, kind, ": ".join([description, *reasons][:2]))
         if forced is not None:
             raise ConfigError(
                 f"attention is {forced!r}, but {reason}; leave it out, and what can run here is chosen"

@@ -18,18 +18,18 @@ Device = Any  # a jax.Device
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The native product or XLA's; `said` describes it at startup, and is empty if there is no alternative.
+    """The native product or XLA's; `description` is shown at startup, empty if there is no alternative.
 
     `whole`: padding is computed too, because the number of tokens decides in which order sums are made.
     """
 
     native: bool
-    said: str = ""
+    description: str = ""
     whole: bool = False
 
-    def beside(self, attention: str) -> str:
+    def describe_with(self, attention: str) -> str:
         """The startup text for attention and for the products."""
-        return f"{attention}; {self.said}" if self.said else attention
+        return f"{attention}; {self.description}" if self.description else attention
 
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
         """The product for an iteration of which the first `n_tokens` [1] int32 are real; None: all are."""

@@ -59,7 +59,7 @@ class Worker:
             deterministic=shape.deterministic,
         )
         products = choose_products(group.devices[0], self._dtype, deterministic=shape.deterministic)
-        self.said = products.beside(self.attention.said)
+        self.description = products.describe_with(self.attention.description)
         self.stage = Stage(
             config,
             parameters,

@@ -104,4 +104,4 @@ def build_engine(
             worker.renew()
     local = LocalWorkers(workers, sizes)
     engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
-    return LocalEngine(engine, kv, workers[0].said, local)
+    return LocalEngine(engine, kv, workers[0].description, local)

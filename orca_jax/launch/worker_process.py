@@ -120,7 +120,7 @@ class WorkerProcess:
                 modest=room.modest,
                 n_devices=room.n_devices,
                 device=device_name(devices[0]),
-                attention=choose_products(devices[0], dtype).beside(chosen.said),
+                attention=choose_products(devices[0], dtype).describe_with(chosen.description),
                 path=chosen.kind,
             )
         except BaseException:

@@ -61,7 +61,7 @@ def test_the_choice_by_device_and_model(
 ) -> None:
     choice = choose_attention(device, model(head_size), n_heads=4, block_size=16, dtype=dtype)
     assert choice.path == path
-    assert said in choice.said
+    assert said in choice.description
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_cannot_run_is_refused(
 def test_cudnn_splits_rows_by_a_rule_of_its_own_so_it_is_not_deterministic() -> None:
     sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16", "deterministic": True}
     choice = choose_attention(A100, model(64), **sizes)
-    assert choice.path == STATIC and "--deterministic" in choice.said
+    assert choice.path == STATIC and "--deterministic" in choice.description
     assert choose_attention(H200, model(64), **sizes).kind == "kernel"
     with pytest.raises(ConfigError, match=r"attention is 'cudnn'.*--deterministic"):
         choose_attention(A100, model(64), **sizes, forced="cudnn")
@@ -123,7 +123,9 @@ def test_a_gpu_whose_cudnn_refuses_has_static_shapes(monkeypatch: pytest.MonkeyP
         choose_attention(device, model(64), **sizes, forced="cudnn")
     monkeypatch.setattr(attention_path, "_preferred", lambda _: ("cudnn", "static"))
     choice = choose_attention(device, model(64), **sizes)
-    assert choice.path == STATIC and choice.said.startswith("pure JAX, static shapes: its cuDNN refuses: ")
+    assert choice.path == STATIC and choice.description.startswith(
+        "pure JAX, static shapes: its cuDNN refuses: "
+    )
 
 
 def test_the_documents_have_the_table_of_gpus() -> None:

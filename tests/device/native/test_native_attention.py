@@ -108,7 +108,7 @@ def test_what_has_no_form_is_said_and_runs_in_pure_jax() -> None:
     assert "of 4" in str(unsupported(64, 4, "float32", 12, 12))
     assert "key/value heads" in str(unsupported(64, 16, "float32", 12, 4))
     chosen = choice(dtype="bfloat16")
-    assert chosen.kind == "follow_lengths" and "bfloat16" in chosen.said
+    assert chosen.kind == "follow_lengths" and "bfloat16" in chosen.description
     with pytest.raises(ConfigError, match="attention is 'native', but the native attention is for float32"):
         choice(dtype="bfloat16", forced="native")
 
@@ -117,9 +117,9 @@ def test_a_machine_without_a_compiler_runs_pure_jax(monkeypatch: pytest.MonkeyPa
     block_size = 8 * 37  # that nothing in this process was built for
     monkeypatch.setenv("PATH", str(tmp_path))
     chosen = choice(block_size=block_size)
-    assert chosen.kind == "follow_lengths" and "no C compiler was found" in chosen.said
+    assert chosen.kind == "follow_lengths" and "no C compiler was found" in chosen.description
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'error: it is broken' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert "could not build it: error: it is broken" in choice(block_size=block_size).said
+    assert "could not build it: error: it is broken" in choice(block_size=block_size).description

@@ -93,19 +93,19 @@ def test_shapes_without_a_form_run_in_xla() -> None:
 @needs_native
 def test_a_cpu_with_a_compiler_runs_it() -> None:
     assert choose_products(CPU, np.float32).native
-    assert choose_products(CPU, np.float32).beside("attention") == "attention; native products"
+    assert choose_products(CPU, np.float32).describe_with("attention") == "attention; native products"
 
 
 def test_what_has_no_form_is_said_and_runs_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = choose_products(CPU, jnp.bfloat16)
-    assert not narrow.native and "weights are bfloat16" in narrow.said
+    assert not narrow.native and "weights are bfloat16" in narrow.description
     assert narrow.bind(None) is matmul
 
     def none() -> str:
         raise NotBuilt("no C compiler was found")
 
     monkeypatch.setattr(products, "linear_target", none)
-    assert choose_products(CPU, np.float32).said == "XLA's products: no C compiler was found"
+    assert choose_products(CPU, np.float32).description == "XLA's products: no C compiler was found"
 
 
 def test_a_processor_without_avx_512_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,4 +119,4 @@ def test_a_gpu_has_xlas_products_and_nothing_is_said_of_it() -> None:
         platform = "gpu"
 
     chosen = choose_products(Gpu(), np.float32)
-    assert not chosen.native and chosen.beside("kernel") == "kernel"
+    assert not chosen.native and chosen.describe_with("kernel") == "kernel"
