@@ -44,8 +44,12 @@ def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
 
     @pl.when(here.group == 0)
     def _():
-        pl.when(item.part < 0)(lambda: _put_whole(here, carry, here.out.at[token, heads]))
+        _, total, sums = carry
+        stage(here, sums, total)
+        rows = here.staged.at[0, pl.ds(0, here.shape.group)]
+        pl.when(item.part < 0)(lambda: plgpu.copy_smem_to_gmem(rows, here.out.at[token, heads]))
         pl.when(item.part >= 0)(lambda: _put_part(here, carry, item.part))
+        plgpu.wait_smem_to_gmem(0)
 
     return step + n
 
@@ -105,16 +109,8 @@ def _take(here: ThreadBlock, carry: Carry) -> Carry:
     return new_top, total * share + other_share, sums
 
 
-def _put_whole(here: ThreadBlock, carry: Carry, place: Any) -> None:
-    """The group's rows to where they belong."""
-    _, total, sums = carry
-    stage(here, sums, total)
-    plgpu.copy_smem_to_gmem(here.staged.at[here.group, pl.ds(0, here.shape.group)], place)
-    plgpu.wait_smem_to_gmem(0)
-
-
 def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
-    """The group's rows to where they are merged."""
+    """The group's rows, which are staged, to where they are merged."""
     put_part(
         here,
         carry,

@@ -54,15 +54,16 @@ def put_part(
 ) -> None:
     """The result of an item's part to where `merge` finds it: `n_rows` rows, and `n_tops` of their tops.
 
-    A top is the logarithm to base 2 of the sum of a row's weights. `places`: of the rounded result, and of
-    what rounding takes away where that is kept.
+    It is staged already. A top is the logarithm to base 2 of the sum of a row's weights. `places`: of the
+    rounded result, and of what rounding takes away where that is kept. The caller waits for the last copy.
     """
     top, total, sums = carry
     staged = here.staged.at[here.group, pl.ds(0, n_rows)]
+    plgpu.copy_smem_to_gmem(staged, places[0])
     here.top_s[here.group] = top + jnp.log2(total)  # -inf of a row that sees none of these keys
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(here.top_s.at[here.group, pl.ds(0, n_tops)], place_of_top)
-    for rest, place in enumerate(places):
-        stage(here, sums, total, rest=rest == 1)
-        plgpu.copy_smem_to_gmem(staged, place)
+    for place in places[1:]:
         plgpu.wait_smem_to_gmem(0)
+        stage(here, sums, total, rest=True)
+        plgpu.copy_smem_to_gmem(staged, place)

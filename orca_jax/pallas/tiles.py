@@ -39,11 +39,14 @@ def compute_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
     pl.when(n > 0)(lambda: load_queries(here, here.q.at[pl.ds(token, Q), 0, item.head]))
     n_all = n_steps(here, item)
     carry = _attended(here, item, position, n_all, step)
+    _, total, sums = carry
+    stage(here, sums, total)
     if here.shape.plan.cuts_tiles:
-        pl.when(item.part < 0)(lambda: _put_rows(here, carry, token, item.head, n))
+        pl.when(item.part < 0)(lambda: _put_rows(here, token, item.head, n))
         pl.when(item.part >= 0)(lambda: _put_part(here, carry, item.part))
     else:
-        _put_rows(here, carry, token, item.head, n)
+        _put_rows(here, token, item.head, n)
+    plgpu.wait_smem_to_gmem(0)
     return step + n_all
 
 
@@ -68,10 +71,8 @@ def _attended(here: ThreadBlock, item: CoreItem, position: Any, n_all: Any, step
     return carry
 
 
-def _put_rows(here: ThreadBlock, carry: Carry, token: Any, head: Any, n: Any) -> None:
-    """The first n rows to where they belong."""
-    _, total, sums = carry
-    stage(here, sums, total)
+def _put_rows(here: ThreadBlock, token: Any, head: Any, n: Any) -> None:
+    """The first n rows, which are staged, to where they belong."""
     # Only so many rows are this row's, so copies of 64, 32, ... 1 rows, as the bits of n say.
     size = Q
     while size:
@@ -84,11 +85,10 @@ def _put_rows(here: ThreadBlock, carry: Carry, token: Any, head: Any, n: Any) ->
             )
 
         size //= 2
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
-    """All rows to where they are merged."""
+    """All rows, which are staged, to where they are merged."""
     rows = pl.ds(Q * here.group, Q)
     put_part(
         here,
