@@ -17,10 +17,10 @@ import numpy as np
 
 from orca_jax.checkpoint.orbax_boxes import OrbaxArray
 from orca_jax.checkpoint.orca_json import ORCA_JSON, Description, read_description
-from orca_jax.checkpoint.shard_reader import Parts, stacked_shape
+from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_shapes
+from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
 
@@ -56,12 +56,13 @@ def find_parameters(directory: Path) -> tuple[ModelConfig, dict[str, Parts]]:
         zeros_are_stored=about.get("store_array_data_equal_to_fill_value") is True,
     )
     parts: dict[str, Parts] = {}
-    for parameter, shape in parameter_shapes(description.model).items():
-        wanted = description.names[parameter]
+    for name, parameter in parameter_table(description.model).items():
+        wanted = description.names[name]
         arrays = tuple(
-            _as_matrix(description, parameter, shape, wanted, name, opened[name]) for name in wanted.names
+            _as_matrix(description, name, parameter, wanted, stored, opened[stored])
+            for stored in wanted.names
         )
-        parts[parameter] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
+        parts[name] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
     return description.model, parts
 
 
@@ -146,15 +147,16 @@ def _array(place: Path, name: str) -> str:
 
 def _as_matrix(
     description: Description,
-    parameter: str,
-    shape: tuple[int, ...],
-    wanted: StoredName,
     name: str,
+    parameter: Parameter,
+    wanted: StoredName,
+    stored: str,
     store: Any,
 ) -> OrbaxArray:
     """The array as the vector or matrix it must be, by its own shape or by merged axes of it."""
-    where, found = _array(description.checkpoint, name), tuple(store.shape)
-    rows, *columns = stacked_shape(parameter, shape)
+    where, found = _array(description.checkpoint, stored), tuple(store.shape)
+    shape = parameter.shape
+    rows, *columns = parameter.stacked_shape
     expected = (rows // len(wanted.names), *columns)
     if wanted.transpose:
         expected = expected[::-1]
@@ -164,7 +166,7 @@ def _as_matrix(
         hint = '; "reshape": true takes neighbouring axes as one' if axes is not None else ""
         listed = list(shape) if len(wanted.names) == 1 and not wanted.transpose else list(expected)
         raise TensorMismatch(
-            f"{where}: expected shape {listed} for {parameter} by {shown(description.path)}, "
+            f"{where}: expected shape {listed} for {name} by {shown(description.path)}, "
             f"found {shown(list(found))}{hint}"
         )
     element = store.dtype.numpy_dtype

@@ -91,13 +91,6 @@ class Parts:
                 top += n_rows
 
 
-def stacked_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A parameter's shape with its leading axes as one: [n] of a bias or a scale, else [rows, columns]."""
-    if name.endswith((".bias", ".scale")):
-        return (math.prod(shape),)
-    return (math.prod(shape[:-1]), shape[-1])
-
-
 def bytes_read(parts: Parts, shape: tuple[int, ...], places: Sequence[Place]) -> int:
     """Bytes of the parameter's elements on disk that `put` asks for, each counted once."""
     return sum(parts.n_bytes(shape, box) for box in _boxes_of(shape, places))

@@ -103,8 +103,9 @@ def operations(
     """The operations of one iteration in the order they run, on one of the `n_shards` devices of a stage.
 
     `weight_bytes` is the size of one element of weights and activations, `kv_bytes` of one element of the
-    K/V cache. Per layer of the stage's `layers` (by default all): qkv, attention, out, up, down; before the
-    model's first the embedding, after its last head (one row a request) and sampler.
+    K/V cache. Per layer of the stage's `layers` (by default all): its linear operations, and attention before
+    the one that takes its result; before the model's first the embedding, after its last head (one row a
+    request) and sampler.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = _sums(shape)

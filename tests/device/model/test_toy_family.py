@@ -21,7 +21,7 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import ParallelConfig
-from orca_jax.errors import ConfigError, UnsupportedModel
+from orca_jax.errors import BadModelConfig, ConfigError, UnsupportedModel
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.family import Family
@@ -268,6 +268,15 @@ def test_orca_json_describes_it(directory: Path, tmp_path: Path) -> None:
     assert loaded.config == model
     convert_checkpoint(tmp_path / "orbax", tmp_path / "back")
     assert read_config(tmp_path / "back") == model
+    described = config_to_json(model)
+    described["layers"][1]["feed_forward"]["gated"] = True
+    write_json(tmp_path / "orbax" / "orca.json", {"model": described})
+    with pytest.raises(BadModelConfig, match=r"orca\.json: model: gated is true.*not supported"):
+        load_checkpoint(tmp_path / "orbax", dtype=np.float32)
+    del described["layers"][1]["attention"]
+    write_json(tmp_path / "orbax" / "orca.json", {"model": described})
+    with pytest.raises(BadModelConfig, match=r"model\.layers\[1\]\.attention: expected an object"):
+        load_checkpoint(tmp_path / "orbax", dtype=np.float32)
 
 
 def test_it_is_known_as_long_as_it_is_registered(directory: Path) -> None:

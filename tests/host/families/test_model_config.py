@@ -38,6 +38,7 @@ MODEL = ModelConfig(
 )
 
 
+UNKNOWN: Any = "swish"
 SIZES: dict[str, Any] = {
     "vocab_size": 10,
     "n_positions": 8,
@@ -56,10 +57,7 @@ SIZES: dict[str, Any] = {
         (lambda: Attention(n_heads=True, n_kv_heads=1, head_size=8), "n_heads is True"),
         (lambda: FeedForward(size=8, gated=True), "gated feed-forward layer is not supported"),
         (lambda: FeedForward(size=1 << 21), "ffn_size is 2097152"),
-        (
-            lambda: FeedForward(size=8, activation="swish"),
-            "activation is 'swish'.*relu, silu",
-        ),  # pyright: ignore[reportArgumentType]
+        (lambda: FeedForward(size=8, activation=UNKNOWN), "activation is 'swish'.*relu, silu"),
         (lambda: Norm(kind="rms_norm_plus_one"), "rms_norm_plus_one.*layer_norm, rms_norm"),  # pyright: ignore[reportArgumentType]
         (lambda: Norm(eps=0.0), "norm_eps is 0.0"),
         (lambda: replace(LAYER, residual="parallel"), "residual is 'parallel'.*pre, post"),

@@ -1,17 +1,19 @@
-"""The table of weights against numbers that were worked out by hand, option by option."""
+"""The table of weights against numbers that were worked out by hand, and against docs/checkpoints.md."""
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_table, stage_parameters
+from orca_jax.families.parameters import in_layers, parameter_table, stage_parameters
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import shared_vocabulary, stage_weight_bytes
+from tests.places import ROOT
 
 # Elements; and bytes in bfloat16 of each device: of one stage, of two, and of two on two devices each.
 PRESET_WEIGHTS: dict[str, tuple[int, list[int], list[int], list[int]]] = {
@@ -114,3 +116,23 @@ def test_stages_have_every_weight_once_but_for_a_tied_embedding(options: Any) ->
     assert {name for stage in stages for name in stage} == set(table)
     twice = [name for name in table if sum(name in stage for stage in stages) > 1]
     assert twice == (["token_embedding"] if model.embedding.tied else [])
+
+
+def test_the_documented_shapes_are_those_of_the_table() -> None:
+    model = small(True, 0, False, True)
+    sizes = {"V": 51, "P": 48, "H": 16, "F": 32, "3": 3, "`position_offset`": 2}
+    documented: dict[str, tuple[int, ...]] = {}
+    for names, shapes in re.findall(
+        r"^\| (`[^|]*) \| (\[[^|]*) \|$", (ROOT / "docs" / "checkpoints.md").read_text(), re.MULTILINE
+    ):
+        listed = re.findall(r"`([a-z_{}.]+)`", names)
+        axes = re.findall(r"\[([^\]]*)\]", shapes)
+        stem = ""
+        for i, name in enumerate(listed):
+            stem = name.rpartition(".")[0] if not name.startswith(".") else stem
+            shape = axes[min(i, len(axes) - 1)].split(", ")
+            documented[stem + name if name.startswith(".") else name] = tuple(
+                sum(sizes[term] for term in axis.split(" + ")) for axis in shape
+            )
+    shapes = {name: parameter.shape for name, parameter in parameter_table(model).items()}
+    assert documented == {in_layers(name)[0]: shape for name, shape in shapes.items()}
