@@ -1,10 +1,10 @@
-"""What a logger said, for a test to read."""
+"""Captures a logger's lines for tests."""
 
 import logging
 
 
 class Lines(logging.Handler):
-    """Keeps each line in `lines`, instead of stderr."""
+    """A handler that stores each line in `lines` instead of writing to stderr."""
 
     def __init__(self) -> None:
         super().__init__()

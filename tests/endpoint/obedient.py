@@ -1,4 +1,4 @@
-"""An engine's tokens that keep what a request forbids, as a device's do."""
+"""Tokens of a simulated engine that obey a request's constraints, as a device's do."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from orca_jax.request.request import Request
 
 
 def obedient(token: Callable[[Request, int], int], vocab_size: int) -> Callable[[Request, int], int]:
-    """`token` where the request allows it, else the first token that it allows."""
+    """`token` if the request allows it, else the first allowed token."""
 
     def choose(request: Request, index: int) -> int:
         wanted, constraint = token(request, index), request.constraint

@@ -1,4 +1,4 @@
-"""OpenAI's own client in front of a server of the harness."""
+"""OpenAI's own client for a harness server."""
 
 from openai import AsyncOpenAI, OpenAI
 
@@ -8,7 +8,7 @@ from tests.host.engines import SOON
 
 
 def client_of(server: Server) -> OpenAI:
-    """To be left by `with`; it never tries twice."""
+    """A client as a context manager, without retries."""
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=SOON)
 
 
@@ -17,11 +17,11 @@ def async_client_of(server: Server) -> AsyncOpenAI:
 
 
 def by_seed(request: Request, index: int) -> int:
-    """An engine's tokens: letters from one on that prompt and seed choose."""
+    """An engine's tokens: consecutive letters, starting with one determined by prompt and seed."""
     return ord("a") + (sum(request.prompt_ids) + request.seed + index) % 26
 
 
 def letters_by_seed(prompt: bytes, seed: int, n: int) -> str:
-    """The text of the first `n` of them."""
+    """The text of the first `n` tokens."""
     start = (sum(prompt) + seed) % 26
     return ("abcdefghijklmnopqrstuvwxyz" * (n // 26 + 2))[start : start + n]

@@ -1,4 +1,4 @@
-"""A client of gRPC's Generate, and what it makes of a call."""
+"""A client for Generate over gRPC."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from tests.host.engines import SOON
 
 @dataclass(frozen=True)
 class Answer:
-    """All messages of a call that ended well, and its initial metadata."""
+    """All messages of a successful call, and its initial metadata."""
 
     messages: list[pb.GenerateResponse]
     metadata: dict[str, Any]
@@ -50,7 +50,7 @@ def answer(stub: GenerationStub, request: pb.GenerateRequest) -> Answer:
 
 
 def refusal(stub: GenerationStub, request: pb.GenerateRequest, **options: Any) -> Any:
-    """The error that a call ends with; `code()`, `details()` and `trailing_metadata()` tell about it."""
+    """The error with which a call ends; see its `code()`, `details()` and `trailing_metadata()`."""
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(request, **{"timeout": SOON, **options}))
     return caught.value

@@ -1,4 +1,4 @@
-"""Short requests among long ones, over HTTP: what the timeline must say of them, whatever the engine."""
+"""Short requests among long ones over HTTP, and what the timeline must show with any engine."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from tests.host.engines import SOON
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """`n_long` clients, each with requests of `long` tokens in turn; `n_short` of `short` meanwhile."""
+    """`n_long` clients that send requests of `long` tokens in sequence, and `n_short` requests of `short`."""
 
     n_long: int
     long: int
@@ -21,9 +21,9 @@ class Traffic:
 
 
 def check(url: str, model: str, timeline: Timeline, traffic: Traffic) -> None:
-    """Send them, and hold the timeline to ORCA's promise (3.1): a new request waits for one iteration.
+    """Send the traffic and check ORCA's promise (section 3.1): a new request waits for at most one iteration.
 
-    With overlap for one more: the next one was issued already.
+    With overlap it may wait for one more, because the next iteration has already been issued.
     """
     started = threading.Semaphore(0)
     enough = threading.Event()

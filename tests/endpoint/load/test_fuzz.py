@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI document, by schemathesis: none breaks it, none stays in it."""
+"""Schemathesis sends requests drawn from the server's OpenAPI document: none breaks it or leaks."""
 
 import json
 from collections import Counter
@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 from server.settings.config import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 
-CALL_SECONDS = 20.0  # what one call may take; without a device a whole test takes little more
+CALL_SECONDS = 20.0  # a limit per call; without a device a whole test takes little longer
 N_LEAST = 2_000
 CHECKS: list[CheckFunction] = [
     not_a_server_error,
@@ -44,7 +44,7 @@ TOKENS = ("/tokenize", "/detokenize")
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 
 generated = settings(
-    phases=[Phase.generate],  # a failure prints a curl command, which is short enough
+    phases=[Phase.generate],  # a failure prints a short curl command instead
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
@@ -52,7 +52,7 @@ generated = settings(
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """Leaving it waits until nothing is left in the pool, the gateway or on the loop."""
+    """A server; on exit it waits until nothing is left in the pool, the gateway or on the event loop."""
     options = EndpointOptions(
         port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20
     )
@@ -61,7 +61,7 @@ def server() -> Iterator[Server]:
 
 
 class Calls:
-    """Sends cases and checks their answers; counts both."""
+    """Sends cases, checks the responses, and counts both."""
 
     def __init__(self, server: Server) -> None:
         self.schema: BaseSchema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
@@ -90,7 +90,7 @@ class Calls:
         n: int,
         change: Callable[[Case], Case] = lambda case: case,
     ) -> None:
-        """Send `n` drawn cases, each as `change` makes it."""
+        """Send `n` drawn cases, each transformed by `change`."""
         cases = self.operation(path).as_strategy(generation_mode=mode).map(change)
 
         @settings(generated, max_examples=n)
@@ -101,7 +101,7 @@ class Calls:
         run()
 
     def cover(self) -> None:
-        """Send what covers every operation: each field's borders, and methods that are not there."""
+        """Send cases that cover every operation: each field's limits, and methods that do not exist."""
         for operation in self.operations:
             config = self.schema.config.generation_for(operation=operation)
             for case in self.schema.iter_coverage_cases(
@@ -111,7 +111,7 @@ class Calls:
 
 
 def runnable(prompt: Any) -> Any:
-    """A prompt of the same form that is not empty, too long, or out of the vocabulary."""
+    """A prompt of the same type that is neither empty nor too long nor out of the vocabulary."""
     if isinstance(prompt, list):
         return [runnable(each) for each in prompt[:5]] or [1]
     return prompt or "a" if isinstance(prompt, str) else int(abs(prompt)) % 256
@@ -131,7 +131,7 @@ GRAMMARS: dict[str, list[Any]] = {
 
 
 def only_one_grammar(body: dict[str, Any]) -> None:
-    """In place of those drawn, which are none; beside it nothing that says which tokens there may be."""
+    """Replace drawn grammars, which are invalid, by a valid one, and drop conflicting token constraints."""
     asked = [name for name in GRAMMARS if body.get(name) is not None]
     for name in asked[1:]:
         del body[name]
@@ -142,7 +142,7 @@ def only_one_grammar(body: dict[str, Any]) -> None:
 
 
 def asking_for_little(document: dict[str, Any]) -> Callable[[Case], Case]:
-    """Makes a generating request one that can run: without fields that are not built, and not too long."""
+    """Make a generation request valid: without unsupported fields, and not too long."""
     not_built = {
         name
         for schema in document["components"]["schemas"].values()
@@ -189,14 +189,14 @@ def asking_for_little(document: dict[str, Any]) -> Callable[[Case], Case]:
     return change
 
 
-def test_requests_of_its_own_document(server: Server) -> None:
+def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
     calls = Calls(server)
     little = asking_for_little(requests.get(f"{server.url}/openapi.json", timeout=CALL_SECONDS).json())
     calls.cover()
     for path in GENERATING:
         calls.fuzz(path, POSITIVE, 100)
         calls.fuzz(path, NEGATIVE, 150)
-        calls.fuzz(path, POSITIVE, 300, little)  # of these most run
+        calls.fuzz(path, POSITIVE, 300, little)  # most of these run
     for path in TOKENS:
         calls.fuzz(path, POSITIVE, 200)
         calls.fuzz(path, NEGATIVE, 150)
@@ -208,14 +208,14 @@ def test_requests_of_its_own_document(server: Server) -> None:
     for path in GENERATING:
         assert calls.answers[path, 200] >= 100, "too few requests got as far as the engine"
     until(server.at_rest, "rest")
-    counted = 1 + calls.n  # with the document itself
+    counted = 1 + calls.n  # plus the document itself
     assert counted <= n_answered(server) <= counted + 10
     answer = requests.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=CALL_SECONDS)
     assert answer.json()["usage"]["completion_tokens"] == 16
 
 
 def n_answered(server: Server) -> int:
-    """HTTP requests, as the server counts them."""
+    """The number of HTTP requests answered, from the server's metrics."""
     text = requests.get(f"{server.url}/metrics", timeout=CALL_SECONDS).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     samples = families["orca_http_requests"].samples
@@ -240,12 +240,12 @@ JSON_VALUES = st.recursive(
 
 
 def as_bytes(value: Any) -> bytes:
-    """JSON as Python writes it: with NaN, infinities and lone surrogates."""
+    """JSON as Python writes it, with NaN, infinities and lone surrogates."""
     return json.dumps(value).encode("ascii")
 
 
 @pytest.mark.parametrize("path", [*GENERATING, *TOKENS])
-def test_whatever_a_body_is(server: Server, path: str) -> None:
+def test_any_body(server: Server, path: str) -> None:
     @settings(generated, max_examples=100)
     @given(body=st.binary(max_size=60) | JSON_VALUES.map(as_bytes))
     def run(body: bytes) -> None:

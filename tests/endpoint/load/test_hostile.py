@@ -1,4 +1,4 @@
-"""The hostile benchmark's own parts: attacks that end, neighbours who notice, and what is judged."""
+"""The parts of the hostile-client benchmark: attacks, neighbours that measure, and verdicts."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def address(server: Server) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_an_attack_ends_in_its_time_and_notes_what_it_was_told(server: Server, name: str) -> None:
+def test_an_attack_ends_in_time_and_records_the_responses(server: Server, name: str) -> None:
     start = time.monotonic()
     told = asyncio.run(attack(Order(name, address(server), server.grpc_address, seconds=0.5)))
     assert time.monotonic() - start < 8
@@ -41,13 +41,13 @@ def test_an_attack_ends_in_its_time_and_notes_what_it_was_told(server: Server, n
     until(server.at_rest, "rest")
 
 
-def test_each_attack_says_what_it_does() -> None:
+def test_each_attack_has_a_description() -> None:
     assert len(ATTACKS) >= 25
     assert all(one.__doc__ for one in ATTACKS.values())
 
 
 def waits_until(clients: OtherProcess, enough: Callable[[Waits], bool]) -> Waits:
-    """All that the neighbours saw until it is `enough`."""
+    """The neighbours' observations, once they are `enough`."""
     seen: Waits = clients.ask(None)
 
     def look() -> bool:
@@ -60,12 +60,12 @@ def waits_until(clients: OtherProcess, enough: Callable[[Waits], bool]) -> Waits
 
 
 def settled(clients: OtherProcess, server: Server) -> None:
-    """Let them connect, and forget what that took."""
+    """Let the neighbours connect, and discard the observations of that time."""
     clients.ask(address(server))
     waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS)
 
 
-def test_neighbours_notice_a_held_loop_and_nothing_else() -> None:
+def test_neighbours_notice_only_a_blocked_loop() -> None:
     with serving(seconds=0.002) as server, OtherProcess(neighbours) as clients:
         settled(clients, server)
         quiet = waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS and waits.n_probes >= 10)
@@ -77,7 +77,7 @@ def test_neighbours_notice_a_held_loop_and_nothing_else() -> None:
         assert 0.8 * HELD_SECONDS <= wait < HELD_SECONDS + 1.0
 
 
-def test_neighbours_notice_a_wait_that_is_not_over() -> None:
+def test_neighbours_notice_an_unfinished_wait() -> None:
     over = threading.Event()
     with serving(seconds=0.002) as server, OtherProcess(neighbours) as clients:
         settled(clients, server)
@@ -89,7 +89,7 @@ def test_neighbours_notice_a_wait_that_is_not_over() -> None:
 
 
 def holds(connection: Connection) -> None:
-    """Answers a number of bytes by holding that much memory and a file more."""
+    """A process that, for each number it reads, holds that many more bytes and one more open file."""
     held: list[object] = []
     with suppress(EOFError):
         while True:
@@ -97,8 +97,8 @@ def holds(connection: Connection) -> None:
             connection.send(None)
 
 
-def test_a_footprint_sees_memory_and_files() -> None:
-    # Not this process, which other tests' servers left memory in, to be given back whenever they like.
+def test_a_footprint_measures_memory_and_open_files() -> None:
+    # Not this process: other tests' servers left memory in it that may be freed at any time.
     with OtherProcess(holds) as other:
         other.ask(0)  # it has started
         with Watched(other.pid) as watched:
@@ -107,14 +107,14 @@ def test_a_footprint_sees_memory_and_files() -> None:
             until(lambda: watched.most.files > watched.before.files, "the file")
 
 
-def test_the_message_of_an_answer() -> None:
+def test_the_message_of_a_response() -> None:
     head = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n\r\n"
     assert message_of(head + b'{"error":{"message":"no","type":"x"}}') == "no"
     assert message_of(head + b"no JSON") == "no JSON"
     assert message_of(b"HTTP/1.1 400") == ""
 
 
-# What is judged.
+# Verdicts
 
 WAITS = Waits(0.02, 0.1, 0.01, 50, 100, 0, ())
 SIZE = Footprint(500 << 20, 20, 30)
@@ -146,13 +146,13 @@ def told(what: str) -> Told:
         (one(told("INTERNAL")), "INTERNAL was told"),
     ],
 )
-def test_what_must_not_be_is_said(cost: Cost, said: str) -> None:
+def test_a_violation_is_reported(cost: Cost, said: str) -> None:
     (failure,) = reported(cost).failures()
     assert failure.startswith("bad: ") and said in failure
     assert summary(reported(cost))["passed"] is False
 
 
-def test_what_may_be_is_not() -> None:
+def test_allowed_behaviour_is_not_reported() -> None:
     costs = [one(between=0.26, first=9.0, health=0.25), one(told("503")), one(told("400"))]
     report = reported(*costs, rounds=[SIZE] * 10)
     assert report.failures() == []
@@ -160,7 +160,7 @@ def test_what_may_be_is_not() -> None:
     assert attack_table(report).row_count == 4 and round_table(report).row_count == 10
 
 
-def test_growth_over_the_rounds_is_said_and_a_level_is_not() -> None:
+def test_growth_over_rounds_is_reported_but_a_constant_level_is_not() -> None:
     growing = [replace(SIZE, rss=SIZE.rss + (i * 30 << 20)) for i in range(10)]
     (failure,) = reported(rounds=growing).failures()
     assert "memory grew" in failure

@@ -1,4 +1,4 @@
-"""Bodies as the usual load generators write them: answered unchanged, with every default spelled out."""
+"""Requests as common load generators write them, with every default spelled out, work unchanged."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -69,7 +69,7 @@ def http() -> Iterator[httpx2.Client]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_load_generators_are_answered(http: httpx2.Client, name: str) -> None:
+def test_requests_of_load_generators_work(http: httpx2.Client, name: str) -> None:
     body = BODIES[name]
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer = http.post(path, json=body)
@@ -79,6 +79,6 @@ def test_load_generators_are_answered(http: httpx2.Client, name: str) -> None:
 
 
 @pytest.mark.parametrize("n, best_of, status", [(3, 3, 200), (3, 1, 200), (3, 4, 400), (1, 2, 400)])
-def test_the_best_of_n_is_all_of_them(http: httpx2.Client, n: int, best_of: int, status: int) -> None:
+def test_best_of_may_equal_n(http: httpx2.Client, n: int, best_of: int, status: int) -> None:
     body = {"prompt": "a", "max_tokens": 1, "n": n, "best_of": best_of}
     assert http.post("/v1/completions", json=body).status_code == status

@@ -1,4 +1,4 @@
-"""Request ids used again at random from many threads: each call gets its own tokens, and none is lost."""
+"""Request ids reused at random from many threads: each call gets exactly its own tokens."""
 
 from typing import Any
 
@@ -32,20 +32,20 @@ def right(outcomes: Outcomes, n_calls: int) -> None:
     assert outcomes.n.total() == n_calls
 
 
-def test_ids_used_again_over_grpc_from_32_threads() -> None:
+def test_ids_reused_over_grpc_from_32_threads() -> None:
     engine = SimulatedEngine(VirtualClock(), token=engine_token, n_workers=2)
     with serving(engine=engine) as server:
         outcomes = over_rpc(Share(server.grpc_address, N_OVER_GRPC, n_threads=32, seed=1))
         assert server.service.failure is None
         assert left_at_rest(lambda: left(server.service)) == ""
     right(outcomes, N_OVER_GRPC)
-    # All that may become of a call became of some.
+    # Each possible outcome of a call occurred.
     for what in ("read: OK", "read: ALREADY_EXISTS", "cancel: CANCELLED", "hang up: CANCELLED"):
         assert outcomes.n[what] >= 20, outcomes.n
     assert outcomes.n["Cancel: found"] >= 1, outcomes.n
 
 
-def test_ids_used_again_on_the_service_from_32_threads() -> None:
+def test_ids_reused_on_the_service_from_32_threads() -> None:
     with simulated_service() as service:
         outcomes = on_service(service, n_calls=N_DIRECT, seed=1)
         assert left_at_rest(lambda: left(service)) == ""
@@ -62,7 +62,7 @@ def test_ids_used_again_on_the_service_from_32_threads() -> None:
         assert outcomes.n[what] >= 100, outcomes.n
 
 
-def test_a_live_id_is_refused_and_a_free_one_is_taken_at_once() -> None:
+def test_a_live_id_is_rejected_and_a_free_one_accepted_at_once() -> None:
     with serving(seconds=0.005) as server, client(server) as stub:
         request = pb.GenerateRequest(
             request_id="mine",
@@ -71,19 +71,19 @@ def test_a_live_id_is_refused_and_a_free_one_is_taken_at_once() -> None:
         )
         for _ in range(10):
             first: Any = stub.Generate(request, timeout=SOON)
-            next(first)  # it lives
+            next(first)  # the request is live
             for _ in range(3):
                 error = refusal(stub, request)
                 assert error.code() is grpc.StatusCode.ALREADY_EXISTS
                 assert "mine" in error.details()
-            next(first)  # and those refused have not ended it
+            next(first)  # and the rejected calls have not ended it
             assert stub.Cancel(pb.CancelRequest(request_id="mine"), timeout=SOON).found
             with pytest.raises(grpc.RpcError) as caught:
                 list(first)
             assert caught.value.code() is grpc.StatusCode.CANCELLED  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# The checks notice what they are for.
+# The checks detect the errors they are for.
 
 
 def checked(token_ids: list[int], *, whole: bool) -> int:
@@ -92,7 +92,7 @@ def checked(token_ids: list[int], *, whole: bool) -> int:
     return outcomes.n_wrong
 
 
-def test_a_doubled_lost_or_foreign_token_is_noticed() -> None:
+def test_a_duplicate_lost_or_foreign_token_is_detected() -> None:
     tokens = [token_of(298, i) for i in range(4)]
     assert tokens == [298, 299, 0, 1]
     assert checked(tokens, whole=True) == 0
@@ -106,7 +106,7 @@ def test_a_doubled_lost_or_foreign_token_is_noticed() -> None:
 
 
 class _DoublingEngine(SimulatedEngine):
-    """Now and then a request gets a token again that it has."""
+    """An engine that sometimes delivers a token twice."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -114,14 +114,14 @@ class _DoublingEngine(SimulatedEngine):
         )
 
 
-def test_a_service_that_doubles_a_token_fails() -> None:
+def test_a_service_that_duplicates_a_token_fails() -> None:
     with serving(engine=_DoublingEngine()) as server:
         outcomes = over_rpc(Share(server.grpc_address, 500, n_threads=8, seed=2))
     assert MAX_TOKENS > 9 and outcomes.n_wrong > 0
     assert "came instead of" in outcomes.wrong[0]
 
 
-def test_what_is_left_is_said() -> None:
+def test_leftover_requests_are_reported() -> None:
     service: Orca = simulated_service()
     assert left(service) == ""
     with service:

@@ -1,4 +1,4 @@
-"""The access log: what a line says, what it never says, and which requests have one."""
+"""The access log: the contents of a line, what it never contains, and which requests are logged."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def logging_server(style: access_log.AccessLog, **options: Any) -> Iterator[Serv
         yield server
 
 
-def test_a_line_of_json(lines: list[str]) -> None:
+def test_a_json_line(lines: list[str]) -> None:
     keys = ApiKeys(["secret-key"])
     body = {"prompt": "private words", "max_tokens": 3, "user": "someone"}
     with logging_server("json", keys=keys) as server, connected(server) as client:
@@ -69,7 +69,7 @@ def test_a_line_of_json(lines: list[str]) -> None:
     assert not re.search("private|secret|hidden", lines[0])
 
 
-def test_a_line_of_text(lines: list[str]) -> None:
+def test_a_text_line(lines: list[str]) -> None:
     with logging_server("text") as server, connected(server) as client:
         client.get("/version", headers={"X-Request-Id": 'say"hi"'})
         until(lambda: len(lines) == 1, "the line")
@@ -124,7 +124,7 @@ def test_off_is_off(lines: list[str]) -> None:
     assert lines == []
 
 
-def test_configuring_twice_makes_no_second_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_configuring_twice_does_not_duplicate_lines(capfd: pytest.CaptureFixture[str]) -> None:
     access_log.configure_access_log("text")
     access_log.configure_access_log("json")
     try:

@@ -1,4 +1,4 @@
-"""Histograms that are filled by the iteration, against the Prometheus library's own."""
+"""Histograms filled once per iteration, compared with the Prometheus library's own."""
 
 import math
 
@@ -14,7 +14,7 @@ VALUES = st.floats(0, 100) | st.sampled_from(BOUNDS) | st.just(0.0)
 
 
 @given(st.lists(st.lists(VALUES, max_size=80), max_size=6))
-def test_a_histogram_is_that_of_the_library(chunks: list[list[float]]) -> None:
+def test_a_histogram_equals_that_of_the_library(chunks: list[list[float]]) -> None:
     registry = prometheus_client.CollectorRegistry()
     theirs = prometheus_client.Histogram("x", "x", buckets=BOUNDS, registry=registry)
     ours = Histogram(BOUNDS)
@@ -31,7 +31,7 @@ def test_a_histogram_is_that_of_the_library(chunks: list[list[float]]) -> None:
     assert total == pytest.approx(registry.get_sample_value("x_sum"))
 
 
-def test_one_value_at_a_time_and_all_at_once_are_the_same() -> None:
+def test_observing_values_singly_or_together_is_the_same() -> None:
     values = [i * 0.03 for i in range(500)]
     one_by_one, at_once = Histogram(BOUNDS), Histogram(BOUNDS)
     for value in values:

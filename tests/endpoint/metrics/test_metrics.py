@@ -1,4 +1,4 @@
-"""What `/metrics` shows, against requests whose every time and token is worked out by hand."""
+"""`/metrics`, for requests whose times and tokens are worked out by hand."""
 
 import asyncio
 import math
@@ -94,7 +94,7 @@ def observed(
     clock: Callable[[], float] = time.monotonic,
     restarts: RestartBound | None = None,
 ) -> tuple[Orca, Metrics]:
-    """A service that is not started, and metrics that are attached to it."""
+    """A service that is not started, with metrics attached."""
     kv = KVManager(
         n_blocks=config.n_blocks,
         block_size=config.block_size,
@@ -110,13 +110,13 @@ def observed(
 
 
 def families(metrics: Metrics) -> dict[str, str]:
-    """Names and types of all that is exposed."""
+    """Names and types of all metrics."""
     text = metrics.render().decode()
     return {family.name: family.type for family in text_string_to_metric_families(text)}
 
 
 def scrape(metrics: Metrics) -> Scrape:
-    """Every sample, as Prometheus' own parser reads it."""
+    """Every sample, as Prometheus's own parser reads it."""
     samples: Scrape = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -131,7 +131,7 @@ def of_engine(samples: Scrape, name: str, **labels: str) -> float:
 
 
 def histogram(samples: Scrape, name: str) -> dict[float, float]:
-    """Cumulative counts by upper bound; checks what holds of every histogram."""
+    """Cumulative counts by upper bound, after checking the invariants of every histogram."""
     found: dict[float, float] = {}
     for (sample, labels), value in samples.items():
         if sample == f"orca_{name}_bucket":
@@ -145,7 +145,7 @@ def histogram(samples: Scrape, name: str) -> dict[float, float]:
 
 
 def totals(samples: Scrape, name: str) -> tuple[float, float]:
-    """Count and sum."""
+    """A histogram's count and sum."""
     return histogram(samples, name)[math.inf], of_engine(samples, f"{name}_sum")
 
 
@@ -162,15 +162,15 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def gated() -> Iterator[GatedEngine]:
     engine = GatedEngine()
     yield engine
-    engine.let(1000)  # whatever the test did, the thread ends
+    engine.let(1000)  # whatever the test does, the thread must end
 
 
-# The engine's figures
+# Engine metrics
 
 
 def test_every_time_and_token_of_four_requests() -> None:
-    # Iterations take a second each. A runs from 0 to 4. B, C and D come at 0.5; there are three rows, so D
-    # waits until its time is out. C is cancelled while its second iteration runs.
+    # Iterations take a second each. A runs from 0 to 4. B, C and D arrive at 0.5; there are three rows, so D
+    # waits until it times out. C is cancelled during its second iteration.
     engine = simulated()
     clock = engine.clock
     config = ServingConfig(max_batch_size=3, n_slots=256, max_batch_tokens=64, block_size=8, overlap=False)
@@ -196,7 +196,7 @@ def test_every_time_and_token_of_four_requests() -> None:
     ended = {"stop": 0, "length": 2, "cancelled": 1, "timeout": 1, "error": 0}
     for reason, count in ended.items():
         assert of_engine(samples, "request_success_total", finished_reason=reason) == count
-    assert of_engine(samples, "prompt_tokens_total") == 3 + 5 + 2  # D was never processed
+    assert of_engine(samples, "prompt_tokens_total") == 3 + 5 + 2  # D never ran
     assert of_engine(samples, "generation_tokens_total") == 4 + 2 + 1
 
     first = histogram(samples, "time_to_first_token_seconds")  # A 1.0, B and C 1.5
@@ -220,7 +220,7 @@ def test_every_time_and_token_of_four_requests() -> None:
     assert totals(samples, "iteration_seconds") == (4, 4.0)
 
 
-def test_how_it_stands_now(gated: GatedEngine) -> None:
+def test_gauges_show_the_current_state(gated: GatedEngine) -> None:
     config = ServingConfig(max_batch_size=1, n_slots=256, max_batch_tokens=64, block_size=8)
     service, metrics = observed(gated, config=config)
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -233,9 +233,9 @@ def test_how_it_stands_now(gated: GatedEngine) -> None:
     with service:
         assert now() == [0, 0, 0, 256, 0, 0]
         a = service.submit([5] * 3, SamplingParams(max_tokens=9))  # 12 tokens: two blocks of 8
-        b = service.submit([5] * 3, SamplingParams(max_tokens=2))  # one at a time: it waits
+        b = service.submit([5] * 3, SamplingParams(max_tokens=2))  # one at a time, so it waits
         assert gated.waited_for.wait(SOON)
-        assert now() == [1, 1, 2 / 32, 256, 16, 0]  # the prompt is on its way into the cache
+        assert now() == [1, 1, 2 / 32, 256, 16, 0]  # the prompt is being written to the cache
         for n_outputs in (1, 2):
             gated.waited_for.clear()
             gated.let(1)
@@ -248,7 +248,7 @@ def test_how_it_stands_now(gated: GatedEngine) -> None:
         assert now() == [0, 0, 0, 256, 0, 0]
 
 
-def test_a_stop_and_a_failure_have_their_reasons() -> None:
+def test_stopped_and_failed_requests_are_counted_by_reason() -> None:
     service, metrics = observed(simulated(lambda _, index: EOS if index == 2 else 7))
     with service:
         service.submit([5], SamplingParams(max_tokens=9)).result(SOON)
@@ -271,8 +271,8 @@ def test_requests_of_a_failed_engine_are_counted(gated: GatedEngine) -> None:
     assert totals(samples, "e2e_request_latency_seconds") == (0, 0)
 
 
-def test_requests_that_tell_nothing_of_their_engine(gated: GatedEngine) -> None:
-    """Ends without a token, before and during the first iteration, count as ends and as nothing else."""
+def test_requests_that_end_before_their_first_token(gated: GatedEngine) -> None:
+    """Requests that end before their first token count only as ended requests."""
     service, metrics = observed(gated)
     with service:
         generation = service.submit([5], SamplingParams(max_tokens=9))
@@ -287,7 +287,7 @@ def test_requests_that_tell_nothing_of_their_engine(gated: GatedEngine) -> None:
     assert of_engine(samples, "iterations_total") == 1
 
 
-def test_a_scrape_under_load_is_of_one_moment() -> None:
+def test_a_scrape_under_load_is_consistent() -> None:
     service, metrics = observed(simulated())
     done = threading.Event()
 
@@ -340,19 +340,19 @@ def ends(samples: Scrape) -> float:
     )
 
 
-# Workers in processes of their own
+# Worker processes
 
 
 @dataclass
 class StandIn:
-    """Workers that run nowhere."""
+    """A stand-in for workers."""
 
     counters: RemoteCounters = field(default_factory=RemoteCounters)
     stages: list[StageCounters] = field(default_factory=lambda: [StageCounters() for _ in range(3)])
 
 
 class RemoteStandIn(FragileEngine):
-    """An engine with such workers."""
+    """An engine with stand-in workers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,11 +360,11 @@ class RemoteStandIn(FragileEngine):
 
 
 def as_workers(workers: RemoteWorkers) -> Workers:
-    """That the real ones have what is asked for: the type checker's test."""
+    """For the type checker: the real workers have the attributes that the metrics need."""
     return workers
 
 
-def test_losses_and_recoveries_by_the_clock() -> None:
+def test_losses_and_recoveries_are_counted_and_timed() -> None:
     now = 100.0
     engine = RemoteStandIn()
     service, metrics = observed(engine, clock=lambda: now, restarts=RestartBound(restarts=2))
@@ -401,7 +401,7 @@ def test_losses_and_recoveries_by_the_clock() -> None:
     assert seen() == ([3, 1, 3.0, 2.0], [0, 1, 1])
 
 
-def test_what_the_control_plane_and_the_stages_count() -> None:
+def test_control_plane_and_stage_counters() -> None:
     engine = RemoteStandIn()
     _, metrics = observed(engine)
     engine.workers.counters = RemoteCounters(stale=1, duplicates=2, rubbish=3, message_bytes=400, messages=5)
@@ -421,7 +421,7 @@ def test_what_the_control_plane_and_the_stages_count() -> None:
             assert of_engine(samples, f"{name}_total", stage=stage) == count
 
 
-def test_an_engine_has_the_figures_of_the_workers_it_has() -> None:
+def test_worker_metrics_depend_on_the_engines_workers() -> None:
     for engine, expected in (
         (simulated(), ENGINE),
         (FragileEngine(), ENGINE | RECOVERABLE),
@@ -437,7 +437,7 @@ def test_an_engine_has_the_figures_of_the_workers_it_has() -> None:
 # Names
 
 
-def test_the_names_and_types_of_everything() -> None:
+def test_the_names_and_types_of_all_metrics() -> None:
     service, metrics = observed(simulated())
     metrics.http_request("/health", "GET", 200)
     metrics.grpc_request("Generate", "OK")
@@ -455,7 +455,7 @@ def test_the_names_and_types_of_everything() -> None:
     service.close()
 
 
-def test_before_a_model_is_there_only_the_server_shows() -> None:
+def test_before_the_model_is_loaded_there_are_only_server_metrics() -> None:
     _, metrics = asyncio.run(_metrics())
     found = families(metrics)
     assert SERVER.keys() <= found.keys()
@@ -466,14 +466,14 @@ def test_the_content_type_is_that_of_the_text_format() -> None:
     assert Metrics.content_type == "text/plain; version=0.0.4; charset=utf-8"
 
 
-# The server's figures
+# Server metrics
 
 
 def test_requests_are_counted_by_route_and_status() -> None:
     _, metrics = asyncio.run(_metrics())
     for status in (200, 200, 400):
         metrics.http_request("/v1/completions", "POST", status)
-    metrics.http_request("/health", "BREW", 405)  # whatever clients send, the labels are few
+    metrics.http_request("/health", "BREW", 405)  # whatever clients send, the number of labels is bounded
     metrics.http_request("/health", "PROPFIND", 405)
     metrics.grpc_request("Generate", "CANCELLED")
     samples = scrape(metrics)
@@ -489,7 +489,7 @@ def test_requests_are_counted_by_route_and_status() -> None:
     assert samples["orca_grpc_requests_total", labels] == 1
 
 
-def test_the_phases_of_a_life_and_the_version(gated: GatedEngine) -> None:
+def test_the_phases_of_a_server_and_its_version(gated: GatedEngine) -> None:
     service, _ = observed(gated)
     model = ServedModel(name="test", service=service, config=MODEL, serving=CONFIG)
 
@@ -526,7 +526,7 @@ def test_the_phases_of_a_life_and_the_version(gated: GatedEngine) -> None:
     assert found == [{name: float(name == current) for name in names} for current in names]
 
 
-def test_tasks_of_the_loop_are_counted() -> None:
+def test_tasks_on_the_event_loop_are_counted() -> None:
     async def count() -> tuple[float, float]:
         _, metrics = await _metrics()
         alone = scrape(metrics)["orca_asyncio_tasks", frozenset()]

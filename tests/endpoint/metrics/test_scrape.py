@@ -1,4 +1,4 @@
-"""Scrapes of `/metrics`, which need no key: rendered beside the event loop, one at a time."""
+"""Scrapes of `/metrics`, which need no key: rendered off the event loop, one at a time."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from tests.host.engines import SOON
 
 
 class Rendering:
-    """In place of the real one: waits until it is let, and counts."""
+    """A stand-in for the real rendering that waits for the test and counts calls."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -28,7 +28,7 @@ class Rendering:
         return b"rendering %d" % self.n
 
 
-def test_scrapes_at_once_share_one_rendering_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_scrapes_share_one_rendering_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     rendering = Rendering()
     monkeypatch.setattr(server_metrics, "generate_latest", rendering)
 
@@ -37,8 +37,8 @@ def test_scrapes_at_once_share_one_rendering_beside_the_loop(monkeypatch: pytest
         first = asyncio.create_task(metrics.scrape())
         await asyncio.sleep(0)
         others = [asyncio.create_task(metrics.scrape()) for _ in range(7)]
-        await asyncio.sleep(0)  # the loop goes on, or this would not return
-        first.cancel()  # the client that began it is gone; the others are not
+        await asyncio.sleep(0)  # this returns only if the event loop is not blocked
+        first.cancel()  # the client that started it has gone; the others have not
         await asyncio.sleep(0)
         rendering.let.set()
         async with asyncio.timeout(SOON):
@@ -53,7 +53,7 @@ def test_scrapes_at_once_share_one_rendering_beside_the_loop(monkeypatch: pytest
     assert threading.get_ident() not in rendering.threads
 
 
-def test_what_only_the_loop_knows_is_in_a_scrape() -> None:
+def test_a_scrape_has_the_state_of_the_event_loop() -> None:
     async def run() -> tuple[bytes, bytes]:
         gateway = Gateway()
         metrics = Metrics(gateway)

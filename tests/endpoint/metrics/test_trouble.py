@@ -1,4 +1,4 @@
-"""What clients, probes, dashboards and the log see of a worker that is lost, and of its return."""
+"""How a lost worker and its recovery appear to clients, probes, dashboards and the log."""
 
 import json
 import logging
@@ -40,7 +40,7 @@ FINAL = (
 
 
 class Clock:
-    """Stands still unless a test moves it."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -53,7 +53,7 @@ class Clock:
 def serving(
     engine: FragileEngine, *, restarts: int = 5, clock: Clock | None = None, ready: bool = True
 ) -> Iterator[Server]:
-    """A server whose engine continues "a" as "abcdef", an iteration each time the test lets one return."""
+    """A server whose engine continues "a" as "abcdef"; the test releases each iteration."""
     kv = KVManager(
         n_blocks=CONFIG.n_blocks,
         block_size=CONFIG.block_size,
@@ -77,7 +77,7 @@ def serving(
 
 
 def lose(engine: FragileEngine, server: Server) -> None:
-    """Lose a worker in the iteration that is out, and wait until that is known."""
+    """Lose a worker during the current iteration, and wait until the service has noticed."""
     assert engine.waited_for.wait(SOON)
     engine.error = LOST
     engine.let(1)
@@ -91,7 +91,7 @@ def bring_up(engine: FragileEngine, server: Server) -> None:
 
 
 def text_of(events: list[str]) -> str:
-    """The text of a stream's events."""
+    """The concatenated text of a stream's events."""
     chunks = [json.loads(event) for event in events if event != "[DONE]"]
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
@@ -101,7 +101,7 @@ def events_of(stream: httpx2.Response) -> Iterator[str]:
 
 
 def refusal(channel: grpc.Channel) -> tuple[grpc.StatusCode, str]:
-    """How a call of Generate ends that does not end well."""
+    """The error with which a call of Generate ends."""
     request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=6))
     with pytest.raises(grpc.RpcError) as caught:
         list(GenerationStub(channel).Generate(request, timeout=SOON))
@@ -112,7 +112,7 @@ def refusal(channel: grpc.Channel) -> tuple[grpc.StatusCode, str]:
 @contextmanager
 def log() -> Iterator[list[str]]:
     handler = Lines()
-    handler.setLevel(logging.WARNING)  # as is shown without a setting
+    handler.setLevel(logging.WARNING)  # as shown by Python's default logging
     LOGGER.addHandler(handler)
     try:
         yield handler.lines
@@ -120,7 +120,7 @@ def log() -> Iterator[list[str]]:
         LOGGER.removeHandler(handler)
 
 
-def test_ready_says_which_stage_is_lost_until_it_is_back() -> None:
+def test_ready_names_the_lost_stage_until_it_recovers() -> None:
     engine = FragileEngine()
     with serving(engine) as server, connected(server) as client, ThreadPoolExecutor(1) as threads:
         assert client.get("/ready").json() == {"status": "ready"}
@@ -138,7 +138,7 @@ def test_ready_says_which_stage_is_lost_until_it_is_back() -> None:
         assert answer.result(SOON).json()["choices"][0]["text"] == "abcdef"
 
 
-def test_a_worker_that_is_lost_while_nothing_runs_is_told_too() -> None:
+def test_a_worker_lost_while_idle_is_reported_too() -> None:
     engine = FragileEngine()
     engine.known_lost = WorkerLost(0, "its line broke: the peer left")
     with serving(engine) as server, connected(server) as client:
@@ -148,7 +148,7 @@ def test_a_worker_that_is_lost_while_nothing_runs_is_told_too() -> None:
         assert client.get("/ready").status_code == 200
 
 
-def test_a_stream_pauses_and_a_request_that_comes_meanwhile_waits() -> None:
+def test_a_stream_pauses_and_a_new_request_waits() -> None:
     engine = FragileEngine()
     with (
         serving(engine) as server,
@@ -174,7 +174,7 @@ def test_a_stream_pauses_and_a_request_that_comes_meanwhile_waits() -> None:
         assert response.json()["choices"][0]["text"] == "klmnop"
 
 
-def test_a_client_that_leaves_meanwhile_holds_nothing() -> None:
+def test_a_client_that_leaves_during_recovery_holds_nothing() -> None:
     engine = FragileEngine()
     with serving(engine) as server, connected(server) as client:
         with client.stream("POST", "/v1/completions", json=STREAM) as stream:
@@ -186,7 +186,7 @@ def test_a_client_that_leaves_meanwhile_holds_nothing() -> None:
         bring_up(engine, server)
 
 
-def test_which_phase_wins() -> None:
+def test_precedence_of_phases() -> None:
     engine = FragileEngine()
     engine.known_lost = LOST
     with serving(engine, ready=False) as server, connected(server) as client:
@@ -202,7 +202,7 @@ def test_which_phase_wins() -> None:
         assert response.json() == {"status": "draining", "reason": "the server is shutting down"}
 
 
-def test_past_the_bound_everybody_hears_the_cause() -> None:
+def test_after_too_many_losses_every_request_gets_the_cause() -> None:
     engine = FragileEngine()
     with (
         log() as lines,
@@ -246,7 +246,7 @@ def test_past_the_bound_everybody_hears_the_cause() -> None:
     assert lines == [closed], "and none that says that requests run again"
 
 
-def test_the_figures_follow() -> None:
+def test_metrics_follow_losses_and_recoveries() -> None:
     engine, clock = FragileEngine(), Clock()
     engine.known_lost = LOST
     with serving(engine, clock=clock) as server, connected(server) as client:
@@ -278,7 +278,7 @@ def test_the_figures_follow() -> None:
         assert 'orca_server_phase{phase="ready"} 1.0' in client.get("/metrics").text
 
 
-def test_grpc_health_follows_too() -> None:
+def test_grpc_health_follows_losses_and_recoveries() -> None:
     engine = FragileEngine()
     with serving(engine) as server, grpc.insecure_channel(server.grpc_address) as channel:
         stub: Any = HealthStub(channel)
@@ -299,7 +299,7 @@ def test_grpc_health_follows_too() -> None:
         watch.cancel()
 
 
-def test_the_log_has_a_line_for_the_loss_and_one_for_the_return() -> None:
+def test_the_log_has_one_line_for_the_loss_and_one_for_the_recovery() -> None:
     engine, clock = FragileEngine(), Clock()
     with log() as lines, serving(engine, clock=clock) as server, ThreadPoolExecutor(2) as threads:
         with connected(server) as one, connected(server) as two:
@@ -319,7 +319,7 @@ def test_the_log_has_a_line_for_the_loss_and_one_for_the_return() -> None:
     ]
 
 
-def test_every_line_is_one_line() -> None:
+def test_every_log_entry_is_a_single_line() -> None:
     with log() as lines:
         log_loss(WorkerLost(0, "no room\nfor\x1b[2J 7 é"), 1)
         log_loss(LOST, 0)
@@ -334,10 +334,10 @@ def test_every_line_is_one_line() -> None:
 
 
 class Panic(BaseException):
-    """As pyo3 raises one: no Exception."""
+    """Like a panic raised by pyo3: not an Exception."""
 
 
-def test_a_panic_on_the_scheduler_s_thread_is_told_within_a_second() -> None:
+def test_a_panic_on_the_scheduler_thread_is_logged_within_a_second() -> None:
     engine = FragileEngine()
     with serving(engine) as server, connected(server) as client, ThreadPoolExecutor(4) as threads:
         body = {"prompt": "a", "max_tokens": 4}

@@ -1,4 +1,4 @@
-"""Several choices of one call over gRPC: they come in together, leave in turn and end together."""
+"""Several choices of one gRPC call: submitted together, streamed interleaved and ended together."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from tests.host.engines import SOON, GatedEngine, PacedEngine, writing
 
 
 def seeded(request: Request, index: int) -> int:
-    """Tokens that tell whose they are: a choice of the seed 65 writes ABC..."""
+    """Tokens that identify their choice: one with seed 65 writes ABC..."""
     return (request.seed + index) % 256
 
 
@@ -66,7 +66,7 @@ def test_each_choice_has_its_own_seed_tokens_text_and_end() -> None:
             assert message.finish_reason == pb.FINISH_REASON_UNSPECIFIED and not message.HasField("usage")
 
 
-def test_seeds_are_drawn_for_each_and_give_the_same_again() -> None:
+def test_random_seeds_differ_and_reproduce_their_tokens() -> None:
     with serving(seeded) as server, client(server) as stub:
         choices = by_index(answer(stub, asking(n=8, max_tokens=4)).messages)
         seeds = [choices[i][0].seed for i in range(8)]
@@ -75,13 +75,13 @@ def test_seeds_are_drawn_for_each_and_give_the_same_again() -> None:
             assert answer(stub, asking(max_tokens=4, seed=seed)).token_ids == tokens(choices[i])
 
 
-def test_choices_come_as_they_are_made_each_iteration_one_token_of_each() -> None:
+def test_each_iteration_sends_one_token_of_each_choice() -> None:
     engine = GatedEngine(seeded)
     with serving(engine=engine) as server, client(server) as stub:
         call = stub.Generate(asking(n=3, seed=0, max_tokens=3), timeout=SOON)
         call.initial_metadata()
         until(lambda: len(server.service.pool) == 3, "all three")
-        engine.let(1)  # it may have begun with some of them
+        engine.let(1)  # some of them may have started
         have = [0, 0, 0]
         have[next(call).index] += 1
         for _ in range(10):
@@ -92,7 +92,7 @@ def test_choices_come_as_they_are_made_each_iteration_one_token_of_each() -> Non
         assert have == [3, 3, 3]
 
 
-def test_the_prompts_logprobs_are_made_and_told_once() -> None:
+def test_prompt_logprobs_are_computed_and_sent_once() -> None:
     asked: list[int | None] = []
 
     def listening(request: Request, index: int) -> int:
@@ -109,7 +109,7 @@ def test_the_prompts_logprobs_are_made_and_told_once() -> None:
     assert [one.token_id for one in having[0].prompt_logprobs] == [*b"BC"]
 
 
-def test_a_call_may_ask_for_so_many_choices_as_are_allowed_and_no_more() -> None:
+def test_the_number_of_choices_is_limited() -> None:
     options = EndpointOptions(port=0, grpc_port=0, access_log="off", max_choices=5)
     with serving(seeded, options=options) as server, client(server) as stub:
         assert len(by_index(answer(stub, asking(n=5, max_tokens=2)).messages)) == 5
@@ -119,7 +119,7 @@ def test_a_call_may_ask_for_so_many_choices_as_are_allowed_and_no_more() -> None
     assert error.details() == "n is 6; one request may ask for 5 choices"
 
 
-def test_all_are_taken_or_none() -> None:
+def test_all_choices_are_accepted_or_none() -> None:
     engine = GatedEngine(writing("ab"))
     config = ServingConfig(max_batch_size=1, n_slots=1024, max_batch_tokens=512, block_size=16, max_queue=3)
     with serving(engine=engine, config=config) as server, client(server) as stub:
@@ -156,10 +156,10 @@ def test_the_id_is_taken_until_all_choices_have_ended() -> None:
         assert tokens(by_index([*messages, *first])[1]) == [66, 67, 68, 69]
 
 
-# How they end early
+# Early ends
 
 
-def test_cancel_ends_all_and_gives_what_came_before() -> None:
+def test_cancel_ends_all_choices_after_their_output_so_far() -> None:
     engine = GatedEngine(seeded)
     with serving(engine=engine) as server, client(server) as stub:
         call = stub.Generate(asking(n=3, seed=65, max_tokens=100), timeout=SOON)
@@ -168,7 +168,7 @@ def test_cancel_ends_all_and_gives_what_came_before() -> None:
         engine.let(3)
         messages = [next(call) for _ in range(3)]
         assert stub.Cancel(pb.CancelRequest(request_id=request_id), timeout=SOON).found
-        engine.let(1)  # the iteration that was under way
+        engine.let(1)  # the iteration in progress
         with pytest.raises(grpc.RpcError) as caught:
             messages.extend(call)
         error = cast(Any, caught.value)
@@ -181,7 +181,7 @@ def test_cancel_ends_all_and_gives_what_came_before() -> None:
         assert not stub.Cancel(pb.CancelRequest(request_id=request_id), timeout=SOON).found
 
 
-def test_cancel_ends_the_others_when_choice_0_is_complete() -> None:
+def test_cancel_after_choice_0_is_complete_ends_the_others() -> None:
     def ending(request: Request, index: int) -> int:
         return END if request.seed == 0 else ord("a")
 
@@ -198,7 +198,7 @@ def test_cancel_ends_the_others_when_choice_0_is_complete() -> None:
         assert sorted(map(str, reasons(server))) == ["cancelled", "stop"]
 
 
-def test_a_client_that_cancels_or_leaves_ends_all() -> None:
+def test_a_client_that_cancels_or_disconnects_ends_all_choices() -> None:
     with serving(writing("ab"), seconds=0.005) as server:
         with client(server) as stub:
             call = stub.Generate(asking(n=4, max_tokens=500), timeout=SOON)
@@ -210,7 +210,7 @@ def test_a_client_that_cancels_or_leaves_ends_all() -> None:
         assert reasons(server) == [FinishReason.CANCELLED] * 8
 
 
-def test_the_deadline_ends_all_as_timed_out() -> None:
+def test_the_deadline_ends_all_choices_as_timed_out() -> None:
     with serving(writing("ab"), seconds=0.005) as server, client(server) as stub:
         error = refusal(stub, asking(n=3, max_tokens=500), timeout=0.3)
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -218,7 +218,7 @@ def test_the_deadline_ends_all_as_timed_out() -> None:
         assert reasons(server) == [FinishReason.TIMEOUT] * 3
 
 
-def test_the_servers_own_limit_ends_all() -> None:
+def test_the_servers_time_limit_ends_all_choices() -> None:
     options = EndpointOptions(port=0, grpc_port=0, access_log="off", request_timeout=0.2)
     with serving(writing("ab"), seconds=0.005, options=options) as server, client(server) as stub:
         error = refusal(stub, asking(n=3, max_tokens=500))
@@ -227,8 +227,8 @@ def test_the_servers_own_limit_ends_all() -> None:
         until(server.at_rest, "rest")
 
 
-def test_one_that_fails_ends_the_call_with_its_status_and_the_others_with_it() -> None:
-    """This engine does not keep to a grammar: choice 1 breaks it at its fifth token."""
+def test_a_failed_choice_ends_the_call_and_the_other_choices() -> None:
+    """This engine ignores the grammar: choice 1 violates it at its fifth token."""
 
     def breaking(request: Request, index: int) -> int:
         return ord("x") if (request.seed, index) == (1, 4) else ord("a")
@@ -246,7 +246,7 @@ def test_one_that_fails_ends_the_call_with_its_status_and_the_others_with_it() -
         assert sorted(map(str, reasons(server))) == ["cancelled", "cancelled", "error"]
 
 
-def test_an_engine_that_fails_ends_the_call() -> None:
+def test_a_failed_engine_ends_the_call() -> None:
     engine = PacedEngine(writing("ab"), seconds=0.005)
     with serving(engine=engine) as server, client(server) as stub:
         call = stub.Generate(asking(n=3, max_tokens=500), timeout=SOON)
@@ -259,26 +259,26 @@ def test_an_engine_that_fails_ends_the_call() -> None:
         assert "the device is gone" in error.details()
 
 
-def test_a_slow_reader_holds_nobody_up_and_gets_all() -> None:
-    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # bytes on the way at most
+def test_a_slow_reader_delays_nobody_and_gets_everything() -> None:
+    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # maximum bytes in transit
     with (
         serving(seeded, seconds=0.0005) as server,
         client(server) as stub,
         client(server, options=narrow) as slow_stub,
     ):
         request = asking("A", n=4, seed=0, max_tokens=150)
-        request.request_id = "r" * 128  # each message repeats it
+        request.request_id = "r" * 128  # each message repeats the id
         slow = slow_stub.Generate(request, timeout=SOON)
         until(lambda: reasons(server) == [FinishReason.LENGTH] * 4, "the end of what nobody reads")
-        assert server.gateway.n_live == 4  # its client has not got all
+        assert server.gateway.n_live == 4  # its client has not received everything
         assert answer(stub, asking("B", seed=66, max_tokens=2)).token_ids == [66, 67]
         choices = by_index(list(slow))
     for index in range(4):
         assert tokens(choices[index]) == list(range(index, index + 150))
-        assert max(len(message.token_ids) for message in choices[index]) > 50  # they gathered
+        assert max(len(message.token_ids) for message in choices[index]) > 50  # output accumulated
 
 
-def test_a_line_of_the_access_log_counts_all_choices() -> None:
+def test_an_access_log_line_counts_all_choices() -> None:
     options = EndpointOptions(port=0, grpc_port=0, access_log="json")
     logger, log = logging.getLogger("orca.access"), Lines()
     logger.addHandler(log)

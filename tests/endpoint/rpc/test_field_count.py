@@ -1,4 +1,4 @@
-"""Fields of a gRPC message, counted before it is parsed: against what was put in, and over the wire."""
+"""Counting a message's fields before it is parsed, checked against known messages and over gRPC."""
 
 import grpc
 import pytest
@@ -34,7 +34,7 @@ requests = st.builds(
 
 
 def n_fields(message: Message) -> int:
-    """As a writer puts them: a list of numbers is one field, one of anything else has a field for each."""
+    """The number of encoded fields: a packed list is one, any other list has one per element."""
     n = 0
     for field, value in message.ListFields():
         if isinstance(value, pb.SamplingParams | pb.Texts):
@@ -47,7 +47,7 @@ def n_fields(message: Message) -> int:
 
 
 @given(requests)
-def test_all_are_counted_and_no_more(request: pb.GenerateRequest) -> None:
+def test_the_count_is_exact(request: pb.GenerateRequest) -> None:
     data, n = request.SerializeToString(), n_fields(request)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(field_count, "MAX_FIELDS", n)
@@ -57,7 +57,7 @@ def test_all_are_counted_and_no_more(request: pb.GenerateRequest) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_what_is_no_message_is_for_the_parser_to_refuse(data: bytes) -> None:
+def test_malformed_data_is_left_to_the_parser(data: bytes) -> None:
     assert not has_too_many_fields(KIND, data)
 
 
@@ -75,16 +75,16 @@ TOO_MANY = {
 
 
 @pytest.mark.parametrize("data", TOO_MANY.values(), ids=TOO_MANY)
-def test_too_many_are_refused_unparsed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_fields_are_rejected_unparsed(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as server, grpc.insecure_channel(server.grpc_address) as channel:
-        monkeypatch.setattr(messages, "_refuse_unknown_fields", None)  # nothing comes so far
+        monkeypatch.setattr(messages, "_refuse_unknown_fields", None)  # no call reaches the parser
         with pytest.raises(grpc.RpcError) as caught:
             list(channel.unary_stream(GENERATE)(data, timeout=30))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details() == "the message has more than 16384 fields; send less"
 
 
-def test_many_numbers_are_one_field() -> None:
+def test_packed_numbers_are_one_field() -> None:
     with serving() as server, grpc.insecure_channel(server.grpc_address) as channel:
         call = channel.unary_stream(GENERATE)
         for ids, said in (([5] * 200_000, "200000 tokens"), ([5] * 1_000_001, "1000001 token ids; 1000000")):

@@ -1,4 +1,4 @@
-"""What gRPC clients may hold without a key: connections, metadata, streams, calls without a message."""
+"""Limits on gRPC clients without a key: connections, metadata, streams, and calls without a message."""
 
 import queue
 import socket
@@ -66,7 +66,7 @@ def nothing_said(server: Server) -> Iterator[socket.socket]:
 # Connections
 
 
-def test_connections_over_the_limit_are_closed_and_closed_ones_make_room() -> None:
+def test_connections_over_the_limit_are_closed_until_others_close() -> None:
     with limited(max_connections=3) as server:
         with ExitStack() as stack:
             held = [stack.enter_context(channel(server)) for _ in range(3)]
@@ -90,14 +90,14 @@ def test_connections_over_the_limit_are_closed_and_closed_ones_make_room() -> No
         until(served, "room")
 
 
-def test_a_connection_that_says_nothing_is_closed() -> None:
+def test_a_silent_connection_is_closed() -> None:
     with limited(header_timeout=0.3) as server, nothing_said(server) as connection:
         start = time.monotonic()
         received(connection)
         assert 0.2 < time.monotonic() - start < 5
 
 
-def test_metadata_over_the_limit_is_refused() -> None:
+def test_metadata_over_the_limit_is_rejected() -> None:
     larger = ("grpc.max_metadata_size", 1 << 20)
     with limited(max_header_bytes=4096) as server, channel(server, larger) as connection:
         assert check(connection, metadata=(("x", "y" * 3000),)).status
@@ -111,7 +111,7 @@ def test_metadata_over_the_limit_is_refused() -> None:
 # Streams and calls
 
 
-def test_watch_streams_are_counted() -> None:
+def test_watch_streams_are_limited() -> None:
     with limited(max_watch_streams=3) as server, channel(server) as connection:
         held = [watch(connection) for _ in range(3)]
         for each in held:
@@ -138,18 +138,18 @@ def test_watch_streams_are_counted() -> None:
         until(watches, "room")
 
 
-def test_no_watch_streams_at_all() -> None:
+def test_a_limit_of_no_watch_streams() -> None:
     with limited(max_watch_streams=0) as server, channel(server) as connection:
         assert error_of(watch(connection))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def reflect(connection: grpc.Channel, requests: "queue.Queue[Any]") -> Any:
-    """The answers to what is put into `requests`, for as long as the server listens."""
+    """The responses to requests put into `requests`, as long as the stream is open."""
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(connection)
     return stub.ServerReflectionInfo(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
 
 
-def test_a_reflection_stream_that_asks_nothing_more_ends() -> None:
+def test_an_idle_reflection_stream_is_ended() -> None:
     requests: queue.Queue[Any] = queue.Queue()
     with limited(body_timeout=0.3) as server, channel(server) as connection:
         requests.put(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -168,8 +168,8 @@ def test_a_reflection_stream_that_asks_nothing_more_ends() -> None:
 @pytest.mark.parametrize(
     "path", ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", "/orca.v1.Generation/Generate"]
 )
-def test_a_call_whose_message_never_comes(path: str) -> None:
-    """gRPC itself would wait for ever."""
+def test_a_call_whose_message_never_arrives(path: str) -> None:
+    """gRPC itself would wait forever."""
     requests: queue.Queue[Any] = queue.Queue()
     with limited(body_timeout=0.3) as server, channel(server) as connection:
         call = connection.stream_stream(path)(iter(lambda: requests.get(timeout=SOON), None), timeout=SOON)
@@ -185,7 +185,7 @@ def test_a_call_that_ends_without_a_message() -> None:
         assert error_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
 
 
-def test_a_key_is_asked_for_before_a_message() -> None:
+def test_the_key_is_checked_before_the_message_is_read() -> None:
     requests: queue.Queue[Any] = queue.Queue()
     with limited(keys=ApiKeys([KEY])) as server, channel(server) as connection:
         start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Every sampling parameter over gRPC: each arrives or is refused by its name, and what was asked is told."""
+"""Every sampling parameter over gRPC: accepted or rejected by name, and reflected in the output."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tests.endpoint.harness import END, serving
 from tests.endpoint.rpc_client import Answer, answer, asking, client, refusal
 from tests.host.engines import counting, simulated, writing
 
-# One value for each field that is not its default: as a message has it, and as it must arrive.
+# A value that is not the default for each field: as in the message, and as the engine must receive it.
 GIVEN: dict[str, Any] = {
     "n": 1,
     "max_tokens": 3,
@@ -65,13 +65,13 @@ def stub() -> Iterator[GenerationStub]:
         yield stub
 
 
-def test_every_parameter_has_a_field_and_every_field_is_tried_here() -> None:
+def test_every_parameter_has_a_field_and_every_field_is_tested() -> None:
     names = {field.name for field in fields(SamplingParams)}
     assert names == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert names == GIVEN.keys() | GRAMMARS.keys()
 
 
-def test_what_is_not_set_has_the_engines_default_and_what_is_set_arrives() -> None:
+def test_set_fields_reach_the_engine_and_others_get_its_defaults() -> None:
     arrived: list[SamplingParams] = []
 
     def listening(request: Request, index: int) -> int:
@@ -91,11 +91,11 @@ def test_what_is_not_set_has_the_engines_default_and_what_is_set_arrives() -> No
         assert one.grammar == name
 
 
-# Bad ones. Of each field one that is out of its range, or the wrong kind of empty.
+# Invalid values: for each field one that is out of range or wrongly empty.
 NAN = float("nan")
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 0}),
-    ("n", {"n": 129}),  # of EndpointOptions
+    ("n", {"n": 129}),  # EndpointOptions's default
     ("n", {"n": (1 << 16) + 1}),
     ("max_tokens", {"max_tokens": 0}),
     ("max_tokens", {"max_tokens": 511}),
@@ -140,13 +140,13 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_there_is_a_bad_value_of_every_parameter_that_can_have_one() -> None:
-    can_have_none = {"ignore_eos"}  # both of its values are good
+def test_every_parameter_is_tried_with_an_invalid_value() -> None:
+    can_have_none = {"ignore_eos"}  # both of its values are valid
     assert {param for param, _ in BAD} == {field.name for field in fields(SamplingParams)} - can_have_none
 
 
 @pytest.mark.parametrize(("param", "sampling"), BAD)
-def test_a_bad_value_is_refused_by_its_name(
+def test_an_invalid_value_is_rejected_by_field_name(
     stub: GenerationStub, param: str, sampling: dict[str, Any]
 ) -> None:
     error = refusal(stub, asking(**sampling))
@@ -163,7 +163,7 @@ def test_a_bad_value_is_refused_by_its_name(
         ("sampling.guided_choice.111", {"guided_choice": b"\xf8\x06\x01"}),
     ],
 )
-def test_an_unknown_field_is_refused_wherever_it_stands(
+def test_an_unknown_field_is_rejected_anywhere(
     stub: GenerationStub, path: str, message: dict[str, bytes]
 ) -> None:
     sampling = pb.SamplingParams()
@@ -174,7 +174,7 @@ def test_an_unknown_field_is_refused_wherever_it_stands(
     assert dict(error.trailing_metadata())["orca-param"] == path
 
 
-def test_a_model_without_a_tokenizer_takes_no_texts() -> None:
+def test_a_model_without_a_tokenizer_rejects_text() -> None:
     prompt = pb.TokenIds(ids=[1])
     with serving(counting, tokenizer=False) as server, client(server) as stub:
         for name in ("stop", "bad_words", *GRAMMARS):
@@ -184,39 +184,38 @@ def test_a_model_without_a_tokenizer_takes_no_texts() -> None:
             assert dict(error.trailing_metadata())["orca-param"] == name
 
 
-# What they do. The engine here has no probabilities to change; what may come and what ends an output is the
-# service's.
+# Effects. This engine has no probabilities to change; the service enforces allowed tokens and ends of output.
 
 
-def test_a_stop_token_and_no_end_before_min_tokens(stub: GenerationStub) -> None:
+def test_stop_tokens_and_min_tokens(stub: GenerationStub) -> None:
     got = answer(stub, asking("A", max_tokens=9, stop_token_ids=[68]))
     assert (got.text, got.last.finish_reason) == ("ABCD", pb.FINISH_REASON_STOP)
     early = answer(stub, asking("A", max_tokens=9, stop=["B", "G"], min_tokens=4))
     assert (early.text, early.last.finish_reason) == ("ABCDEF", pb.FINISH_REASON_STOP)
 
 
-def test_what_is_forbidden_does_not_come(stub: GenerationStub) -> None:
+def test_forbidden_tokens_are_not_generated(stub: GenerationStub) -> None:
     allowed = answer(stub, asking("A", max_tokens=9, allowed_token_ids=pb.TokenIds(ids=[68, 70])))
     assert set(allowed.text) == {"D", "F"} and len(allowed.text) == 9
     without = answer(stub, asking("A", max_tokens=9, bad_words=["BC", "E"]))
     assert "BC" not in without.text and "E" not in without.text and len(without.text) == 9
 
 
-def test_a_grammars_end_ends_the_output() -> None:
+def test_the_end_of_a_grammar_ends_the_output() -> None:
     with serving(writing("yes!")) as server, client(server) as stub:
         got = answer(stub, asking(guided_choice=pb.Texts(texts=["no", "yes"])))
     assert (got.text, got.last.finish_reason) == ("yes", pb.FINISH_REASON_STOP)
 
 
-def test_an_output_that_cannot_go_on_ends_with_a_status_and_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """This engine does not keep to a grammar."""
+def test_a_failed_output_ends_alone_with_a_status(caplog: pytest.LogCaptureFixture) -> None:
+    """This engine ignores the grammar."""
     with serving(engine=simulated(writing("yesterday"))) as server, client(server) as stub:
         error = refusal(stub, asking(guided_regex="yes[0-9]+"))
         assert error.code() is meaning(OutputFailed("")).grpc
         assert answer(stub, asking(max_tokens=9)).text == "yesterday"
 
 
-def test_more_grammars_than_may_be_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_grammars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: SamplingParams) -> NoReturn:
         raise QueueFull("too many grammars are being compiled")
 
@@ -241,7 +240,7 @@ def told(messages: Any) -> list[TokenLogprobs]:
 
 
 def expected(token_ids: list[int], n_top: int) -> list[TokenLogprobs]:
-    """Those of the simulated engine; what travels has four bytes."""
+    """The simulated engine's log-probabilities, rounded to float32 as in the message."""
     known = [simulated_logprobs(token_id, n_top) for token_id in token_ids]
 
     def sent(logprob: float) -> float:
@@ -258,7 +257,7 @@ def output_logprobs(got: Answer) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("n_top", [0, 1, 20])
-def test_each_token_has_its_logprobs(stub: GenerationStub, n_top: int) -> None:
+def test_each_token_has_logprobs(stub: GenerationStub, n_top: int) -> None:
     got = answer(stub, asking("A", max_tokens=30, logprobs=n_top))
     for message in got.messages:
         assert [one.token_id for one in message.logprobs] == list(message.token_ids)
@@ -274,7 +273,7 @@ def test_an_end_of_sequence_has_logprobs_too() -> None:
     assert output_logprobs(got) == expected([*b"Bye", END], 2)
 
 
-def test_the_prompts_logprobs_come_once_and_first() -> None:
+def test_prompt_logprobs_are_sent_once_and_first() -> None:
     with serving(counting, seconds=0.002) as server, client(server) as stub:
         got = answer(stub, asking("ABCD", max_tokens=20, prompt_logprobs=3))
     assert len(got.messages) > 1
@@ -283,11 +282,11 @@ def test_the_prompts_logprobs_come_once_and_first() -> None:
     assert output_logprobs(got) == []
 
 
-def test_what_was_not_asked_for_is_not_told(stub: GenerationStub) -> None:
+def test_logprobs_are_sent_only_if_requested(stub: GenerationStub) -> None:
     got = answer(stub, asking("ABCD", max_tokens=5))
     assert not any(message.logprobs or message.prompt_logprobs for message in got.messages)
 
 
-def test_a_probability_of_0_travels() -> None:
+def test_a_logprob_of_minus_infinity_is_sent() -> None:
     message = pb.GenerateResponse(logprobs=[pb.TokenLogprobs(logprob=-math.inf)])
     assert pb.GenerateResponse.FromString(message.SerializeToString()).logprobs[0].logprob == -math.inf

@@ -1,4 +1,4 @@
-"""gRPC's Generate and Cancel, over loopback, on an engine whose every token is known beforehand."""
+"""Generate and Cancel over gRPC, with an engine whose tokens are known in advance."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,7 @@ ROOMY_CONFIG = replace(CONFIG, n_slots=8192, max_batch_tokens=4096)
 
 
 def spelling(text: str) -> Token:
-    """Tokens that are the bytes of `text`, again and again."""
+    """Tokens that are the bytes of `text`, repeated."""
     data = text.encode()
     return lambda _, index: data[index % len(data)]
 
@@ -37,10 +37,10 @@ def reasons(server: Server) -> list[FinishReason | None]:
     return [record.finish_reason for record in server.service.timeline.requests]
 
 
-# What comes out.
+# Output
 
 
-def test_text_in_text_out() -> None:
+def test_a_text_prompt_gives_text() -> None:
     with serving(writing("Hello, world! ")) as server, client(server) as stub:
         got = answer(stub, asking("Once", max_tokens=19))
     assert got.text == "Hello, world! Hello"
@@ -54,7 +54,7 @@ def test_text_in_text_out() -> None:
     assert [message.HasField("seed") for message in got.messages] == [True] + [False] * len(got.messages[1:])
 
 
-def test_token_ids_in_and_a_name_of_the_clients_own() -> None:
+def test_a_prompt_of_token_ids_with_the_clients_request_id() -> None:
     request = pb.GenerateRequest(
         request_id="mine-1",
         model="test",
@@ -69,7 +69,7 @@ def test_token_ids_in_and_a_name_of_the_clients_own() -> None:
     assert got.last.usage.prompt_tokens == 3
 
 
-def test_the_end_of_sequence_and_going_on_after_it() -> None:
+def test_end_of_sequence_and_ignoring_it() -> None:
     def ending(_: Request, index: int) -> int:
         return [*b"Bye", END][index] if index < 4 else ord("!")
 
@@ -82,7 +82,7 @@ def test_the_end_of_sequence_and_going_on_after_it() -> None:
     assert (went_on.text, went_on.last.finish_reason) == ("Bye!!!!", pb.FINISH_REASON_LENGTH)
 
 
-def test_characters_of_several_tokens_come_whole() -> None:
+def test_characters_of_several_tokens_are_not_split() -> None:
     text = "naïve café 🎉 "
     with serving(spelling(text)) as server, client(server) as stub:
         got = answer(stub, asking(max_tokens=2 * len(text.encode())))
@@ -90,7 +90,7 @@ def test_characters_of_several_tokens_come_whole() -> None:
     assert "\ufffd" not in "".join(message.text for message in got.messages)
 
 
-def test_a_stop_string_never_comes_out() -> None:
+def test_a_stop_string_is_never_returned() -> None:
     with serving(writing("one two three ")) as server, client(server) as stub:
         got = answer(stub, asking(max_tokens=40, stop=["ee", "two"]))
     assert got.text == "one "
@@ -112,7 +112,7 @@ def test_seeds() -> None:
     assert drawn.token_ids == again.token_ids == [(first + i) % 256 for i in range(4)]
 
 
-def test_many_streams_at_once_get_each_their_own() -> None:
+def test_concurrent_streams_each_get_their_own_output() -> None:
     def ask(stub: GenerationStub, first: int) -> list[int]:
         prompt = pb.TokenIds(ids=[first, 1])
         request = pb.GenerateRequest(token_ids=prompt, sampling=pb.SamplingParams(max_tokens=40))
@@ -124,7 +124,7 @@ def test_many_streams_at_once_get_each_their_own() -> None:
         until(server.at_rest, "rest")
 
 
-def test_a_long_text_is_taken_whole() -> None:
+def test_a_long_text_is_not_truncated() -> None:
     with serving(writing("x"), model=ROOMY, config=ROOMY_CONFIG) as server, client(server) as stub:
         assert answer(stub, asking("y" * 4000, max_tokens=1)).last.usage.prompt_tokens == 4000
         error = refusal(stub, asking("y" * 5000, max_tokens=1))
@@ -132,36 +132,36 @@ def test_a_long_text_is_taken_whole() -> None:
     assert dict(error.trailing_metadata())["orca-param"] == "prompt"
 
 
-def test_a_slow_reader_holds_nobody_up_and_gets_all() -> None:
-    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # bytes on the way at most
+def test_a_slow_reader_delays_nobody_and_gets_everything() -> None:
+    narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # maximum bytes in transit
     with (
         serving(counting, seconds=0.0005) as server,
         client(server) as stub,
         grpc.insecure_channel(server.grpc_address, options=narrow) as channel,
     ):
         request = asking("A", max_tokens=180)
-        request.request_id = "r" * 128  # each message repeats it
+        request.request_id = "r" * 128  # each message repeats the id
         slow = GenerationStub(channel).Generate(request, timeout=SOON)
         until(lambda: reasons(server) == [FinishReason.LENGTH], "the end of what nobody reads")
-        assert server.gateway.n_live == 1  # its client has not got all
+        assert server.gateway.n_live == 1  # its client has not received everything
         assert answer(stub, asking("B", max_tokens=2)).token_ids == [66, 67]
         messages = list(slow)
     assert [token_id for message in messages for token_id in message.token_ids] == list(range(65, 245))
-    assert max(len(message.token_ids) for message in messages) > 100  # they gathered
+    assert max(len(message.token_ids) for message in messages) > 100  # output accumulated
 
 
-# How it ends early.
+# Early ends
 
 
-def test_cancel_ends_a_request_and_gives_what_came_before() -> None:
+def test_cancel_ends_a_request_after_its_output_so_far() -> None:
     engine = GatedEngine(writing("abcdef"))
     with serving(engine=engine) as server, client(server) as stub:
         call = stub.Generate(asking(max_tokens=100), timeout=SOON)
-        request_id = dict(call.initial_metadata())["x-request-id"]  # comes before the first token
+        request_id = dict(call.initial_metadata())["x-request-id"]  # sent before the first token
         engine.let(2)
         texts = [next(call).text]
         assert stub.Cancel(pb.CancelRequest(request_id=request_id), timeout=SOON).found
-        engine.let(1)  # the iteration that was under way
+        engine.let(1)  # the iteration in progress
         with pytest.raises(grpc.RpcError) as caught:
             texts.extend(message.text for message in call)
         error = cast(Any, caught.value)
@@ -172,7 +172,7 @@ def test_cancel_ends_a_request_and_gives_what_came_before() -> None:
         assert not stub.Cancel(pb.CancelRequest(request_id=request_id), timeout=SOON).found
 
 
-def test_a_client_that_cancels_or_leaves_frees_its_slots() -> None:
+def test_a_client_that_cancels_or_disconnects_frees_its_slots() -> None:
     with serving(writing("ab"), seconds=0.005) as server:
         with client(server) as stub:
             call = stub.Generate(asking(max_tokens=500), timeout=SOON)
@@ -184,7 +184,7 @@ def test_a_client_that_cancels_or_leaves_frees_its_slots() -> None:
         assert reasons(server) == [FinishReason.CANCELLED] * 2
 
 
-def test_cancelled_while_it_waits_in_the_queue() -> None:
+def test_cancel_while_queued() -> None:
     engine = GatedEngine(writing("ab"))
     config = ServingConfig(max_batch_size=1, n_slots=1024, max_batch_tokens=512, block_size=16)
     with serving(engine=engine, config=config) as server, client(server) as stub:
@@ -198,7 +198,7 @@ def test_cancelled_while_it_waits_in_the_queue() -> None:
         assert "".join(message.text for message in first) == "ab"
 
 
-@pytest.mark.parametrize("seconds", [0.2, 1.015])  # gRPC rounds the second one up on its way
+@pytest.mark.parametrize("seconds", [0.2, 1.015])  # gRPC rounds the second one up when it sends it
 def test_the_calls_deadline_ends_the_request_as_timed_out(seconds: float) -> None:
     with serving(writing("ab"), seconds=0.005) as server, client(server) as stub:
         error = refusal(stub, asking(max_tokens=500), timeout=seconds)
@@ -207,7 +207,7 @@ def test_the_calls_deadline_ends_the_request_as_timed_out(seconds: float) -> Non
         assert reasons(server) == [FinishReason.TIMEOUT]
 
 
-def test_the_servers_own_limit() -> None:
+def test_the_servers_time_limit() -> None:
     options = EndpointOptions(port=0, grpc_port=0, access_log="off", request_timeout=0.2)
     with serving(writing("ab"), seconds=0.005, options=options) as server, client(server) as stub:
         error = refusal(stub, asking(max_tokens=500))
@@ -217,14 +217,14 @@ def test_the_servers_own_limit() -> None:
         assert reasons(server) == [FinishReason.TIMEOUT]
 
 
-def test_a_deadline_that_is_not_met_disturbs_nobody() -> None:
+def test_a_missed_deadline_disturbs_nobody() -> None:
     with serving(counting, seconds=0.002) as server, client(server) as stub:
         lasting = stub.Generate(asking("A", max_tokens=100), timeout=SOON)
         assert refusal(stub, asking("B", max_tokens=400), timeout=0.1).code().name == "DEADLINE_EXCEEDED"
         assert [token for message in lasting for token in message.token_ids] == list(range(65, 165))
 
 
-def test_an_engine_that_fails_says_why_to_all() -> None:
+def test_a_failed_engine_reports_its_reason_to_all() -> None:
     engine = PacedEngine(writing("ab"), seconds=0.005)
     with serving(engine=engine) as server, client(server) as stub:
         call = stub.Generate(asking(max_tokens=500), timeout=SOON)
@@ -237,7 +237,7 @@ def test_an_engine_that_fails_says_why_to_all() -> None:
             assert "the device is gone" in error.details()
 
 
-def test_what_a_drain_cuts_short_is_told_why() -> None:
+def test_a_request_cut_off_by_a_drain_gets_the_reason() -> None:
     with serving(writing("ab"), seconds=0.005) as server, client(server) as stub:
         call = stub.Generate(asking(max_tokens=500), timeout=SOON)
         next(call)
@@ -250,7 +250,7 @@ def test_what_a_drain_cuts_short_is_told_why() -> None:
     assert "the server is shutting down" in error.details()
 
 
-# What is refused.
+# Rejected calls
 
 INVALID = {
     "no prompt": (pb.GenerateRequest(), "prompt"),
@@ -266,7 +266,7 @@ INVALID = {
 }
 
 
-def test_each_mistake_names_its_field_and_disturbs_nobody() -> None:
+def test_each_error_names_its_field_and_disturbs_nobody() -> None:
     with serving(counting, seconds=0.002) as server, client(server) as stub:
         lasting = stub.Generate(asking("A", max_tokens=100), timeout=SOON)
         for mistake, (request, param) in INVALID.items():
@@ -277,14 +277,14 @@ def test_each_mistake_names_its_field_and_disturbs_nobody() -> None:
         assert [token for message in lasting for token in message.token_ids] == list(range(65, 165))
 
 
-def test_a_long_message_about_a_mistake_still_arrives() -> None:
+def test_a_long_error_message_still_arrives() -> None:
     with serving() as server, client(server) as stub:
         error = refusal(stub, pb.GenerateRequest(text="Go", model="ö" * 100_000))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert error.details().endswith("'test' is served")
 
 
-def test_an_id_that_is_live_is_taken() -> None:
+def test_a_live_id_is_taken() -> None:
     engine = GatedEngine(writing("ab"))
     with serving(engine=engine) as server, client(server) as stub:
         request = pb.GenerateRequest(request_id="one", text="Go", sampling=pb.SamplingParams(max_tokens=2))
@@ -297,7 +297,7 @@ def test_an_id_that_is_live_is_taken() -> None:
         assert answer(stub, request).text == "ab"  # free again
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
+def test_a_full_queue_says_when_to_retry() -> None:
     engine = GatedEngine(writing("ab"))
     config = ServingConfig(max_batch_size=1, n_slots=1024, max_batch_tokens=512, block_size=16, max_queue=1)
     with serving(engine=engine, config=config) as server, client(server) as stub:
@@ -324,7 +324,7 @@ def test_retry_after(interval: float | None, n_waiting: int, seconds: int) -> No
     assert retry_after_seconds(cast(Gateway, gateway)) == seconds
 
 
-def test_a_mistake_of_ours_is_told_without_its_inside(
+def test_an_internal_error_is_reported_without_details(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object, **__: object) -> list[int]:

@@ -1,4 +1,4 @@
-"""What stands around gRPC's Generate: health, reflection, keys, TLS, the port, the log, generated code."""
+"""The gRPC server around Generate: health, reflection, keys, TLS, port, log and generated code."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ KEY = "correct-horse-battery"
 
 
 def code_of(call: Any) -> grpc.StatusCode:
-    """The status that a streaming or a plain call ends with."""
+    """The status with which a streaming or unary call ends."""
     try:
         list(call())
     except grpc.RpcError as error:
@@ -84,7 +84,7 @@ def test_health_follows_the_server_through_its_life() -> None:
         assert generate(connection) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_health_of_an_engine_that_failed_and_of_what_is_not_here() -> None:
+def test_health_of_a_failed_engine_and_of_an_unknown_service() -> None:
     engine = PacedEngine(writing("ab"), seconds=0.001)
     with serving(engine=engine) as server, channel(server) as connection:
         with pytest.raises(grpc.RpcError) as caught:
@@ -97,7 +97,7 @@ def test_health_of_an_engine_that_failed_and_of_what_is_not_here() -> None:
         assert health(connection) == NOT_SERVING
 
 
-def test_who_watches_is_told_when_the_server_stops() -> None:
+def test_watch_ends_when_the_server_stops() -> None:
     with serving() as server:
         connection = grpc.insecure_channel(server.grpc_address)
         watch = health_watch(connection)
@@ -106,7 +106,7 @@ def test_who_watches_is_told_when_the_server_stops() -> None:
         assert code_of(lambda: watch) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_reflection_tells_a_client_without_our_code_what_there_is() -> None:
+def test_reflection_describes_the_services() -> None:
     with serving() as server, channel(server) as connection:
         database = ProtoReflectionDescriptorDatabase(connection)
         assert {SERVICE, "grpc.health.v1.Health"} <= set(database.get_services())
@@ -146,14 +146,14 @@ def test_keys() -> None:
             assert generate(connection, **metadata) is grpc.StatusCode.UNAUTHENTICATED
         assert code_of(lambda: stub.Models(pb.ModelsRequest(), timeout=SOON)).name == "UNAUTHENTICATED"
         assert code_of(lambda: stub.Cancel(pb.CancelRequest(), timeout=SOON)).name == "UNAUTHENTICATED"
-        # Before the message is read: this one is no GenerateRequest.
+        # The key is checked before the message is read: this message is not a valid GenerateRequest.
         raw = connection.unary_stream(f"/{SERVICE}/Generate")
         assert code_of(lambda: raw(b"\xff", timeout=SOON)) is grpc.StatusCode.UNAUTHENTICATED
         assert health(connection) == SERVING
         assert SERVICE in ProtoReflectionDescriptorDatabase(connection).get_services()
 
 
-def test_a_message_that_is_too_large_or_makes_no_sense() -> None:
+def test_a_message_that_is_too_large_or_malformed() -> None:
     options = EndpointOptions(port=0, grpc_port=0, access_log="off", max_body_bytes=4096)
     with serving(writing("ab"), options=options) as server, channel(server) as connection:
         stub = GenerationStub(connection)
@@ -181,7 +181,7 @@ def test_tls() -> None:
 
 
 def bound(host: str, port: int, **options: Any) -> int:
-    """The port of a server that is bound, started and stopped again."""
+    """Bind, start and stop a server; return its port."""
 
     async def run() -> int:
         gateway = Gateway()
@@ -206,7 +206,7 @@ def test_a_port_that_is_taken() -> None:
 def test_addresses() -> None:
     assert bound("localhost", 0) > 0
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1 port 0.*--grpc-port"):
-        bound("192.0.2.1", 0)  # of a network that is for documents, nobody's own
+        bound("192.0.2.1", 0)  # an address reserved for documentation, which no machine has
     with socket.socket(socket.AF_INET6) as probe:
         try:
             probe.bind(("::1", 0))
@@ -220,7 +220,7 @@ def test_a_certificate_that_cannot_be_read(tmp_path: Path) -> None:
         bound("127.0.0.1", 0, ssl_certfile=DATA / "localhost.pem", ssl_keyfile=tmp_path / "none.key")
 
 
-def test_each_call_is_logged_and_counted_and_says_nothing_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_call_is_logged_without_secrets_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     options = EndpointOptions(port=0, grpc_port=0, access_log="json")
     logger, log = logging.getLogger("orca.access"), Lines()
     logger.addHandler(log)
@@ -256,7 +256,7 @@ def test_each_call_is_logged_and_counted_and_says_nothing_secret(caplog: pytest.
     assert 'orca_grpc_requests_total{code="UNAUTHENTICATED",method="Generate"} 1.0' in metrics
 
 
-def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
+def test_the_generated_code_matches_the_proto(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="it is made with grpcio-tools")
     make_protos.make(tmp_path)
     made = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.py*"))
@@ -273,7 +273,7 @@ def test_the_generated_code_is_that_of_the_proto(tmp_path: Path) -> None:
 
 
 class Gone:
-    """The context of a call whose client left a moment ago: nothing can be sent any more."""
+    """The context of a call whose client has just left: sending fails."""
 
     def __init__(self) -> None:
         self.n_tried = 0
@@ -292,8 +292,8 @@ class Gone:
 @pytest.mark.parametrize(
     "error", [RequestTimedOut("late"), RuntimeError("oh"), grpc.aio.InternalError("lost")]
 )
-def test_a_status_that_nobody_can_hear_ends_the_call_quietly(error: Exception) -> None:
-    """gRPC takes a CancelledError for the end of a cancelled call; anything else would be a traceback."""
+def test_a_status_that_cannot_be_sent_ends_the_call_quietly(error: Exception) -> None:
+    """gRPC accepts CancelledError as the end of a cancelled call; anything else logs a traceback."""
     context = Gone()
 
     async def call() -> None:
