@@ -80,11 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table(title=f"{args.preset}, {args.requests} requests, {n_tokens:,} output tokens")
     for column in ("max_batch_tokens", "deterministic", "tokens/s", "time over plain, pair by pair"):
         table.add_column(column, justify="right")
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for (tokens, deterministic), seconds in times.items():
         ratio = statistics.median(own / other for own, other in zip(seconds, plain, strict=True))
         rate = n_tokens / statistics.median(seconds)
-        found.append(
+        rows.append(
             {
                 "max_batch_tokens": tokens,
                 "deterministic": deterministic,
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         table.add_row(f"{tokens:,}", "yes" if deterministic else "no", f"{rate:,.0f}", f"{ratio:.2f}")
     Console().print(table)
-    report = {"preset": args.preset, "jax": jax.__version__, "cases": found}
+    report = {"preset": args.preset, "jax": jax.__version__, "cases": rows}
     print(json.dumps(report))
     return 0
 

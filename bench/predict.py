@@ -146,7 +146,7 @@ def main() -> None:
             parser.error(str(error))
         task = progress.add_task("", total=None)
 
-        def told(name: str, done: int, of: int) -> None:
+        def show_progress(name: str, done: int, of: int) -> None:
             progress.update(task, description=name, completed=done, total=of)
 
         make_trace = partial(
@@ -161,12 +161,12 @@ def main() -> None:
         played: list[tuple[float, Trace, Served]] = []
         iterations: list[Measured] = []
         try:
-            first = play_on(shared, make, make_trace(seed=flags.seed), "all at once", told)
+            first = play_on(shared, make, make_trace(seed=flags.seed), "all at once", show_progress)
             for rate in rates or [load * served(first).req_s for load in LOADS]:
                 for seed in (BEFORE, PREDICTED, AFTER):
                     trace = make_trace(seed=flags.seed + seed, rate=rate)
                     what = "to be predicted" if seed == PREDICTED else "calibration"
-                    records = play_on(shared, make, trace, f"{what}, {rate:.2f} req/s", told)
+                    records = play_on(shared, make, trace, f"{what}, {rate:.2f} req/s", show_progress)
                     if seed == PREDICTED:
                         played.append((rate, trace, served(records)))
                     else:

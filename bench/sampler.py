@@ -125,7 +125,7 @@ def measure(n_rows: int, vocab_size: int, repeat: int, tick: Callable[[], None])
                 "rows": n_rows,
                 "vocab": vocab_size,
                 "feature": name,
-                "programs": _said(token_programs(sampling)),
+                "programs": _program_names(token_programs(sampling)),
                 "seconds": seconds,
                 "floor_seconds": floor,
                 "over_floor": seconds / floor,
@@ -135,7 +135,7 @@ def measure(n_rows: int, vocab_size: int, repeat: int, tick: Callable[[], None])
     return results
 
 
-def _said(programs: TokenPrograms) -> str:
+def _program_names(programs: TokenPrograms) -> str:
     parts = [name for name in ("adjust", "allow") if getattr(programs, name)]
     return " + ".join([*parts, programs.sampler, *(["logprobs"] if programs.logprobs else [])])
 

@@ -313,7 +313,7 @@ def parse() -> argparse.Namespace:
     return flags
 
 
-def said_at_once(result: SplitResult) -> str:
+def progress_line(result: SplitResult) -> str:
     """A line for a split that has just been measured, in milliseconds."""
     rows = (
         f"{one.rows} rows {one.alone * 1e3:.2f} alone, {one.in_flight * 1e3:.2f} in flight"
@@ -331,7 +331,7 @@ def main() -> None:
     results: list[SplitResult] = []
     for split in _splits(flags):
         results.append(in_a_process(split, flags))
-        print(said_at_once(results[-1]), flush=True)
+        print(progress_line(results[-1]), flush=True)
     on = results[0].device
     print(f"{flags.preset} on {on}{', every stage on one' * flags.same_gpu}, jax {results[0].jax}")
     Console(width=150).print(table(results))

@@ -110,12 +110,12 @@ def figures(model: ModelConfig, bucket: int, max_bs: int, **how: Any) -> Compile
 
 
 def _sums(text: str) -> dict[str, int]:
-    found = Counter[str]()
+    sums = Counter[str]()
     for line in text.splitlines():
         if re.search(r" all-reduce(?:-start)?\(", line):
             strategy = re.search(r'"KERNEL_STRATEGY_(?:TRITON_)?(\w+)"', line)
-            found[strategy[1] if strategy else "DEFAULT"] += 1
-    return dict(found)
+            sums[strategy[1] if strategy else "DEFAULT"] += 1
+    return dict(sums)
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def figures(size: tuple[int, str, int, int, int]) -> Figures:
         raise RuntimeError(f"{size} does not compile: {output[-1000:]}")
     used, spills, dynamic = (pattern.findall(output) for pattern in (_USED, _SPILLS, _DYNAMIC))
     if not used or not spills or not dynamic:
-        raise RuntimeError(f"the compilers said nothing of {size}: {output[-1000:]}")
+        raise RuntimeError(f"the compilers reported nothing about {size}: {output[-1000:]}")
     registers, barriers, static = map(int, used[-1])
     stores, loads = map(int, spills[-1])
     shared = static + int(dynamic[-1])

@@ -147,8 +147,8 @@ def _functions_of_frames(text: str) -> dict[int, str]:
 
 
 def _after(mark: str, line: str) -> str:
-    found = re.search(re.escape(mark) + r"([^\s,})]+)", line)
-    return found[1] if found else ""
+    match = re.search(re.escape(mark) + r"([^\s,})]+)", line)
+    return match[1] if match else ""
 
 
 def _shape(text: str) -> str:

@@ -193,8 +193,8 @@ def table(rows: list[StageRow]) -> Table:
             f"{row.weights / 1e9:.2f}",
             _both([program.temporaries for program in row.programs]),
             f"{row.slots:,}",
-            _said(row.per_layer),
-            _said(row.outside),
+            _listed(row.per_layer),
+            _listed(row.outside),
             _both([max(sizes, default=0) for sizes in reduces]),
             _both([sum(sizes) for sizes in reduces]),
             _both(row.link_bytes),
@@ -207,7 +207,7 @@ def _both(sizes: list[int]) -> str:
     return " / ".join(f"{size / 1e6:,.1f}" for size in sizes) if any(sizes) else "-"
 
 
-def _said(counts: dict[str, float]) -> str:
+def _listed(counts: dict[str, float]) -> str:
     return ", ".join(f"{n:g} {kind}" for kind, n in sorted(counts.items()) if n) or "none"
 
 

@@ -93,7 +93,7 @@ def compare(gpu: str, name: str, plan: Plan) -> Iterator[Row]:
     rows = n_rows(plan.serving.max_batch_size, n_workers=n_stages)
     for i in distinct_stages(parts):
         start = time.perf_counter()
-        found = compiled_memory(asked.model, parts[i], plan.serving, n_rows=rows, dtype=jnp.dtype(DTYPE))
+        compiled = compiled_memory(asked.model, parts[i], plan.serving, n_rows=rows, dtype=jnp.dtype(DTYPE))
         memory = plan.stages[i].memory
         n_slots = plan.serving.n_blocks * plan.serving.block_size
         yield Row(
@@ -104,9 +104,9 @@ def compare(gpu: str, name: str, plan: Plan) -> Iterator[Row]:
             layers=(parts[i].layers.start + 1, parts[i].layers.stop),
             slots=n_slots,
             planned_arguments=memory.weights + n_slots * memory.slot,
-            compiled_arguments=found.arguments,
+            compiled_arguments=compiled.arguments,
             planned_temporaries=memory.temporaries,
-            compiled_temporaries=found.temporaries,
+            compiled_temporaries=compiled.temporaries,
             seconds=time.perf_counter() - start,
         )
 

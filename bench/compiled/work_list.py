@@ -120,7 +120,7 @@ def main() -> None:
     table.add_column("batch")
     for heads in HEADS:
         table.add_column(f"{heads} heads", justify="right")
-    found = []
+    results = []
     for name, rows in (BATCHES | MANY).items():
         cells = []
         for heads, (n_kv_heads, group) in HEADS.items():
@@ -130,10 +130,10 @@ def main() -> None:
             merges = int((work[plan.first_merge :, MERGE.token] < plan.n_tokens).sum())
             even, seconds = balance(rows, plan), host_seconds(rows, plan)
             cells.append(f"{even:.2f}, {merges}, {seconds * 1e6:.0f}")
-            found.append([name, heads, even, merges, seconds])
+            results.append([name, heads, even, merges, seconds])
         table.add_row(name, *cells)
     Console(width=110).print(table)
-    print(json.dumps({"benchmark": "work_list", "cores": flags.cores, "batches": found}))
+    print(json.dumps({"benchmark": "work_list", "cores": flags.cores, "batches": results}))
 
 
 if __name__ == "__main__":

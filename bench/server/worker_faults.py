@@ -50,14 +50,14 @@ class Fault:
 
     `n_between` streams were between their first token and their last. `recovered` is the time from the signal
     to the token that ended the longest silence after it, `noticed` to the server's log that a worker is lost,
-    `said` is orca_worker_last_recovery_seconds, and `reason` what /ready reported meanwhile.
+    `reported` is orca_worker_last_recovery_seconds, and `reason` what /ready reported meanwhile.
     """
 
     stage: int  # from 1
     n_between: int
     recovered: float
     noticed: float
-    said: float
+    reported: float
     reason: str
 
 
@@ -180,7 +180,7 @@ async def make_fault(
         n_between=n_between,
         recovered=longest[1] - sent_at,
         noticed=noticed,
-        said=after["orca_worker_last_recovery_seconds"],
+        reported=after["orca_worker_last_recovery_seconds"],
         reason=ready["reason"],
     )
 
@@ -233,7 +233,7 @@ def table(faults: Sequence[Fault]) -> Table:
         "fault", "stage", "streams hit", "noticed, s", "token after, s", "server says, s", "reason"
     )
     for i, fault in enumerate(faults):
-        numbers = (f"{number:.2f}" for number in (fault.noticed, fault.recovered, fault.said))
+        numbers = (f"{number:.2f}" for number in (fault.noticed, fault.recovered, fault.reported))
         result.add_row(
             str(i + 1), str(fault.stage), str(fault.n_between), *numbers, fault.reason.split(";")[0]
         )
@@ -278,11 +278,11 @@ def main() -> None:
     Console(width=150).print(table(report.faults))
     for failure in report.failures:
         console.print(failure, markup=False)
-    print(json.dumps(_said(report, flags.signal, flags.stages)))
+    print(json.dumps(_summary(report, flags.signal, flags.stages)))
     sys.exit(1 if report.failures else 0)
 
 
-def _said(report: Report, name: str, n_stages: int) -> dict[str, object]:
+def _summary(report: Report, name: str, n_stages: int) -> dict[str, object]:
     faults = [asdict(fault) for fault in report.faults]
 
     def of(figure: str) -> dict[str, float]:
@@ -299,7 +299,7 @@ def _said(report: Report, name: str, n_stages: int) -> dict[str, object]:
         "sure_requests": report.n_sure,
         "seconds_to_notice": of("noticed"),
         "seconds_to_token": of("recovered"),
-        "seconds_server_says": of("said"),
+        "seconds_server_says": of("reported"),
         "failures": len(report.failures),
     }
 

@@ -60,7 +60,7 @@ def measured(records: ServingRecords) -> list[Measured]:
         ):
             known[name] = n_input if first else known[name] + 1
             kv_lengths.append(known[name])
-        assert record.returned is not None, "a playing that came to its end lost no iteration"
+        assert record.returned is not None, "a run that ended lost no iteration"
         there = min(arrived[name] for name in record.request_ids)
         start = before if before is not None and there <= before else record.issued
         sums = IterationShape(record.input_lengths, kv_lengths).sums()

@@ -19,7 +19,7 @@ def variant_table(title: str, variant: Variant) -> Table:
     )
     for name in ("system", "alone, ms", f"req/s at {variant.latency * 1e3:.0f} ms", "most req/s"):
         made.add_column(name, justify="left" if name == "system" else "right")
-    best = {found[0] for kind in ("orca", "ft") if (found := variant.best(kind)) is not None}
+    best = {winner[0] for kind in ("orca", "ft") if (winner := variant.best(kind)) is not None}
     for label, points in variant.curves.items():
         throughput = throughput_at(points, variant.latency)
         made.add_row(
@@ -42,7 +42,7 @@ def answers_table(title: str, latency: float, answers: Sequence[Answer]) -> Tabl
             made.add_row(one.name, one.system, "does not fit", "", "", "")
             continue
         p99 = None if one.p99 is None else one.p99 * 1e3
-        cells = [_said(value) for value in (one.req_s, p99, one.mean_batch, one.peak_req_s)]
+        cells = [_formatted(value) for value in (one.req_s, p99, one.mean_batch, one.peak_req_s)]
         made.add_row(one.name, one.system, *cells)
     return made
 
@@ -64,5 +64,5 @@ def served_table(title: str, served: Served) -> Table:
     return made
 
 
-def _said(value: float | None) -> str:
+def _formatted(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"

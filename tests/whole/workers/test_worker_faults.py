@@ -70,7 +70,7 @@ def check_fault(number: signal.Signals, fault: Fault) -> None:
     behind a killed one may say first that its device cannot go on.
     """
     assert fault.n_between >= N_BETWEEN
-    assert fault.said <= fault.recovered + 1.0
+    assert fault.reported <= fault.recovered + 1.0
     if number is KILL:
         assert fault.noticed < ITERATION_SECONDS
         lost = (f"stage {fault.stage}: its line broke: ", f"stage {fault.stage + 1}: JaxRuntimeError: ")
