@@ -224,10 +224,14 @@ def test_chunks_that_an_old_orbax_left_out_are_zeros(
 
 @pytest.mark.parametrize("piece_bytes", [1, 700, 1 << 23])
 def test_pieces_of_any_size_are_the_array(
-    saved: Path, parameters: dict[str, jax.Array], monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+    tmp_path: Path, parameters: dict[str, jax.Array], monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 1024)
+    arrays = {name: np.asarray(value) for name, value in parameters.items()}
+    orbax.write(tmp_path / "model", arrays, arrays.__getitem__)
+    describe(tmp_path / "model")
     monkeypatch.setattr(orbax_boxes, "_PIECE_BYTES", piece_bytes)
-    assert_equal(load_checkpoint(saved, dtype=np.float32).parameters, parameters)
+    assert_equal(load_checkpoint(tmp_path / "model", dtype=np.float32).parameters, parameters)
 
 
 # --- what is written
