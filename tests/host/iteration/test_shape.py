@@ -13,6 +13,7 @@ from orca_jax.iteration.buckets import serving_buckets
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.sizes import engine_shape, kv_manager
+from tests.host.control.test_message_wire import ONE, message_of
 
 SHAPE = EngineShape(
     block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
@@ -89,3 +90,18 @@ def test_buckets_and_layouts_follow_from_a_shape(
 
 def test_a_deterministic_engine_of_one_size_has_one_bucket() -> None:
     assert replace(SHAPE, deterministic=True, max_tokens=6).buckets == (6,)
+
+
+def laid_out(shape: EngineShape, **row: Any) -> tuple[int, str]:
+    """The bucket of one sampled row, and its sampler."""
+    flat = batch_sizes(shape).lay_out(message_of([{**ONE, "temperature": 0.5, **row}]))
+    return flat.layout.n_tokens, flat.programs.sampler
+
+
+def test_an_iteration_is_padded_to_the_smallest_bucket_or_to_that_of_its_phase() -> None:
+    prefill = {"initiation": True, "kv_length": 5, "token_ids": [1] * 5, "blocks": [1, 2]}
+    assert laid_out(SHAPE) == (1, "plain")
+    assert laid_out(SHAPE, **prefill) == (8, "plain")
+    deterministic = replace(SHAPE, deterministic=True)
+    assert laid_out(deterministic) == (6, "full")
+    assert laid_out(deterministic, **prefill) == (64, "full")
