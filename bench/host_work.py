@@ -102,6 +102,7 @@ class Serving:
             n_slots=n_rows * per_request,
             max_batch_tokens=n_rows * N_INPUT,  # so that the first iteration admits all of them
             block_size=BLOCK_SIZE,
+            overlap=False,  # a batch of all rows, then its return: nothing runs on a device meanwhile
         )
         self.kv = KVManager(
             n_blocks=self.config.n_blocks,
