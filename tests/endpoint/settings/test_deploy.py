@@ -1,4 +1,4 @@
-"""The files in deploy/ and the commands in docs/workers.md: what is written there can be run, and agrees."""
+"""The files in deploy/ and the commands in docs/workers.md are valid and consistent."""
 
 import argparse
 import re
@@ -25,7 +25,7 @@ SECRET = "0123456789abcdef"
 
 
 def objects() -> dict[tuple[str, str], Any]:
-    """Every object of the manifests by its kind and name."""
+    """Every object of the manifests, by kind and name."""
     found = [one for path in MANIFESTS for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
     by_name = {(one["kind"], one["metadata"]["name"]): one for one in found}
     assert len(by_name) == len(found), "two objects of the same name"
@@ -39,7 +39,7 @@ WORKER_POD, SERVER_POD = (one["spec"]["template"]["spec"] for one in (WORKERS, S
 
 
 def as_kubelet(text: str, variables: Mapping[str, str]) -> str:
-    """What Kubernetes makes of a container's argument before any shell sees it."""
+    """A container's argument after Kubernetes's own substitution, before any shell sees it."""
 
     def value(found: re.Match[str]) -> str:
         return "$" if found[0] == "$$" else variables.get(found[1], found[0])
@@ -48,7 +48,7 @@ def as_kubelet(text: str, variables: Mapping[str, str]) -> str:
 
 
 def worker_pod_arguments(ordinal: int, tmp_path: Path, address: str = "10.2.0.9") -> list[str]:
-    """What the pod of this ordinal calls `orca` with, by its own shell."""
+    """The arguments with which the pod of this ordinal runs `orca`, as expanded by its shell."""
     orca = tmp_path / "orca"
     orca.write_text('#!/bin/sh\necho "as $$" >&2\nprintf "%s\\n" "$@"\n')
     orca.chmod(0o755)
@@ -68,7 +68,7 @@ def worker_pod_arguments(ordinal: int, tmp_path: Path, address: str = "10.2.0.9"
 
 
 def parsed(arguments: list[str], tmp_path: Path) -> argparse.Namespace:
-    """The command line, with a secret in the place of the file that it names."""
+    """The parsed command line, with a temporary file in place of the secret's path."""
     args = cli.parser().parse_args(arguments)
     assert args.control_secret_file is not None
     args.control_secret_file = tmp_path / "secret"
@@ -88,13 +88,13 @@ def serve_arguments() -> list[str]:
 
 
 @pytest.mark.parametrize(("ordinal", "stage"), [(0, 1), (1, 2), (2, 3), (3, 4)])
-def test_a_pods_ordinal_says_its_stage(ordinal: int, stage: int, tmp_path: Path) -> None:
+def test_a_pods_ordinal_determines_its_stage(ordinal: int, stage: int, tmp_path: Path) -> None:
     command, model, *rest = worker_pod_arguments(ordinal, tmp_path)
     assert (command, model) == ("worker", "/models/checkpoint")
     assert rest[rest.index("--stage") + 1] == str(stage)
 
 
-def test_the_workers_command_is_a_workers(tmp_path: Path) -> None:
+def test_the_workers_command_is_valid(tmp_path: Path) -> None:
     args = parsed(worker_pod_arguments(1, tmp_path), tmp_path)
     options = worker_options(args.model, worker_flags(args), SECRET)
     assert (options.stage, options.n_stages) == (1, WORKERS["spec"]["replicas"])
@@ -102,16 +102,16 @@ def test_the_workers_command_is_a_workers(tmp_path: Path) -> None:
     assert WORKER["resources"]["limits"]["nvidia.com/gpu"] == options.engine.parallel.tensor_parallel
 
 
-def test_the_servers_command_is_a_servers(tmp_path: Path) -> None:
+def test_the_servers_command_is_valid(tmp_path: Path) -> None:
     settings = serve_settings(parsed(serve_arguments(), tmp_path), {})
     assert engine_config(settings).parallel.pipeline_parallel == WORKERS["spec"]["replicas"]
-    assert settings.endpoint.host == "0.0.0.0"  # the probes come to the pod's own address
+    assert settings.endpoint.host == "0.0.0.0"  # probes connect to the pod's own address
     (flags, *_) = flags_of_workers(tmp_path)
     assert settings.engine.tensor_parallel == flags.tensor_parallel
     assert settings.model == cli.parser().parse_args(worker_pod_arguments(0, tmp_path)).model
 
 
-def test_the_server_looks_for_workers_where_they_are(tmp_path: Path) -> None:
+def test_the_server_connects_to_the_workers_addresses(tmp_path: Path) -> None:
     workers = flags_of_workers(tmp_path)
     assert {flags.of for flags in workers} == {len(workers)}
     ports = {int(flags.listen.rpartition(":")[2]) for flags in workers}
@@ -126,7 +126,7 @@ def test_the_server_looks_for_workers_where_they_are(tmp_path: Path) -> None:
     assert cli.parser().parse_args(serve_arguments()).workers.split(",") == expected
 
 
-def test_names_of_ports_and_labels_find_something() -> None:
+def test_port_names_and_labels_refer_to_something() -> None:
     pods = [(one["spec"]["template"], one["spec"]["selector"]["matchLabels"]) for one in (WORKERS, SERVER)]
     for template, selector in pods:
         assert selector == template["metadata"]["labels"]
@@ -145,7 +145,7 @@ def test_names_of_ports_and_labels_find_something() -> None:
     assert pods[0][1] != pods[1][1]
 
 
-def test_the_servers_ports_are_those_it_is_told_to_take() -> None:
+def test_the_servers_ports_match_its_flags() -> None:
     args = cli.parser().parse_args(serve_arguments())
     ports = {port["name"]: port["containerPort"] for port in SERVER_CONTAINER["ports"]}
     assert ports == {"http": args.port, "grpc": args.grpc_port}
@@ -164,16 +164,15 @@ def test_the_secret_is_mounted_where_the_command_looks(pod: Any, container: Any,
         f"kubectl create secret generic {volume['secret']['secretName']} --from-literal=secret=" in WORKERS_MD
     )
     assert volume["secret"]["defaultMode"] & 0o007 == 0
-    assert (
-        pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
-    )  # or it could not be read
+    # Otherwise the process could not read it.
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
 
 
-def test_no_pod_is_told_of_services() -> None:
+def test_pods_get_no_service_variables() -> None:
     assert WORKER_POD["enableServiceLinks"] is SERVER_POD["enableServiceLinks"] is False
 
 
-def test_the_server_has_time_to_start_and_to_end() -> None:
+def test_the_server_has_time_to_start_and_to_stop() -> None:
     args = cli.parser().parse_args(serve_arguments())
     startup = SERVER_CONTAINER["startupProbe"]
     assert startup["httpGet"]["path"] == "/ready"
@@ -188,7 +187,8 @@ def test_the_server_has_time_to_start_and_to_end() -> None:
 def test_there_is_one_server_and_all_workers_at_once() -> None:
     assert (SERVER["spec"]["replicas"], SERVER["spec"]["strategy"]["type"]) == (1, "Recreate")
     assert WORKERS["spec"]["podManagementPolicy"] == "Parallel"
-    assert not {"livenessProbe", "startupProbe"} & WORKER.keys()  # one that loads for long is not killed
+    # A worker that takes long to load must not be killed.
+    assert not {"livenessProbe", "startupProbe"} & WORKER.keys()
 
 
 def test_only_these_pods_reach_a_worker() -> None:
@@ -201,12 +201,12 @@ def test_only_these_pods_reach_a_worker() -> None:
         for rule in policy["ingress"]
         for source in rule["from"]
     ]
-    assert allowed == [(server, ["control"]), (worker, [])]  # no ports: all of them
+    assert allowed == [(server, ["control"]), (worker, [])]  # no ports listed: all ports
     assert all(len(source) == 1 for rule in policy["ingress"] for source in rule["from"])
     assert "control" in {port["name"] for port in WORKER["ports"]}
 
 
-def test_the_commands_of_the_page_are_commands() -> None:
+def test_the_documented_commands_are_valid() -> None:
     lines = [line.strip() for line in WORKERS_MD.splitlines() if line.startswith("    orca ")]
     assert len(lines) == 5
     for line in lines:
@@ -219,10 +219,10 @@ def test_the_commands_of_the_page_are_commands() -> None:
         for subparser in action.choices.values()
     ]
     known = set(re.findall(r"--[a-z-]+", " ".join(help_texts)))
-    assert named - known == {"--requeue"}  # Slurm's
+    assert named - known == {"--requeue"}  # an argument of Slurm
 
 
-def test_the_pages_deadlines_are_the_servers() -> None:
+def test_the_documented_deadlines_are_the_servers() -> None:
     rows = re.findall(r"^\| `--([a-z-]+)` \| ([0-9.]+) \|", WORKERS_MD, re.MULTILINE)
     defaults = serve_settings(cli.parser().parse_args(["serve"]), {})
     said = {name.replace("-", "_"): float(value) for name, value in rows}

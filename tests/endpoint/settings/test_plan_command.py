@@ -1,4 +1,4 @@
-"""`orca plan` from its command line: tables, JSON, mistakes. XLA is not asked here."""
+"""`orca plan` from its command line: tables, JSON and errors. XLA is not involved."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ def orca_plan(*arguments: str) -> int:
 
 
 def answer(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """stdout as the one JSON object that it must be."""
+    """stdout, parsed as one JSON object."""
     return json.loads(capsys.readouterr().out)
 
 
@@ -33,7 +33,7 @@ def test_the_papers_175b_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "for a budget of 40 ms: --max-batch-size" in text
 
 
-def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert orca_plan(*PAPER, "--no-compile", "--json", "--context", "256", "--latency-budget", "0.04") == 0
     found = answer(capsys)
     assert found["fits"] and found["problems"] == [] and found["hint"] is None
@@ -50,7 +50,9 @@ def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert recommended["max_bs"] > 0
 
 
-def test_what_xla_says_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xlas_figures_take_precedence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Any] = []
 
     def ask(question: Any, seconds: float) -> tuple[int, ...]:
@@ -67,7 +69,7 @@ def test_what_xla_says_counts(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert question.serving.n_slots > 40_000
 
 
-def test_without_a_compiler_it_says_so_and_goes_on(
+def test_without_a_compiler_it_says_so_and_continues(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(xla_question, "find_spec", lambda name: None)
@@ -79,8 +81,8 @@ def test_without_a_compiler_it_says_so_and_goes_on(
     )
 
 
-def test_a_compiler_that_fails_or_hangs_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla_question, "_MODULE", "json.tool")  # it ends well and answers something else
+def test_a_compiler_that_fails_or_hangs_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xla_question, "_MODULE", "json.tool")  # it exits with 0 and prints something else
     with pytest.raises(NoAnswer, match="ended with status 0"):
         xla_question.ask_rates("float32")
     monkeypatch.setattr(xla_question, "_MODULE", "no.such.module")
@@ -92,7 +94,7 @@ def test_a_compiler_that_fails_or_hangs_is_no_answer(monkeypatch: pytest.MonkeyP
         xla_question.ask_rates("float32")
 
 
-def test_what_does_not_fit_is_status_1_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_gives_status_1_and_a_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert orca_plan("gpt3-175b", "--device", "a100-40gb", "--tensor-parallel", "8") == 1
     text = capsys.readouterr().out
     assert "does not fit: stage 1 needs 40.71 GiB of weights" in text
@@ -102,7 +104,7 @@ def test_what_does_not_fit_is_status_1_and_told(capsys: pytest.CaptureFixture[st
     assert not found["fits"] and found["n_slots"] == 0 and found["hint"] == "use --pipeline-parallel 2"
 
 
-def test_what_was_measured_stands_in_for_the_data_sheet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_figures_replace_the_data_sheets(capsys: pytest.CaptureFixture[str]) -> None:
     said = ("--memory", "16", "--bandwidth", "30", "--matrix-rate", "0.2", "--no-compile", "--json")
     assert orca_plan("demo", "--device", "cpu", *said) == 0
     found = answer(capsys)
@@ -115,7 +117,7 @@ def test_what_was_measured_stands_in_for_the_data_sheet(capsys: pytest.CaptureFi
     assert first["seconds"] == pytest.approx(n_bytes / 30e9, rel=0.02)
 
 
-def test_the_demo_model_is_planned_for_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_model_the_demo_model_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert orca_plan("--device", "h100", "--no-compile", "--json") == 0
     named = answer(capsys)
     assert orca_plan("demo", "--device", "h100", "--no-compile", "--json") == 0
@@ -144,7 +146,7 @@ def test_the_demo_model_is_planned_for_where_none_is_named(capsys: pytest.Captur
         (("no/such/place", "--device", "h200"), "there is no directory no/such/place"),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_errors_are_one_line(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert orca_plan(*arguments) == 2

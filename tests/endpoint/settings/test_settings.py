@@ -1,4 +1,4 @@
-"""The settings of `orca serve`: flags, variables, a file, defaults; who counts; mistakes in one line."""
+"""The settings of `orca serve`: flags, variables, file and defaults, their precedence, and errors."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from server.settings.flags import MODEL, SERVE_OPTIONS, UsageError, add_engine_f
 from server.settings.option import options_of
 from server.settings.settings import ServeSettings, serve_settings
 
-# For each setting four values that it may have, each unlike the others and its default.
+# For each setting four valid values, all different from each other and from the default.
 VALUES: dict[str, tuple[Any, ...]] = {
     "model": ("gpt2", "./here", "a/b", "off"),
     "max_batch_size": (1, 2, 3, 4),
@@ -76,7 +76,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 def settings(
     *arguments: str, environ: Mapping[str, str] | None = None, file: Path | None = None
 ) -> ServeSettings:
-    """What `orca serve ARGUMENTS` would start with."""
+    """The settings with which `orca serve ARGUMENTS` would start."""
     parser = cli._Parser(prog="orca serve", allow_abbrev=False)
     add_serve_flags(parser)
     config = () if file is None else ("--config", str(file))
@@ -84,7 +84,7 @@ def settings(
 
 
 def refused(*arguments: str, environ: Mapping[str, str] | None = None, file: Path | None = None) -> str:
-    """The one line that it says instead."""
+    """The one-line error that `orca serve ARGUMENTS` prints."""
     with pytest.raises((UsageError, ConfigError)) as mistake:
         settings(*arguments, environ=environ, file=file)
     return str(mistake.value)
@@ -121,7 +121,9 @@ def test_every_field_is_a_setting() -> None:
     assert {option.name for option in SERVE_OPTIONS} == names | {"model"} == set(VALUES)
 
 
-def test_help_says_each_default_once_and_groups(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_help_states_each_default_once_and_groups_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["serve", "--help"]) == 0
     told = capsys.readouterr().out
@@ -145,7 +147,7 @@ def test_help_says_each_default_once_and_groups(capsys: pytest.CaptureFixture[st
         assert re.search(line, told), line
 
 
-def test_generate_waits_rather_than_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_waits_instead_of_rejecting(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_engine_flags(parser.add_argument_group())
     assert "max_queue" not in vars(parser.parse_args([]))
@@ -153,7 +155,7 @@ def test_generate_waits_rather_than_refuse(capsys: pytest.CaptureFixture[str]) -
     assert "unrecognized arguments: --max-queue" in capsys.readouterr().err
 
 
-# Layers
+# Precedence of layers
 
 
 def as_text(value: Any) -> str:
@@ -168,13 +170,13 @@ def as_flag(name: str, value: Any) -> str:
 
 
 LAYERS = st.fixed_dictionaries({name: st.sets(st.sampled_from(range(3))) for name in VALUES}).map(
-    # A certificate and its key stand in the same layers: one alone is a mistake.
+    # A certificate and its key are set in the same layers: one alone is an error.
     lambda said: said | {"ssl_keyfile": said["ssl_certfile"]}
 )
 
 
 @given(said=LAYERS, dashes=st.booleans(), random=st.randoms(use_true_random=False))
-def test_the_highest_layer_counts(
+def test_the_highest_layer_wins(
     said: dict[str, set[int]], dashes: bool, random: Any, tmp_path_factory: Any
 ) -> None:
     values = {name: random.sample(VALUES[name], 3) for name in said}
@@ -200,7 +202,7 @@ def test_the_highest_layer_counts(
     assert found.notes == ()
 
 
-def test_the_flag_for_the_file_counts_more_than_the_variable(tmp_path: Path) -> None:
+def test_the_flag_for_the_file_wins_over_the_variable(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("port: 1")
     (tmp_path / "b").write_text("port: 2")
     environ = {"ORCA_CONFIG": str(tmp_path / "a")}
@@ -208,7 +210,7 @@ def test_the_flag_for_the_file_counts_more_than_the_variable(tmp_path: Path) -> 
     assert settings(environ=environ, file=tmp_path / "b").endpoint.port == 2
 
 
-def test_none_in_a_higher_layer_takes_back(yaml_file: Path) -> None:
+def test_none_in_a_higher_layer_unsets_a_value(yaml_file: Path) -> None:
     yaml_file.write_text("dtype: float16\nseed: 5\ngrpc-port: 9\nmodel: gpt2\n")
     found = settings("--grpc-port", "none", "none", environ={"ORCA_DTYPE": "None"}, file=yaml_file)
     assert (found.model, found.engine.dtype, found.engine.seed, found.endpoint.grpc_port) == (
@@ -219,7 +221,7 @@ def test_none_in_a_higher_layer_takes_back(yaml_file: Path) -> None:
     )
 
 
-def test_keys_of_file_and_variable(tmp_path: Path, yaml_file: Path) -> None:
+def test_api_keys_from_file_and_variable(tmp_path: Path, yaml_file: Path) -> None:
     (tmp_path / "keys").write_text("of-the-file\n")
     yaml_file.write_text(f"api_key_file: {tmp_path / 'keys'}\n")
     (tmp_path / "keys").chmod(0o644)
@@ -233,7 +235,7 @@ def test_keys_of_file_and_variable(tmp_path: Path, yaml_file: Path) -> None:
     assert "has no API key" in refused(file=yaml_file)
 
 
-def test_the_control_secret_of_a_file_or_the_variable(tmp_path: Path) -> None:
+def test_the_control_secret_from_a_file_or_the_variable(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of-the-file-0123456789\n")
     (tmp_path / "short").write_text("too-short\n")
     by_variable = {"ORCA_CONTROL_SECRET": " of-the-variable-0123456789 "}
@@ -253,9 +255,9 @@ def test_the_control_secret_of_a_file_or_the_variable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "value"),
     [
-        ("access_log: off", "access_log", "off"),  # no boolean, whatever YAML says
+        ("access_log: off", "access_log", "off"),  # not a boolean, although YAML says so
         ("access_log: 'off'", "access_log", "off"),
-        ("served_model_name: 1.10", "served_model_name", "1.10"),  # no number
+        ("served_model_name: 1.10", "served_model_name", "1.10"),  # not a number
         ("served_model_name: no", "served_model_name", "no"),
         ("port: '8080'", "port", 8080),
         ("request_timeout: 1e3", "request_timeout", 1000.0),
@@ -270,7 +272,7 @@ def test_the_control_secret_of_a_file_or_the_variable(tmp_path: Path) -> None:
         ("# nothing\n", "port", 8000),
     ],
 )
-def test_what_a_file_may_say(text: str, name: str, value: Any, yaml_file: Path) -> None:
+def test_valid_contents_of_a_file(text: str, name: str, value: Any, yaml_file: Path) -> None:
     yaml_file.write_text(text, encoding="utf-8")
     found = flat(settings(file=yaml_file))[name]
     assert (found, type(found)) == (value, type(value))
@@ -318,7 +320,7 @@ def test_what_a_file_may_say(text: str, name: str, value: Any, yaml_file: Path) 
         (b"host: \xff", "is not UTF-8: a wrong byte at 6"),
     ],
 )
-def test_a_mistake_in_a_file(text: str | bytes, message: str, yaml_file: Path) -> None:
+def test_an_error_in_a_file(text: str | bytes, message: str, yaml_file: Path) -> None:
     yaml_file.write_bytes(text if isinstance(text, bytes) else text.encode())
     told = refused(file=yaml_file)
     assert message in told
@@ -329,7 +331,7 @@ YAML_PIECES = st.sampled_from([*"\n:-?{}[]&*!|>'\"%@ ", "port", "none", "1"])
 
 
 @given(text=st.text() | st.lists(YAML_PIECES).map("".join))
-def test_any_text_is_a_file_or_a_mistake(text: str, tmp_path_factory: Any) -> None:
+def test_any_text_is_a_valid_file_or_an_error(text: str, tmp_path_factory: Any) -> None:
     file = tmp_path_factory.getbasetemp() / "any.yaml"
     file.write_text(text, encoding="utf-8")
     try:
@@ -368,11 +370,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         ({"ORCA_HOST": " "}, "host is empty"),
     ],
 )
-def test_a_mistake_in_the_environment(environ: dict[str, str], message: str) -> None:
+def test_an_error_in_the_environment(environ: dict[str, str], message: str) -> None:
     assert message in refused(environ=environ)
 
 
-def test_a_variable_that_is_no_setting_is_told_without_its_value() -> None:
+def test_an_unknown_variable_is_reported_without_its_value() -> None:
     environ = {
         "ORCA_PROT": "secret",
         "ORCA_API_KEY": "secret",
@@ -389,7 +391,7 @@ def test_a_variable_that_is_no_setting_is_told_without_its_value() -> None:
 
 
 def kubernetes(service: str) -> dict[str, str]:
-    """What a pod finds in its environment when there is a Service of that name."""
+    """The variables that Kubernetes sets in a pod for a Service of that name."""
     return {
         f"{service}_SERVICE_HOST": "10.0.0.1",
         f"{service}_SERVICE_PORT": "8000",
@@ -402,7 +404,7 @@ def kubernetes(service: str) -> dict[str, str]:
     }
 
 
-def test_what_kubernetes_puts_there_is_explained_where_it_collides() -> None:
+def test_a_colliding_kubernetes_variable_is_explained() -> None:
     told = refused(environ=kubernetes("ORCA"))
     assert told == (
         "ORCA_PORT is 'tcp://10.0.0.1:8000', as Kubernetes sets it in pods for a Service called 'orca'; set "
@@ -414,7 +416,7 @@ def test_what_kubernetes_puts_there_is_explained_where_it_collides() -> None:
 
 
 @pytest.mark.parametrize("service", ["ORCA", "ORCA_GRPC", "ORCA_SERVE", "ORCA_2"])
-def test_what_kubernetes_puts_there_is_passed_over_where_it_does_not(service: str) -> None:
+def test_other_kubernetes_variables_are_ignored(service: str) -> None:
     found = settings("--port", "80", "--grpc-port", "81", environ=kubernetes(service))
     assert (found.endpoint.port, found.endpoint.grpc_port, found.notes) == (80, 81, ())
     set_by_hand = kubernetes(service) | {"ORCA_PORT": "82", "ORCA_GRPC_PORT": "83"}
@@ -459,18 +461,18 @@ def test_what_kubernetes_puts_there_is_passed_over_where_it_does_not(service: st
         (["--max-q", "5"], "unrecognized arguments: --max-q"),
     ],
 )
-def test_a_mistake_on_the_command_line(arguments: list[str], message: str) -> None:
+def test_an_error_on_the_command_line(arguments: list[str], message: str) -> None:
     told = refused(*arguments)
     assert message in told
     assert "\n" not in told
 
 
-# Kinds of fields that no setting has yet, or that are worth a look by themselves
+# Field types that no setting has yet, or that need tests of their own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One field of each kind."""
+    """One field of each type."""
 
     truth: Annotated[bool, "100% true"] = True
     maybe: Annotated[bool | None, "true, false, or neither", "a group"] = None
@@ -480,7 +482,7 @@ class Sample:
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """As `add_serve_flags` would make flags of Sample's fields."""
+    """Parse flags made from Sample's fields as `add_serve_flags` does."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -492,7 +494,7 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
     return vars(parser.parse_args(arguments))
 
 
-def test_every_kind_of_field() -> None:
+def test_every_type_of_field() -> None:
     assert parse([]) == {}
     assert parse(["--truth", "--no-maybe", "--choice", "b", "--path", "y", "--ratio", "1e-1"]) == {
         "truth": True,

@@ -1,4 +1,4 @@
-"""deploy/slurm/orca.sbatch, run by bash with commands that stand in for Slurm's and for `orca`."""
+"""deploy/slurm/orca.sbatch, run by bash with stand-ins for the commands of Slurm and for `orca`."""
 
 import argparse
 import json
@@ -27,9 +27,9 @@ from tests.places import ROOT
 SCRIPT = ROOT / "deploy" / "slurm" / "orca.sbatch"
 NODES = ["alpha", "beta", "gamma"]
 MAX_RESTARTS = 5
-SECONDS = 60.0  # for anything here
+SECONDS = 60.0  # the time limit of every test
 
-# Each tells the test what it is doing, in a line of JSON, and none of them outlives a test for long.
+# Each reports what it does to the test as lines of JSON, and ends soon after the test.
 STAND_INS = {
     "scontrol": """
         assert sys.argv[1:] == ["show", "hostnames", "the[nodes]"], sys.argv
@@ -78,7 +78,7 @@ STAND_INS = {
 
 
 class Job:
-    """The script, running; `events` are what the stand-ins for `orca` have told so far."""
+    """The running script. `events` are those reported by the stand-ins for `orca` so far."""
 
     def __init__(self, folder: Path, *arguments: str, **plans: str) -> None:
         self.events: list[dict[str, Any]] = []
@@ -93,7 +93,8 @@ class Job:
             (programs / name).chmod(0o755)
         fifo = folder / "events"
         os.mkfifo(fifo)
-        self._events = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)  # there is always a reader, and never an end
+        # Opened for writing too, so that reading never sees end of file.
+        self._events = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
         self._unread = b""
         self._deadline = time.monotonic() + SECONDS
         environment = {
@@ -115,19 +116,19 @@ class Job:
                 start_new_session=True,
             )
 
-    def told(self, event: str, name: str) -> list[dict[str, Any]]:
-        """What "server" or the worker of stage "1" and so on has told of such an event."""
-        return [one for one in self.events if one["event"] == event and _name(one) == name]
+    def events_of(self, event: str, name: str) -> list[dict[str, Any]]:
+        """The events of this kind from `name`: "server", or the stage of a worker, such as "1"."""
+        return [entry for entry in self.events if entry["event"] == event and _name(entry) == name]
 
     def wait(self, until: Callable[[], object]) -> None:
-        """Read what is told until this holds."""
+        """Read events until `until()` is true."""
         while not until():
             left = self._deadline - time.monotonic()
             assert left > 0, self.events
             self._read(left)
 
     def end(self) -> tuple[int, str]:
-        """The script's exit status, and what it said; `events` then has all that was told until now."""
+        """Wait for the script; return its exit status and stderr. `events` then has all events so far."""
         status = self.process.wait(max(1.0, self._deadline - time.monotonic()))
         while self._read(0.0):
             pass
@@ -141,7 +142,7 @@ class Job:
         return True
 
     def close(self) -> None:
-        """End the script and, were it to leave any behind, the stand-ins."""
+        """End the script, and any stand-ins that it left running."""
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 pid, (_, _, _, session, *_) = (
@@ -177,19 +178,19 @@ Start = Callable[..., Job]
 
 def _parsed(told: dict[str, Any], secret: Path) -> argparse.Namespace:
     args = cli.parser().parse_args(told["arguments"])
-    args.control_secret_file = secret  # the job's own is gone
+    args.control_secret_file = secret  # the job's own directory is gone
     return args
 
 
-def test_bash_can_read_it() -> None:
+def test_bash_can_parse_it() -> None:
     subprocess.run(["bash", "-n", SCRIPT], check=True, timeout=SECONDS)
 
 
-def test_what_is_started_fits_together(start: Start, tmp_path: Path) -> None:
+def test_the_started_commands_are_consistent(start: Start, tmp_path: Path) -> None:
     job = start("the/model", "--max-batch-size", "7")
-    job.wait(lambda: all(job.told("started", name) for name in ("server", "1", "2", "3")))
-    (server,) = job.told("started", "server")
-    workers = [one for name in "123" for one in job.told("started", name)]
+    job.wait(lambda: all(job.events_of("started", name) for name in ("server", "1", "2", "3")))
+    (server,) = job.events_of("started", "server")
+    workers = [one for name in "123" for one in job.events_of("started", name)]
     secret = tmp_path / "secret"
     secret.write_text(server["secret"])
     assert len(server["secret"]) == 64
@@ -220,28 +221,28 @@ def test_what_is_started_fits_together(start: Start, tmp_path: Path) -> None:
     assert settings.pipeline.max_restarts == MAX_RESTARTS
 
 
-def test_a_lost_worker_is_started_again_and_a_signal_drains(start: Start) -> None:
+def test_a_lost_worker_is_restarted_and_a_signal_drains(start: Start) -> None:
     job = start("the/model", **{"2": "1 137 0 2"})
-    job.wait(lambda: len(job.told("started", "2")) == 5 and job.told("started", "server"))
-    job.wait(lambda: job.told("started", "1") and job.told("started", "3"))
-    assert not job.told("ended", "server")
-    os.kill(job.process.pid, signal.SIGTERM)  # the script alone, as scancel --batch does
-    job.wait(lambda: job.told("ended", "server"))
-    job.wait(lambda: all(job.told("ended", name) for name in "123"))
+    job.wait(lambda: len(job.events_of("started", "2")) == 5 and job.events_of("started", "server"))
+    job.wait(lambda: job.events_of("started", "1") and job.events_of("started", "3"))
+    assert not job.events_of("ended", "server")
+    os.kill(job.process.pid, signal.SIGTERM)  # only the script, as scancel --batch does
+    job.wait(lambda: job.events_of("ended", "server"))
+    job.wait(lambda: all(job.events_of("ended", name) for name in "123"))
     status, _ = job.end()
     assert status == 0
-    assert [len(job.told("started", name)) for name in ("server", "1", "3")] == [1, 1, 1]
+    assert [len(job.events_of("started", name)) for name in ("server", "1", "3")] == [1, 1, 1]
     order = [_name(one) for one in job.events if one["event"] == "ended"]
-    assert order[0] == "server"  # the workers outlive the drain
-    assert list(job.home.iterdir()) == []  # the secret is gone
+    assert order[0] == "server"  # workers run until the drain is over
+    assert list(job.home.iterdir()) == []  # the secret has been deleted
 
 
-def test_a_mistake_ends_the_job_at_once(start: Start) -> None:
+def test_a_usage_error_ends_the_job_at_once(start: Start) -> None:
     job = start("the/model", **{"1": "2"})
     status, said = job.end()
     assert status == 1
     assert "the worker of stage 1 on alpha ended with status 2" in said
-    assert len(job.told("started", "1")) == 1
+    assert len(job.events_of("started", "1")) == 1
     assert list(job.home.iterdir()) == []
 
 
@@ -249,11 +250,11 @@ def test_a_worker_that_is_always_lost_ends_the_job(start: Start) -> None:
     job = start("the/model", **{"3": "1 " * 50})
     status, said = job.end()
     assert status == 1
-    assert len(job.told("started", "3")) == 1 + MAX_RESTARTS
+    assert len(job.events_of("started", "3")) == 1 + MAX_RESTARTS
     assert said.count("the worker of stage 3 on gamma ended with status 1") == 1 + MAX_RESTARTS
 
 
-def test_a_server_that_ends_ends_the_job_with_its_status(start: Start) -> None:
+def test_when_the_server_ends_the_job_ends_with_its_status(start: Start) -> None:
     job = start("the/model", server="2")
     status, _ = job.end()
     assert status == 2

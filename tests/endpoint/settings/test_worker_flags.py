@@ -1,4 +1,4 @@
-"""The flags of `orca worker`, and what they make of its options."""
+"""The flags of `orca worker` and the options they set."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ from server.settings.flags import worker_flags
 
 
 def options(*arguments: str) -> WorkerOptions:
-    """What `orca worker --stage 1 --of 2 ARGUMENTS` would start."""
+    """The options of `orca worker --stage 1 --of 2 ARGUMENTS`."""
     args = cli.parser().parse_args(["worker", "--stage", "1", "--of", "2", *arguments])
     return worker_options(args.model, worker_flags(args), "a secret of theirs")
 
 
-def test_stages_count_from_one_for_people_and_from_zero_inside() -> None:
+def test_stages_count_from_one_in_flags_and_from_zero_inside() -> None:
     found = options("--listen", "127.0.0.1:7000", "--dtype", "bfloat16", "gpt2", "--seed", "4")
     engine = found.engine
     assert (found.stage, found.n_stages, engine.model, engine.dtype, engine.seed) == (
@@ -48,7 +48,7 @@ def test_stages_count_from_one_for_people_and_from_zero_inside() -> None:
         ("unix:/run/orca/1", "127.0.0.1"),
     ],
 )
-def test_activations_come_from_where_it_listens_unless_said(listen: str, host: str) -> None:
+def test_the_data_host_defaults_to_the_listening_address(listen: str, host: str) -> None:
     assert options("--listen", listen).data_host == host
     assert options("--listen", listen, "--data-host", "10.0.0.9").data_host == "10.0.0.9"
 
@@ -63,7 +63,7 @@ def test_activations_come_from_where_it_listens_unless_said(listen: str, host: s
         (("--listen", "a:1", "--of", "0"), "the number of stages is 0"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
+def test_impossible_options_are_rejected(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as mistake:
         options(*arguments)
     assert message in str(mistake.value)
@@ -77,7 +77,7 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> 
         (("--stage", "1", "--of", "2", "--listen", "a:1", "--attention", "interpreted"), "--attention"),
     ],
 )
-def test_mistakes_in_the_flags(
+def test_errors_in_the_flags(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[Any]
 ) -> None:
     assert cli.main(["worker", *arguments]) == 2
