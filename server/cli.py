@@ -15,12 +15,13 @@ from server.commands import compile as compile_command
 from server.commands import convert, generate, plan, serve, worker
 from server.settings.flags import (
     COMPILE_OPTIONS,
+    PLAN_OPTIONS,
+    WORKER_OPTIONS,
     UsageError,
     add_engine_flags,
-    add_plan_flags,
+    add_flags,
     add_sampling_flags,
     add_serve_flags,
-    add_worker_flags,
 )
 
 INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
@@ -109,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=_wide,
         allow_abbrev=False,
     )
-    add_worker_flags(command)
+    add_flags(command, WORKER_OPTIONS, title="worker")
     command.set_defaults(run=_worker)
 
     command = commands.add_parser(
@@ -126,7 +127,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=_wide,
         allow_abbrev=False,
     )
-    add_plan_flags(command)
+    add_flags(
+        command,
+        PLAN_OPTIONS,
+        title="plan",
+        model_help="a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)",
+    )
     command.set_defaults(run=_plan)
 
     command = commands.add_parser(

@@ -22,7 +22,7 @@ from orca_jax.planning.sizes import n_rows
 from orca_jax.planning.stage_layers import split_summary
 from server.commands.notes import Notes
 from server.settings.config import PlanFlags
-from server.settings.flags import UsageError, plan_flags
+from server.settings.flags import UsageError, read_flags
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _DOES_NOT_FIT = 1
@@ -31,7 +31,7 @@ _WIDTH = 110
 
 def run(args: argparse.Namespace) -> int:
     """The command, from its flags to its exit status: 0, or 1 where something does not fit."""
-    notes, flags = Notes(), plan_flags(args)
+    notes, flags = Notes(), read_flags(args, PlanFlags)
     budget = None if flags.latency_budget is None else seconds_of(flags.latency_budget)
     config = orca_jax.find_config(args.model)
     wanted = _wanted(config, flags, notes)

@@ -14,14 +14,14 @@ from server.commands.loading import bytes_bar
 from server.commands.notes import Notes
 from server.settings.config import WorkerFlags
 from server.settings.control_secret import read_secret
-from server.settings.flags import worker_flags
+from server.settings.flags import read_flags
 
 
 def run(args: argparse.Namespace) -> int:
     """The command, from its flags to its exit status: 0 after SIGTERM or Ctrl-C, 1 when its device hangs."""
     notes = Notes()
     secret = read_secret(args.control_secret_file, os.environ)
-    options = worker_options(args.model, worker_flags(args), secret)
+    options = worker_options(args.model, read_flags(args, WorkerFlags), secret)
     hold_memory(os.environ, options.engine.sizes.memory_fraction or MEMORY_FRACTION)
     loading = partial(bytes_bar, notes, "Loading the stage")
     status = orca_jax.run_worker(options, note=notes, loading=loading)

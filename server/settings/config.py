@@ -1,6 +1,6 @@
-"""What can be set about serving: flags, `--config` files and `ORCA_*` variables are all made from this list.
+"""Everything that can be set: flags, `ORCA_*` variables and `--config` keys are all made from these fields.
 
-A field's second annotation is its line in `--help`; a third names the group that it stands in there.
+A field's first annotation after its type is its line in `--help`; the second, if any, is its group there.
 """
 
 from dataclasses import dataclass
@@ -14,34 +14,38 @@ AccessLog = Literal["text", "json", "off"]
 # Of config.Attention; the other is for tests.
 ServedAttention = Literal["kernel", "cudnn", "native", "static", "follow_lengths"]
 
-# What `orca serve` and `orca worker` are both told.
-SaidDtype = Annotated[
-    Dtype | None, "of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
+# Fields that several commands have.
+DtypeFlag = Annotated[
+    Dtype | None, "data type of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
 ]
-SaidLoadFormat = Annotated[LoadFormat, "dummy: random weights of a preset or directory"]
-SaidAttention = Annotated[
+LoadFormatFlag = Annotated[LoadFormat, "dummy: random weights of a preset or directory"]
+AttentionFlag = Annotated[
     ServedAttention | None,
     "how attention runs (default: a kernel on a Hopper GPU or a CPU, cuDNN on an NVIDIA GPU, else pure JAX)",
 ]
-SaidTensorParallel = Annotated[int, "devices that each layer is split over"]
-SaidMemoryFraction = Annotated[
+MaxBatchSizeFlag = Annotated[int, "requests in one iteration at most (max_bs)"]
+MaxBatchTokensFlag = Annotated[
+    int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
+]
+TensorParallelFlag = Annotated[int, "devices that each layer is split over"]
+MemoryFractionFlag = Annotated[
     float | None,
     "share of each device's memory that may be taken; n_slots follows from it (default: 0.9 of a GPU's, and "
     "of a CPU's 2 GiB for keys and values)",
 ]
-SaidCommandBufferCollectives = Annotated[
-    bool, "record a split layer's collectives into CUDA graphs as well: fewer launches, but such have hung"
+CommandBufferCollectivesFlag = Annotated[
+    bool, "record a split layer's collectives into CUDA graphs too: fewer launches, but hangs were reported"
 ]
 
-SaidCompileCache = Annotated[
+CompileCacheFlag = Annotated[
     str | None,
-    "folder where compiled programs are kept, 'none' for nowhere; JAX_COMPILATION_CACHE_DIR may name another "
-    f"default (default: {COMPILE_CACHE})",
+    "folder that keeps compiled programs, or 'none'; JAX_COMPILATION_CACHE_DIR changes the default "
+    f"(default: {COMPILE_CACHE})",
 ]
-SaidOnCompile = Annotated[
+OnCompileFlag = Annotated[
     OnCompile,
-    "what becomes of a program that is missing after ready; warn: requests wait while it is compiled; error: "
-    "the engine fails",
+    "if a program turns out to be missing after ready; warn: compile it while requests wait; error: fail the "
+    "engine",
 ]
 
 _MAX_NAME = 256
@@ -52,31 +56,27 @@ _DEADLINES, _RESTARTS = Deadlines(), RestartBound()
 class EngineOptions:
     """Arguments of `EngineConfig.of`, which checks them. None: it follows from model and device."""
 
-    max_batch_size: Annotated[int, "requests in one iteration at most (max_bs)"] = 32
-    n_slots: Annotated[int | None, "tokens whose keys and values fit (default: by model and memory)"] = None
-    max_batch_tokens: Annotated[
-        int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
+    max_batch_size: MaxBatchSizeFlag = 32
+    n_slots: Annotated[
+        int | None, "tokens whose keys and values fit into memory (default: by model and memory)"
     ] = None
+    max_batch_tokens: MaxBatchTokensFlag = None
     max_queue: Annotated[int, "requests that may wait; one more is refused", "limits"] = 1024
-    max_queue_bytes: Annotated[int, "bytes of memory that waiting requests may keep, about", "limits"] = (
-        1 << 30
-    )
+    max_queue_bytes: Annotated[int, "bytes that waiting requests may hold, approximately", "limits"] = 1 << 30
     max_queue_share: Annotated[
-        float, "part of the queue that one API key may fill; without keys, one address", "limits"
+        float, "share of the queue that one API key may fill; without keys, one address", "limits"
     ] = 0.5
-    deterministic: Annotated[bool, "not a bit of an output depends on what else runs; slower"] = False
-    overlap: Annotated[bool, "issue an iteration while the one before it still runs"] = True
-    memory_fraction: SaidMemoryFraction = None
-    dtype: SaidDtype = None
-    load_format: SaidLoadFormat = "auto"
-    attention: SaidAttention = None
-    command_buffer_collectives: SaidCommandBufferCollectives = False
-    seed: Annotated[int | None, "starts the seeds of requests that have none (default: drawn)"] = None
-    tensor_parallel: SaidTensorParallel = 1
-    pipeline_parallel: Annotated[
-        int, "stages that the layers are shared out to, each on devices of its own"
-    ] = 1
-    compile_cache: SaidCompileCache = COMPILE_CACHE
+    deterministic: Annotated[bool, "outputs do not depend on what else runs, bit for bit; slower"] = False
+    overlap: Annotated[bool, "prepare and issue an iteration while the previous one runs"] = True
+    memory_fraction: MemoryFractionFlag = None
+    dtype: DtypeFlag = None
+    load_format: LoadFormatFlag = "auto"
+    attention: AttentionFlag = None
+    command_buffer_collectives: CommandBufferCollectivesFlag = False
+    seed: Annotated[int | None, "seed for requests that have none (default: drawn)"] = None
+    tensor_parallel: TensorParallelFlag = 1
+    pipeline_parallel: Annotated[int, "pipeline stages, each with its own layers and devices"] = 1
+    compile_cache: CompileCacheFlag = COMPILE_CACHE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +84,9 @@ class CompileOptions:
     """When the programs of `orca serve` are compiled; arguments of `EngineConfig.of`."""
 
     compile_ahead: Annotated[
-        bool, "compile every program before /ready says yes; else each when it is first needed"
+        bool, "compile every program before /ready says yes; otherwise each when it is first needed"
     ] = True
-    on_compile: SaidOnCompile = "warn"
+    on_compile: OnCompileFlag = "warn"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,18 +108,18 @@ class PipelineOptions:
         "security",
     ] = None
     iteration_timeout: Annotated[
-        float, "an iteration that is not back after so long means that a worker is lost"
+        float, "seconds after which an iteration without a result means that a worker is lost"
     ] = _DEADLINES.iteration_seconds
-    worker_timeout: Annotated[float, "a worker whose device hangs for so long exits"] = (
+    worker_timeout: Annotated[float, "seconds after which a worker whose device hangs exits"] = (
         _DEADLINES.worker_seconds
     )
     ready_timeout: Annotated[
-        float, "workers get so long to start, load and compile, at first and after a loss"
+        float, "seconds for workers to start, load and compile, at first and after a loss"
     ] = _DEADLINES.ready_seconds
     max_restarts: Annotated[
-        int, "losses of workers within --restart-window; one more, and the server fails"
+        int, "losses of workers allowed within --restart-window; after one more the server fails"
     ] = _RESTARTS.restarts
-    restart_window: Annotated[float, "seconds that --max-restarts counts over"] = _RESTARTS.seconds
+    restart_window: Annotated[float, "seconds over which --max-restarts counts"] = _RESTARTS.seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,17 +149,17 @@ class WorkerFlags:
         "file with the secret that server and workers share; the variable ORCA_CONTROL_SECRET may hold it "
         "instead",
     ] = None
-    tensor_parallel: SaidTensorParallel = 1
-    memory_fraction: SaidMemoryFraction = None
-    dtype: SaidDtype = None
-    load_format: SaidLoadFormat = "auto"
-    attention: SaidAttention = None
-    command_buffer_collectives: SaidCommandBufferCollectives = False
-    on_compile: SaidOnCompile = "warn"
-    compile_cache: SaidCompileCache = COMPILE_CACHE
-    seed: Annotated[int, "of the random weights"] = 0
+    tensor_parallel: TensorParallelFlag = 1
+    memory_fraction: MemoryFractionFlag = None
+    dtype: DtypeFlag = None
+    load_format: LoadFormatFlag = "auto"
+    attention: AttentionFlag = None
+    command_buffer_collectives: CommandBufferCollectivesFlag = False
+    on_compile: OnCompileFlag = "warn"
+    compile_cache: CompileCacheFlag = COMPILE_CACHE
+    seed: Annotated[int, "seed of the random weights"] = 0
     forward_ahead: Annotated[
-        bool, "pass control messages on before the device's work, not after it (off: to measure that)"
+        bool, "forward control messages before the device's work, not after it (off: to measure the gain)"
     ] = True
 
 
@@ -168,34 +168,32 @@ class PlanFlags:
     """What `orca plan` is asked. Sizes are those of EngineOptions; `planning.plan.Wanted` checks them."""
 
     device: Annotated[
-        str, "what it shall run on: a100-40gb, a100-80gb, l40s, h100, h200, b200, or cpu (this machine's)"
+        str, "device to plan for: a100-40gb, a100-80gb, l40s, h100, h200, b200, or cpu (this machine's)"
     ]
-    tensor_parallel: SaidTensorParallel = 1
-    pipeline_parallel: Annotated[int, "stages that the layers are shared out to"] = 1
-    dtype: SaidDtype = None
-    max_batch_size: Annotated[int, "requests in one iteration at most (max_bs)"] = 32
-    n_slots: Annotated[int | None, "tokens whose keys and values shall fit (default: the largest)"] = None
-    max_batch_tokens: Annotated[
-        int | None, "tokens of one iteration at most (default: 2048, or the model's positions)"
-    ] = None
-    memory_fraction: SaidMemoryFraction = None
+    tensor_parallel: TensorParallelFlag = 1
+    pipeline_parallel: Annotated[int, "pipeline stages"] = 1
+    dtype: DtypeFlag = None
+    max_batch_size: MaxBatchSizeFlag = 32
+    n_slots: Annotated[int | None, "tokens whose keys and values must fit (default: as many as fit)"] = None
+    max_batch_tokens: MaxBatchTokensFlag = None
+    memory_fraction: MemoryFractionFlag = None
     context: Annotated[
         int | None, "tokens of a request in the cache, for the floors (default: half the model's positions)"
     ] = None
     latency_budget: Annotated[
         str | None,
-        "recommend the largest max_bs with so long between two tokens of a request, as in 50ms or 0.05s; a "
-        "number alone is seconds (default: none)",
+        "recommend the largest max_bs that keeps the time between two tokens of a request within this, as in "
+        "50ms or 0.05s; a plain number is seconds (default: none)",
     ] = None
-    memory: Annotated[float | None, "GiB of each device, where the data sheet's do not hold"] = None
+    memory: Annotated[float | None, "GiB of each device, if not the data sheet's"] = None
     bandwidth: Annotated[float | None, "GB/s to its memory, as measured (default: the data sheet's)"] = None
     matrix_rate: Annotated[
         float | None, "TFLOP/s of its matrix products, as measured (default: the data sheet's)"
     ] = None
     compile: Annotated[
-        bool, "ask XLA for the temporaries, where its compiler for the device is installed; else arithmetic"
+        bool, "ask XLA for the temporaries if its compiler for the device is installed; else estimate them"
     ] = True
-    compile_timeout: Annotated[float, "seconds that XLA gets; then arithmetic"] = 600.0
+    compile_timeout: Annotated[float, "seconds to wait for XLA before estimating"] = 600.0
     json: Annotated[bool, "print one JSON object instead of tables"] = False
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from orca_jax.errors import OrcaError
 from orca_jax.request.sampling_params import SamplingParams
@@ -18,6 +18,8 @@ from server.settings.config import (
 )
 from server.settings.option import Option, option, options_of
 from server.settings.small_files import read_text
+
+T = TypeVar("T")
 
 
 class UsageError(OrcaError):
@@ -204,31 +206,19 @@ def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] 
             _add(parsers[one.group], one, argparse.SUPPRESS)
 
 
-def add_worker_flags(command: argparse.ArgumentParser) -> None:
-    """The model, and a flag for each field of WorkerFlags."""
-    command.add_argument("model", nargs="?", type=_type(MODEL), metavar="MODEL", help=MODEL.help)
-    group = command.add_argument_group("worker")
-    for one in WORKER_OPTIONS:
+def add_flags(
+    command: argparse.ArgumentParser, options: Sequence[Option], *, title: str, model_help: str = MODEL.help
+) -> None:
+    """The model, and a flag for each option, in one group. What is not given has its default."""
+    command.add_argument("model", nargs="?", type=_type(MODEL), metavar="MODEL", help=model_help)
+    group = command.add_argument_group(title)
+    for one in options:
         _add(group, one, one.default)
 
 
-def worker_flags(args: argparse.Namespace) -> WorkerFlags:
-    """What they say."""
-    return WorkerFlags(**{one.name: getattr(args, one.name) for one in WORKER_OPTIONS})
-
-
-def add_plan_flags(command: argparse.ArgumentParser) -> None:
-    """The model, and a flag for each field of PlanFlags."""
-    about = "a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)"
-    command.add_argument("model", nargs="?", type=_type(MODEL), metavar="MODEL", help=about)
-    group = command.add_argument_group("plan")
-    for one in PLAN_OPTIONS:
-        _add(group, one, one.default)
-
-
-def plan_flags(args: argparse.Namespace) -> PlanFlags:
-    """What they say."""
-    return PlanFlags(**{one.name: getattr(args, one.name) for one in PLAN_OPTIONS})
+def read_flags(args: argparse.Namespace, config: type[T]) -> T:
+    """The dataclass whose options were added as flags. Raises ConfigError where it is checked."""
+    return config(**{one.name: getattr(args, one.name) for one in options_of(config)})
 
 
 def _add(parser: argparse._ArgumentGroup, one: Option, default: Any) -> None:

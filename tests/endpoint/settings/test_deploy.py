@@ -15,7 +15,7 @@ from server import cli
 from server.commands.worker import worker_options
 from server.settings.config import WorkerFlags
 from server.settings.engine import engine_config
-from server.settings.flags import worker_flags
+from server.settings.flags import read_flags
 from server.settings.settings import serve_settings
 from tests.places import ROOT
 
@@ -78,7 +78,7 @@ def parsed(arguments: list[str], tmp_path: Path) -> argparse.Namespace:
 
 def flags_of_workers(tmp_path: Path) -> list[WorkerFlags]:
     every = [worker_pod_arguments(ordinal, tmp_path) for ordinal in range(WORKERS["spec"]["replicas"])]
-    return [worker_flags(cli.parser().parse_args(arguments)) for arguments in every]
+    return [read_flags(cli.parser().parse_args(arguments), WorkerFlags) for arguments in every]
 
 
 def serve_arguments() -> list[str]:
@@ -96,7 +96,7 @@ def test_a_pods_ordinal_determines_its_stage(ordinal: int, stage: int, tmp_path:
 
 def test_the_workers_command_is_valid(tmp_path: Path) -> None:
     args = parsed(worker_pod_arguments(1, tmp_path), tmp_path)
-    options = worker_options(args.model, worker_flags(args), SECRET)
+    options = worker_options(args.model, read_flags(args, WorkerFlags), SECRET)
     assert (options.stage, options.n_stages) == (1, WORKERS["spec"]["replicas"])
     assert (options.listen, options.data_host) == ("10.2.0.9:7000", "10.2.0.9")
     assert WORKER["resources"]["limits"]["nvidia.com/gpu"] == options.engine.parallel.tensor_parallel

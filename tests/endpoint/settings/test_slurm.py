@@ -20,7 +20,7 @@ from server import cli
 from server.commands.worker import worker_options
 from server.settings.config import WorkerFlags
 from server.settings.engine import engine_config
-from server.settings.flags import worker_flags
+from server.settings.flags import read_flags
 from server.settings.settings import serve_settings
 from tests.places import ROOT
 
@@ -206,7 +206,7 @@ def test_the_started_commands_are_consistent(start: Start, tmp_path: Path) -> No
     assert addresses == ["10.0.0.1:20123", "10.0.0.2:20123", "10.0.0.3:20123"]
     assert (settings.model, settings.engine.max_batch_size) == ("the/model", 7)
     assert settings.endpoint.host == "127.0.0.1"
-    flags: list[WorkerFlags] = [worker_flags(_parsed(one, secret)) for one in workers]
+    flags: list[WorkerFlags] = [read_flags(_parsed(one, secret), WorkerFlags) for one in workers]
     assert [one.listen for one in flags] == addresses
     for stage, one in enumerate(flags):
         options = worker_options("the/model", one, server["secret"])

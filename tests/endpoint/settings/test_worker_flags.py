@@ -8,13 +8,14 @@ from orca_jax.errors import ConfigError
 from orca_jax.workers.worker_options import WorkerOptions
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.flags import worker_flags
+from server.settings.config import WorkerFlags
+from server.settings.flags import read_flags
 
 
 def options(*arguments: str) -> WorkerOptions:
     """The options of `orca worker --stage 1 --of 2 ARGUMENTS`."""
     args = cli.parser().parse_args(["worker", "--stage", "1", "--of", "2", *arguments])
-    return worker_options(args.model, worker_flags(args), "a secret of theirs")
+    return worker_options(args.model, read_flags(args, WorkerFlags), "a secret of theirs")
 
 
 def test_stages_count_from_one_in_flags_and_from_zero_inside() -> None:
