@@ -42,11 +42,12 @@ from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
+from orca_jax.iteration.row import Row
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.engine_protocol import Engine, Returned
+from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import round_up
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
@@ -69,13 +70,13 @@ class TimedEngine:
         self.waited = 0.0
         self._engine = engine
 
-    def issue(self, batch: Sequence[Request]) -> None:
-        self._engine.issue(batch)
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        return self._engine.issue(rows)
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         start = time.perf_counter()
         try:
-            return self._engine.wait(interrupted)
+            return self._engine.wait(iteration, interrupted)
         finally:
             self.waited += time.perf_counter() - start
 

@@ -39,10 +39,11 @@ from rich.table import Table
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
+from orca_jax.iteration.row import Row
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.engine_protocol import Engine, Returned
+from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
@@ -84,13 +85,14 @@ class TimedEngine:
         self.issues: list[float] = []
         self._engine = engine
 
-    def issue(self, batch: Sequence[Request]) -> None:
+    def issue(self, rows: Sequence[Row]) -> Iteration:
         start = time.perf_counter()
-        self._engine.issue(batch)
+        iteration = self._engine.issue(rows)
         self.issues.append(time.perf_counter() - start)
+        return iteration
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        return self._engine.wait(interrupted)
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
+        return self._engine.wait(iteration, interrupted)
 
 
 class Stages(Protocol):

@@ -13,6 +13,7 @@ before it is measured, then the two in turn.
 import argparse
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,9 @@ from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError
 from orca_jax.families.presets import PRESETS
-from orca_jax.request.request import Request, RequestState
-from orca_jax.scheduling.engine_protocol import never
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import Request
+from orca_jax.scheduling.engine_protocol import Iteration, never
 from orca_jax.scheduling.kv_manager import round_up
 
 SYSTEMS = ("orca", "ft")
@@ -62,19 +64,21 @@ def inject(shared: SharedEngine, trace: Trace) -> float:
         request.row = kv.reserve(request.max_tokens)
         batch.append(request)
     n_left = trace[0].n_output  # iterations to issue
+    in_flight = deque[Iteration]()
     start = time.perf_counter()
-    while n_left or batch[0].n_in_flight:
-        if n_left and batch[0].n_in_flight < 2:
-            engine.issue(batch)
+    while n_left or in_flight:
+        if n_left and len(in_flight) < 2:
+            rows = [Row(request, request.n_to_compute) for request in batch]
+            in_flight.append(engine.issue(rows))
             n_left -= 1
-            for request in batch:
-                request.state = RequestState.RUNNING
-                request.n_in_flight += 1
+            for request, n_tokens in rows:
+                request.begin_iteration(n_tokens)
             continue
-        returned = engine.wait(never)
+        returned = engine.wait(in_flight.popleft(), never)
         assert returned is not None
         for request, token_id in zip(batch, returned.token_ids, strict=True):
             request.n_in_flight -= 1
+            request.n_sampling -= 1
             request.output_ids.append(int(token_id))
     seconds = time.perf_counter() - start
     for request, one in zip(batch, trace, strict=True):

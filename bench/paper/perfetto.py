@@ -71,8 +71,8 @@ def _of_requests(records: ServingRecords, process: int) -> Iterator[Event]:
         for j, name in enumerate(one.request_ids):
             work = records.rows[i].rows[j] if records.rows else RowWork.GENERATING
             if one.returned is not None and work is not RowWork.DONE:
-                phase = "initiation" if one.initiation[j] else PHASES[work]
-                phases.setdefault(name, {})[phase] = one.returned
+                begins = name not in phases if records.rows else one.initiation[j]
+                phases.setdefault(name, {})["initiation" if begins else PHASES[work]] = one.returned
     for track, one in enumerate(sorted(records.requests, key=lambda one: one.arrived)):
         yield _named("thread_name", process, track, f"request {one.request_id}")
         ends = phases.get(one.request_id, {})

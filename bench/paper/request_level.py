@@ -4,22 +4,22 @@ The paper compares with FasterTransformer behind a queue that forms batches of a
 first come, first served. A batch runs to its longest request; only then is anything returned, and the next
 batch formed: who finished early waits for it, and who came late waits for it. A batch has one input length,
 that of its shortest input: the first iteration takes so many tokens of every request, and what is left of
-longer inputs is fed one token an iteration, in the place of the one that was sampled (6.2). Keys and values
+longer inputs is fed one token an iteration (6.2). Keys and values
 are reserved for the model's maximum length (6.1). Over inter-layer partitions the batch goes as microbatches
 of `mbs` requests, one behind the other (4.2).
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
-from orca_jax.scheduling.engine_protocol import Engine, never
+from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.select import input_length
 from orca_jax.scheduling.timeline import Timeline
 
 
@@ -27,7 +27,7 @@ class RowWork(StrEnum):
     """What an iteration is good for in one of its rows."""
 
     GENERATING = "generating"  # the token that it computes is of the request's output
-    FED = "fed"  # its token is thrown away: the one of the input that stands there comes next
+    FED = "fed"  # a piece of the input, and nothing is sampled: the token after it is of the input too
     DONE = "done"  # computed for nothing: the request has all its tokens
 
 
@@ -42,48 +42,45 @@ class RowsRecord:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A request in its batch. The engine sees `inner`: the cut prompt, and behind it whatever comes next."""
+    """A request in its batch. The engine sees `inner`, which goes on as long as the batch does."""
 
     outer: Request
     inner: Request
 
-    def next_work(self) -> RowWork:
-        """What the next iteration is good for."""
-        place = self.inner.n_tokens_issued  # that of the token which it computes
+    def next_row(self, n_first: int) -> Row:
+        """What goes into the next iteration: `n_first` tokens of the input, then one after the other."""
+        return Row(self.inner, 1 if self.inner.n_computed else n_first)
+
+    def work_of(self, row: Row) -> RowWork:
+        """What the iteration of this row is good for."""
+        place = self.inner.n_computed + row.n_tokens  # that of the token after its input
         if place < len(self.outer.prompt_ids):
             return RowWork.FED
         return RowWork.GENERATING if place < self.outer.max_tokens else RowWork.DONE
 
-    def fed_token(self) -> int | None:
-        """What goes into the next iteration, if it is a token of the input, and alone."""
-        place = self.inner.n_tokens_issued - 1
-        first = self.inner.state is RequestState.INITIATION
-        return None if first or place >= len(self.outer.prompt_ids) else self.outer.prompt_ids[place]
-
-    def take(self, token_id: int) -> None:
-        """The token of a returned iteration, or the one of the input that stands in its place."""
-        inner, prompt_ids = self.inner, self.outer.prompt_ids
-        place = inner.n_tokens
-        inner.output_ids.append(prompt_ids[place] if place < len(prompt_ids) else token_id)
+    def take(self, token_id: int, *, sampled: bool) -> None:
+        """What a returned iteration sampled, if it did."""
+        inner = self.inner
         inner.n_in_flight -= 1
+        if sampled:
+            inner.n_sampling -= 1
+            inner.output_ids.append(token_id)
         if not inner.n_in_flight:
-            inner.state = RequestState.INCREMENT
+            inner.state = RequestState.INCREMENT if sampled else RequestState.INITIATION
 
     def output_ids(self) -> list[int]:
         """The request's output, of all that was computed."""
-        n_cut = len(self.inner.prompt_ids)
-        return self.inner.output_ids[len(self.outer.prompt_ids) - n_cut : self.outer.max_tokens - n_cut]
+        return self.inner.output_ids[: self.outer.max_tokens - len(self.outer.prompt_ids)]
 
 
 class RequestLevelScheduler:
     """Batches of requests, each run to its end; `step` is a turn as `Scheduler.step` is one.
 
     `max_length` is the slots reserved for each request, and the most tokens, input and output, that one may
-    have; a batch has as many requests as there is room for, `max_bs` at most. The engine needs the token
-    that goes in from the host: an EngineMaster with `keeps_tokens=False`. Or it keeps tokens and is told by
-    `feed(row, token_id)` of those that go in instead: then a microbatch is issued once more while it is in
-    flight, as ORCA's scheduler does with overlap. Requests end by length or by an end token; those that are
-    asked to end go on. `iterations` says of the timeline's what their rows were good for, and of as many.
+    have; a batch has as many requests as there is room for, `max_bs` at most. With `overlap`, over an engine
+    that keeps tokens, a microbatch is issued once more while it is in flight, as ORCA's scheduler does.
+    Requests end by length or by an end token; those that are asked to end go on. `iterations` says of the
+    timeline's what their rows were good for, and of as many.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class RequestLevelScheduler:
         mbs: int,
         max_length: int,
         timeline: Timeline,
-        feed: Callable[[int, int], None] | None = None,
+        overlap: bool = True,
     ) -> None:
         assert 1 <= mbs <= max_bs, f"microbatches of {mbs} of batches of {max_bs}"
         self.pool = pool
@@ -110,10 +107,10 @@ class RequestLevelScheduler:
         self.n_batches = 0
         self._batch: list[_Place] = []
         self._longest = 0  # tokens of its longest request: how far every row goes
+        self._n_first = 0  # tokens of its shortest input
         self._to_issue: deque[list[_Place]] = deque()  # microbatches with iterations left, in turn
-        self._in_flight: deque[list[_Place]] = deque()
-        self._feed = feed
-        self._most_ahead = 1 if feed is None else 2  # iterations in flight of one microbatch,
+        self._in_flight: deque[tuple[list[_Place], Iteration]] = deque()
+        self._most_ahead = 2 if overlap and engine.keeps_tokens else 1  # of one microbatch in flight,
         self._most_in_flight = engine.n_workers + self._most_ahead - 1  # and of all
 
     def step(self) -> bool:
@@ -147,22 +144,22 @@ class RequestLevelScheduler:
         if not outer:
             return False
         self.pool.admit(outer)
-        shortest = min(len(req.prompt_ids) for req in outer)
+        self._n_first = min(len(req.prompt_ids) for req in outer)
         self._longest = max(req.max_tokens for req in outer)
         assert self._longest <= self.max_length, f"a request of {self._longest} tokens"
-        self._batch = [_Place(req, self._inner(req, shortest)) for req in outer]
+        self._batch = [_Place(req, self._inner(req)) for req in outer]
         self._to_issue.extend(
             self._batch[start : start + self.mbs] for start in range(0, len(outer), self.mbs)
         )
         self.n_batches += 1
         return True
 
-    def _inner(self, req: Request, n_input: int) -> Request:
+    def _inner(self, req: Request) -> Request:
         """What the engine sees of `req`, with a row and slots for the longest that there may be."""
         req.state = RequestState.RUNNING
         return Request(
             request_id=req.request_id,
-            prompt_ids=req.prompt_ids[:n_input],
+            prompt_ids=req.prompt_ids,
             max_tokens=self.max_length,
             sampling=req.sampling,
             seed=req.seed,
@@ -175,32 +172,30 @@ class RequestLevelScheduler:
         done or not.
         """
         places = self._to_issue.popleft()
-        batch = [place.inner for place in places]
-        self.timeline.issued(batch, [input_length(req) for req in batch])
-        number = self.timeline.iterations[-1].number
-        rows = tuple([place.next_work() for place in places])
-        self.iterations.append(RowsRecord(number, self.n_batches - 1, rows))
-        if self._feed is not None:
-            for place in places:
-                if (known := place.fed_token()) is not None:
-                    self._feed(place.inner.row, known)
-        self.engine.issue(batch)
+        rows = [place.next_row(self._n_first) for place in places]
+        record = self.timeline.issued(rows)
+        works = tuple([place.work_of(row) for place, row in zip(places, rows, strict=True)])
+        self.iterations.append(RowsRecord(record.number, self.n_batches - 1, works))
+        iteration = self.engine.issue(rows)
+        iteration.record = record
+        iteration.pieces = frozenset(
+            [i for i, (inner, n_tokens) in enumerate(rows) if not inner.begin_iteration(n_tokens)]
+        )
         for place in places:
-            place.inner.state = RequestState.RUNNING
-            place.inner.n_iterations += 1
-            place.inner.n_in_flight += 1
             place.outer.n_iterations += 1
-        self._in_flight.append(places)
-        if batch[0].n_tokens_issued < self._longest:
+        self._in_flight.append((places, iteration))
+        if places[0].inner.n_computed + 1 < self._longest:
             self._to_issue.append(places)
 
     def _take_return(self) -> None:
         """The oldest microbatch in flight comes back."""
-        returned = self.engine.wait(never)
+        places, iteration = self._in_flight.popleft()
+        returned = self.engine.wait(iteration, never)
         assert returned is not None, "nothing interrupts a batch"
-        self.timeline.returned()
-        for place, token_id in zip(self._in_flight.popleft(), returned.token_ids, strict=True):
-            place.take(int(token_id))
+        assert iteration.record is not None
+        self.timeline.returned(iteration.record)
+        for i, (place, token_id) in enumerate(zip(places, returned.token_ids, strict=True)):
+            place.take(int(token_id), sampled=i not in iteration.pieces)
 
     def _end_batch(self) -> None:
         """Everything is delivered, and every slot is free again."""

@@ -18,7 +18,7 @@ from bench.paper.serving_records import ServingRecords
 class Reasons:
     """What scheduling made of a trace, counted (ORCA 2, 6.2).
 
-    `late_joining` iterations had a request in its initiation phase beside one in its increment phase;
+    `late_joining` iterations were the first of one request and a later one of another;
     after `early_finished` ones a request left while others of the batch went on. Of `rows`, one for each
     request of each iteration, the token of `fed_rows` was thrown away for one of the input, and `done_rows`
     were computed for requests that had all their tokens. `waited_for_batch` are the seconds, all requests'
@@ -110,9 +110,12 @@ def reasons(records: ServingRecords) -> Reasons:
             n_fed += work is RowWork.FED
             n_done += work is RowWork.DONE
     late = early = n_rows = 0
+    begun = set[str]()
     for i, iteration in enumerate(records.iterations):
         n_rows += iteration.n_rows
-        late += any(iteration.initiation) and not all(iteration.initiation)
+        begins = [name not in begun for name in iteration.request_ids]
+        begun.update(iteration.request_ids)
+        late += any(begins) and not all(begins)
         leaves = [last[name] == i for name in iteration.request_ids]
         early += any(leaves) and not all(leaves)
     waited = 0.0

@@ -13,11 +13,9 @@ import jax
 from rich.progress import Progress
 
 from bench.device.bare_engine import BareEngine
-from bench.paper.fed_tokens import FedWorkers
 from bench.paper.play import MakeScheduler
 from bench.paper.request_level import RequestLevelScheduler
 from orca_jax.config import Dtype, Sizes
-from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.families.presets import PRESETS
 from orca_jax.request.request import Request
 from orca_jax.scheduling.admission import admissible
@@ -64,10 +62,6 @@ class SharedEngine:
         )
         self.dtype, self.device, self.n_stages = bare.dtype, bare.device, bare.n_stages
         self.serving, self.buckets, self.kv, self.engine = bare.serving, bare.buckets, bare.kv, bare.engine
-        self._fed = FedWorkers(bare.workers)
-        self._by_request = EngineMaster(
-            self._fed, self.kv, vocab_size=self.model.vocab_size, n_workers=pipeline_parallel
-        )
 
     def orca(self, max_bs: int, *, overlap: bool = True) -> MakeScheduler:
         """Algorithm 1 with this `max_bs`."""
@@ -84,13 +78,12 @@ class SharedEngine:
         def make(pool: RequestPool, timeline: Timeline) -> RequestLevelScheduler:
             return RequestLevelScheduler(
                 pool,
-                self._by_request,
+                self.engine,
                 self.kv,
                 max_bs=max_bs,
                 mbs=mbs,
                 max_length=self.model.n_positions,
                 timeline=timeline,
-                feed=self._fed.feed,
             )
 
         return make

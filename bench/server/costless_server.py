@@ -23,7 +23,7 @@ from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.buckets import bucket_sizes
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.engine_protocol import Returned
+from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
@@ -68,10 +68,9 @@ class PacedEngine(SimulatedEngine):
             VirtualClock(), token=lambda req, index: 1 + hashed_token(req, index) % (vocab_size - 1)
         )
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """The batch, after the duration of an iteration."""
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         time.sleep(ITERATION_SECONDS)
-        return super().wait(interrupted)
+        return super().wait(iteration, interrupted)
 
 
 def server(connection: Connection) -> None:

@@ -55,10 +55,8 @@ def measured(records: ServingRecords) -> list[Measured]:
     iterations: list[Measured] = []
     for record in records.iterations:
         kv_lengths: list[int] = []
-        for name, first, n_input in zip(
-            record.request_ids, record.initiation, record.input_lengths, strict=True
-        ):
-            known[name] = n_input if first else known[name] + 1
+        for name, n_input in zip(record.request_ids, record.input_lengths, strict=True):
+            known[name] = known.get(name, 0) + n_input
             kv_lengths.append(known[name])
         assert record.returned is not None, "a run that ended lost no iteration"
         there = min(arrived[name] for name in record.request_ids)

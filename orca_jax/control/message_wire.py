@@ -1,6 +1,6 @@
 """A control message as the payload of MESSAGE: the fields of worker.proto's Iteration, and all their checks.
 
-A row takes 60 bytes and its blocks in use: those that hold its `kv_length` tokens, not all that are reserved,
+A row takes 64 bytes and its blocks in use: those that hold its `kv_length` tokens, not all that are reserved,
 each in 2 bytes where the K/V manager has up to 65,536 blocks, else in 4. Its input tokens, 4 bytes each, come
 on top. A row in its decode phase so stays within 1 KB up to 480 blocks in use (7,680 tokens in blocks of
 16), or 240 where blocks are numbered in 4 bytes; a prefill adds the tokens of its prompt, and its biases.
@@ -15,13 +15,13 @@ from orca_jax.control import worker_pb2
 from orca_jax.control.frame import FRAME_BYTES
 from orca_jax.errors import BadFrame
 from orca_jax.grammar.token_mask import n_words
-from orca_jax.iteration.message import ADJUSTED, BIAS, CONSTRAINED, SAMPLING, ControlMessage
+from orca_jax.iteration.message import ADJUSTED, BIAS, CONSTRAINED, SAMPLED, SAMPLING, ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import LOGPROBS
 from orca_jax.request.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS, REPETITION_RANGE
 
 _INITIATION, _ON_DEVICE = 1, 2  # of a row's flags
-_INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt")
+_INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt", "next_token")
 _INTEGERS_BYTES = 4 * len(_INTEGERS)  # of a row
 ROW_BYTES = SAMPLING.itemsize + _INTEGERS_BYTES + 1  # the last is the flags
 _FIELDS_BYTES = 64  # more than the protobuf fields of a payload take around their arrays
@@ -43,7 +43,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def most_bytes(shape: EngineShape) -> int:
     """More than any frame takes: of a control message, of words, or of tokens and log-probabilities."""
     message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
-    message += 4 * (shape.max_tokens + shape.n_blocks)
+    message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
     tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
     return max(message, words, tokens) + _FIELDS_BYTES + FRAME_BYTES
@@ -57,16 +57,17 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         message.input_length,
         message.kv_length,
         message.n_prompt,
+        message.next_token,
     )
     integers = b"".join([column.astype("<i4", copy=False).tobytes() for column in columns])
     flags = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
     blocks = message.block_table[_in_use(message.kv_length, shape)].astype(_block_dtype(shape))
     return worker_pb2.Iteration(
-        iteration=message.iteration,
         sampling=message.sampling.tobytes(),
         integers=integers,
         flags=flags.tobytes(),
         token_ids=message.token_ids.astype("<i4", copy=False).tobytes(),
+        earlier_ids=message.earlier_ids.astype("<i4", copy=False).tobytes(),
         blocks=blocks.tobytes(),
         bias=message.bias.tobytes(),
     )
@@ -87,10 +88,12 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     sampling = _array("sampling", payload.sampling, SAMPLING, n)
     flags = _array("flags", payload.flags, np.dtype(np.uint8), n)
     token_ids = _array("token_ids", payload.token_ids, np.dtype("<i4"), n_tokens)
+    n_earlier = len(payload.earlier_ids) // 4
+    earlier_ids = _array("earlier_ids", payload.earlier_ids, np.dtype("<i4"), n_earlier)
     bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
     _check(integers, token_ids, shape)
     _check_sampling(sampling, bias, shape.vocab_size)
-    row, token_index, input_length, kv_length, n_prompt = integers
+    row, token_index, input_length, kv_length, n_prompt, next_token = integers
     in_use = _in_use(kv_length, shape)
     blocks = _array("blocks", payload.blocks, _block_dtype(shape), int(np.count_nonzero(in_use)))
     _within("block", blocks, 0, shape.n_blocks - 1)
@@ -99,22 +102,31 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
     if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
         raise BadFrame("a row's flags are not known, or its input tokens cannot be on the device")
-    if (n_prompt > np.where(initiation, input_length, 0)).any():
-        raise BadFrame("a row's prompt is longer than its initiation")
-    return ControlMessage(
-        iteration=payload.iteration,
+    if (~initiation & ((n_prompt > 0) | (next_token != SAMPLED))).any():
+        raise BadFrame("a row has a prompt or a known next token after its initiation")
+    if ((n_prompt > kv_length) & (next_token == SAMPLED)).any():
+        raise BadFrame("a row samples a token before the end of its prompt")
+    message = ControlMessage(
         row=row,
         initiation=initiation,
         token_index=token_index,
         input_length=input_length,
         kv_length=kv_length,
         n_prompt=n_prompt,
+        next_token=next_token,
         token_ids=token_ids,
+        earlier_ids=earlier_ids,
         token_on_device=on_device,
         block_table=block_table,
         sampling=sampling,
         bias=bias,
     )
+    n_needed = int((kv_length - input_length)[message.set_up].sum(dtype=np.int64))
+    if n_earlier != n_needed:
+        raise BadFrame(f"{n_earlier} earlier tokens came; the rows that need theirs have {n_needed}")
+    if n_earlier:
+        _within("token id", earlier_ids, 0, shape.vocab_size - 1)
+    return message
 
 
 def _block_dtype(shape: EngineShape) -> np.dtype[Any]:
@@ -137,8 +149,8 @@ def _in_use(kv_length: npt.NDArray[Any], shape: EngineShape) -> npt.NDArray[np.b
 
 def _check(integers: npt.NDArray[Any], token_ids: npt.NDArray[Any], shape: EngineShape) -> None:
     longest = shape.longest
-    low = np.array((0, 0, 1, 1, 0))[:, np.newaxis]
-    high = np.array((shape.n_rows - 1, longest, longest, longest, longest))[:, np.newaxis]
+    low = np.array((0, 0, 1, 1, 0, SAMPLED))[:, np.newaxis]
+    high = np.array((shape.n_rows - 1, *[longest] * 4, shape.vocab_size - 1))[:, np.newaxis]
     wrong = (integers < low) | (integers > high)
     if wrong.any():
         column, at = (int(i) for i in np.argwhere(wrong)[0])

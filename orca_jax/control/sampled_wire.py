@@ -19,13 +19,14 @@ class Asked(NamedTuple):
 
     n_rows: int
     logprobs: npt.NDArray[np.intp]  # places in the batch that want their token's
-    prompts: tuple[tuple[int, int], ...]  # those that want their prompt's, and its tokens but the first
+    prompts: tuple[tuple[int, int], ...]  # those that want their prompt's, and of how many of its tokens
 
 
 def asked(message: ControlMessage) -> Asked:
     """What the iteration of this message is asked for."""
-    wants = message.sampling["prompt_logprobs"] >= 0
-    prompts = tuple((int(i), int(message.n_prompt[i]) - 1) for i in np.flatnonzero(wants))
+    n_scored = message.n_scored
+    wants = np.flatnonzero(message.sampling["prompt_logprobs"] >= 0)
+    prompts = tuple((int(i), int(n_scored[i])) for i in wants)
     return Asked(len(message.row), np.flatnonzero(message.sampling["logprobs"] >= 0), prompts)
 
 

@@ -124,22 +124,22 @@ class Shape(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ...) -> None: ...
 
 class Iteration(_message.Message):
-    __slots__ = ("iteration", "sampling", "integers", "flags", "token_ids", "blocks", "bias")
-    ITERATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     INTEGERS_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BIAS_FIELD_NUMBER: _ClassVar[int]
-    iteration: int
     sampling: bytes
     integers: bytes
     flags: bytes
     token_ids: bytes
+    earlier_ids: bytes
     blocks: bytes
     bias: bytes
-    def __init__(self, iteration: _Optional[int] = ..., sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("seconds", "link_bytes")

@@ -1,11 +1,10 @@
 """The engine master: one iteration's control message to worker 1, its tokens from worker n.
 
-It implements `scheduler.Engine`. Nothing here waits for a device but `wait` (ORCA 4.1: only the last stage
-synchronises).
+It implements `engine_protocol.Engine`. Nothing here waits for a device but `wait` (ORCA 4.1: only the last
+stage synchronises).
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -19,21 +18,22 @@ from orca_jax.iteration.message import (
     ADJUSTED,
     BIAS,
     CONSTRAINED,
+    SAMPLED,
     ControlMessage,
     MakeWords,
     neutral_sampling,
 )
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import Sampled, token_logprobs
-from orca_jax.scheduling.engine_protocol import Returned, never
+from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 
 _POLL_SECONDS = 100e-6  # far below an iteration, far above what a poll costs
 
-# Looking a member of an Enum up costs more than all else that is done for a request here.
-_INITIATION, _FINISHED = RequestState.INITIATION, RequestState.FINISHED
+_FINISHED = RequestState.FINISHED
 
-# What control.SAMPLING takes from SamplingParams as it is.
+# What message.SAMPLING takes from SamplingParams as it is.
 _KEPT = (
     "temperature",
     "top_p",
@@ -72,12 +72,13 @@ class Workers(Protocol):
 class EngineMaster:
     """Turns batches of requests into iterations of the workers, first in, first out.
 
-    A row's sampling parameters and lengths are kept by row from its initiation on, so that an iteration's
-    messages are numpy gathers. `vocab_size` is the model's. With `keeps_tokens` the first of the `n_workers`
-    has each row's newest token on its device; else it goes by way of the host, which has read it before the
-    request is issued again (ORCA 4.1). `sleep` is the wait between two looks at a batch. An EngineError from
-    `issue` or `wait` means that nothing is in flight any more, and that keys and values are lost: a request
-    that is to go on begins again with INITIATION.
+    What stays with a row is noted when its request begins there: when the row was reserved anew, or when
+    `n_computed` is another than after the row's last iteration, as after a loss. So a message is made of
+    numpy gathers. `vocab_size` is the model's. With `keeps_tokens` the first of the `n_workers` has each
+    row's newest token on its device; else it goes by way of the host, which has read it before the request is
+    issued again (ORCA 4.1). `sleep` is the wait between two looks at a batch. An EngineError from `issue` or
+    `wait` means that nothing is in flight any more, and that keys and values are lost: a request that is to
+    go on begins again with `n_computed` 0.
     """
 
     def __init__(
@@ -97,32 +98,32 @@ class EngineMaster:
         self._n_words = n_words(vocab_size)
         self._sleep = sleep
         self._n_issued = 0
-        self._in_flight: deque[tuple[Sequence[Request], PendingTokens]] = deque()
-        # By row, set at its initiation: [n_rows].
+        # By row [n_rows]; the first four are set when a request begins there.
+        self._n_reserved = np.zeros(kv.n_rows, np.int64)  # which request's they are: KVManager.n_reserved
         self._sampling = neutral_sampling(kv.n_rows)
-        # By row: tokens in the cache, and output tokens sampled, after all that was issued.
-        self._kv_length = np.zeros(kv.n_rows, np.int32)
-        self._token_index = np.zeros(kv.n_rows, np.int32)
+        self._n_prompt = np.zeros(kv.n_rows, np.int32)
+        self._has_sampled = np.zeros(kv.n_rows, np.bool_)  # its initiation is over
+        self._kv_length = np.zeros(kv.n_rows, np.int32)  # tokens in the cache, after all that was issued
 
-    def issue(self, batch: Sequence[Request]) -> None:
-        """Start one iteration for `batch`; never blocks on the device. Raises EngineError."""
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        """Start one iteration; never blocks on the device. Raises EngineError."""
         try:
-            message = self._control_message(batch)
-            words = partial(self._words, batch, message)
-            self._in_flight.append((batch, self._workers.issue(message, words)))
+            message = self._control_message(rows)
+            pending = self._workers.issue(message, partial(self._words, rows, message))
         except EngineError:
-            self._in_flight.clear()
             raise
         except Exception as error:
             raise self._failed(error) from error
         self._n_issued += 1
+        return Iteration(rows, pending)
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """The oldest issued batch with its tokens; None if `interrupted` turned true before it was done.
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
+        """The tokens of the oldest iteration; None if `interrupted` turned true before it was done.
 
         Raises EngineError.
         """
-        batch, pending = self._in_flight[0]
+        rows = iteration.rows
+        pending: PendingTokens = iteration.pending
         try:
             while interrupted is not never and not pending.is_ready():
                 if interrupted():
@@ -130,33 +131,30 @@ class EngineMaster:
                 self._sleep(_POLL_SECONDS)
             sampled = pending.fetch()
         except EngineError:
-            self._in_flight.clear()
             raise
         except Exception as error:
             raise self._failed(error) from error
-        self._in_flight.popleft()
-        token_ids = sampled.token_ids[: len(batch)].tolist()
+        token_ids = sampled.token_ids[: len(rows)].tolist()
         if sampled.logprobs is None and not sampled.prompt_logprobs:
-            return Returned(batch, token_ids)
-        asked = [(i, request.sampling.logprobs) for i, request in enumerate(batch)]
+            return Returned(token_ids)
+        asked = [(i, request.sampling.logprobs) for i, (request, _) in enumerate(rows)]
         records = sampled.logprobs
         return Returned(
-            batch,
             token_ids,
             {} if records is None else {i: token_logprobs(records[i], n) for i, n in asked if n is not None},
             {
-                i: [token_logprobs(record, batch[i].sampling.prompt_logprobs or 0) for record in prompt]
+                i: [token_logprobs(one, rows[i].request.sampling.prompt_logprobs or 0) for one in prompt]
                 for i, prompt in sampled.prompt_logprobs.items()
             },
         )
 
-    def _words(self, batch: Sequence[Request], message: ControlMessage) -> npt.NDArray[np.int32] | None:
+    def _words(self, rows: Sequence[Row], message: ControlMessage) -> npt.NDArray[np.int32] | None:
         """What may come next in each constrained row, [their number, n_words]; None before that is known.
 
         A request that has ended meanwhile may get any token: it is thrown away.
         """
         places: list[int] = np.flatnonzero(message.constrained).tolist()
-        requests = [batch[i] for i in places]
+        requests = [rows[i].request for i in places]
         n_before = message.token_index[places].tolist()
         for request, n in zip(requests, n_before, strict=True):
             if len(request.output_ids) < n and request.state is not _FINISHED:
@@ -173,71 +171,78 @@ class EngineMaster:
         return words
 
     def _failed(self, error: Exception) -> EngineError:
-        """What is in flight behind a failure rests on caches that are lost: forget it."""
-        self._in_flight.clear()
         return EngineError(f"iteration {self._n_issued} failed: {type(error).__name__}: {error}")
 
-    def _control_message(self, batch: Sequence[Request]) -> ControlMessage:
-        n = len(batch)
-        row = np.array([r.row for r in batch], np.intp)
-        first = [i for i, r in enumerate(batch) if r.state is _INITIATION]
-        initiation = np.zeros(n, np.bool_)
-        if first:
-            initiation[first] = True
-            for i in first:
-                self._admit(batch[i])
-        # An increment adds one token to the cache, and each iteration samples one.
-        self._kv_length[row] += ~initiation
-        kv_length = self._kv_length[row]
-        token_index = self._token_index[row]
-        self._token_index[row] += 1
-        input_length = np.where(initiation, kv_length, np.int32(1))
+    def _control_message(self, rows: Sequence[Row]) -> ControlMessage:
+        n = len(rows)
+        requests = [request for request, _ in rows]
+        row = np.array([request.row for request in requests], np.intp)
+        start = np.array([request.n_computed for request in requests], np.int32)
+        input_length = np.array([n_tokens for _, n_tokens in rows], np.int32)
+        begins = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
+        for i in np.flatnonzero(begins):
+            self._begin(requests[i])
+        kv_length = start + input_length
+        initiation = ~self._has_sampled[row]
+        assert (initiation | (input_length == 1)).all(), "after its initiation a row computes one token"
+        first: list[int] = np.flatnonzero(initiation).tolist()
+        next_token = np.full(n, SAMPLED, np.int32)
+        n_prompt = np.zeros(n, np.int32)
         row_end = np.cumsum(input_length)
         token_ids = np.zeros(row_end[-1], np.int32)
-        n_prompt = np.zeros(n, np.int32)
-        biases: list[tuple[int, int, float]] = []
         for i in first:
-            request = batch[i]
-            known = request.prompt_ids + tuple(request.output_ids)
-            token_ids[row_end[i] - len(known) : row_end[i]] = known
-            n_prompt[i] = len(request.prompt_ids)
-            biases += [(i, token_id, value) for token_id, value in request.sampling.logit_bias.items()]
+            known = requests[i].known_ids(int(start[i]), int(kv_length[i]) + 1)
+            token_ids[row_end[i] - input_length[i] : row_end[i]] = known[: input_length[i]]
+            next_token[i : i + 1] = known[input_length[i] :] or SAMPLED
+            n_prompt[i] = self._n_prompt[row[i]]
+        samples = next_token == SAMPLED
+        self._has_sampled[row] = samples
+        self._kv_length[row] = kv_length
+        token_index = np.where(samples, kv_length - self._n_prompt[row], np.int32(0))
         sampling = self._sampling[row]
         sampling["prompt_logprobs"][~initiation] = -1
-        for i, request in enumerate(batch):
-            if request.constraint is not None and request.constraint.acts(int(token_index[i])):
+        for i in np.flatnonzero(~samples):  # nothing acts on what is not sampled
+            sampling["temperature"][i], sampling["logprobs"][i], sampling["flags"][i] = 0, -1, 0
+        for i, request in enumerate(requests):
+            if request.constraint is not None and samples[i] and request.constraint.acts(int(token_index[i])):
                 sampling["flags"][i] |= CONSTRAINED
-        on_device = ~initiation if self.keeps_tokens else np.zeros(n, np.bool_)
         if not self.keeps_tokens:
-            for i, request in enumerate(batch):
-                if not initiation[i]:
-                    token_ids[row_end[i] - 1] = request.output_ids[-1]
+            for i in np.flatnonzero(~initiation):
+                token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
+        biases: list[tuple[int, int, float]] = []
+        earlier_ids: list[int] = []
+        for i in first:
+            if sampling["flags"][i] & ADJUSTED:
+                earlier_ids += requests[i].known_ids(0, int(start[i]))
+                biases += [(i, *bias) for bias in requests[i].sampling.logit_bias.items()]
         return ControlMessage(
-            iteration=self._n_issued,
             row=row.astype(np.int32),
             initiation=initiation,
             token_index=token_index,
             input_length=input_length,
             kv_length=kv_length,
             n_prompt=n_prompt,
+            next_token=next_token,
             token_ids=token_ids,
-            token_on_device=on_device,
+            earlier_ids=np.array(earlier_ids, np.int32),
+            token_on_device=~initiation if self.keeps_tokens else np.zeros(n, np.bool_),
             block_table=self._kv.block_table.take(row, axis=0),
             sampling=sampling,
             bias=np.array(biases, BIAS),
         )
 
-    def _admit(self, request: Request) -> None:
-        """Note what stays with a row; one that runs again after a fault has output tokens already."""
-        row, said = request.row, request.sampling
+    def _begin(self, request: Request) -> None:
+        """Note what stays with a row."""
+        row, params = request.row, request.sampling
         to = self._sampling
         for name in _KEPT:
-            to[name][row] = getattr(said, name)
+            to[name][row] = getattr(params, name)
         to["seed"][row] = request.seed
-        to["logprobs"][row] = -1 if said.logprobs is None else said.logprobs
-        asks = said.prompt_logprobs is not None and request.prompt_logprobs is None
-        to["prompt_logprobs"][row] = said.prompt_logprobs if asks else -1
-        penalties = (said.repetition_penalty, said.frequency_penalty, said.presence_penalty)
-        to["flags"][row] = ADJUSTED if said.logit_bias or penalties != (1, 0, 0) else 0
-        self._kv_length[row] = request.n_tokens
-        self._token_index[row] = len(request.output_ids)
+        to["logprobs"][row] = -1 if params.logprobs is None else params.logprobs
+        asks = params.prompt_logprobs is not None and request.prompt_logprobs is None
+        to["prompt_logprobs"][row] = params.prompt_logprobs if asks else -1
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        to["flags"][row] = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
+        self._n_reserved[row] = self._kv.n_reserved[row]
+        self._n_prompt[row] = len(request.prompt_ids)
+        self._has_sampled[row] = False

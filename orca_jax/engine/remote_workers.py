@@ -38,15 +38,6 @@ from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.request.sampled import Sampled
 
 
-@dataclass(slots=True, eq=False)
-class _Flight:
-    iteration: int
-    asked: Asked
-    sent: float
-    payload: Tokens | None = None  # what came
-    sampled: Sampled | None = None  # the same, read
-
-
 @dataclass(slots=True)
 class _Attempt:
     """A new epoch on its way: when it began, when to ask again, who is ready."""
@@ -58,24 +49,34 @@ class _Attempt:
 
 
 class RemoteTokens:
-    """PendingTokens of an iteration that runs elsewhere. Both methods raise WorkerLost."""
+    """PendingTokens of an iteration that runs elsewhere; `number` counts the iterations of its epoch.
 
-    def __init__(self, workers: "RemoteWorkers", flight: _Flight) -> None:
+    Both methods raise WorkerLost.
+    """
+
+    def __init__(
+        self, workers: "RemoteWorkers", number: int, asked: Asked, sent: float, words: MakeWords | None
+    ) -> None:
+        self.number = number
+        self.asked = asked
+        self.sent = sent
+        self.words = words  # None: none are needed, or they were sent
+        self.payload: Tokens | None = None  # what came
+        self.sampled: Sampled | None = None  # the same, read
         self._workers = workers
-        self._flight = flight
 
     def is_ready(self) -> bool:
         """Whether they are here; looks at all that came, and at the deadline."""
-        if self._flight.sampled is None:
+        if self.sampled is None:
             self._workers.look()
-        return self._flight.sampled is not None
+        return self.sampled is not None
 
     def fetch(self) -> Sampled:
         """Wait for them, no longer than the deadline allows."""
         while not self.is_ready():
             self._workers.wait()
-        assert self._flight.sampled is not None
-        return self._flight.sampled
+        assert self.sampled is not None
+        return self.sampled
 
 
 class RemoteWorkers:
@@ -121,8 +122,7 @@ class RemoteWorkers:
         self._failure = failure
         self._attempt: _Attempt | None = None
         self._lost: WorkerLost | None = WorkerLost(0, "the workers were not brought up yet")
-        self._in_flight: deque[_Flight] = deque()  # issued, and not all before it returned
-        self._unsaid: deque[tuple[int, MakeWords]] = deque()
+        self._unanswered: deque[RemoteTokens] = deque()  # issued, and not all before it returned
         self._n_issued = 0  # in this epoch
         self._moved = 0.0  # when the oldest in flight became the oldest
         self._received = [-1] * n_stages  # the newest iteration that each stage said so of
@@ -137,19 +137,19 @@ class RemoteWorkers:
         self.look()
         payload = encode_message(message, self._shape)
         now = self._clock()
-        flight = _Flight(self._n_issued, asked(message), now)
-        if not self._in_flight:
+        needs_words = bool(message.constrained.any())
+        tokens = RemoteTokens(self, self._n_issued, asked(message), now, words if needs_words else None)
+        if not self._unanswered:
             self._moved = now
-        self._in_flight.append(flight)
+        self._unanswered.append(tokens)
         self._n_issued += 1
         self.counters.messages += 1
-        data = encode_frame(Frame(MESSAGE, self.epoch, flight.iteration, 0, payload))
+        data = encode_frame(Frame(MESSAGE, self.epoch, tokens.number, 0, payload))
         self.counters.message_bytes += len(data)
         self._channel.send(0, data)
-        if message.constrained.any():
-            self._unsaid.append((flight.iteration, words))
-            self._say_words()
-        return RemoteTokens(self, flight)
+        if needs_words:
+            self._send_words()
+        return tokens
 
     def look(self) -> None:
         """Take in all that came, without waiting.
@@ -159,32 +159,34 @@ class RemoteWorkers:
         self._see_failure()
         if self._lost is not None:
             raise self._lost
-        self._say_words()
+        self._send_words()
         while (arrival := self._channel.receive(0.0)) is not None:
             self._take(arrival)
             self._see_failure()
-        if self._in_flight and self._clock() >= self._due():
+        if self._unanswered and self._clock() >= self._due():
             stage, why = self._who_is_behind()
             self._lose(stage, why, suspects=(stage,))
 
-    def _say_words(self) -> None:
+    def _send_words(self) -> None:
         """Send what constrained rows allow, in the order of iterations, as far as it is known."""
-        while self._unsaid:
-            iteration, make_words = self._unsaid[0]
-            words = make_words()
+        for tokens in self._unanswered:
+            if tokens.words is None:
+                continue
+            words = tokens.words()
             if words is None:
                 return
-            self._unsaid.popleft()
+            tokens.words = None
             bits = words.astype("<i4", copy=False).tobytes()
             self.counters.word_bytes += len(bits)
-            self._channel.send(self._n_stages - 1, encode_frame(Frame(WORDS, self.epoch, iteration, 0, bits)))
+            frame = Frame(WORDS, self.epoch, tokens.number, 0, bits)
+            self._channel.send(self._n_stages - 1, encode_frame(frame))
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until something came, `seconds` at most; raises WorkerLost."""
         if self._lost is not None:
             raise self._lost
         limit = self._deadlines.look_seconds if seconds is None else seconds
-        if self._in_flight:
+        if self._unanswered:
             limit = min(limit, max(0.0, self._due() - self._clock()))
         arrival = self._channel.receive(limit)
         if arrival is not None:
@@ -237,8 +239,7 @@ class RemoteWorkers:
                 self._on_suspect(arrival.stage)
             # All else was said before the new epoch, and is stale.
         self.epoch += 1
-        self._in_flight.clear()
-        self._unsaid.clear()
+        self._unanswered.clear()
         self._n_issued = 0
         self._received = [-1] * self._n_stages
         self._done = [-1] * self._n_stages
@@ -249,7 +250,7 @@ class RemoteWorkers:
         return self._attempt
 
     def _due(self) -> float:
-        return max(self._in_flight[0].sent, self._moved) + self._deadlines.iteration_seconds
+        return max(self._unanswered[0].sent, self._moved) + self._deadlines.iteration_seconds
 
     def _see_failure(self) -> None:
         failure = self._failure()
@@ -258,8 +259,7 @@ class RemoteWorkers:
 
     def _lose(self, stage: int, why: str, *, suspects: Sequence[int] = ()) -> NoReturn:
         self._attempt = None
-        self._in_flight.clear()
-        self._unsaid.clear()
+        self._unanswered.clear()
         self._lost = WorkerLost(stage, why)
         for suspect in suspects:
             self._on_suspect(suspect)
@@ -267,7 +267,7 @@ class RemoteWorkers:
 
     def _who_is_behind(self) -> tuple[int, str]:
         """The first stage that has not taken the oldest iteration, or else not finished it."""
-        iteration = self._in_flight[0].iteration
+        iteration = self._unanswered[0].number
         late = f"within {self._deadlines.iteration_seconds:g} seconds (epoch {self.epoch})"
         for stage, received in enumerate(self._received):
             if received < iteration:
@@ -366,20 +366,20 @@ class RemoteWorkers:
     def _take_tokens(self, frame: Frame) -> None:
         if frame.stage != self._n_stages - 1:
             raise BadFrame("it sent tokens, which only the last stage has")
-        oldest = self._in_flight[0].iteration if self._in_flight else self._n_issued
+        oldest = self._unanswered[0].number if self._unanswered else self._n_issued
         if frame.iteration < oldest:
             self.counters.duplicates += 1
             return
-        flight = self._in_flight[frame.iteration - oldest]
-        sampled = decode_sampled(frame.payload, flight.asked, vocab_size=self._shape.vocab_size)
-        if flight.sampled is not None:
-            if flight.payload != frame.payload:
+        tokens = self._unanswered[frame.iteration - oldest]
+        sampled = decode_sampled(frame.payload, tokens.asked, vocab_size=self._shape.vocab_size)
+        if tokens.sampled is not None:
+            if tokens.payload != frame.payload:
                 raise BadFrame(f"it returned iteration {frame.iteration} twice, with other tokens")
             self.counters.duplicates += 1
             return
-        flight.sampled, flight.payload = sampled, frame.payload
+        tokens.sampled, tokens.payload = sampled, frame.payload
         self._note_times(frame.stage, frame.iteration, done=math.nan)
         # Those that came out of order wait here for the ones before them.
-        while self._in_flight and self._in_flight[0].sampled is not None:
-            self._in_flight.popleft()
+        while self._unanswered and self._unanswered[0].sampled is not None:
+            self._unanswered.popleft()
             self._moved = self._clock()

@@ -18,7 +18,7 @@ from jax import lax
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
-from orca_jax.iteration.message import ADJUSTED, ControlMessage
+from orca_jax.iteration.message import ControlMessage
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
 from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
@@ -32,7 +32,7 @@ class Tables(NamedTuple):
 
 
 class RowStart(NamedTuple):
-    """A row's part of the tables as its initiation finds it."""
+    """A row's part of the tables before it samples."""
 
     row: int
     seen: npt.NDArray[np.int32]  # [V]
@@ -170,12 +170,15 @@ class TokenChooser:
 
 
 def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:
-    """The rows with biases or penalties that are in their initiation."""
-    first = message.initiation & ((message.sampling["flags"] & ADJUSTED) > 0)
+    """The rows with biases or penalties that sample their first token, or their first after a loss."""
     starts: list[RowStart] = []
     ends = np.cumsum(message.input_length)
-    for i in np.flatnonzero(first):
-        tokens = message.token_ids[ends[i] - message.input_length[i] : ends[i]]
+    n_earlier = message.kv_length - message.input_length
+    taken = 0  # of earlier_ids
+    for i in np.flatnonzero(message.set_up):
+        earlier = message.earlier_ids[taken : taken + n_earlier[i]]
+        taken += n_earlier[i]
+        tokens = np.concatenate((earlier, message.token_ids[ends[i] - message.input_length[i] : ends[i]]))
         prompt, output = np.split(tokens, [message.n_prompt[i]])
         seen = np.bincount(output, minlength=vocab_size).astype(np.int32)
         seen[prompt] |= IN_PROMPT

@@ -147,17 +147,23 @@ class Worker:
         yield ToCompile("empty caches", self._empty.compile)
 
     def _score(self, hidden: jax.Array, message: ControlMessage) -> dict[int, list[tuple[jax.Array, int]]]:
-        """The log-probabilities of prompts, where they are asked for: by place in the batch, in parts."""
+        """The log-probabilities of the prompts' tokens after this input, where they are asked for.
+
+        By place in the batch, in parts.
+        """
         scored: dict[int, list[tuple[jax.Array, int]]] = {}
         ends = np.cumsum(message.input_length)
+        n_scored = message.n_scored
         for i in np.flatnonzero(message.sampling["prompt_logprobs"] >= 0):
             first = ends[i] - message.input_length[i]
-            at = np.arange(first, first + message.n_prompt[i] - 1, dtype=np.int32)
+            at = np.arange(first, first + n_scored[i], dtype=np.int32)
+            # Of a piece that ends inside the prompt the last token scores the first one of the next piece.
+            targets = np.append(message.token_ids[first + 1 : ends[i]], message.next_token[i])
             parts = scored[int(i)] = []
             for begin in range(0, len(at), SCORED):
                 part = at[begin : begin + SCORED]
                 padded = np.zeros((2, SCORED), np.int32)
-                padded[:, : len(part)] = part, message.token_ids[part + 1]
+                padded[:, : len(part)] = part, targets[begin : begin + len(part)]
                 parts.append((self._score_part(hidden, *padded), len(part)))
         return scored
 

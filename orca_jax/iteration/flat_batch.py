@@ -50,7 +50,7 @@ class SamplerArrays(NamedTuple):
     iteration before is not counted yet.
     """
 
-    row: Any  # place in last_token where the next token goes; n_rows (nowhere) for padding
+    row: Any  # place in last_token where the next token goes; n_rows (nowhere) where none is sampled
     top_k: Any
     token_index: Any
     seed_low: Any
@@ -195,7 +195,7 @@ def flat_batch(
     to.block_table[:real_rows] = message.block_table
     sampling, sampler = message.sampling, SamplerArrays(*to.sampler)
     seed = sampling["seed"]
-    sampler.row[:real_rows] = message.row
+    sampler.row[:real_rows] = np.where(message.samples, message.row, n_rows)
     sampler.token_index[:real_rows] = message.token_index
     sampler.top_k[:real_rows] = sampling["top_k"]
     sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)

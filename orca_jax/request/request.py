@@ -15,7 +15,7 @@ from orca_jax.request.sampling_params import SamplingParams
 class RequestState(Enum):
     """The states of Algorithm 1, and the one after them."""
 
-    INITIATION = "initiation"  # next: the iteration over the input tokens (prefill)
+    INITIATION = "initiation"  # next: an iteration over input tokens (prefill)
     RUNNING = "running"  # in one issued batch that has not returned, or two
     INCREMENT = "increment"  # next: an iteration over the last token (decode)
     FINISHED = "finished"
@@ -73,6 +73,10 @@ class Request:
     queue is shared out among owners ("": outside of that); `weight` is what it keeps in memory, in bytes.
     `n_losses` counts the losses of a worker while it was in flight; it runs alone until it has `alone_until`
     tokens (scheduling/quarantine.py).
+
+    An iteration computes the next tokens from `n_computed` on, and samples one where it reaches the last
+    known token. So a prompt may come in pieces, begin behind tokens that are in the cache already, or be
+    computed again after a loss, when `n_computed` is 0 again.
     """
 
     request_id: str
@@ -91,8 +95,10 @@ class Request:
     output_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if asked for
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids but the first, if asked for
+    n_computed: int = 0  # tokens in the K/V cache, after all iterations that were issued
     n_iterations: int = 0  # issued
     n_in_flight: int = 0  # of these, not returned yet; 2 at most, and 1 without overlap
+    n_sampling: int = 0  # of those in flight, the ones that sample a token for it
     n_losses: int = 0
     alone_until: int = 0
     finish_reason: FinishReason | None = None
@@ -107,7 +113,37 @@ class Request:
     @property
     def n_tokens_issued(self) -> int:
         """The same, and those that iterations in flight will add."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.n_in_flight
+        return len(self.prompt_ids) + len(self.output_ids) + self.n_sampling
+
+    @property
+    def n_to_compute(self) -> int:
+        """Tokens whose keys and values are not in the cache yet: what the next iterations have to compute."""
+        return self.n_tokens_issued - self.n_computed
+
+    @property
+    def in_initiation(self) -> bool:
+        """Whether its next row is of the initiation phase: it has sampled none since its cache was empty."""
+        return not self.n_sampling and self.state is not RequestState.INCREMENT
+
+    def known_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens `start` to `stop` of prompt and output."""
+        n = len(self.prompt_ids)
+        return [*self.prompt_ids[start:stop], *self.output_ids[max(0, start - n) : max(0, stop - n)]]
+
+    def begin_iteration(self, n_tokens: int) -> bool:
+        """An iteration over its next `n_tokens` was issued; whether it samples a token."""
+        self.n_computed += n_tokens
+        self.n_iterations += 1
+        self.n_in_flight += 1
+        # After its initiation every row does; before, the one that reaches the last known token.
+        samples = (
+            self.n_sampling > 0
+            or self.state is RequestState.INCREMENT
+            or self.n_computed == len(self.prompt_ids) + len(self.output_ids)
+        )
+        self.n_sampling += samples
+        self.state = RequestState.RUNNING
+        return samples
 
     def accept(self, token_id: int) -> FinishReason | None:
         """Take the token of a returned iteration; the reason to finish if it was the last one.

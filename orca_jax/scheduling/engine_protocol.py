@@ -1,37 +1,54 @@
 """What a scheduler needs of an engine: iterations go in, tokens come back."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.request.request import Request
+from orca_jax.iteration.row import Row
 from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.scheduling.timeline import IterationRecord
 
 NOTHING: Mapping[int, Any] = MappingProxyType({})
+NO_PIECES: frozenset[int] = frozenset()
 
 
 def never() -> bool:
-    """What interrupts a wait beside which nothing can be issued."""
+    """What interrupts a wait when nothing else could be issued meanwhile."""
     return False
 
 
-class Returned(NamedTuple):
-    """A batch whose iteration is done, and what it computed for each request, `[len(batch)]`.
+@dataclass(slots=True, eq=False)
+class Iteration:
+    """An iteration that was issued: `Engine.issue` returns it, and `Engine.wait` takes it.
 
-    Log-probabilities by place in the batch, where a request asked for them.
+    `pending` is the engine's own: what it waits for. The scheduler adds the timeline's `record`, and
+    `pieces`: the places of rows that sample no token.
     """
 
-    batch: Sequence[Request]
+    rows: Sequence[Row]
+    pending: Any = None
+    record: IterationRecord | None = None
+    pieces: frozenset[int] = NO_PIECES
+
+
+class Returned(NamedTuple):
+    """What a finished iteration computed, by its rows: `token_ids` is `[len(rows)]`.
+
+    The token of a row that sampled none means nothing. Log-probabilities are by place in the batch, where a
+    request asked for them; those of a prompt that comes in pieces come in pieces.
+    """
+
     token_ids: Sequence[int] | npt.NDArray[np.int32]
     logprobs: Mapping[int, TokenLogprobs] = NOTHING
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = NOTHING
 
 
 class Engine(Protocol):
-    """Runs iterations, in flight up to one more than `n_workers`, and returns them in the order of issue.
+    """Runs iterations, in flight up to one more than `n_workers`; they are waited for in the order of issue.
 
     Both methods raise EngineError; nothing is in flight any more then.
     """
@@ -46,17 +63,17 @@ class Engine(Protocol):
         """Whether a request may be issued again before its token has come back: the device has it."""
         ...
 
-    def issue(self, batch: Sequence[Request]) -> None:
-        """Start one iteration of the model for `batch`, without waiting for a device.
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        """Start one iteration of the model, without waiting for a device.
 
-        A request's state is still what it was, and its row and blocks are reserved. One that is RUNNING
-        continues the token that the device has.
+        The requests are still as they were before it, and their rows and blocks are reserved. One with a
+        token on the way continues with the token that the device has.
         """
         ...
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """Wait for the oldest issued batch; None if `interrupted` turned true before it was done.
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
+        """Wait for the oldest iteration in flight; None if `interrupted` turned true before it was done.
 
-        Where that is `never`, no look at it is needed.
+        An `interrupted` that is `never` need not be called.
         """
         ...

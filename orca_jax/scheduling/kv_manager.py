@@ -17,9 +17,10 @@ def round_up(n_tokens: int, block_size: int) -> int:
 class KVManager:
     """Hands out blocks and rows; both calls cost O(blocks of the request), whatever else is held.
 
-    `block_table` is int32 `[n_rows, max_blocks_per_row]`: the blocks of a row's tokens in their order,
-    and 0 where there is none. Blocks of one request need not be neighbours. Free blocks and rows are
-    stacks: what came back last goes out first, while it may still be in a cache.
+    `block_table` is int32 `[n_rows, max_blocks_per_row]`: the blocks of a row's tokens in their order, and 0
+    where there is none. Blocks of one request need not be neighbours. Free blocks and rows are stacks: what
+    came back last goes out first, while it may still be in a cache. `n_reserved` `[n_rows]` counts how often
+    each row was reserved, which tells the requests that had it apart.
     """
 
     def __init__(self, *, n_blocks: int, block_size: int, n_rows: int, max_blocks_per_row: int) -> None:
@@ -28,6 +29,7 @@ class KVManager:
         self.block_size = block_size
         self.n_rows = n_rows
         self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, max_blocks_per_row), np.int32)
+        self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
         # The free ones stand below the top; the lowest number on top, so that a fresh table counts up.
         self._free_blocks: npt.NDArray[np.int32] = np.arange(n_blocks - 1, -1, -1, dtype=np.int32)
         self._n_free_blocks = n_blocks
@@ -62,6 +64,7 @@ class KVManager:
         self.block_table[row, :n] = self._free_blocks[top - n : top][::-1]
         self._n_free_blocks = top - n
         self._n_blocks_of[row] = n
+        self.n_reserved[row] += 1
         return row
 
     def release(self, row: int) -> None:

@@ -6,16 +6,18 @@ the pool the one that came earlier has run the same number of iterations or more
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from orca_jax.config import ServingConfig
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.scheduling.engine_protocol import Engine, never
+from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.policy import OrcaPolicy, Policy
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.select import input_length, may_run_ahead, running_ahead, select
+from orca_jax.scheduling.select import may_run_ahead, running_ahead
 from orca_jax.scheduling.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
@@ -27,18 +29,27 @@ class Scheduler:
     It alone changes the state of requests and reserves for them. `n_rsrv` counts reserved slots. With overlap
     one batch more is in flight than there are workers, so that the host prepares an iteration while the one
     before it runs. What is computed for a request that turned out finished is thrown away; it is `leaving`,
-    and its slots come back with its last batch, which may write to them.
+    and its slots come back with its last batch, which may write to them. The `policy` chooses the rows of
+    each iteration; by default it is Algorithm 1's.
     """
 
     def __init__(
-        self, pool: RequestPool, engine: Engine, kv: KVManager, *, config: ServingConfig, timeline: Timeline
+        self,
+        pool: RequestPool,
+        engine: Engine,
+        kv: KVManager,
+        *,
+        config: ServingConfig,
+        timeline: Timeline,
+        policy: Policy | None = None,
     ) -> None:
         self.pool = pool
         self.engine = engine
         self.kv = kv
         self.config = config
         self.timeline = timeline
-        self._in_flight: deque[list[Request]] = deque()  # line 1
+        self.policy = OrcaPolicy.of(config) if policy is None else policy
+        self._in_flight: deque[Iteration] = deque()  # line 1
         self.n_rsrv = 0  # line 2
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
@@ -58,14 +69,14 @@ class Scheduler:
         """
         seen = self.pool.activity()  # taken before the pool is looked at: what comes later interrupts
         ended = self.end_asked()
-        batch, self.n_rsrv = self._next_batch()  # line 4
-        if batch:  # an empty batch is never issued
-            self._issue(batch)  # lines 5 to 8
+        rows, self.n_rsrv = self._next_rows()  # line 4
+        if rows:  # an empty batch is never issued
+            self._issue(rows)  # lines 5 to 8
         elif not self.n_scheduled:
             return ended
         if self.n_scheduled == self._most_in_flight:  # line 9
             self._take_return(interrupted=never)  # lines 10 to 15
-        elif not batch:  # a worker is free: wait for something to select as well
+        elif not rows:  # a worker is free: wait for something to select as well
             self._take_return(interrupted=lambda: self.pool.activity() != seen)
         return True
 
@@ -84,7 +95,7 @@ class Scheduler:
         again. What was asked to end ends, and so does a request that is to blame; `why` is the cause that it
         is told. Returns which requests were in flight.
         """
-        suspicion = self._quarantine.take_loss({req for batch in self._in_flight for req in batch})
+        suspicion = self._quarantine.take_loss({req for ran in self._in_flight for req, _ in ran.rows})
         self._lose_flights()
         ended: list[Delivery] = []
         for req in self.pool.admitted():
@@ -96,6 +107,9 @@ class Scheduler:
                 ended.append(self._end(req, FinishReason.ERROR))
             else:
                 req.state = INITIATION
+                req.n_computed = 0
+                if req.prompt_logprobs is not None and len(req.prompt_logprobs) < len(req.prompt_ids) - 1:
+                    req.prompt_logprobs = None  # of a prompt in pieces: all of them come again
         self._deliver(ended)
         return suspicion
 
@@ -109,21 +123,21 @@ class Scheduler:
         self._deliver(ended)
         return bool(ended)
 
-    def _next_batch(self) -> tuple[list[Request], int]:
-        """Line 4. Of a deterministic engine the part of the batch that is in one phase, each in its turn."""
-        batch, n_rsrv = list[Request](), self.n_rsrv
+    def _next_rows(self) -> tuple[list[Row], int]:
+        """Line 4. Of a deterministic engine the rows that are in one phase, each phase in its turn."""
+        rows, n_rsrv = list[Row](), self.n_rsrv
         suspect = self._quarantine.next()
         if suspect is not None:
             return self._alone(suspect), n_rsrv
         if self.n_scheduled < self.engine.n_workers:
-            batch, n_rsrv = self._select(())
+            rows, n_rsrv = self._choose(self.pool.in_arrival_order())
         # Behind all that can begin at once: these begin when their tokens are there.
-        if not batch and self.overlaps and self._in_flight:
-            batch, n_rsrv = self._select(running_ahead(self._in_flight[0]))
+        if not rows and self.overlaps and self._in_flight:
+            rows, n_rsrv = self._choose(self.pool.in_arrival_order(), running_ahead(self._in_flight[0].rows))
         if not self.config.deterministic:
-            return batch, n_rsrv
-        first = [req for req in batch if req.state is INITIATION]
-        later = [req for req in batch if req.state is not INITIATION]
+            return rows, n_rsrv
+        first = [row for row in rows if row.request.in_initiation]
+        later = [row for row in rows if not row.request.in_initiation]
         # Who begins first so was not before one that came earlier: that one has had an iteration.
         if first and not (later and self._began):
             self._began = True
@@ -131,60 +145,69 @@ class Scheduler:
         self._began = False
         return later, self.n_rsrv
 
-    def _alone(self, req: Request) -> list[Request]:
-        """A batch of this request, once no other is in flight and it is ready itself."""
-        if any(other is not req for batch in self._in_flight for other in batch):
+    def _alone(self, req: Request) -> list[Row]:
+        """A row of this request alone, once no other is in flight and it is ready itself."""
+        if any(other is not req for ran in self._in_flight for other, _ in ran.rows):
             return []
         ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
-        return [req] if ready else []
+        return self._choose([req], [req])[0] if ready else []
 
-    def _select(self, ahead: Collection[Request]) -> tuple[list[Request], int]:
-        return select(
-            self.pool.in_arrival_order(),
-            self.n_rsrv,
-            max_bs=self.config.max_batch_size,
-            n_slots=self.config.n_slots,
-            max_batch_tokens=self.config.max_batch_tokens,
-            block_size=self.config.block_size,
-            ahead=ahead,
-        )
+    def _choose(self, pool: Iterable[Request], ahead: Collection[Request] = ()) -> tuple[list[Row], int]:
+        return self.policy.choose(pool, self.n_rsrv, ahead)
 
-    def _issue(self, batch: list[Request]) -> None:
+    def _issue(self, rows: list[Row]) -> None:
         """Lines 5 to 8, and before them rows and blocks for the requests that line 26 reserved for."""
-        new = [req for req in batch if req.row < 0]
+        new = [req for req, _ in rows if req.row < 0]
         self.pool.admit(new)
         for req in new:
             req.row = self.kv.reserve(req.max_tokens)
-        self.timeline.issued(batch, [input_length(req) for req in batch])
-        self.engine.issue(batch)  # line 5
-        for req in batch:  # line 6
-            req.state = RUNNING  # line 7
-            req.n_iterations += 1
-            req.n_in_flight += 1
-        self._in_flight.append(batch)  # line 8
+        record = self.timeline.issued(rows)
+        iteration = self.engine.issue(rows)  # line 5
+        iteration.record = record
+        # Lines 6 and 7: every request of the batch is RUNNING.
+        pieces = [i for i, (req, n_tokens) in enumerate(rows) if not req.begin_iteration(n_tokens)]
+        if pieces:
+            iteration.pieces = frozenset(pieces)
+        self._in_flight.append(iteration)  # line 8
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
         """Lines 10 to 15, unless the wait is interrupted; tokens and ends go out in one delivery."""
-        returned = self.engine.wait(interrupted)  # line 10
+        iteration = self._in_flight[0]
+        returned = self.engine.wait(iteration, interrupted)  # line 10
         if returned is None:
             return
-        self.timeline.returned()
+        assert iteration.record is not None
+        self.timeline.returned(iteration.record)
         deliveries: list[Delivery] = []
         try:
-            for i, prompt_logprobs in returned.prompt_logprobs.items():
-                returned.batch[i].prompt_logprobs = prompt_logprobs
-            pairs = zip(returned.batch, returned.token_ids, strict=True)
-            for i, (req, token_id) in enumerate(pairs):  # line 11
+            for i, records in returned.prompt_logprobs.items():
+                req = iteration.rows[i].request
+                req.prompt_logprobs = [*(req.prompt_logprobs or ()), *records]
+            pieces = iteration.pieces
+            pairs = zip(iteration.rows, returned.token_ids, strict=True)
+            for i, ((req, _), token_id) in enumerate(pairs):  # line 11
                 req.n_in_flight -= 1
+                is_piece = i in pieces
+                if not is_piece:
+                    req.n_sampling -= 1
                 if req.state is FINISHED:  # computed for nothing
-                    self.leaving.remove(req)
-                    self._release(req)
-                    continue
-                logprobs = returned.logprobs.get(i)
-                deliveries.append(self._take_token(req, int(token_id), logprobs))  # lines 12 to 14
+                    if not req.n_in_flight:
+                        self.leaving.remove(req)
+                        self._release(req)
+                elif is_piece:
+                    deliveries += self._take_piece(req)
+                else:
+                    logprobs = returned.logprobs.get(i)
+                    deliveries.append(self._take_token(req, int(token_id), logprobs))  # lines 12 to 14
         finally:  # when a request's sink raises, those before it have still ended and must be told
             self._deliver(deliveries)
         self._in_flight.popleft()  # line 15
+
+    def _take_piece(self, req: Request) -> list[Delivery]:
+        """A piece of the request's prompt is in the cache, and nothing was sampled."""
+        if not req.n_in_flight:
+            req.state = INITIATION
+        return [] if req.ending is None else [self._end(req, req.ending)]
 
     def _take_token(self, req: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delivery:
         """Lines 12 to 14 for one request of a returned batch."""
@@ -219,14 +242,13 @@ class Scheduler:
     def _lose_flights(self) -> None:
         """What was in flight will not come back, and writes nowhere any more."""
         self._in_flight.clear()
-        self.timeline.lost()
         for req in self.leaving:
-            req.n_in_flight = 0
+            req.n_in_flight = req.n_sampling = 0
             self._release(req)
         self.leaving.clear()
         for req in self.pool.admitted():
             req.n_iterations -= req.n_in_flight  # the order counts iterations that came back, or will
-            req.n_in_flight = 0
+            req.n_in_flight = req.n_sampling = 0
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         self.timeline.delivered(deliveries)

@@ -12,9 +12,11 @@ from itertools import compress
 from typing import Protocol
 
 from orca_jax.iteration.buckets import bucket_for
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.scheduling.request_pool import Delivery
 
+_INCREMENT = RequestState.INCREMENT
 _FINISHES = 64  # ends that tell how fast requests finish
 
 
@@ -141,7 +143,6 @@ class Timeline:
         self._bucket_sizes = bucket_sizes
         # By arrival number, not by id: that is free again before the end is delivered.
         self._live: dict[int, RequestRecord] = {}
-        self._in_flight: deque[IterationRecord] = deque()
         self._n_issued = 0
         self._ends: deque[float] = deque(maxlen=_FINISHES)
         self._finish_interval: float | None = None  # of these, worked out here so that others need no lock
@@ -153,37 +154,34 @@ class Timeline:
         if self.observer is not None:
             self.observer.arrived(record)
 
-    def issued(self, batch: Sequence[Request], input_lengths: Sequence[int]) -> None:
-        """An iteration is being issued; the requests' states still tell their phase."""
+    def issued(self, rows: Sequence[Row]) -> IterationRecord:
+        """An iteration is being issued; the requests still tell their phase. `returned` takes the record."""
         now = self._clock()
+        input_lengths = tuple([n for _, n in rows])
         n_tokens = sum(input_lengths)
-        initiation = tuple([req.state is RequestState.INITIATION for req in batch])
+        # As Request.in_initiation has it, without a call for each.
+        initiation = tuple([not req.n_sampling and req.state is not _INCREMENT for req, _ in rows])
         record = IterationRecord(
             number=self._n_issued,
             issued=now,
-            request_ids=tuple([req.request_id for req in batch]),
+            request_ids=tuple([req.request_id for req, _ in rows]),
             initiation=initiation,
-            input_lengths=tuple(input_lengths),
+            input_lengths=input_lengths,
             bucket=bucket_for(n_tokens, self._bucket_sizes) if self._bucket_sizes else n_tokens,
         )
         self._n_issued += 1
         self.iterations.append(record)
-        self._in_flight.append(record)
-        for req in compress(batch, initiation):
+        for req, _ in compress(rows, initiation):
             request_record = self._live[req.arrival]
-            if request_record.scheduled is None:  # else it runs again after a fault
+            if request_record.scheduled is None:  # else it is another piece, or runs again after a fault
                 request_record.scheduled = now
+        return record
 
-    def returned(self) -> None:
-        """The oldest iteration in flight came back."""
-        record = self._in_flight.popleft()
+    def returned(self, record: IterationRecord) -> None:
+        """That iteration came back."""
         record.returned = self._clock()
         if self.observer is not None:
             self.observer.returned(record)
-
-    def lost(self) -> None:
-        """What is in flight will not come back."""
-        self._in_flight.clear()
 
     def delivered(self, deliveries: Sequence[Delivery]) -> None:
         """Tokens and ends are being handed out."""

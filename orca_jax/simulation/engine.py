@@ -2,17 +2,16 @@
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 from orca_jax.errors import EngineError
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.scheduling.engine_protocol import Returned
-from orca_jax.scheduling.select import input_length
+from orca_jax.scheduling.engine_protocol import Iteration, Returned
 
 
 class VirtualClock:
@@ -71,38 +70,32 @@ def simulated_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -math.log(2), likeliest)
 
 
-def returned(batch: Sequence[Request], token_ids: Sequence[int]) -> Returned:
-    """A batch with these tokens, and simulated log-probabilities where they are asked for."""
+def returned(rows: Sequence[Row], token_ids: Sequence[int]) -> Returned:
+    """These tokens, and simulated log-probabilities where asked for: those of a prompt all at once."""
     return Returned(
-        batch,
         token_ids,
         {
             i: simulated_logprobs(token_ids[i], req.sampling.logprobs)
-            for i, req in enumerate(batch)
+            for i, (req, _) in enumerate(rows)
             if req.sampling.logprobs is not None
         },
         {
             i: [simulated_logprobs(known, req.sampling.prompt_logprobs) for known in req.prompt_ids[1:]]
-            for i, req in enumerate(batch)
+            for i, (req, _) in enumerate(rows)
             if req.sampling.prompt_logprobs is not None and req.prompt_logprobs is None
         },
     )
 
 
-def batch_sums(batch: Sequence[Request]) -> IterationSums:
-    """Those of the iteration that `batch` is about to be issued for, without a list of its lengths."""
+def batch_sums(rows: Sequence[Row]) -> IterationSums:
+    """Those of the iteration that is about to be issued, without a list of its lengths."""
     n_tokens = n_keys = n_seen = 0
-    for req in batch:
-        kv_length = req.n_tokens_issued
+    for req, n_input in rows:
+        kv_length = req.n_computed + n_input
         n_keys += kv_length
-        if req.state is RequestState.INITIATION:
-            n_input = req.n_tokens
-            n_tokens += n_input
-            n_seen += keys_seen(n_input, kv_length)
-        else:
-            n_tokens += 1
-            n_seen += kv_length
-    return IterationSums(len(batch), n_tokens, n_keys, n_seen)
+        n_tokens += n_input
+        n_seen += kv_length if n_input == 1 else keys_seen(n_input, kv_length)
+    return IterationSums(len(rows), n_tokens, n_keys, n_seen)
 
 
 class SimulatedEngine:
@@ -131,57 +124,56 @@ class SimulatedEngine:
         self._places = places
         self._token = token
         self._free_at: list[float] = []
-        self._in_flight: deque[tuple[Sequence[Request], float]] = deque()
         self._failing: Literal["issue", "wait"] | None = None
 
     def fail(self, at: Literal["issue", "wait"]) -> None:
         """Raise EngineError at the next call of `issue` or `wait`, once, losing what is in flight."""
         self._failing = at
 
-    def issue(self, batch: Sequence[Request]) -> None:
-        """Send `batch` through the stages; takes no time. Raises EngineError when told to."""
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        """Send the batch through the stages; takes no time. Raises EngineError when told to."""
         self._fail_if_told("issue")
-        seconds = self._seconds(batch)
+        seconds = self._seconds(rows)
         done_at = self.clock.now()
         if len(self._free_at) < len(seconds):
             self._free_at += [done_at] * (len(seconds) - len(self._free_at))
         for place, needed in enumerate(seconds):
             done_at = max(done_at, self._free_at[place]) + needed
             self._free_at[place] = done_at
-        self._in_flight.append((batch, done_at))
+        return Iteration(rows, done_at)
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
-        """Go on to the time when the oldest batch is done; None if an event on the way is an interruption.
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
+        """Go on to the time when the batch is done; None if an event on the way is an interruption.
 
         Events at that very time still happen before. Raises EngineError when told to.
         """
         self._fail_if_told("wait")
-        batch, done_at = self._in_flight[0]
+        done_at: float = iteration.pending
         while not interrupted():
             if self.clock.next_event() > done_at:
                 self.clock.advance_to(done_at)
-                self._in_flight.popleft()
-                return returned(batch, self._next_tokens(batch))
+                return returned(iteration.rows, self._next_tokens(iteration.rows))
             self.clock.run_next()
         return None
 
-    def _seconds(self, batch: Sequence[Request]) -> Sequence[float]:
+    def _seconds(self, rows: Sequence[Row]) -> Sequence[float]:
         """In each place, of the iteration that is being issued."""
         if self._places is not None:
-            return self._places(batch_sums(batch))
-        shape = IterationShape([input_length(req) for req in batch], [req.n_tokens_issued for req in batch])
+            return self._places(batch_sums(rows))
+        shape = IterationShape([n for _, n in rows], [req.n_computed + n for req, n in rows])
         return [self._duration(shape) / self.n_workers] * self.n_workers
 
-    def _next_tokens(self, batch: Sequence[Request]) -> list[int]:
+    def _next_tokens(self, rows: Sequence[Row]) -> list[int]:
         """Any token will do for a request that has ended meanwhile: it is thrown away."""
         token = self._token
         if token is None:
-            return [0] * len(batch)
-        return [0 if req.state is RequestState.FINISHED else token(req, len(req.output_ids)) for req in batch]
+            return [0] * len(rows)
+        return [
+            0 if req.state is RequestState.FINISHED else token(req, len(req.output_ids)) for req, _ in rows
+        ]
 
     def _fail_if_told(self, at: Literal["issue", "wait"]) -> None:
         if self._failing == at:
             self._failing = None
-            self._in_flight.clear()
             self._free_at.clear()
             raise EngineError(f"the simulated engine failed in {at}, as it was told to")

@@ -149,7 +149,8 @@ class SimulatedStageDevice:
             keys = zip(out, message.sampling["seed"].tolist(), message.token_index.tolist(), strict=True)
             tokens = [token_of(*key, self._shape.vocab_size) for key in keys]
             self._constrain(tokens, message, iteration)
-            self._last_token.update(zip(message.row.tolist(), tokens, strict=True))
+            newest = zip(message.row.tolist(), tokens, message.samples.tolist(), strict=True)
+            self._last_token.update((row, token) for row, token, is_sampled in newest if is_sampled)
             sampled = Sampled(np.array(tokens, np.int32))
         else:
             self._stage.send_hidden(epoch, iteration, out)
@@ -260,9 +261,8 @@ class SimulatedStage:
         """Whether the process has died of this iteration."""
         if not self.poisons:
             return False
-        for seed, token_index in zip(
-            message.sampling["seed"].tolist(), message.token_index.tolist(), strict=True
-        ):
+        token_indices = np.where(message.samples, message.token_index, -1)  # -1: no token is computed
+        for seed, token_index in zip(message.sampling["seed"].tolist(), token_indices.tolist(), strict=True):
             poison = self.poisons.get(seed)
             if poison is not None and poison.strikes(self.index, token_index, self.rng):
                 self.die(self.timing.restart, noticed=poison.noticed)

@@ -1,7 +1,6 @@
 """A service on engines without a device, and a tokenizer of bytes, for the tests of what stands above."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import tokenizers
@@ -10,9 +9,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from orca_jax.config import ServingConfig
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
-from orca_jax.scheduling.engine_protocol import Engine, Returned
+from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, returned
@@ -57,18 +57,16 @@ class GatedEngine:
         self.gate = threading.Semaphore(0)
         self.waited_for = threading.Event()  # an iteration is out, and the scheduler waits for it
         self._token = token
-        self._in_flight: deque[Sequence[Request]] = deque()
 
-    def issue(self, batch: Sequence[Request]) -> None:
-        self._in_flight.append(batch)
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        return Iteration(rows)
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         self.waited_for.set()
         assert self.gate.acquire(timeout=SOON), "the test never let the iteration return"
         if self.error is not None:
             raise self.error
-        batch = self._in_flight.popleft()
-        return returned(batch, [self._token(req, len(req.output_ids)) for req in batch])
+        return returned(iteration.rows, [self._token(req, len(req.output_ids)) for req, _ in iteration.rows])
 
     def let(self, n: int) -> None:
         """Let `n` iterations return."""
@@ -84,11 +82,11 @@ class PacedEngine(SimulatedEngine):
         self._pace = seconds
         self._never = threading.Event()
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         self._never.wait(self._pace)
         if self.error is not None:
             raise self.error
-        return super().wait(interrupted)
+        return super().wait(iteration, interrupted)
 
 
 def orca(

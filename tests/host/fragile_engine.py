@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from orca_jax.errors import WorkerLost
-from orca_jax.request.request import Request
-from orca_jax.scheduling.engine_protocol import Returned
+from orca_jax.iteration.row import Row
+from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from tests.host.engines import GatedEngine, counting
 
 LOST = WorkerLost(1, "its process died")
@@ -26,16 +26,15 @@ class FragileEngine(GatedEngine):
         self.is_down = threading.Event()
         self.issued: list[list[str]] = []
 
-    def issue(self, batch: Sequence[Request]) -> None:
-        self.issued.append([f"{req.state.value} {req.n_tokens}" for req in batch])
-        super().issue(batch)
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        self.issued.append([f"{req.state.value} {req.n_tokens}" for req, _ in rows])
+        return super().issue(rows)
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         try:
-            return super().wait(interrupted)
+            return super().wait(iteration, interrupted)
         except WorkerLost:
             self.error = None
-            self._in_flight.clear()
             raise
 
     def look(self) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from orca_jax.config import ServingConfig
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.engine_protocol import Returned
+from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
@@ -37,8 +38,8 @@ def make_request(
     )
 
 
-def names(batch: Sequence[Request]) -> str:
-    return "".join(req.request_id for req in batch)
+def names(batch: Sequence[Request | Row]) -> str:
+    return "".join(one.request.request_id if isinstance(one, Row) else one.request_id for one in batch)
 
 
 class ScriptedEngine:
@@ -48,23 +49,21 @@ class ScriptedEngine:
         self.n_workers = n_workers
         self.keeps_tokens = keeps_tokens
         self.log: list[str] = []
-        self.in_flight: list[Sequence[Request]] = []
         self.tokens: dict[str, int] = {}  # 9 where nothing is set
-        self.on_issue: Callable[[Sequence[Request]], None] = lambda _: None
+        self.on_issue: Callable[[Sequence[Row]], None] = lambda _: None
         self.on_wait: Callable[[Callable[[], bool]], bool] = lambda _: False  # True: interrupted
 
-    def issue(self, batch: Sequence[Request]) -> None:
-        self.on_issue(batch)
-        self.log.append("issue " + names(batch))
-        self.in_flight.append(batch)
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        self.on_issue(rows)
+        self.log.append("issue " + names(rows))
+        return Iteration(rows)
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         if self.on_wait(interrupted):
             self.log.append("interrupted")
             return None
-        batch = self.in_flight.pop(0)
-        self.log.append("return " + names(batch))
-        return Returned(batch, [self.tokens.get(req.request_id, 9) for req in batch])
+        self.log.append("return " + names(iteration.rows))
+        return Returned([self.tokens.get(req.request_id, 9) for req, _ in iteration.rows])
 
 
 class House:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.paper.fed_tokens import FedWorkers
 from bench.paper.request_level import RequestLevelScheduler, RowWork
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
@@ -57,9 +56,8 @@ def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: i
     """Tokens go by way of the host, or the baseline issues ahead of them."""
     parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
     built = build_engine(MODEL, place(MODEL, parameters(), parts), SERVING, parts, buckets=(8, 64, 256))
-    fed = FedWorkers(built.workers)
     by_request = EngineMaster(
-        fed if ahead else built.workers,
+        built.workers,
         built.kv,
         vocab_size=MODEL.vocab_size,
         n_workers=n_stages,
@@ -79,7 +77,6 @@ def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: i
                 mbs=mbs,
                 max_length=MODEL.n_positions,
                 timeline=timeline,
-                feed=fed.feed if ahead else None,
             )
         else:
             scheduler = Scheduler(pool, built.engine, built.kv, config=SERVING, timeline=timeline)

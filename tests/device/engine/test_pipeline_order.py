@@ -99,7 +99,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     def recording_choose(self: Worker, last: Last, message: ControlMessage, *others: Any) -> DeviceTokens:
         tokens = choose(self, last, message, *others)
         kept.append(tokens)
-        iteration_of[id(tokens)] = message.iteration
+        iteration_of[id(tokens)] = iteration
         return tokens
 
     def recording_fetch(self: DeviceTokens) -> Any:

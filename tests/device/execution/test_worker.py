@@ -17,7 +17,7 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.iteration.batch_sizes import batch_sizes
 from orca_jax.iteration.flat_batch import FlatBatch, flat_batch
-from orca_jax.iteration.message import BIAS, CONSTRAINED, ControlMessage, neutral_sampling
+from orca_jax.iteration.message import BIAS, CONSTRAINED, SAMPLED, ControlMessage, neutral_sampling
 from orca_jax.model.gpt import init_parameters
 from orca_jax.planning.sizes import engine_shape
 from tests.device.harness import greedy_request, harness, single_worker
@@ -68,13 +68,14 @@ def batch(
     for i, ids in enumerate(blocks):
         table[i, : len(ids)] = ids
     message = ControlMessage(
-        iteration=0,
         row=np.array(row, np.int32),
         initiation=lengths > 1,
         token_index=np.zeros(n, np.int32),
         input_length=lengths,
         kv_length=np.array(kv_length, np.int32),
         n_prompt=np.zeros(n, np.int32),
+        next_token=np.full(n, SAMPLED, np.int32),
+        earlier_ids=np.array([], np.int32),
         token_ids=np.where(np.repeat(lengths, lengths) > 1, 5, 0).astype(np.int32),
         token_on_device=lengths == 1,
         block_table=table,

@@ -49,7 +49,6 @@ class House:
     ahead: bool = False
     duration: Callable[[IterationShape], float] = lambda _: 1.0
     told: list[tuple[float, Delivery]] = field(default_factory=list)
-    fed: list[tuple[int, int, int]] = field(default_factory=list)  # iteration, row, token
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -74,11 +73,8 @@ class House:
             mbs=self.mbs,
             max_length=MAX_LENGTH,
             timeline=self.timeline,
-            feed=self._feed if self.ahead else None,
+            overlap=self.ahead,
         )
-
-    def _feed(self, row: int, token_id: int) -> None:
-        self.fed.append((self.timeline.iterations[-1].number, row, token_id))
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         self.told += [(self.clock.now(), delivery) for delivery in deliveries]
@@ -116,7 +112,12 @@ def test_a_batch_of_unequal_requests_worked_by_hand():
     ]
     iterations = list(house.timeline.iterations)
     assert [record.input_lengths for record in iterations] == [(2, 2, 2)] + [(1, 1, 1)] * 4
-    assert [record.initiation for record in iterations] == [(True,) * 3] + [(False,) * 3] * 4
+    assert [record.initiation for record in iterations] == [
+        (True, True, True),
+        (False, True, True),
+        (False, True, False),
+        *[(False, False, False)] * 2,
+    ]
     assert [record.number for record in house.scheduler.iterations] == [0, 1, 2, 3, 4]
     assert {record.request_ids for record in iterations} == {("A", "B", "C")}
     assert house.times() == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
@@ -191,12 +192,12 @@ def test_no_more_microbatches_than_stages_are_in_flight_and_each_has_its_turn():
     assert house.times() == [(0, 2), (0, 3), (2, 4), (3, 5), (4, 6), (5, 7)]
 
 
-def test_an_engine_that_keeps_tokens_is_told_what_goes_in_instead():
+def test_on_an_engine_that_keeps_tokens_input_goes_in_ahead_of_what_is_sampled():
     """A: 1 in, 4 out. B: 3 in, 1 out. B's second and third token go into iterations 1 and 2."""
     house = House(ahead=True)
-    b = make_request("B", 3, 1)
-    house.play([make_request("A", 1, 4), b])
-    assert house.fed == [(1, 1, b.prompt_ids[1]), (2, 1, b.prompt_ids[2])]
+    house.play([make_request("A", 1, 4), make_request("B", 3, 1)])
+    phases = [record.initiation for record in house.timeline.iterations]
+    assert phases == [(True, True), (False, True), (False, True), (False, False)]
     # Each iteration is issued when the one before the one before it is done.
     assert house.times() == [(0, 1), (0, 2), (1, 3), (2, 4)]
 

@@ -20,9 +20,10 @@ from bench.simulate.workload import Tails, Workload, paper_workload
 from bench.trace import paper_trace
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.presets import PRESETS
+from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.planning.known_devices import GPUS, KnownDevice
-from orca_jax.request.request import Request, RequestState
+from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.simulation.engine import batch_sums
 from orca_jax.simulation.simulation import Simulation
@@ -130,23 +131,15 @@ def test_the_quick_time_is_the_cost_model_s_floor_to_the_last_bit(rows, split, s
     assert places(sums) == places.plain(sums)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9), st.integers(0, 2)), min_size=1))
+@given(st.lists(st.tuples(st.integers(0, 50), st.one_of(st.just(1), st.integers(1, 50))), min_size=1))
 def test_sums_of_a_batch_are_those_of_its_lengths(rows):
-    batch: list[Request] = []
-    for n_input, n_output, n_in_flight in rows:
-        request = Request("A", (0,) * n_input, 99, SamplingParams(max_tokens=49), seed=0)
-        request.output_ids = [1] * n_output
-        request.n_in_flight = n_in_flight
-        if n_in_flight:
-            request.state = RequestState.RUNNING
-        elif n_output:
-            request.state = RequestState.INCREMENT
-        batch.append(request)
-    lengths = [
-        (n_input if not n_output and not n_in_flight else 1, n_input + n_output + n_in_flight)
-        for n_input, n_output, n_in_flight in rows
-    ]
-    shape = IterationShape([q for q, _ in lengths], [k for _, k in lengths])
+    """Whole prompts, pieces of them, and single tokens."""
+    batch: list[Row] = []
+    for n_computed, n_tokens in rows:
+        request = Request("A", (0,) * 100, 149, SamplingParams(max_tokens=49), seed=0)
+        request.n_computed = n_computed
+        batch.append(Row(request, n_tokens))
+    shape = IterationShape([n for _, n in rows], [computed + n for computed, n in rows])
     assert batch_sums(batch) == shape.sums()
 
 

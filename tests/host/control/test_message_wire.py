@@ -15,7 +15,7 @@ from orca_jax.control.message_wire import ROW_BYTES, decode_message, encode_mess
 from orca_jax.control.sampled_wire import asked, encode_sampled
 from orca_jax.errors import BadFrame
 from orca_jax.grammar.token_mask import n_words
-from orca_jax.iteration.message import BIAS, SAMPLING, ControlMessage, neutral_sampling
+from orca_jax.iteration.message import ADJUSTED, BIAS, SAMPLED, SAMPLING, ControlMessage, neutral_sampling
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import MAX_BIASES, REPETITION_RANGE, TEMPERATURE_RANGE, TOP_P_RANGE
@@ -26,8 +26,10 @@ SHAPE = EngineShape(
 WIDE = replace(SHAPE, n_blocks=1 << 17)  # blocks are numbered in 4 bytes
 
 
-def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage:
-    """`rows`: row, initiation, index, kv_length, token_ids, blocks, n_prompt, bias, fields of SAMPLING."""
+def message_of(rows: list[dict[str, Any]]) -> ControlMessage:
+    """`rows`: row, initiation, index, kv_length, token_ids, blocks, n_prompt, next_token, earlier_ids, bias,
+    fields of SAMPLING.
+    """
     table = np.zeros((len(rows), SHAPE.max_blocks), np.int32)
     for i, r in enumerate(rows):
         table[i, : len(r["blocks"])] = r["blocks"]
@@ -41,14 +43,15 @@ def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage
     for name in SAMPLING.names or ():
         columns[name] = [r.get(name, columns[name][i]) for i, r in enumerate(rows)]
     return ControlMessage(
-        iteration=iteration,
         row=column("row", np.int32),
         initiation=initiation,
         token_index=column("index", np.int32),
         input_length=np.array([len(r["token_ids"]) for r in rows], np.int32),
         kv_length=column("kv_length", np.int32),
         n_prompt=np.array([r.get("n_prompt", 0) for r in rows], np.int32),
+        next_token=np.array([r.get("next_token", SAMPLED) for r in rows], np.int32),
         token_ids=np.concatenate([r["token_ids"] for r in rows]).astype(np.int32),
+        earlier_ids=np.array([t for r in rows for t in r.get("earlier_ids", ())], np.int32),
         token_on_device=~initiation,
         block_table=table,
         sampling=sampling,
@@ -60,7 +63,10 @@ def message_of(rows: list[dict[str, Any]], iteration: int = 7) -> ControlMessage
 def rows(draw: st.DrawFn) -> dict[str, Any]:
     initiation = draw(st.booleans())
     kv_length = draw(st.integers(1, 10 if initiation else 32))
-    n_input = kv_length if initiation else 1
+    n_input = draw(st.integers(1, kv_length)) if initiation else 1
+    next_token = draw(st.sampled_from([SAMPLED, SAMPLED, 0, 299])) if initiation else SAMPLED
+    flags = draw(st.integers(0, 3))
+    n_earlier = kv_length - n_input if initiation and next_token == SAMPLED and flags & ADJUSTED else 0
     return {
         "row": draw(st.integers(0, 11)),
         "initiation": initiation,
@@ -69,7 +75,9 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
         "token_ids": draw(st.lists(st.integers(0, 299), min_size=n_input, max_size=n_input)),
         # All that are reserved, more than are in use.
         "blocks": draw(st.lists(st.integers(0, 63), min_size=-(-kv_length // 4), max_size=8)),
-        "n_prompt": draw(st.integers(0, n_input)) if initiation else 0,
+        "n_prompt": draw(st.integers(0, kv_length if next_token == SAMPLED else 32)) if initiation else 0,
+        "next_token": next_token,
+        "earlier_ids": draw(st.lists(st.integers(0, 299), min_size=n_earlier, max_size=n_earlier)),
         "bias": draw(st.lists(st.tuples(st.integers(0, 299), st.floats(-100, 100, width=32)), max_size=3)),
         "temperature": draw(st.floats(0, 100, width=32)),
         "top_p": draw(st.floats(0, 1, width=32)),
@@ -80,12 +88,12 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
         "top_k": draw(st.integers(0, 1 << 30)),
         "logprobs": draw(st.integers(-1, 20)),
         "prompt_logprobs": draw(st.integers(-1, 20)),
-        "flags": draw(st.integers(0, 3)),
+        "flags": flags,
         "seed": draw(st.integers(-(2**63), 2**63 - 1)),
     }
 
 
-messages = st.builds(message_of, st.lists(rows(), min_size=1, max_size=6), st.integers(0, 2**64 - 1))
+messages = st.builds(message_of, st.lists(rows(), min_size=1, max_size=6))
 ONE = {
     "row": 3,
     "initiation": False,
@@ -110,17 +118,16 @@ def test_a_message_comes_back_as_it_was_with_the_blocks_in_use(message: ControlM
         was, came = getattr(expected, field.name), getattr(back, field.name)
         if isinstance(was, np.ndarray):
             assert came.dtype == was.dtype and came.tolist() == was.tolist(), field.name
-    assert back.iteration == message.iteration
 
 
 def size(message: ControlMessage, shape: EngineShape = SHAPE) -> int:
     """Bytes of the arrays."""
     payload = encode_message(message, shape)
-    return sum(len(value) for field, value in payload.ListFields() if field.name != "iteration")
+    return sum(len(value) for _, value in payload.ListFields())
 
 
 def test_the_size_is_that_of_rows_blocks_in_use_and_tokens():
-    assert ROW_BYTES == 60
+    assert ROW_BYTES == 64
     assert size(message_of([ONE])) == ROW_BYTES + 4 + 2 * 2
     assert size(message_of([ONE]), WIDE) == ROW_BYTES + 4 + 4 * 2
 
@@ -158,6 +165,13 @@ def test_the_tokens_of_an_initiation_take_four_bytes_each_on_top():
     assert size(message_of([first])) == ROW_BYTES + 4 * 24 + 2 * 6
 
 
+def test_earlier_tokens_take_four_bytes_each():
+    assert size(message_of([REST])) == ROW_BYTES + 4 + 2 + 4 * 2
+
+
+# The first two of a prompt of three tokens; and the rest of one whose first two are in the cache.
+CUT = {**ONE, "initiation": True, "kv_length": 2, "token_ids": [4, 5], "blocks": [1], "n_prompt": 3}
+REST = {**CUT, "kv_length": 3, "token_ids": [6], "flags": ADJUSTED, "earlier_ids": [4, 5]}
 BIASED = {**ONE, "initiation": True, "kv_length": 1, "bias": [(5, 1.0)], "blocks": [1]}
 
 
@@ -179,7 +193,7 @@ def resized(field: str, change: int, rows: list[dict[str, Any]] | None = None) -
     return payload
 
 
-ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT = 0, 2, 4, 6, 8  # of integers, for two rows
+ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8, 10  # for two rows
 
 
 @pytest.mark.parametrize(
@@ -187,12 +201,12 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT = 0, 2, 4, 6, 8  # of integ
     [
         (worker_pb2.Iteration(), "0 rows and 0 tokens came"),
         (encode_message(message_of([ONE] * 7), SHAPE), "7 rows"),
-        (worker_pb2.Iteration(integers=bytes(1 << 20)), "52428 rows"),
+        (worker_pb2.Iteration(integers=bytes(1 << 20)), "43690 rows"),
         (resized("token_ids", 4 * 64), "65 tokens"),
         (resized("token_ids", -4), "1 rows and 0 tokens"),
         (resized("token_ids", 1), "token_ids has 5 bytes; its 1 elements take 4"),
         (resized("token_ids", 4), "do not fit their tokens"),
-        (resized("integers", 1), "integers has 21 bytes; its 5 elements take 20"),
+        (resized("integers", 1), "integers has 25 bytes; its 6 elements take 24"),
         (resized("integers", -1), "0 rows"),
         (resized("sampling", 1), "sampling has 40 bytes; its 1 elements take 39"),
         (resized("sampling", -39), "sampling has 0 bytes"),
@@ -210,7 +224,15 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT = 0, 2, 4, 6, 8  # of integ
         (altered("integers", KV_LENGTH, 33), "kv_length 33 came"),
         (altered("integers", KV_LENGTH, 4), "blocks has 8 bytes; its 3 elements take 6"),
         (altered("integers", N_PROMPT, -5), "n_prompt -5 came"),
-        (altered("integers", N_PROMPT, 1), "prompt is longer"),
+        (altered("integers", N_PROMPT, 1), "a prompt or a known next token after"),
+        (altered("integers", NEXT_TOKEN, -2), "next_token -2 came"),
+        (altered("integers", NEXT_TOKEN, 300), "next_token 300 came"),
+        (altered("integers", NEXT_TOKEN, 5), "a prompt or a known next token after"),
+        (encode_message(message_of([CUT]), SHAPE), "before the end of its prompt"),
+        (resized("earlier_ids", -4, [REST]), "1 earlier tokens came; the rows that need theirs have 2"),
+        (resized("earlier_ids", 4), "1 earlier tokens came; the rows that need theirs have 0"),
+        (resized("earlier_ids", 1), "earlier_ids has 1 bytes"),
+        (altered("earlier_ids", 1, 300, [REST]), "token id 300 came"),
         (altered("sampling", "top_k", -5), "top_k is out of range"),
         (altered("sampling", "temperature", -0.1), "temperature is out of range"),
         (altered("sampling", "temperature", float("inf")), "temperature is out of range"),
@@ -245,7 +267,7 @@ def test_only_one_token_a_row_can_be_on_the_device():
         decode_message(encode_message(message, SHAPE), SHAPE)
 
 
-FIELDS = ("sampling", "integers", "flags", "token_ids", "blocks", "bias")
+FIELDS = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias")
 
 
 @settings(deadline=None, max_examples=300)
@@ -282,7 +304,7 @@ def test_a_damaged_message_is_refused_or_is_a_message(message: ControlMessage, d
 def test_a_length_that_lies_allocates_nothing(n: int):
     """The rows of a full batch, and more than there may be: none of their block tables is made."""
     huge = replace(SHAPE, max_rows=1 << 12, max_tokens=1 << 20, max_blocks=1 << 21, n_blocks=1 << 31)
-    payload = worker_pb2.Iteration(integers=bytes(20 * n), token_ids=bytes(4 * n))
+    payload = worker_pb2.Iteration(integers=bytes(24 * n), token_ids=bytes(4 * n))
     tracemalloc.start()
     try:
         with pytest.raises(BadFrame):
@@ -290,7 +312,7 @@ def test_a_length_that_lies_allocates_nothing(n: int):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 100_000 + 24 * n
+    assert peak < 100_000 + 28 * n
 
 
 def test_the_bounds_of_a_row_are_those_of_the_request():

@@ -50,7 +50,7 @@ def message_size(message: ControlMessage, shape: EngineShape = SMALL) -> int:
 
 def decodes(n: int) -> ControlMessage:
     """Rows of two blocks in use and one input token."""
-    return message_of([ONE] * n, iteration=MOST)
+    return message_of([ONE] * n)
 
 
 def numbers(pattern: str) -> list[int]:
@@ -73,13 +73,16 @@ def test_a_control_message_takes_what_the_document_says() -> None:
             2 * n * (wide_block - block), 2 * n * (wide_block - block) + 3
         )
     prefill = {**ONE, "initiation": True, "kv_length": 24, "token_ids": [1] * 24, "blocks": [1] * 6}
+    pieces = message_of([{**prefill, "flags": 1, "earlier_ids": [1] * 8, "token_ids": [1] * 16}] * 64)
+    arrays = 64 * (row + 6 * block + (8 + 16) * token)
+    assert arrays < message_size(pieces) <= arrays + fixed
     biases = [(token_id, 1.0) for token_id in range(100)]
-    prefills = message_of([{**prefill, "bias": biases}] * 64, iteration=MOST)
+    prefills = message_of([{**prefill, "bias": biases}] * 64)
     arrays = 64 * (row + 6 * block + 24 * token + 100 * bias)
     assert arrays < message_size(prefills) <= arrays + fixed
     # A length is written in as few bytes as it needs; arrays of megabytes come near to the most.
-    names = ("sampling", "integers", "flags", "token_ids", "blocks", "bias")
-    payload = Iteration(iteration=MOST, **{name: bytes(3 << 20) for name in names})
+    names = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias")
+    payload = Iteration(**{name: bytes(3 << 20) for name in names})
     assert fixed - 5 <= size(MESSAGE, payload, stage=0) - len(names) * (3 << 20) <= fixed
     n_blocks = numbers(r"A block's number takes 4 bytes where there are more than ([\d,]+) blocks")
     assert n_blocks == [SMALL.n_blocks]

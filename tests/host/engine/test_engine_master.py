@@ -9,6 +9,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams
@@ -55,7 +56,7 @@ class FakeWorker:
         if self.pending:
             return self.pending.pop(0)
         tokens = np.full(len(message.row) + 3, -1, np.int32)
-        tokens[: len(message.row)] = 100 * message.iteration + message.row
+        tokens[: len(message.row)] = 100 * (len(self.messages) - 1) + message.row
         return Pending(tokens)
 
 
@@ -70,26 +71,47 @@ def request(name, prompt_ids, *, max_tokens=16, seed=0, **sampling):
     return Request(name, tuple(prompt_ids), max_tokens, SamplingParams(**sampling), seed)
 
 
-def returned_by(master):
-    """The oldest batch, waited for to its end."""
-    returned = master.wait(lambda: False)
+def whole(*requests):
+    """Each with all that it has left to compute."""
+    return [Row(r, r.n_to_compute) for r in requests]
+
+
+def issue(master, *requests):
+    """An iteration of all that these have left, as the scheduler would issue it."""
+    rows = whole(*requests)
+    iteration = master.issue(rows)
+    for r, n in rows:
+        r.begin_iteration(n)
+    return iteration
+
+
+def waited_for(master, iteration):
+    """An iteration, waited for to its end."""
+    returned = master.wait(iteration, lambda: False)
     assert returned is not None
     return returned
 
 
-def run(master, kv, batch):
-    """One iteration as the scheduler would run it."""
+def run(master, kv, batch, lengths=None):
+    """One iteration as the scheduler would run it, of all that is left or of so many tokens of each."""
     for r in batch:
         if r.row < 0:
             r.row = kv.reserve(r.max_tokens)
-    master.issue(batch)
-    for r in batch:
-        r.state = RequestState.RUNNING
-    returned = returned_by(master)
-    for r, token_id in zip(returned.batch, returned.token_ids, strict=True):
-        r.output_ids.append(token_id)
-        r.state = RequestState.INCREMENT
+    rows = whole(*batch) if lengths is None else [*map(Row, batch, lengths)]
+    iteration = master.issue(rows)
+    samples = [r.begin_iteration(n) for r, n in rows]
+    returned = waited_for(master, iteration)
+    for r, is_sampled, token_id in zip(batch, samples, returned.token_ids, strict=True):
+        r.n_in_flight = r.n_sampling = 0
+        r.state = RequestState.INCREMENT if is_sampled else RequestState.INITIATION
+        if is_sampled:
+            r.output_ids.append(token_id)
     return returned
+
+
+def lose_cache(r):
+    """As after a loss: the reservation stays."""
+    r.state, r.n_computed = RequestState.INITIATION, 0
 
 
 def test_figure_3_iteration_by_iteration():
@@ -120,13 +142,13 @@ def test_figure_4_is_one_iteration():
     run(master, kv, [x1, x2])
     returned = run(master, kv, [x1, x2, x3, x4])
     message = worker.messages[-1]
-    assert message.iteration == 2
+    assert len(worker.messages) == 3
     assert message.initiation.tolist() == [False, False, True, True]
     assert message.input_length.tolist() == [1, 1, 2, 3]
     assert message.kv_length.tolist() == [4, 2, 2, 3]
     assert message.token_index.tolist() == [2, 1, 0, 0]
     assert message.token_ids.tolist() == [0, 0, 31, 32, 41, 42, 43]
-    assert returned.batch == [x1, x2, x3, x4] and returned.token_ids == [200, 201, 202, 203]
+    assert returned.token_ids == [200, 201, 202, 203]
     assert all(type(token_id) is int for token_id in returned.token_ids)
 
 
@@ -137,7 +159,7 @@ def test_a_request_that_runs_again_puts_in_all_it_knows():
     for _ in range(3):
         run(master, kv, [again, other])
     row, known = again.row, [1, 2, 3, *again.output_ids]
-    again.state = RequestState.INITIATION  # its keys and values are lost; the reservation is not
+    lose_cache(again)
     run(master, kv, [other, again])
     message = worker.messages[-1]
     assert message.row.tolist() == [other.row, row]
@@ -168,35 +190,40 @@ def test_a_row_is_handed_on_with_nothing_of_its_former_request():
     assert [s[name].tolist() for name in ("temperature", "top_p", "top_k", "seed")] == [[0], [1], [0], [0]]
 
 
-def slow_message(batch, kv, iteration):
+def slow_message(batch, lengths, kv):
     """The control message from the requests, one at a time."""
-    entries, token_ids = [], []
-    for r in batch:
+    entries, token_ids, earlier_ids, biases = [], [], [], []
+    for i, (r, n) in enumerate(zip(batch, lengths, strict=True)):
         known = [*r.prompt_ids, *r.output_ids]
         first = r.state is RequestState.INITIATION
-        token_ids += known if first else [0]
+        end = r.n_computed + n
+        samples = end == len(known)
+        token_ids += known[r.n_computed : end] if first else [0]
+        if first and samples and is_adjusted(r.sampling):
+            earlier_ids += known[: r.n_computed]
+            biases += [(i, *pair) for pair in r.sampling.logit_bias.items()]
         entries.append(
             {
                 "row": r.row,
                 "initiation": first,
-                "token_index": len(r.output_ids),
-                "input_length": len(known) if first else 1,
-                "kv_length": len(known),
+                "token_index": len(r.output_ids) if samples else 0,
+                "input_length": n,
+                "kv_length": end,
                 "token_on_device": not first,
                 "block_table": kv.block_table[r.row].tolist(),
                 "n_prompt": len(r.prompt_ids) if first else 0,
+                "next_token": -1 if samples else known[end],
                 **{name: float(np.float32(getattr(r.sampling, name))) for name in REALS},
+                "temperature": float(np.float32(r.sampling.temperature)) if samples else 0,
                 "top_k": r.sampling.top_k,
                 "seed": r.seed,
-                "logprobs": -1 if r.sampling.logprobs is None else r.sampling.logprobs,
+                "logprobs": -1 if r.sampling.logprobs is None or not samples else r.sampling.logprobs,
                 "prompt_logprobs": r.sampling.prompt_logprobs if first and asks_for_prompt(r) else -1,
-                "flags": ADJUSTED * is_adjusted(r.sampling) + CONSTRAINED * is_constrained(r),
+                "flags": samples * (ADJUSTED * is_adjusted(r.sampling) + CONSTRAINED * is_constrained(r)),
             }
         )
     columns = {name: [entry[name] for entry in entries] for name in entries[0]}
-    first = [(i, r) for i, r in enumerate(batch) if r.state is RequestState.INITIATION]
-    bias = [(i, *pair) for i, r in first for pair in r.sampling.logit_bias.items()]
-    return columns | {"token_ids": token_ids, "iteration": iteration, "bias": bias}
+    return columns | {"token_ids": token_ids, "earlier_ids": earlier_ids, "bias": biases}
 
 
 REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -223,10 +250,10 @@ def allowed_by(r):
 
 def as_lists(message):
     names = ("row", "initiation", "token_index", "input_length", "kv_length", "token_on_device")
-    names += ("block_table", "token_ids", "n_prompt", "bias")
+    names += ("block_table", "token_ids", "earlier_ids", "n_prompt", "next_token", "bias")
     found = {name: getattr(message, name).tolist() for name in names}
     found |= {name: message.sampling[name].tolist() for name in message.sampling.dtype.names}
-    return found | {"iteration": message.iteration}
+    return found
 
 
 def constrained_or_not(*args, constrained, **kwargs):
@@ -258,11 +285,11 @@ requests = st.builds(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_every_message_against_a_slow_computation(data):
-    """Requests come, run in any order, run again after a fault, and leave."""
+    """Requests come, in pieces or whole, run in any order, run again after a fault, and leave."""
     worker = FakeWorker()
     master, kv = engine(worker, n_rows=8)
     live = []
-    for iteration in range(data.draw(st.integers(1, 8))):
+    for _ in range(data.draw(st.integers(1, 8))):
         while len(live) < 8 and (not live or data.draw(st.booleans())):
             live.append(data.draw(requests))
         chosen = data.draw(st.lists(st.sampled_from(range(len(live))), min_size=1, max_size=6, unique=True))
@@ -270,9 +297,19 @@ def test_every_message_against_a_slow_computation(data):
         for r in batch:
             if r.row < 0:
                 r.row = kv.reserve(r.max_tokens)
-        expected = slow_message(batch, kv, iteration)
-        words_before = {id(r): allowed_by(r) for r in batch if is_constrained(r)}
-        run(master, kv, batch)
+                # Behind a beginning that is cached, where no log-probabilities of its prompt are wanted.
+                cached = len(r.prompt_ids) - 1 if r.sampling.prompt_logprobs is None else 0
+                r.n_computed = data.draw(st.integers(0, cached))
+        lengths = [
+            data.draw(st.one_of(st.just(r.n_to_compute), st.integers(1, r.n_to_compute))) for r in batch
+        ]
+        expected = slow_message(batch, lengths, kv)
+        words_before = {
+            id(r): allowed_by(r)
+            for r, n in zip(batch, lengths, strict=True)
+            if is_constrained(r) and n == r.n_to_compute
+        }
+        run(master, kv, batch, lengths)
         assert as_lists(worker.messages[-1]) == expected
         words = [words_before[id(r)] for r in batch if id(r) in words_before]
         assert np.array_equal(worker.words.pop() if words else [], words)
@@ -280,7 +317,7 @@ def test_every_message_against_a_slow_computation(data):
         for r in batch:
             fate = data.draw(st.sampled_from(["goes on", "goes on", "runs again", "leaves"]))
             if fate == "runs again":
-                r.state = RequestState.INITIATION
+                lose_cache(r)
             elif fate == "leaves":
                 kv.release(r.row)
                 live.remove(r)
@@ -298,16 +335,17 @@ def test_messages_keep_what_they_said():
     assert as_lists(worker.messages[0]) == before
 
 
-def test_the_oldest_batch_returns_first():
+def test_each_iteration_returns_its_own_tokens():
     worker = FakeWorker()
     master, kv = engine(worker, n_workers=3)
-    batches = [[request(str(i), [i])] for i in range(3)]
-    for batch in batches:
-        batch[0].row = kv.reserve(16)
-        master.issue(batch)
-    for i, batch in enumerate(batches):
-        returned = returned_by(master)
-        assert returned.batch is batch and returned.token_ids == [100 * i + batch[0].row]
+    requests = [request(str(i), [i]) for i in range(3)]
+    in_flight = []
+    for r in requests:
+        r.row = kv.reserve(16)
+        in_flight.append(issue(master, r))
+    for i, (r, iteration) in enumerate(zip(requests, in_flight, strict=True)):
+        assert iteration.rows == [Row(r, 1)]
+        assert waited_for(master, iteration).token_ids == [100 * i + r.row]
 
 
 def test_a_wait_may_be_interrupted_and_taken_up_again():
@@ -317,12 +355,11 @@ def test_a_wait_may_be_interrupted_and_taken_up_again():
     master, kv = engine(worker, n_workers=2, sleep=naps.append)
     r = request("r", [1])
     r.row = kv.reserve(16)
-    master.issue([r])
+    iteration = issue(master, r)
     answers = iter([False, True])
-    assert master.wait(lambda: next(answers)) is None
+    assert master.wait(iteration, lambda: next(answers)) is None
     assert len(naps) == 1
-    returned = returned_by(master)
-    assert returned.batch == [r] and returned.token_ids == [5]
+    assert waited_for(master, iteration).token_ids == [5]
     assert len(naps) == 3 and all(0 < nap <= 1e-3 for nap in naps)
 
 
@@ -331,14 +368,13 @@ def test_a_wait_that_nothing_interrupts_looks_at_nothing():
     master, kv = engine(worker)
     r = request("r", [1])
     r.row = kv.reserve(16)
-    master.issue([r])
-    returned = master.wait(never)
+    returned = master.wait(issue(master, r), never)
     assert returned is not None and returned.token_ids == [5]
 
 
 @pytest.mark.parametrize("when", ["issue", "wait"])
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), EngineError("worker 2 is gone")])
-def test_a_workers_error_is_an_engine_error_and_nothing_is_left_in_flight(when, error):
+def test_a_workers_error_is_an_engine_error_and_the_next_iteration_is_a_new_one(when, error):
     good = Pending(np.array([1], np.int32))
     worker = FakeWorker(
         pending=[Pending(np.array([1], np.int32), error=error if when == "wait" else None), good]
@@ -347,15 +383,15 @@ def test_a_workers_error_is_an_engine_error_and_nothing_is_left_in_flight(when, 
     one, two = request("one", [1]), request("two", [2])
     for r in (one, two):
         r.row = kv.reserve(16)
-    master.issue([one])
+    iteration = issue(master, one)
     if when == "issue":
         worker.error = error
         with pytest.raises(EngineError) as caught:
-            master.issue([two])
+            issue(master, two)
     else:
-        master.issue([two])
+        issue(master, two)
         with pytest.raises(EngineError) as caught:
-            master.wait(lambda: False)
+            master.wait(iteration, lambda: False)
     if isinstance(error, EngineError):
         assert caught.value is error
     else:
@@ -365,8 +401,7 @@ def test_a_workers_error_is_an_engine_error_and_nothing_is_left_in_flight(when, 
     later = request("later", [3])
     later.row = kv.reserve(16)
     worker.pending = [Pending(np.array([9], np.int32))]
-    master.issue([later])
-    assert returned_by(master).token_ids == [9]
+    assert waited_for(master, issue(master, later)).token_ids == [9]
 
 
 def test_what_may_come_is_said_when_the_tokens_before_it_are_known():
@@ -378,13 +413,11 @@ def test_what_may_come_is_said_when_the_tokens_before_it_are_known():
         r.row = kv.reserve(16)
     asked = []
     worker.issue = lambda message, words: asked.append((message, words)) or Pending(np.zeros(2, np.int32))
-    master.issue([a, b])
-    for r in (a, b):
-        r.state = RequestState.RUNNING
-    master.issue([a, b])
+    issue(master, a, b)
+    issue(master, a, b)
     (_, first), (message, _) = asked
     assert message.constrained.tolist() == [False, False], "after one token it acts on nothing"
-    master.issue([a, b])
+    issue(master, a, b)
     message, third = asked[2]
     assert message.constrained.tolist() == [True, True]
     assert first() is not None and third() is None

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orca_jax.iteration.flat_batch import FlatLayout, SamplerArrays, TokenPrograms, flat_batch, sampler_for
-from orca_jax.iteration.message import BIAS, ControlMessage, neutral_sampling
+from orca_jax.iteration.message import BIAS, SAMPLED, ControlMessage, neutral_sampling
 
 
 def sampling_rows(n, **columns):
@@ -17,13 +17,14 @@ def sampling_rows(n, **columns):
 # Figure 4: x1 = x11 x12 x13 x14 and x2 = x21 x22 are in their increment phase (x14 and x22 are their newest
 # tokens), x3 = x31 x32 and x4 = x41 x42 x43 in their initiation phase. A token's id is its name.
 FIGURE_4 = ControlMessage(
-    iteration=2,
     row=np.array([0, 1, 2, 3], np.int32),
     initiation=np.array([False, False, True, True]),
     token_index=np.array([2, 1, 0, 0], np.int32),  # x15, x23, x33, x44 are sampled
     input_length=np.array([1, 1, 2, 3], np.int32),
     kv_length=np.array([4, 2, 2, 3], np.int32),
     n_prompt=np.zeros(len([4, 2, 2, 3]), np.int32),
+    next_token=np.full(len([4, 2, 2, 3]), SAMPLED, np.int32),
+    earlier_ids=np.array([], np.int32),
     token_ids=np.array([0, 0, 31, 32, 41, 42, 43], np.int32),
     token_on_device=np.array([True, True, False, False]),
     block_table=np.array([[5, 2, 0], [1, 0, 0], [3, 6, 0], [4, 0, 7]], np.int32),
@@ -83,13 +84,14 @@ def test_figure_5_split_and_merged():
 def test_figure_3(iteration, input_length, kv_length, positions, row_start):
     n = len(input_length)
     message = ControlMessage(
-        iteration=iteration,
         row=np.arange(n, dtype=np.int32),
         initiation=np.full(n, iteration == 1),
         token_index=np.full(n, iteration - 1, np.int32),
         input_length=np.array(input_length, np.int32),
         kv_length=np.array(kv_length, np.int32),
         n_prompt=np.zeros(len(kv_length), np.int32),
+        next_token=np.full(len(kv_length), SAMPLED, np.int32),
+        earlier_ids=np.array([], np.int32),
         token_ids=np.zeros(len(positions), np.int32),
         token_on_device=np.full(n, iteration > 1),
         block_table=np.array([[0, 1], [2, 3]], np.int32)[:n],
@@ -105,13 +107,14 @@ def test_figure_3(iteration, input_length, kv_length, positions, row_start):
 
 def test_a_bucket_of_one_has_one_row():
     message = ControlMessage(
-        iteration=0,
         row=np.array([3], np.int32),
         initiation=np.array([False]),
         token_index=np.array([1], np.int32),
         input_length=np.array([1], np.int32),
         kv_length=np.array([2], np.int32),
         n_prompt=np.zeros(len([2]), np.int32),
+        next_token=np.full(len([2]), SAMPLED, np.int32),
+        earlier_ids=np.array([], np.int32),
         token_ids=np.array([0], np.int32),
         token_on_device=np.array([True]),
         block_table=np.array([[9]], np.int32),
@@ -197,13 +200,14 @@ def batches(draw):
         return draw(st.lists(values, min_size=n, max_size=n))
 
     message = ControlMessage(
-        iteration=draw(st.integers(0, 100)),
         row=np.array(rows, np.int32),
         initiation=np.array([q == k for q, k in zip(input_length, kv_length, strict=True)]),
         token_index=np.array(each(st.integers(0, 99)), np.int32),
         input_length=np.array(input_length, np.int32),
         kv_length=np.array(kv_length, np.int32),
         n_prompt=np.zeros(len(kv_length), np.int32),
+        next_token=np.array(each(st.sampled_from([SAMPLED, 0, 3])), np.int32),
+        earlier_ids=np.array([], np.int32),
         token_ids=np.array(draw(words), np.int32),
         token_on_device=np.array(on_device),
         block_table=np.array(blocks, np.int32).reshape(n_rows, max_blocks)[rows],
@@ -251,7 +255,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
         rows.append(
             {
                 "kv_length": k,
-                "row": row,
+                "row": row if message.next_token[r] == SAMPLED else n_rows,
                 "block_table": table,
                 "top_k": int(message.sampling["top_k"][r]),
                 "token_index": int(message.token_index[r]),

@@ -9,10 +9,11 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, WorkerLost
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.scheduling.engine_protocol import Returned
 from orca_jax.scheduling.request_pool import InArrivalOrder
-from orca_jax.scheduling.select import input_length, select
+from orca_jax.scheduling.select import select
 from orca_jax.simulation.simulation import Simulation
 from tests.host.house import STOP_TOKEN, House, make_request, names
 
@@ -220,7 +221,7 @@ def test_without_a_bound_any_number_of_tokens_goes():
 def test_a_request_that_runs_again_goes_in_with_all_its_tokens():
     again = make_request("A", arrival=0, n_input=3, row=0)
     again.output_ids = [7, 8]
-    assert input_length(again) == 5
+    assert again.n_to_compute == 5
     assert select([again], 11, max_bs=1, n_slots=11, max_batch_tokens=4)[0] == []
     assert select([again], 11, max_bs=1, n_slots=11, max_batch_tokens=5)[0] == [again]
 
@@ -305,8 +306,8 @@ def test_line_5_a_batch_reaches_the_engine_with_rows_and_blocks_and_its_phases()
     house = House(n_slots=64, block_size=4)
     seen: list[list[tuple[RequestState, int]]] = []
 
-    def on_issue(batch: Sequence[Request]) -> None:
-        seen.append([(req.state, len(house.kv.blocks_of(req.row))) for req in batch])
+    def on_issue(rows: Sequence[Row]) -> None:
+        seen.append([(req.state, len(house.kv.blocks_of(req.row))) for req, _ in rows])
 
     house.engine.on_issue = on_issue
     a = house.add("A", n_output=8)  # 9 tokens: 3 blocks of 4
@@ -572,7 +573,7 @@ def test_all_deliveries_of_an_iteration_go_out_in_one_call():
 def test_a_numpy_token_becomes_a_python_int():
     house = House()
     a = house.add("A")
-    house.engine.wait = lambda interrupted: Returned([a], np.array([7], np.int32))
+    house.engine.wait = lambda iteration, interrupted: Returned(np.array([7], np.int32))
     house.steps(1)
     assert type(a.output_ids[0]) is int
     assert type(house.deliveries[0][0].token_id) is int
@@ -629,7 +630,6 @@ def test_after_a_failure_everything_live_ends_with_an_error_and_all_is_given_bac
     assert (house.kv.n_free_blocks, house.kv.n_free_rows) == (64, 4)
     house.engine.on_issue = lambda _: None
     house.engine.on_wait = lambda _: False
-    house.engine.in_flight.clear()
     assert house.scheduler.step() is False
     house.add("F")
     house.now = 3.0
@@ -675,9 +675,9 @@ def test_a_sink_that_raises_ends_its_own_request_alone():
 
 def test_an_engine_that_returns_a_token_too_few_is_found_out():
     house = House()
-    a = house.add("A")
-    b = house.add("B")
-    house.engine.wait = lambda interrupted: Returned([a, b], [9])
+    house.add("A")
+    house.add("B")
+    house.engine.wait = lambda iteration, interrupted: Returned([9])
     with pytest.raises(ValueError, match="shorter"):
         house.scheduler.step()
 
@@ -686,10 +686,9 @@ def test_an_engine_that_returns_a_token_too_few_is_found_out():
 
 
 def lose(house: House) -> None:
-    """The engine raises at its next wait, and has nothing in flight then."""
+    """The engine raises at its next wait."""
 
     def failure(_: object) -> Never:
-        house.engine.in_flight.clear()
         raise WorkerLost(0, "gone")
 
     house.engine.on_wait = failure
@@ -721,10 +720,10 @@ def test_a_request_that_runs_again_puts_in_all_its_tokens_and_gets_the_next_one(
     house.engine.tokens["A"] = 7  # of the iteration that is lost
     lose(house)
     house.engine.tokens["A"] = 8
-    assert input_length(a) == 4
+    assert a.n_to_compute == 4
     assert house.steps(1) == ["issue A", "return A"]
     assert (a.output_ids, a.state, a.n_iterations) == ([9, 9, 8], INCREMENT, 3)
-    assert input_length(a) == 1
+    assert a.n_to_compute == 1
     house.steps(1)
     assert house.told() == [
         [("A", 9, None)],

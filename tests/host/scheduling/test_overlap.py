@@ -130,7 +130,6 @@ def test_after_a_loss_what_was_in_flight_does_not_count_and_what_left_is_gone():
     assert (house.scheduler.leaving, b.n_iterations, b.n_in_flight) == ([a], 3, 1)
 
     def lose(_: object) -> bool:
-        house.engine.in_flight.clear()
         raise WorkerLost(0, "gone")
 
     house.engine.on_wait = lose

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import kv_manager, scheduler, select, timeline
-from orca_jax.scheduling.engine_protocol import Returned
+from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
-from orca_jax.scheduling.select import input_length
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
 from orca_jax.simulation.simulation import Simulation
@@ -160,12 +160,14 @@ class CheckedEngine:
         # Of each batch in flight what its iteration may write to.
         self.in_flight: deque[list[tuple[Request, set[int]]]] = deque()
 
-    def issue(self, batch: Sequence[Request]) -> None:
+    def issue(self, rows: Sequence[Row]) -> Iteration:
         trace = self.player.trace
+        batch = [row.request for row in rows]
         assert batch, "an empty batch"
         assert len(batch) <= trace.max_bs
         assert len({req.request_id for req in batch}) == len(batch)
-        assert sum(input_length(req) for req in batch) <= trace.max_batch_tokens
+        assert sum(n for _, n in rows) <= trace.max_batch_tokens
+        assert all(n == req.n_to_compute > 0 for req, n in rows), "Algorithm 1 takes all that is left"
         assert [req.arrival for req in batch] == sorted(req.arrival for req in batch)
         begins = [req.state is RequestState.INITIATION for req in batch]
         assert not trace.deterministic or len(set(begins)) == 1
@@ -182,12 +184,13 @@ class CheckedEngine:
             for other, others_blocks in (one for ran in self.in_flight for one in ran):
                 assert other is req or not blocks & others_blocks, "an iteration may still write there"
         self.player.moment()
-        self._call(lambda: self.engine.issue(batch))
+        iteration = self._call(lambda: self.engine.issue(rows))
         self.in_flight.append(writes)
+        return iteration
 
-    def wait(self, interrupted: Callable[[], bool]) -> Returned | None:
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         self.player.moment()
-        returned = self._call(lambda: self.engine.wait(interrupted))
+        returned = self._call(lambda: self.engine.wait(iteration, interrupted))
         self.player.moment()
         if returned is not None:
             self.in_flight.popleft()

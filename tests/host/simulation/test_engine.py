@@ -9,6 +9,7 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, QueueFull, RequestTooLarge
 from orca_jax.families.gpt_config import gpt_config
+from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, operations
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
@@ -67,22 +68,24 @@ def test_time_does_not_go_back_and_no_event_is_left_out():
 # The engine.
 
 
+def whole(*requests: Request) -> list[Row]:
+    """Each with all that it has left to compute."""
+    return [Row(request, request.n_to_compute) for request in requests]
+
+
 def test_batches_follow_each_other_through_the_stages():
     """Two stages; each takes 1, 2 and 1 units for the three batches, which all come at once."""
     clock = VirtualClock()
     durations = {1: 2.0, 2: 4.0, 3: 2.0}
     engine = SimulatedEngine(clock, n_workers=2, duration=lambda shape: durations[shape.input_lengths[0]])
     done: list[float] = []
-    for n in (1, 2, 3):
-        engine.issue([make_request("A", n_input=n)])
-    for _ in range(3):
-        assert engine.wait(never) is not None
+    for iteration in [engine.issue(whole(make_request("A", n_input=n))) for n in (1, 2, 3)]:
+        assert engine.wait(iteration, never) is not None
         done.append(clock.now())
     # Stage 1: 0-1, 1-3, 3-4. Stage 2: 1-2, 3-5, 5-6.
     assert done == [2.0, 5.0, 6.0]
     clock.advance_to(10.0)
-    engine.issue([make_request("A", n_input=1)])
-    engine.wait(never)
+    engine.wait(engine.issue(whole(make_request("A", n_input=1))), never)
     assert clock.now() == 12.0
 
 
@@ -97,10 +100,9 @@ def test_unequal_places_hold_one_batch_each():
 
     engine = SimulatedEngine(clock, n_workers=2, places=places, token=None)
     done: list[float] = []
-    for _ in range(3):
-        engine.issue([make_request("A", n_input=3), make_request("B", n_input=2)])
-    for _ in range(3):
-        returned = engine.wait(never)
+    batch = whole(make_request("A", n_input=3), make_request("B", n_input=2))
+    for iteration in [engine.issue(batch) for _ in range(3)]:
+        returned = engine.wait(iteration, never)
         assert returned is not None and returned.token_ids == [0, 0]
         done.append(clock.now())
     # Stage 1: 0-1, 1-2, 2-3. Link: 1-4, 4-7, 7-10. Stage 2: 4-6, 7-9, 10-12.
@@ -108,20 +110,20 @@ def test_unequal_places_hold_one_batch_each():
     assert sums == [IterationSums(n_rows=2, n_tokens=5, n_keys=5, n_seen=6 + 3)] * 3
 
 
-def test_the_oldest_batch_returns_with_a_token_for_each_request():
+def test_a_batch_returns_with_a_token_for_each_request():
     engine = SimulatedEngine(
         VirtualClock(), n_workers=2, token=lambda request, index: 100 * index + request.seed
     )
     a, b, c = make_request("A"), make_request("B"), make_request("C")
     b.output_ids = [1, 2]
-    engine.issue([a, b])
-    engine.issue([c])
-    returned = engine.wait(never)
+    both, alone = engine.issue(whole(a, b)), engine.issue(whole(c))
+    assert both.rows == [Row(a, 1), Row(b, 3)] and alone.rows == [Row(c, 1)]
+    returned = engine.wait(both, never)
     assert returned is not None
-    assert (returned.batch, returned.token_ids) == ([a, b], [65, 266])
-    returned = engine.wait(never)
+    assert returned.token_ids == [65, 266]
+    returned = engine.wait(alone, never)
     assert returned is not None
-    assert returned.batch == [c]
+    assert returned.token_ids == [67]
 
 
 def test_the_shape_of_an_iteration_reaches_the_duration():
@@ -133,8 +135,12 @@ def test_the_shape_of_an_iteration_reaches_the_duration():
 
     grown = make_request("A", n_input=4, state=RequestState.INCREMENT)
     grown.output_ids = [1, 2]
-    SimulatedEngine(VirtualClock(), duration=duration).issue([grown, make_request("B", n_input=3)])
-    assert shapes == [IterationShape([1, 3], [6, 3])]
+    grown.n_computed = 5
+    piece = make_request("C", n_input=9)
+    piece.n_computed = 4
+    rows = [*whole(grown, make_request("B", n_input=3)), Row(piece, 2)]
+    SimulatedEngine(VirtualClock(), duration=duration).issue(rows)
+    assert shapes == [IterationShape([1, 3, 2], [6, 3, 6])]
 
 
 def test_an_event_on_the_way_may_interrupt_the_wait():
@@ -143,40 +149,36 @@ def test_an_event_on_the_way_may_interrupt_the_wait():
     happened: list[float] = []
     for time in (1.0, 2.0, 4.0, 5.0):
         clock.call_at(time, lambda: happened.append(clock.now()))
-    engine.issue([make_request("A")])
-    assert engine.wait(lambda: len(happened) == 2) is None
+    iteration = engine.issue(whole(make_request("A")))
+    assert engine.wait(iteration, lambda: len(happened) == 2) is None
     assert clock.now() == 2.0
-    assert isinstance(engine.wait(never), Returned)
+    assert isinstance(engine.wait(iteration, never), Returned)
     assert happened == [1.0, 2.0, 4.0]  # what comes at the very time of the return comes before it
     assert clock.now() == 4.0
 
 
 def test_an_interruption_from_before_the_wait_counts():
     engine = SimulatedEngine(VirtualClock())
-    engine.issue([make_request("A")])
-    assert engine.wait(lambda: True) is None
+    assert engine.wait(engine.issue(whole(make_request("A"))), lambda: True) is None
     assert engine.clock.now() == 0.0
 
 
 @pytest.mark.parametrize("at", ["issue", "wait"])
 def test_it_fails_once_when_told_to_and_loses_what_is_in_flight(at: str):
     engine = SimulatedEngine(VirtualClock(), n_workers=2, duration=lambda _: 8.0)
-    engine.issue([make_request("A")])
+    first = engine.issue(whole(make_request("A")))
     engine.fail("issue" if at == "issue" else "wait")
     if at == "issue":
-        engine.wait(never)  # not told to fail here
+        engine.wait(first, never)  # not told to fail here
         with pytest.raises(EngineError, match="failed in issue"):
-            engine.issue([make_request("B")])
+            engine.issue(whole(make_request("B")))
     else:
-        engine.issue([make_request("B")])
+        engine.issue(whole(make_request("B")))
         with pytest.raises(EngineError, match="failed in wait"):
-            engine.wait(never)
-    c = make_request("C")
-    engine.issue([c])
+            engine.wait(first, never)
+    iteration = engine.issue(whole(make_request("C")))
     start = engine.clock.now()
-    returned = engine.wait(never)
-    assert returned is not None
-    assert returned.batch == [c]
+    assert engine.wait(iteration, never) is not None
     assert engine.clock.now() == start + 8.0  # the stages were free
 
 

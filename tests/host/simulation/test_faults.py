@@ -3,6 +3,7 @@
 A failing seed replays: `Player(random_fault_trace(seed)).play()`.
 """
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -23,18 +24,21 @@ from orca_jax.simulation.faults import (
     random_poison_trace,
 )
 from orca_jax.simulation.workers import HIDDEN_BYTES, Timing
+from tests.pieces import PiecesPolicy
 
 N_SEEDS = 5_000
 
 
 class Player(FaultSimulation):
-    """Plays a trace, and checks in every turn what must hold."""
+    """Plays a trace, and checks in every turn what must hold; with `cut` prompts come in random pieces."""
 
     epochs_seen = 0
     losses_seen = 0
 
-    def __init__(self, trace: FaultTrace) -> None:
+    def __init__(self, trace: FaultTrace, *, cut: random.Random | None = None) -> None:
         super().__init__(trace)
+        self.pieces = None if cut is None else PiecesPolicy(self.scheduler.policy, cut)
+        self.scheduler.policy = self.pieces or self.scheduler.policy
         self.in_flight_at_losses: list[frozenset[Request]] = []
         run_again = self.scheduler.run_again
 
@@ -63,14 +67,17 @@ class Player(FaultSimulation):
         assert [req.arrival for req in live] == sorted(req.arrival for req in live)
         # Iteration-level first-come-first-served; iterations that were lost do not count.
         going_on = [req for req in live if req.n_tokens_issued < req.max_tokens and req.ending is None]
-        # One that runs alone for longer, since it was present at several losses, goes ahead of the others.
-        if all(req.n_losses < 2 for req in live):
-            for counts in ([req.n_iterations for req in going_on], [len(req.output_ids) for req in live]):
+        # One that runs alone for longer goes ahead of the others: it was present at several losses, or its
+        # prompt comes in pieces.
+        if all(req.n_losses < (1 if self.pieces else 2) for req in live):
+            n_outputs = [] if self.pieces else [len(req.output_ids) for req in live]
+            for counts in ([req.n_iterations for req in going_on], n_outputs):
                 assert counts == sorted(counts, reverse=True), f"overtaken: {counts}"
         blocks: list[int] = []
         admitted = [req for req in live if req.row >= 0] + self.scheduler.leaving
         for req in live:
-            assert req.n_iterations == len(req.output_ids) + req.n_in_flight
+            assert self.pieces or req.n_iterations == len(req.output_ids) + req.n_in_flight
+            assert 0 <= req.n_sampling <= req.n_in_flight and 0 <= req.n_computed <= req.n_tokens_issued
             assert (req.n_in_flight > 0) == (req.state is RequestState.RUNNING)
             assert req.state is RequestState.INITIATION or req.row >= 0
             assert req.finish_reason is None
@@ -106,6 +113,8 @@ class Player(FaultSimulation):
             + [0.0]
         )
         n_tokens = sum(planned.n_output for planned in self.trace.requests)
+        if self.pieces:  # and as many iterations as its input has tokens, again after each loss
+            n_tokens += (1 + self.recovery.losses) * sum(planned.n_input for planned in self.trace.requests)
         iterations = (n_tokens + self.recovery.losses * self.trace.n_stages) * DEADLINES.iteration_seconds
         iterations += self.trace.timing.turn * (n_tokens + 20) * (1 + self.recovery.losses)
         assert self.clock.now() <= last + iterations + (self.recovery.losses + 1) * DEADLINES.ready_seconds
@@ -161,6 +170,21 @@ def test_random_faults_keep_every_invariant():
     assert min(reasons[reason] for reason in FinishReason) > 50
     assert min(losses[n] for n in range(5)) > 50
     assert min(why.values()) > 20
+
+
+def test_prompts_in_pieces_survive_the_same_faults():
+    n_pieces = n_losses = 0
+    for seed in range(400):
+        player = Player(random_fault_trace(seed), cut=random.Random(seed))
+        try:
+            player.play()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        assert player.pieces is not None
+        n_pieces += player.pieces.n_pieces
+        n_losses += player.recovery.losses
+    assert n_pieces > 400 and n_losses > 100
 
 
 @pytest.mark.long

@@ -35,6 +35,11 @@ def start(epoch: int, order: StartOrder = ORDER) -> Frame:
     return Frame(START, epoch, payload=encode_start(order))
 
 
+def message_payload(iteration: int) -> Iteration:
+    """One of its own for each iteration."""
+    return encode_message(message_of([ONE, {**ONE, "seed": iteration}]), SHAPE)
+
+
 class Bench:
     """A controller with everything around it noted, in one log."""
 
@@ -104,7 +109,13 @@ class Bench:
 
     def message(self, iteration: int, epoch: int = 1) -> list[str]:
         return self.take(
-            Frame(MESSAGE, epoch, iteration, 0, encode_message(message_of([ONE, ONE], iteration), SHAPE))
+            Frame(
+                MESSAGE,
+                epoch,
+                iteration,
+                0,
+                encode_message(message_of([ONE, {**ONE, "seed": iteration}]), SHAPE),
+            )
         )
 
 
@@ -123,9 +134,7 @@ def test_an_epoch_starts_when_the_device_is_ready():
 def test_a_message_goes_on_before_it_is_run():
     bench = Bench(stage=1).up()
     assert bench.message(0) == ["forward", "RECEIVED 1.0", "run 1.0"]
-    assert bench.forwarded == [
-        encode_frame(Frame(MESSAGE, 1, 0, 0, encode_message(message_of([ONE, ONE], 0), SHAPE)))
-    ]
+    assert bench.forwarded == [encode_frame(Frame(MESSAGE, 1, 0, 0, message_payload(0)))]
     assert bench.messages[0].row.tolist() == [3, 3]
     assert bench.message(1) == ["forward", "RECEIVED 1.1", "run 1.1"], "it waits for no device"
     assert bench.reports[-1].stage == 1
@@ -388,7 +397,7 @@ def test_a_message_that_is_held_back_goes_on_when_the_device_is_done():
     bench.controller.done(1, 0)
     bench.controller.done(1, 1)
     assert bench.log == ["forward", "DONE 1.0", "forward", "DONE 1.1"]
-    payloads = [encode_message(message_of([ONE, ONE], i), SHAPE) for i in (0, 1)]
+    payloads = [message_payload(i) for i in (0, 1)]
     assert [decode_frame(data) for data in bench.forwarded] == [
         Frame(MESSAGE, 1, i, 0, payload) for i, payload in enumerate(payloads)
     ]

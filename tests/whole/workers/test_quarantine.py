@@ -11,7 +11,8 @@ import pytest
 from orca_jax import LLM, SamplingParams
 from orca_jax.config import Deadlines, RestartBound
 from orca_jax.errors import OutputFailed
-from orca_jax.request.request import Request
+from orca_jax.iteration.row import Row
+from orca_jax.scheduling.engine_protocol import Iteration
 from tests.whole.workers.worker_harness import N_POSITIONS, SOON, write_model
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -44,10 +45,11 @@ def test_a_request_that_workers_die_of_ends_alone(tmp_path: Path, stage: int, at
         service = llm.service
         issue = service.scheduler.engine.issue
 
-        def deadly(batch: Sequence[Request]) -> None:
-            issue(batch)
-            if any(req.request_id == "poison" and len(req.output_ids) >= at_token for req in batch):
+        def deadly(rows: Sequence[Row]) -> Iteration:
+            iteration = issue(rows)
+            if any(req.request_id == "poison" and len(req.output_ids) >= at_token for req, _ in rows):
                 os.kill(pids[stage], signal.SIGKILL)
+            return iteration
 
         service.scheduler.engine.issue = deadly
         healthy = [service.submit(prompt, PARAMS) for prompt in PROMPTS[:2]]

@@ -1,0 +1,25 @@
+"""A policy that cuts prompts into random pieces."""
+
+import random
+from collections.abc import Collection, Iterable
+
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import Request
+from orca_jax.scheduling.policy import Policy
+
+
+class PiecesPolicy:
+    """Another policy's choice, and of each row a random number of its tokens."""
+
+    def __init__(self, whole: Policy, rng: random.Random) -> None:
+        self.n_pieces = 0  # rows that were cut
+        self._whole = whole
+        self._rng = rng
+
+    def choose(
+        self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request]
+    ) -> tuple[list[Row], int]:
+        rows, n_rsrv = self._whole.choose(pool, n_rsrv, ahead)
+        cut = [Row(req, self._rng.choice((n, self._rng.randint(1, n)))) for req, n in rows]
+        self.n_pieces += sum(ours != whole for ours, whole in zip(cut, rows, strict=True))
+        return cut, n_rsrv
