@@ -178,6 +178,11 @@ class ModelConfig:
         for token_id in (*self.eos_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])):
             check_whole("a special token id", token_id, 0, self.vocab_size - 1)
 
+    def __hash__(self) -> int:
+        """Of the first layer, for all of them: a model is the key of caches, and may have a thousand."""
+        parts = (self.layers[0], len(self.layers), self.embedding, self.positions, self.final_norm)
+        return hash((self.vocab_size, self.n_positions, self.hidden_size, self.vocab_multiple, parts))
+
     @property
     def n_layers(self) -> int:
         return len(self.layers)

@@ -16,9 +16,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from typing import Literal
 
-from orca_jax.families.model_config import Layer, ModelConfig, Norm
+from orca_jax.families.model_config import ModelConfig, Norm
 
 SPLIT = frozenset("VNKF")  # K: key/value heads, which only the K/V cache has as an axis
 TOKEN_EMBEDDING, HEAD = "token_embedding", "head.weight"
@@ -109,21 +111,13 @@ def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
     return found | _norm("attn_norm", own.norm, sizes) | _norm("mlp_norm", own.norm, sizes)
 
 
-def like_layers(config: ModelConfig, layers: range) -> dict[int, int]:
-    """The first of these layers of each kind, and how many are of its kind."""
-    first: dict[Layer, int] = {}
-    counts: dict[int, int] = {}
-    for i in layers:
-        like = first.setdefault(config.layers[i], i)
-        counts[like] = counts.get(like, 0) + 1
-    return counts
-
-
+@lru_cache(maxsize=4096)
 def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
     """Elements of weights on each of the `n_devices` of the stage of these layers."""
-    return _elements(outside_parameters(config, layers).values(), n_devices) + sum(
-        count * _elements(layer_parameters(config, i).values(), n_devices)
-        for i, count in like_layers(config, layers).items()
+    outside = _elements(outside_parameters(config, layers).values(), n_devices)
+    alike = [[*group] for _, group in groupby(layers, lambda i: config.layers[i])]
+    return outside + sum(
+        len(group) * _elements(layer_parameters(config, group[0]).values(), n_devices) for group in alike
     )
 
 

@@ -11,6 +11,8 @@ counted what one device of the stage does, and what it sends to the others.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from orca_jax.families.model_config import ModelConfig
@@ -109,53 +111,94 @@ def operations(
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = _sums(shape)
-    outside = outside_parameters(model, layers)
+    stage = _stage_products(model, layers, n_shards)
 
-    def linear(parameter: Parameter, bias: Parameter | None = None) -> Operation:
-        *out, n_in = parameter.local_shape(n_shards)
-        n_out = math.prod(out)
-        n_weights = n_in * n_out + (0 if bias is None else math.prod(bias.local_shape(n_shards)))
-        n_activations = sums.n_tokens * (n_in + n_out)
-        n_bytes = weight_bytes * (n_weights + n_activations)
-        return Operation("linear", n_bytes, 2 * sums.n_tokens * n_in * n_out)
+    def linear(product: _Product) -> Operation:
+        n_activations = sums.n_tokens * (product.n_in + product.n_out)
+        n_bytes = weight_bytes * (product.n_weights + n_activations)
+        return Operation("linear", n_bytes, 2 * sums.n_tokens * product.n_in * product.n_out)
 
-    def layer(parameters: Mapping[str, Parameter]) -> Iterator[Operation]:
-        for name, parameter in parameters.items():
-            if parameter.use != "linear":
-                continue
-            if "N" in parameter.axes[-1]:  # its input is what attention returns
-                width = parameter.local_shape(n_shards)[-1]
-                yield _attention(width, sums, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
-            yield linear(parameter, parameters.get(name.replace(".weight", ".bias")))
-
-    def projections(stage: Stage) -> list[Operation]:
-        return [linear(one) for one in outside.values() if one.use == "linear" and one.stage == stage]
+    def layer(products: Sequence[_Product]) -> Iterator[Operation]:
+        for product in products:
+            if product.takes_attention:
+                yield _attention(product.n_in, sums, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
+            yield linear(product)
 
     found: list[Operation] = []
     if layers.start == 0:
         # A token's row of each table is read, their sum is written.
-        tables = [one.shape[1] for one in outside.values() if one.use == "embedding"]
-        n_embed_bytes = weight_bytes * sums.n_tokens * (sum(tables) + model.hidden_size)
-        n_embed_flops = sums.n_tokens * model.hidden_size * (len(tables) - 1)
+        n_embed_bytes = weight_bytes * sums.n_tokens * (sum(stage.tables) + model.hidden_size)
+        n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
         found.append(Operation("embed", n_embed_bytes, n_embed_flops))
-        found += projections("first")
-    of_layer: dict[int, list[Operation]] = {}  # by the layer's identity: most are one object
-    for i in layers:
-        key = id(model.layers[i])
-        if key not in of_layer:
-            of_layer[key] = [*layer(layer_parameters(model, i))]
-        found += of_layer[key]
-    if layers.stop == model.n_layers:
-        found += projections("last")
-        head = outside.get(HEAD, outside.get(TOKEN_EMBEDDING))
-        assert head is not None, "the last stage has a head, or the embedding that is tied to it"
-        own_vocab, n_in = head.local_shape(n_shards)
+        found += map(linear, stage.before)
+    for products, count in stage.layers:
+        found += [*layer(products)] * count
+    if stage.head is not None:
+        found += map(linear, stage.after)
+        own_vocab, n_in = stage.head
         n_logit_bytes = LOGIT_BYTES * sums.n_rows * own_vocab
         n_head_bytes = weight_bytes * n_in * (own_vocab + sums.n_rows) + n_logit_bytes
         found.append(Operation("head", n_head_bytes, 2 * sums.n_rows * n_in * own_vocab))
         vocab = model.padded_vocab_size  # each device chooses from all logits
         found.append(Operation("sampler", LOGIT_BYTES * sums.n_rows * vocab, sums.n_rows * vocab))
     return found
+
+
+class _Product(NamedTuple):
+    """A linear operation on one device; `n_weights` counts the bias too."""
+
+    n_in: int
+    n_out: int
+    n_weights: int
+    takes_attention: bool  # its input is what attention returns
+
+
+class _StageProducts(NamedTuple):
+    """What a stage multiplies by.
+
+    A token's row is read of `tables`, by their widths. `layers` has neighbours that are alike as one, with
+    their number. `head` is [own vocabulary, in].
+    """
+
+    tables: tuple[int, ...]
+    before: tuple[_Product, ...]
+    layers: tuple[tuple[tuple[_Product, ...], int], ...]
+    after: tuple[_Product, ...]
+    head: tuple[int, int] | None
+
+
+@lru_cache(maxsize=4096)
+def _stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StageProducts:
+    outside = outside_parameters(model, layers)
+
+    def product(parameter: Parameter, bias: Parameter | None = None) -> _Product:
+        *out, n_in = parameter.local_shape(n_shards)
+        n_out = math.prod(out)
+        n_biases = 0 if bias is None else math.prod(bias.local_shape(n_shards))
+        return _Product(n_in, n_out, n_in * n_out + n_biases, "N" in parameter.axes[-1])
+
+    def of_layer(parameters: Mapping[str, Parameter]) -> tuple[_Product, ...]:
+        return tuple(
+            product(parameter, parameters.get(name.replace(".weight", ".bias")))
+            for name, parameter in parameters.items()
+            if parameter.use == "linear"
+        )
+
+    def projections(stage: Stage) -> tuple[_Product, ...]:
+        return tuple(product(one) for one in outside.values() if one.use == "linear" and one.stage == stage)
+
+    alike = [[*group] for _, group in groupby(layers, lambda i: model.layers[i])]
+    head = None
+    if layers.stop == model.n_layers:
+        own_vocab, n_in = (outside.get(HEAD) or outside[TOKEN_EMBEDDING]).local_shape(n_shards)
+        head = own_vocab, n_in
+    return _StageProducts(
+        tables=tuple(one.shape[1] for one in outside.values() if one.use == "embedding"),
+        before=projections("first"),
+        layers=tuple((of_layer(layer_parameters(model, group[0])), len(group)) for group in alike),
+        after=projections("last"),
+        head=head,
+    )
 
 
 def shared_bytes(
