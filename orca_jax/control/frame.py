@@ -56,7 +56,7 @@ class Frame(NamedTuple):
 class StageTime(NamedTuple):
     """When a stage took an iteration's message, or finished its part, in seconds of its worker's own clock.
 
-    `link_bytes` are what the stage then has put on the link to the next one for it: 0 when it took it.
+    `link_bytes` counts what a stage that has finished put on the link to the next one: 0 where it took it.
     """
 
     seconds: float

@@ -23,16 +23,16 @@ METHOD = "/orca.v1.Worker/Frames"
 MASTER, PREVIOUS = "master", "previous"  # who calls: the engine master, or the worker of the stage before
 JOINED = b""  # the worker's first frame, an empty one: it has taken the caller
 MAX_SECRET = 1024  # bytes
-_MAX_VALUE = 200  # characters of one that is shown
+_MAX_VALUE = 200  # characters of a value in an error message
 _MAX_METADATA = 8192  # bytes of one entry; gRPC takes no more of all
 _MAX_ABOUT = 4096  # bytes
 _MAX_BYTES = 1 << 50  # of a device's memory
 _MAX_DEVICES = 1024
 _MAX_DATA_ADDRESS = 1000  # bytes
 
-# Times in milliseconds. A peer that vanished without a word is noticed within ten seconds, by either side;
-# gRPC's own threads answer, so that one which compiles for minutes is not taken for dead. A proxy of the
-# environment is not for these lines, and a port is one worker's alone.
+# Times in milliseconds. Either side notices within ten seconds that its peer has vanished; gRPC's own threads
+# answer pings, so a worker that compiles for minutes still counts as alive. Proxy variables do not apply to
+# these lines, and only one worker may listen on a port.
 OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -56,10 +56,10 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinTerms:
-    """What a stage is: both ends of a line to its worker state it, each from its own configuration.
+    """What a stage computes: both ends of a line state it from their own configuration, and must agree.
 
-    `stage` counts from 0, its layers are `first_layer` to `first_layer + n_layers - 1`; `model` is the
-    model's name and `digest` that of its configuration. A caller whose `dtype` is None takes any.
+    `stage` counts from 0, its layers are `first_layer` to `first_layer + n_layers - 1`. `model` is the
+    model's name, `digest` the hash of its configuration. A caller whose `dtype` is None accepts any.
     """
 
     model: str
@@ -73,11 +73,11 @@ class JoinTerms:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAbout:
-    """What a worker says of itself when it takes a caller.
+    """What a worker reports about itself when it accepts a caller.
 
-    `room` is in bytes, what each of its `n_devices` has beside the weights, and `modest` what keys and values
-    may take of it at most; None: it does not say, or there is no such bound. `device` is what one is called,
-    `attention` how attention runs there, and `path` which kind of attention that is.
+    `room` is the memory in bytes that each of its `n_devices` has left after the weights, None if unknown.
+    `modest` is the part of it that keys and values may take, None without such a bound. `device` is the name
+    of a device, `attention` describes how attention runs there, and `path` is the kind of attention.
     """
 
     dtype: str
@@ -144,7 +144,7 @@ def model_digest(config: ModelConfig) -> str:
 
 
 def metadata(role: str, terms: JoinTerms, secret: str, data_address: str = "") -> Metadata:
-    """What a caller sends along; the worker of the stage before says where its hidden states are offered."""
+    """A caller's metadata; `data_address` is where the worker of the stage before offers hidden states."""
     join = Join(**_stated(terms), role=role, data_address=data_address if role == PREVIOUS else "")
     return (
         (_SECRET, secret.encode()),
@@ -165,7 +165,7 @@ def role_of(sent: Mapping[str, str | bytes]) -> str:
 
 
 def data_address_of(sent: Mapping[str, str | bytes]) -> str | None:
-    """The data address in a caller's metadata, "" where there is none; None for one that cannot be."""
+    """The data address in a caller's metadata: "" without one, None for one that cannot be read."""
     join = _join_of(sent)
     if join is None:
         return None
@@ -189,12 +189,12 @@ def _bytes_of(sent: Mapping[str, str | bytes], name: str) -> bytes:
 
 
 def about_metadata(about: WorkerAbout) -> Metadata:
-    """What a worker sends to a caller that it takes, before the first frame."""
+    """The metadata that a worker sends before its first frame."""
     return ((_ABOUT, About(**asdict(about)).SerializeToString()),)
 
 
 def about_of(sent: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
-    """What a worker's metadata says of it; None where that is not what a worker says."""
+    """What a worker reports about itself in its metadata; None if no worker would send that."""
     data = _bytes_of(dict(sent), _ABOUT)
     try:
         about = parsed(About, data, _MAX_ABOUT, "an About")
@@ -219,12 +219,12 @@ def about_of(sent: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
 
 
 def has_secret(sent: Mapping[str, str | bytes], secret: str) -> bool:
-    """Whether a caller's metadata has the secret; how long that takes tells nothing of its characters."""
+    """Whether a caller's metadata has the secret, in a time that does not depend on its characters."""
     return hmac.compare_digest(_bytes_of(sent, _SECRET), secret.encode())
 
 
 def disagreement(sent: Mapping[str, str | bytes], terms: JoinTerms) -> str | None:
-    """The first field in which a caller's terms are not these, with both values; None where all agree."""
+    """The first term in which the caller differs, with both values; None if all agree."""
     try:
         stated = json.loads(_bytes_of(sent, _VERSION))
     except (ValueError, RecursionError):

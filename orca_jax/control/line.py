@@ -31,7 +31,6 @@ _FINAL = (
     grpc.StatusCode.UNIMPLEMENTED,
 )
 _REFUSED = (*_FINAL, grpc.StatusCode.ALREADY_EXISTS)
-_LOOK_SECONDS = 0.1  # between two looks at who would interrupt a wait
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

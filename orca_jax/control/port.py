@@ -54,8 +54,8 @@ class _Peer:
 class ControlPort:
     """A worker's gRPC server at `address`: "host:port", "[v6]:port" or "unix:/absolute/path".
 
-    The address is had once this is made, and `address` is the real one where port 0 was asked for; callers
-    wait, and try again, until `open`. `deliver` takes each frame that comes, without waiting, on the peer's
+    It listens once this is made, and `address` is the real one if port 0 was requested; callers wait, and try
+    again, until `open`. `deliver` takes each frame that comes, without waiting, on the peer's
     own thread; False, when there is no room for it, breaks that peer's line. `frames` bounds what waits to be
     sent to one peer. Raises ConfigError for an address that cannot be had or read, or for one that others can
     reach without a secret.

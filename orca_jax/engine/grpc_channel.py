@@ -1,4 +1,4 @@
-"""The engine master's control lines: a remote_workers.Channel over gRPC, one stream to each worker."""
+"""The engine master's control lines: a channel.Channel over gRPC, one stream to each worker."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -55,10 +55,10 @@ class ControlChannel:
 
     @property
     def about(self) -> list[WorkerAbout]:
-        """What each stage's worker said of itself when it was last joined."""
-        found = [line.about for line in self._lines]
-        assert all(about is not None for about in found), "all were joined when this was made"
-        return [about for about in found if about is not None]
+        """What each stage's worker reported about itself when it was last joined."""
+        reports = [line.about for line in self._lines]
+        assert all(about is not None for about in reports), "all were joined when this was made"
+        return [about for about in reports if about is not None]
 
     def send(self, stage: int, data: bytes) -> None:
         """Send a frame without waiting; dropped while the line is broken."""

@@ -54,7 +54,7 @@ class StageModel:
 
 
 class JaxStageDevice:
-    """A worker_controller.StageDevice.
+    """A workers.controller.StageDevice.
 
     `link` is None where there is no other stage. `post` takes news without waiting. `address_before` is
     where the stage before offers its hidden states. `over` is looked at by the process.

@@ -17,7 +17,7 @@ _COARSE = (8, 16, 32)  # the first ones after 1
 def bucket_sizes(max_tokens: int, *, coarse: bool = False) -> tuple[int, ...]:
     """Ascending sizes that hold 1 to `max_tokens` tokens; the last is `max_tokens` itself.
 
-    The first is 1: one request alone in its increment phase is the commonest iteration of a quiet server.
+    The first is 1: one request alone in its decode phase is the commonest iteration of a quiet server.
     `coarse`: then 8, 16, 32, and from there powers of two, and one and a half times them. These are 16 sizes
     up to 2,048; above 32 tokens the padding is 18 % of the real ones on average, and half of them at most.
     """

@@ -180,7 +180,7 @@ class WorkerProcess:
         self._inbox.end()
         self._device.close()
 
-    # worker_controller.Lines
+    # workers.controller.Lines
 
     def connect(self, address: str) -> None:
         """A line to the next stage's worker, unless there is one to that address."""

@@ -1,7 +1,7 @@
-"""A worker's controller: takes control messages, passes them on, and issues work without waiting (ORCA 4.1).
+"""A worker's controller: takes control messages, forwards them, and issues work without waiting (ORCA 4.1).
 
-One for each stage, in the stage's process. It reacts to what it is told, on one thread: `take` when a frame
-came, `started`, `done` and `failed` when its device has news, `overdue` when time has passed.
+Each stage's process has one. It reacts to events, on one thread: `take` when a frame arrives, `started`,
+`done` and `failed` when its device reports, `overdue` when time has passed.
 """
 
 import math
@@ -51,15 +51,15 @@ class StageDevice(Protocol):
         ...
 
     def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
-        """What the constrained rows of an iteration allow, flat; on the last stage, which waits for it before
-        it samples. It may come before the iteration's message.
+        """The allowed tokens of an iteration's constrained rows, flat. The last stage waits for them before
+        it samples; they may come before the iteration's message.
         """
         ...
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
         """Issue this stage's part of an iteration; then `done(epoch, iteration, ...)`, or `failed`.
 
-        Its hidden states come from the stage before and go to the one behind under the key (epoch,
+        Its hidden states come from the stage before and go to the next under the key (epoch,
         iteration, stage). Iterations run, and are told done, in the order in which they are issued.
         """
         ...
@@ -286,7 +286,7 @@ class Controller:
 
     def _take_words(self, frame: Frame) -> None:
         if frame.epoch > self.epoch or not self._running:
-            return  # its message says what is to be said of that
+            return  # the answer to its message will say why
         if not self._last or len(frame.payload) % 4 or frame.iteration > self._next + _MOST_AHEAD:
             self._rubbish(BadFrame(f"{len(frame.payload)} bytes of words came, for another stage or time"))
             return

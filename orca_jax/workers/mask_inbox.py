@@ -1,4 +1,4 @@
-"""Where a worker's device waits for what the constrained rows of an iteration allow."""
+"""Where a worker's device waits for the allowed tokens of an iteration's constrained rows."""
 
 import threading
 
@@ -7,7 +7,7 @@ from orca_jax.grammar.token_mask import Words
 
 
 class WordsBox:
-    """Words by iteration, of one epoch at a time; put in on one thread and waited for on another."""
+    """Words by iteration, for one epoch at a time; one thread puts them in, another waits for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -16,21 +16,21 @@ class WordsBox:
         self._words: dict[int, Words] = {}
 
     def begin(self, epoch: int, patience: float) -> None:
-        """A new epoch: nothing is waited for longer than `patience` seconds, and nothing of epochs before."""
+        """Begin an epoch: waits for the one before end, and new ones last `patience` seconds at most."""
         with self._changed:
             self._epoch, self._patience = epoch, patience
             self._words.clear()
             self._changed.notify_all()
 
     def put(self, epoch: int, iteration: int, words: Words) -> None:
-        """They have come; those of another epoch are dropped."""
+        """Hand words in; those of another epoch are dropped."""
         with self._changed:
             if epoch == self._epoch:
                 self._words[iteration] = words
                 self._changed.notify_all()
 
     def take(self, epoch: int, iteration: int) -> Words:
-        """Wait for them. Raises EngineError where they don't come in time, or another epoch has begun."""
+        """Wait for words. Raises EngineError if they are late, or another epoch has begun."""
         with self._changed:
             self._changed.wait_for(lambda: epoch != self._epoch or iteration in self._words, self._patience)
             if epoch != self._epoch:
