@@ -1,6 +1,6 @@
 """orca.json: what an Orbax directory has to say for its weights to be served.
 
-    {"model": {"vocab_size": 256, ...},             see families/gpt_config.py, or config_json.py
+    {"model": {"vocab_size": 256, ...},             families/gpt_config.py or config_json.py
      "checkpoint": "40/default",                    where below this directory the arrays lie; "." unless said
      "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
      "ignore": ["opt_state.*"]}                     arrays that are no weights
