@@ -20,6 +20,6 @@ class PiecesPolicy:
         self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request]
     ) -> tuple[list[Row], int]:
         rows, n_rsrv = self._whole.choose(pool, n_rsrv, ahead)
-        cut = [Row(req, self._rng.choice((n, self._rng.randint(1, n)))) for req, n in rows]
+        cut = [(req, self._rng.choice((n, self._rng.randint(1, n)))) for req, n in rows]
         self.n_pieces += sum(ours != whole for ours, whole in zip(cut, rows, strict=True))
         return cut, n_rsrv

@@ -31,7 +31,6 @@ from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError
 from orca_jax.families.presets import PRESETS
-from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.scheduling.engine_protocol import Iteration, never
 from orca_jax.scheduling.kv_manager import round_up
@@ -68,7 +67,7 @@ def inject(shared: SharedEngine, trace: Trace) -> float:
     start = time.perf_counter()
     while n_left or in_flight:
         if n_left and len(in_flight) < 2:
-            rows = [Row(request, request.n_to_compute) for request in batch]
+            rows = [(request, request.n_to_compute) for request in batch]
             in_flight.append(engine.issue(rows))
             n_left -= 1
             for request, n_tokens in rows:
@@ -78,7 +77,6 @@ def inject(shared: SharedEngine, trace: Trace) -> float:
         assert returned is not None
         for request, token_id in zip(batch, returned.token_ids, strict=True):
             request.n_in_flight -= 1
-            request.n_sampling -= 1
             request.output_ids.append(int(token_id))
     seconds = time.perf_counter() - start
     for request, one in zip(batch, trace, strict=True):

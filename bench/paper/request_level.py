@@ -49,11 +49,11 @@ class _Place:
 
     def next_row(self, n_first: int) -> Row:
         """What goes into the next iteration: `n_first` tokens of the input, then one after the other."""
-        return Row(self.inner, 1 if self.inner.n_computed else n_first)
+        return (self.inner, 1 if self.inner.n_computed else n_first)
 
     def work_of(self, row: Row) -> RowWork:
         """What the iteration of this row is good for."""
-        place = self.inner.n_computed + row.n_tokens  # that of the token after its input
+        place = self.inner.n_computed + row[1]  # that of the token after its input
         if place < len(self.outer.prompt_ids):
             return RowWork.FED
         return RowWork.GENERATING if place < self.outer.max_tokens else RowWork.DONE
@@ -62,8 +62,8 @@ class _Place:
         """What a returned iteration sampled, if it did."""
         inner = self.inner
         inner.n_in_flight -= 1
+        inner.n_pieces -= not sampled
         if sampled:
-            inner.n_sampling -= 1
             inner.output_ids.append(token_id)
         if not inner.n_in_flight:
             inner.state = RequestState.INCREMENT if sampled else RequestState.INITIATION

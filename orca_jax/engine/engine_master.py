@@ -143,7 +143,7 @@ class EngineMaster:
             token_ids,
             {} if records is None else {i: token_logprobs(records[i], n) for i, n in asked if n is not None},
             {
-                i: [token_logprobs(one, rows[i].request.sampling.prompt_logprobs or 0) for one in prompt]
+                i: [token_logprobs(one, rows[i][0].sampling.prompt_logprobs or 0) for one in prompt]
                 for i, prompt in sampled.prompt_logprobs.items()
             },
         )
@@ -154,7 +154,7 @@ class EngineMaster:
         A request that has ended meanwhile may get any token: it is thrown away.
         """
         places: list[int] = np.flatnonzero(message.constrained).tolist()
-        requests = [rows[i].request for i in places]
+        requests = [rows[i][0] for i in places]
         n_before = message.token_index[places].tolist()
         for request, n in zip(requests, n_before, strict=True):
             if len(request.output_ids) < n and request.state is not _FINISHED:
@@ -175,17 +175,17 @@ class EngineMaster:
 
     def _control_message(self, rows: Sequence[Row]) -> ControlMessage:
         n = len(rows)
-        requests = [request for request, _ in rows]
+        requests, lengths = zip(*rows, strict=True)
         row = np.array([request.row for request in requests], np.intp)
         start = np.array([request.n_computed for request in requests], np.int32)
-        input_length = np.array([n_tokens for _, n_tokens in rows], np.int32)
+        input_length = np.array(lengths, np.int32)
         begins = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
-        for i in np.flatnonzero(begins):
+        for i in begins.nonzero()[0].tolist():
             self._begin(requests[i])
         kv_length = start + input_length
-        initiation = ~self._has_sampled[row]
-        assert (initiation | (input_length == 1)).all(), "after its initiation a row computes one token"
-        first: list[int] = np.flatnonzero(initiation).tolist()
+        increment = self._has_sampled[row]
+        initiation = ~increment
+        first: list[int] = initiation.nonzero()[0].tolist()
         next_token = np.full(n, SAMPLED, np.int32)
         n_prompt = np.zeros(n, np.int32)
         row_end = np.cumsum(input_length)
@@ -200,14 +200,14 @@ class EngineMaster:
         self._kv_length[row] = kv_length
         token_index = np.where(samples, kv_length - self._n_prompt[row], np.int32(0))
         sampling = self._sampling[row]
-        sampling["prompt_logprobs"][~initiation] = -1
-        for i in np.flatnonzero(~samples):  # nothing acts on what is not sampled
+        sampling["prompt_logprobs"][increment] = -1
+        for i in (~samples).nonzero()[0].tolist():  # nothing acts on what is not sampled
             sampling["temperature"][i], sampling["logprobs"][i], sampling["flags"][i] = 0, -1, 0
         for i, request in enumerate(requests):
             if request.constraint is not None and samples[i] and request.constraint.acts(int(token_index[i])):
                 sampling["flags"][i] |= CONSTRAINED
         if not self.keeps_tokens:
-            for i in np.flatnonzero(~initiation):
+            for i in increment.nonzero()[0].tolist():
                 token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
         biases: list[tuple[int, int, float]] = []
         earlier_ids: list[int] = []
@@ -225,7 +225,7 @@ class EngineMaster:
             next_token=next_token,
             token_ids=token_ids,
             earlier_ids=np.array(earlier_ids, np.int32),
-            token_on_device=~initiation if self.keeps_tokens else np.zeros(n, np.bool_),
+            token_on_device=increment if self.keeps_tokens else np.zeros(n, np.bool_),
             block_table=self._kv.block_table.take(row, axis=0),
             sampling=sampling,
             bias=np.array(biases, BIAS),

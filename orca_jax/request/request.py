@@ -21,6 +21,10 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
+# Looking a member of an Enum up costs more than what is done with it.
+_RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
+
+
 class FinishReason(StrEnum):
     """Why a request ended; each ends with exactly one."""
 
@@ -98,7 +102,7 @@ class Request:
     n_computed: int = 0  # tokens in the K/V cache, after all iterations that were issued
     n_iterations: int = 0  # issued
     n_in_flight: int = 0  # of these, not returned yet; 2 at most, and 1 without overlap
-    n_sampling: int = 0  # of those in flight, the ones that sample a token for it
+    n_pieces: int = 0  # of those in flight, the ones that sample no token for it: pieces of its prompt
     n_losses: int = 0
     alone_until: int = 0
     finish_reason: FinishReason | None = None
@@ -113,7 +117,7 @@ class Request:
     @property
     def n_tokens_issued(self) -> int:
         """The same, and those that iterations in flight will add."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.n_sampling
+        return len(self.prompt_ids) + len(self.output_ids) + self.n_in_flight - self.n_pieces
 
     @property
     def n_to_compute(self) -> int:
@@ -123,7 +127,7 @@ class Request:
     @property
     def in_initiation(self) -> bool:
         """Whether its next row is of the initiation phase: it has sampled none since its cache was empty."""
-        return not self.n_sampling and self.state is not RequestState.INCREMENT
+        return self.n_in_flight == self.n_pieces and self.state is not _INCREMENT
 
     def known_ids(self, start: int, stop: int) -> list[int]:
         """Tokens `start` to `stop` of prompt and output."""
@@ -133,16 +137,17 @@ class Request:
     def begin_iteration(self, n_tokens: int) -> bool:
         """An iteration over its next `n_tokens` was issued; whether it samples a token."""
         self.n_computed += n_tokens
-        self.n_iterations += 1
-        self.n_in_flight += 1
         # After its initiation every row does; before, the one that reaches the last known token.
         samples = (
-            self.n_sampling > 0
-            or self.state is RequestState.INCREMENT
+            self.state is _INCREMENT
+            or self.n_in_flight > self.n_pieces
             or self.n_computed == len(self.prompt_ids) + len(self.output_ids)
         )
-        self.n_sampling += samples
-        self.state = RequestState.RUNNING
+        if not samples:
+            self.n_pieces += 1
+        self.n_iterations += 1
+        self.n_in_flight += 1
+        self.state = _RUNNING
         return samples
 
     def accept(self, token_id: int) -> FinishReason | None:

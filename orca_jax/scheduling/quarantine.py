@@ -38,7 +38,7 @@ class Quarantine:
         for req in present:
             req.n_losses += 1
             # Up to the last token that was on its way, or the one that its prompt would have led to.
-            req.alone_until = req.n_tokens + max(1, req.n_sampling)
+            req.alone_until = req.n_tokens + max(1, req.n_in_flight - req.n_pieces)
             if req.n_losses > 1:
                 req.alone_until += _GROWTH ** (req.n_losses - 1)
                 if len(present) == 1 and req.state is not RequestState.FINISHED:

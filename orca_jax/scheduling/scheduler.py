@@ -136,8 +136,8 @@ class Scheduler:
             rows, n_rsrv = self._choose(self.pool.in_arrival_order(), running_ahead(self._in_flight[0].rows))
         if not self.config.deterministic:
             return rows, n_rsrv
-        first = [row for row in rows if row.request.in_initiation]
-        later = [row for row in rows if not row.request.in_initiation]
+        first = [row for row in rows if row[0].in_initiation]
+        later = [row for row in rows if not row[0].in_initiation]
         # Who begins first so was not before one that came earlier: that one has had an iteration.
         if first and not (later and self._began):
             self._began = True
@@ -181,15 +181,15 @@ class Scheduler:
         deliveries: list[Delivery] = []
         try:
             for i, records in returned.prompt_logprobs.items():
-                req = iteration.rows[i].request
+                req, _ = iteration.rows[i]
                 req.prompt_logprobs = [*(req.prompt_logprobs or ()), *records]
             pieces = iteration.pieces
             pairs = zip(iteration.rows, returned.token_ids, strict=True)
             for i, ((req, _), token_id) in enumerate(pairs):  # line 11
                 req.n_in_flight -= 1
-                is_piece = i in pieces
-                if not is_piece:
-                    req.n_sampling -= 1
+                is_piece = pieces and i in pieces
+                if is_piece:
+                    req.n_pieces -= 1
                 if req.state is FINISHED:  # computed for nothing
                     if not req.n_in_flight:
                         self.leaving.remove(req)
@@ -243,12 +243,12 @@ class Scheduler:
         """What was in flight will not come back, and writes nowhere any more."""
         self._in_flight.clear()
         for req in self.leaving:
-            req.n_in_flight = req.n_sampling = 0
+            req.n_in_flight = req.n_pieces = 0
             self._release(req)
         self.leaving.clear()
         for req in self.pool.admitted():
             req.n_iterations -= req.n_in_flight  # the order counts iterations that came back, or will
-            req.n_in_flight = req.n_sampling = 0
+            req.n_in_flight = req.n_pieces = 0
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         self.timeline.delivered(deliveries)

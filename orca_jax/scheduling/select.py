@@ -50,7 +50,7 @@ def select(
         block_size=block_size,
         ahead=ahead,
     )
-    return [row.request for row in rows], n_rsrv
+    return [req for req, _ in rows], n_rsrv
 
 
 def select_rows(
@@ -79,7 +79,7 @@ def select_rows(
     for req in ready:  # line 21
         if len(batch) == max_bs:  # line 22
             break
-        n_tokens = 1 if req.n_sampling or req.state is INCREMENT else req.n_to_compute
+        n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_pieces else req.n_to_compute
         batch_tokens += n_tokens
         if batch_tokens > token_limit:  # a break, as in line 25, so that no later request overtakes
             break
@@ -89,5 +89,5 @@ def select_rows(
             if new_n_rsrv > n_slots:  # line 25
                 break
             n_rsrv = new_n_rsrv  # line 26
-        batch.append(Row(req, n_tokens))  # line 27
+        batch.append((req, n_tokens))  # line 27
     return batch, n_rsrv  # line 28

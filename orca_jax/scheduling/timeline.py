@@ -160,7 +160,9 @@ class Timeline:
         input_lengths = tuple([n for _, n in rows])
         n_tokens = sum(input_lengths)
         # As Request.in_initiation has it, without a call for each.
-        initiation = tuple([not req.n_sampling and req.state is not _INCREMENT for req, _ in rows])
+        initiation = tuple(
+            [req.state is not _INCREMENT and req.n_in_flight == req.n_pieces for req, _ in rows]
+        )
         record = IterationRecord(
             number=self._n_issued,
             issued=now,

@@ -39,7 +39,7 @@ def make_request(
 
 
 def names(batch: Sequence[Request | Row]) -> str:
-    return "".join(one.request.request_id if isinstance(one, Row) else one.request_id for one in batch)
+    return "".join(one[0].request_id if isinstance(one, tuple) else one.request_id for one in batch)
 
 
 class ScriptedEngine:

@@ -138,7 +138,7 @@ def test_sums_of_a_batch_are_those_of_its_lengths(rows):
     for n_computed, n_tokens in rows:
         request = Request("A", (0,) * 100, 149, SamplingParams(max_tokens=49), seed=0)
         request.n_computed = n_computed
-        batch.append(Row(request, n_tokens))
+        batch.append((request, n_tokens))
     shape = IterationShape([n for _, n in rows], [computed + n for computed, n in rows])
     assert batch_sums(batch) == shape.sums()
 

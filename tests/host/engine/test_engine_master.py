@@ -9,7 +9,6 @@ from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED
-from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams
@@ -73,7 +72,7 @@ def request(name, prompt_ids, *, max_tokens=16, seed=0, **sampling):
 
 def whole(*requests):
     """Each with all that it has left to compute."""
-    return [Row(r, r.n_to_compute) for r in requests]
+    return [(r, r.n_to_compute) for r in requests]
 
 
 def issue(master, *requests):
@@ -97,12 +96,12 @@ def run(master, kv, batch, lengths=None):
     for r in batch:
         if r.row < 0:
             r.row = kv.reserve(r.max_tokens)
-    rows = whole(*batch) if lengths is None else [*map(Row, batch, lengths)]
+    rows = whole(*batch) if lengths is None else [*zip(batch, lengths, strict=True)]
     iteration = master.issue(rows)
     samples = [r.begin_iteration(n) for r, n in rows]
     returned = waited_for(master, iteration)
     for r, is_sampled, token_id in zip(batch, samples, returned.token_ids, strict=True):
-        r.n_in_flight = r.n_sampling = 0
+        r.n_in_flight = r.n_pieces = 0
         r.state = RequestState.INCREMENT if is_sampled else RequestState.INITIATION
         if is_sampled:
             r.output_ids.append(token_id)
@@ -344,7 +343,7 @@ def test_each_iteration_returns_its_own_tokens():
         r.row = kv.reserve(16)
         in_flight.append(issue(master, r))
     for i, (r, iteration) in enumerate(zip(requests, in_flight, strict=True)):
-        assert iteration.rows == [Row(r, 1)]
+        assert iteration.rows == [(r, 1)]
         assert waited_for(master, iteration).token_ids == [100 * i + r.row]
 
 

@@ -37,7 +37,6 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_workers import RemoteTokens, RemoteWorkers
 from orca_jax.engine.stage_counters import IterationTimes
 from orca_jax.errors import ConfigError, EngineError, WorkerLost
-from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
@@ -717,7 +716,7 @@ def test_the_engine_master_sends_what_it_sends_to_a_local_worker():
     assert isinstance(engine, RecoverableEngine)
     request = Request("r", (5, 6, 7), 9, SamplingParams(temperature=0.5), seed=3)
     request.row = kv.reserve(9)
-    iteration = engine.issue([Row(request, 3)])
+    iteration = engine.issue([(request, 3)])
     message = decode_message(bench.sent[-1][1].payload, SHAPE)
     assert message.token_ids.tolist() == [5, 6, 7] and message.initiation.tolist() == [True]
     assert message.sampling["seed"].tolist() == [3]
@@ -734,7 +733,7 @@ def test_a_loss_is_raised_as_it_is_and_the_engine_can_go_on():
     requests = [Request(name, (5, 6, 7), 9, SamplingParams(), seed=3) for name in "ab"]
     for request in requests:
         request.row = kv.reserve(9)
-    first, _ = [engine.issue([Row(request, 3)]) for request in requests]
+    first, _ = [engine.issue([(request, 3)]) for request in requests]
     bench.say(2, TROUBLE, payload="out of memory")
     with pytest.raises(WorkerLost, match="stage 3: out of memory") as caught:
         engine.wait(first, lambda: False)
@@ -744,7 +743,7 @@ def test_a_loss_is_raised_as_it_is_and_the_engine_can_go_on():
     bench.all_answer()
     assert engine.recover(lambda: False)
     engine.look()
-    again = engine.issue([Row(requests[0], 3)])
+    again = engine.issue([(requests[0], 3)])
     bench.tokens(0, 1)
     returned = engine.wait(again, lambda: False)
     assert returned is not None and returned.token_ids == [1]
@@ -754,7 +753,7 @@ def test_a_message_that_cannot_be_sent_is_an_engine_error():
     bench = Bench().up()
     engine, _ = engine_of(bench)
     with pytest.raises(EngineError, match="iteration 0 failed"):
-        engine.issue([Row(Request("r", (2**40,), 9, SamplingParams(), seed=3), 1)])
+        engine.issue([(Request("r", (2**40,), 9, SamplingParams(), seed=3), 1)])
 
 
 # Their configuration

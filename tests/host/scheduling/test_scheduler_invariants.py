@@ -162,7 +162,7 @@ class CheckedEngine:
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         trace = self.player.trace
-        batch = [row.request for row in rows]
+        batch = [req for req, _ in rows]
         assert batch, "an empty batch"
         assert len(batch) <= trace.max_bs
         assert len({req.request_id for req in batch}) == len(batch)

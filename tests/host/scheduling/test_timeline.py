@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from orca_jax.iteration.buckets import bucket_sizes
-from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.request_pool import Delivery
@@ -102,9 +101,9 @@ def test_iterations_with_phases_tokens_bucket_and_padding(clock: Clock):
     for request in (a, b, c):
         timeline.arrived(request)
     clock.now = 1.0
-    issued = timeline.issued([Row(a, 1), Row(b, 9)])
+    issued = timeline.issued([(a, 1), (b, 9)])
     clock.now = 2.0
-    timeline.issued([Row(c, 1)])
+    timeline.issued([(c, 1)])
     clock.now = 4.0
     timeline.returned(issued)
     first, second = timeline.iterations
@@ -119,7 +118,7 @@ def test_without_buckets_nothing_is_padded(clock: Clock):
     timeline = Timeline(clock)
     a = make_request("A", n_input=9)
     timeline.arrived(a)
-    timeline.issued([Row(a, 9)])
+    timeline.issued([(a, 9)])
     assert (timeline.iterations[0].bucket, timeline.iterations[0].padding) == (9, 0)
 
 
@@ -128,10 +127,10 @@ def test_lost_iterations_stay_on_record_and_never_return(clock: Clock):
     a, b, c = requests = [make_request(name) for name in "ABC"]
     for request in requests:
         timeline.arrived(request)
-    timeline.issued([Row(a, 1)])
-    timeline.issued([Row(b, 1)])
+    timeline.issued([(a, 1)])
+    timeline.issued([(b, 1)])
     clock.now = 3.0
-    timeline.returned(timeline.issued([Row(c, 1)]))
+    timeline.returned(timeline.issued([(c, 1)]))
     assert [iteration.returned for iteration in timeline.iterations] == [None, None, 3.0]
 
 
@@ -141,7 +140,7 @@ def test_only_the_youngest_records_are_kept(clock: Clock, max_records: int | Non
     for i in range(10):
         request = make_request(str(i))
         timeline.arrived(request)
-        timeline.returned(timeline.issued([Row(request, 1)]))
+        timeline.returned(timeline.issued([(request, 1)]))
         timeline.delivered([Delivery(request, 7, FinishReason.STOP)])
     assert [iteration.number for iteration in timeline.iterations] == kept
     assert [int(record.request_id) for record in timeline.requests] == kept
@@ -154,9 +153,9 @@ def test_a_request_is_scheduled_once_however_often_it_runs(clock: Clock):
     for request in (a, b):
         timeline.arrived(request)
     clock.now = 4.0
-    timeline.issued([Row(a, 1)])
+    timeline.issued([(a, 1)])
     clock.now = 5.0
-    timeline.returned(timeline.issued([Row(a, 1)]))  # again, after a fault
+    timeline.returned(timeline.issued([(a, 1)]))  # again, after a fault
     timeline.delivered([Delivery(a, 7, FinishReason.STOP), Delivery(b, None, FinishReason.TIMEOUT)])
     ran, waited = timeline.requests
     assert (ran.scheduled, ran.queue_time) == (4.0, 3.0)
@@ -192,14 +191,14 @@ def test_an_observer_hears_of_all_once_and_in_order(clock: Clock):
     a, b = make_request("A"), make_request("B")
     timeline.arrived(a)
     clock.now = 1.0
-    issued = timeline.issued([Row(a, 1)])
+    issued = timeline.issued([(a, 1)])
     clock.now = 2.0
     timeline.arrived(b)
     clock.now = 3.0
     timeline.returned(issued)
     timeline.delivered([Delivery(a, 7, None)])
     a.state = RequestState.INCREMENT
-    issued = timeline.issued([Row(a, 1), Row(b, 1)])
+    issued = timeline.issued([(a, 1), (b, 1)])
     clock.now = 7.0
     timeline.returned(issued)
     timeline.delivered([Delivery(a, 8, FinishReason.LENGTH), Delivery(b, 9, None)])

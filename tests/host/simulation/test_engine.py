@@ -70,7 +70,7 @@ def test_time_does_not_go_back_and_no_event_is_left_out():
 
 def whole(*requests: Request) -> list[Row]:
     """Each with all that it has left to compute."""
-    return [Row(request, request.n_to_compute) for request in requests]
+    return [(request, request.n_to_compute) for request in requests]
 
 
 def test_batches_follow_each_other_through_the_stages():
@@ -117,7 +117,7 @@ def test_a_batch_returns_with_a_token_for_each_request():
     a, b, c = make_request("A"), make_request("B"), make_request("C")
     b.output_ids = [1, 2]
     both, alone = engine.issue(whole(a, b)), engine.issue(whole(c))
-    assert both.rows == [Row(a, 1), Row(b, 3)] and alone.rows == [Row(c, 1)]
+    assert both.rows == [(a, 1), (b, 3)] and alone.rows == [(c, 1)]
     returned = engine.wait(both, never)
     assert returned is not None
     assert returned.token_ids == [65, 266]
@@ -138,7 +138,7 @@ def test_the_shape_of_an_iteration_reaches_the_duration():
     grown.n_computed = 5
     piece = make_request("C", n_input=9)
     piece.n_computed = 4
-    rows = [*whole(grown, make_request("B", n_input=3)), Row(piece, 2)]
+    rows = [*whole(grown, make_request("B", n_input=3)), (piece, 2)]
     SimulatedEngine(VirtualClock(), duration=duration).issue(rows)
     assert shapes == [IterationShape([1, 3, 2], [6, 3, 6])]
 

@@ -77,7 +77,7 @@ class Player(FaultSimulation):
         admitted = [req for req in live if req.row >= 0] + self.scheduler.leaving
         for req in live:
             assert self.pieces or req.n_iterations == len(req.output_ids) + req.n_in_flight
-            assert 0 <= req.n_sampling <= req.n_in_flight and 0 <= req.n_computed <= req.n_tokens_issued
+            assert 0 <= req.n_pieces <= req.n_in_flight and 0 <= req.n_computed <= req.n_tokens_issued
             assert (req.n_in_flight > 0) == (req.state is RequestState.RUNNING)
             assert req.state is RequestState.INITIATION or req.row >= 0
             assert req.finish_reason is None
