@@ -3,7 +3,7 @@
 import pytest
 
 from bench import tokens
-from bench.tokens import CPU_SHARE, Found, Reference, check_model, requests_of
+from bench.tokens import CPU_SHARE, Agreement, Reference, check_model, requests_of
 from orca_jax.families.presets import PRESETS
 from tests.changed_config import changed_config
 
@@ -32,7 +32,7 @@ def test_choices_are_held_against_the_reference(
     other = dict(tokens.BareEngine(SMALL, tokens.Sizes(max_batch_size=1, n_slots=512)).parameters[0])
     other["layers.0.out.weight"] = other["layers.0.out.weight"].at[:, :16].set(0)
     truth = Reference(SMALL, other)
-    found = Found()
+    found = Agreement()
     for request in requests:
         looked(truth, request, CPU_SHARE, found)
     assert found.choices == 2 * len(requests) and not found.holds(CPU_SHARE)
@@ -40,4 +40,4 @@ def test_choices_are_held_against_the_reference(
 
 
 def test_nothing_that_was_looked_at_is_no_proof() -> None:
-    assert not Found().holds(1.0)
+    assert not Agreement().holds(1.0)
