@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from orca_jax.config import ParallelConfig, ServingConfig
@@ -106,6 +106,10 @@ def play(
         if step == lost_before:
             for worker in stages(n_stages)[1]:
                 worker.renew()
+            # What waited for a token before it will not come back either.
+            assert isinstance(ran.scheduler.engine, EngineMaster)
+            assert isinstance(ran.scheduler.engine._workers, LocalWorkers)
+            ran.scheduler.engine._workers._to_do.clear()
             ran.scheduler.run_again()
 
     ran.run(requests, [one.arrival for one in asked], before_step)
@@ -151,12 +155,19 @@ some_asked = st.lists(
 )
 
 
+LONG_PROMPTS = [
+    Asked(i, tuple(range(i, i + 30)), 6, SamplingParams(temperature=0.0, ignore_eos=True), (1, 2))
+    for i in range(5)
+]
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n_stages", [1, 2])
 def test_in_pieces_the_output_is_that_of_whole_prompts(n_stages: int, mode: Mode) -> None:
     n_cut = 0
 
     @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @example(asked=LONG_PROMPTS, seed=1, lost_before=3)
     @given(asked=some_asked, seed=st.integers(0, 1 << 16), lost_before=st.integers(-1, 20))
     def outputs_are_the_same(asked: list[Asked], seed: int, lost_before: int) -> None:
         nonlocal n_cut
