@@ -135,6 +135,8 @@ def test_the_documents_have_the_table_of_gpus() -> None:
         assert f"| {gpus} | {', '.join(capabilities) or 'any other'} | {paths} | {tested} |" in text
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:
     """In a process of its own: the interpreter's threads wait for each other on a pool that must be wide."""
     done = subprocess.run(

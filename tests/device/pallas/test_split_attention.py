@@ -53,6 +53,8 @@ def test_the_reference_is_attention_by_its_definition(
 
 
 @pytest.mark.parametrize("name", SIZES)
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_the_kernel_interpreted_is_the_reference(name: str) -> None:
     """In a process of its own: the interpreter's threads wait for each other on a pool that must be wide."""
     command = [

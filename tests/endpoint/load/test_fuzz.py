@@ -189,6 +189,8 @@ def asking_for_little(document: dict[str, Any]) -> Callable[[Case], Case]:
     return change
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
     calls = Calls(server)
     little = asking_for_little(requests.get(f"{server.url}/openapi.json", timeout=CALL_SECONDS).json())

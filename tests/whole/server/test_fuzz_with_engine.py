@@ -202,6 +202,8 @@ def served(llm: LLM) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_requests_of_its_own_document_cost_no_worker(directory: Path, right: list[int]) -> None:
     with engine(directory) as here, engine(directory, **TWO_PROCESSES) as apart:
         with (

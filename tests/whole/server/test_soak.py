@@ -1,8 +1,12 @@
 """A minute of the soak: the server under everything that clients do, and what is left after."""
 
+import pytest
+
 from bench.server.soak import soak
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_minute_of_everything_leaves_nothing_behind() -> None:
     report = soak(minutes=1.0, seed=1)
     assert not report.failures, "\n".join(report.failures)

@@ -41,6 +41,8 @@ def serve(model: Path, *flags: str) -> ServerProcess:
     return ServerProcess((str(model), "--worker-processes", "--pipeline-parallel", "2", *SIZES, *flags))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_killed_and_stopped_workers_lose_no_token_and_double_none(
     model: Path, known: list[KnownStream]
 ) -> None:
