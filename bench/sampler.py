@@ -28,7 +28,7 @@ from orca_jax.iteration.flat_batch import SamplerArrays, TokenPrograms, token_pr
 from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, neutral_sampling
 from orca_jax.sharding.device_group import DeviceGroup, device_name
 
-# The features that a batch's rows ask for, as fields of control.SAMPLING.
+# The features that a batch's rows ask for, as fields of message.SAMPLING.
 FEATURES: dict[str, dict[str, float]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8},

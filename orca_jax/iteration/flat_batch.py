@@ -64,7 +64,7 @@ class SamplerArrays(NamedTuple):
     presence: Any
 
 
-# Of SamplerArrays, with the fields of control.SAMPLING that they are.
+# Of SamplerArrays, with the fields of message.SAMPLING that they are.
 _REALS = {
     "temperature": "temperature",
     "top_p": "top_p",

@@ -12,7 +12,7 @@ import orca_jax
 from orca_jax.errors import ConfigError
 from orca_jax.execution import worker
 from orca_jax.execution.stage import Stage
-from orca_jax.launch import precompile as compiled_model
+from orca_jax.launch import precompile
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_each_stage_of_an_engine_is_told(told: list[bool]) -> None:
 def test_programs_compiled_ahead_are_those(
     told: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled_model, "compile_all", lambda programs, on_program: None)  # for minutes
+    monkeypatch.setattr(precompile, "compile_all", lambda programs, on_program: None)  # for minutes
     kept = str(tmp_path)
     orca_jax.compile_model("demo", n_slots=1024, command_buffer_collectives=True, compile_cache=kept)
     assert told == [True]

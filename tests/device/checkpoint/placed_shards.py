@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from orca_jax.checkpoint import orbax_store
-from orca_jax.checkpoint import safetensors_reader as safetensors_file
+from orca_jax.checkpoint import orbax_store, safetensors_reader
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.families.parameters import parameter_shapes
@@ -58,7 +57,7 @@ def check(directory: Path, data: st.DataObject) -> None:
         directory / str(len([*directory.iterdir()])), config, tensors, n_files=data.draw(st.integers(1, 3))
     )
     orbax = place.with_name(place.name + "-orbax")
-    safetensors_file._CHUNK_BYTES = data.draw(st.sampled_from([40, 1 << 24]))
+    safetensors_reader._CHUNK_BYTES = data.draw(st.sampled_from([40, 1 << 24]))
     orbax_store._CHUNK_BYTES = data.draw(st.sampled_from([200, 1 << 24]))
     convert_checkpoint(place, orbax)
 

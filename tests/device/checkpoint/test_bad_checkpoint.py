@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orca_jax.checkpoint import safetensors_reader as safetensors_file
+from orca_jax.checkpoint import safetensors_reader
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.errors import (
     BadModelConfig,
@@ -134,7 +134,7 @@ def test_a_file_that_is_not_safetensors(tmp_path: Path, content: bytes, words: l
 
 def test_a_header_above_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, GPT2, gpt2_tensors())
-    monkeypatch.setattr(safetensors_file, "MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(safetensors_reader, "MAX_HEADER_BYTES", 100)
     fails(CorruptFile, tmp_path, MODEL, "header length", "at most 100 bytes")
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orca_jax.checkpoint import orbax_store
-from orca_jax.checkpoint import safetensors_reader as safetensors_file
+from orca_jax.checkpoint import orbax_store, safetensors_reader
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.orbax_boxes import runs
@@ -109,7 +108,7 @@ def test_on_meshes_of_virtual_devices(tmp_path: Path) -> None:
 def test_a_part_with_numbers_too_large(tmp_path: Path, stored: str, asked: str) -> None:
     tensors = gpt2_tensors(prefix="")
     tensors["ln_f.bias"][1] = 1e6
-    element = safetensors_file.FLOAT_DTYPES[stored]
+    element = safetensors_reader.FLOAT_DTYPES[stored]
     write_checkpoint(tmp_path, GPT2, {name: value.astype(element) for name, value in tensors.items()})
     _, parts = find_parameters(tmp_path)
     part = parts["final_norm.bias"]

@@ -11,7 +11,7 @@ import pytest
 
 from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
-from orca_jax.execution import attention_backend as attention_path
+from orca_jax.execution import attention_backend
 from orca_jax.execution.attention_backend import GPU_PATHS, Cudnn, Kernel, Native, PureJax, choose_attention
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
@@ -117,11 +117,11 @@ def test_cudnn_splits_rows_by_a_rule_of_its_own_so_it_is_not_deterministic() -> 
 def test_a_gpu_whose_cudnn_refuses_has_static_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU stands in for a GPU that is there: its XLA knows no such call, as an old one would not.
     device = jax.devices("cpu")[0]
-    monkeypatch.setattr(attention_path, "_capability", lambda _: "8.0")
+    monkeypatch.setattr(attention_backend, "_capability", lambda _: "8.0")
     sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16"}
     with pytest.raises(ConfigError, match=r"attention is 'cudnn', but its cuDNN refuses: .*fmhaSoftmax"):
         choose_attention(device, model(64), **sizes, forced="cudnn")
-    monkeypatch.setattr(attention_path, "_preferred", lambda _: ("cudnn", "static"))
+    monkeypatch.setattr(attention_backend, "_preferred", lambda _: ("cudnn", "static"))
     choice = choose_attention(device, model(64), **sizes)
     assert choice.path == STATIC and choice.description.startswith(
         "pure JAX, static shapes: its cuDNN refuses: "

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.execution import matmul_backend as products
+from orca_jax.execution import matmul_backend
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.model.layers import matmul
 from orca_jax.native import compiler
@@ -104,7 +104,7 @@ def test_what_has_no_form_is_said_and_runs_in_xla(monkeypatch: pytest.MonkeyPatc
     def none() -> str:
         raise NotBuilt("no C compiler was found")
 
-    monkeypatch.setattr(products, "linear_target", none)
+    monkeypatch.setattr(matmul_backend, "linear_target", none)
     assert choose_products(CPU, np.float32).description == "XLA's products: no C compiler was found"
 
 

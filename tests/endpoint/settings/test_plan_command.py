@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orca_jax.planning import ask_xla as xla_question
+from orca_jax.planning import ask_xla
 from orca_jax.planning.ask_xla import NoAnswer
 from server import cli
 from server.commands import plan
@@ -72,7 +72,7 @@ def test_xlas_figures_take_precedence(
 def test_without_a_compiler_it_says_so_and_continues(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xla_question, "find_spec", lambda name: None)
+    monkeypatch.setattr(ask_xla, "find_spec", lambda name: None)
     assert orca_plan("gpt2", "--device", "h200", "--json") == 0
     found = answer(capsys)
     assert found["temporaries_source"] == "arithmetic"
@@ -82,16 +82,16 @@ def test_without_a_compiler_it_says_so_and_continues(
 
 
 def test_a_compiler_that_fails_or_hangs_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(xla_question, "_MODULE", "json.tool")  # it exits with 0 and prints something else
+    monkeypatch.setattr(ask_xla, "_MODULE", "json.tool")  # it exits with 0 and prints something else
     with pytest.raises(NoAnswer, match="ended with status 0"):
-        xla_question.ask_rates("float32")
-    monkeypatch.setattr(xla_question, "_MODULE", "no.such.module")
+        ask_xla.ask_rates("float32")
+    monkeypatch.setattr(ask_xla, "_MODULE", "no.such.module")
     with pytest.raises(NoAnswer, match=r"ended with status 1: .*no"):
-        xla_question.ask_rates("float32")
-    monkeypatch.setattr(xla_question, "_MODULE", "timeit")
-    monkeypatch.setattr(xla_question, "_MEASURE_SECONDS", 0.01)
+        ask_xla.ask_rates("float32")
+    monkeypatch.setattr(ask_xla, "_MODULE", "timeit")
+    monkeypatch.setattr(ask_xla, "_MEASURE_SECONDS", 0.01)
     with pytest.raises(NoAnswer, match=r"did not finish within 0\.01 seconds"):
-        xla_question.ask_rates("float32")
+        ask_xla.ask_rates("float32")
 
 
 def test_a_model_that_does_not_fit_gives_status_1_and_a_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from orca_jax.errors import InvalidPrompt, InvalidSamplingParameter, OutputFailed, QueueFull
 from orca_jax.grammar import grammar as rooms
 from orca_jax.grammar import memory as grammar_memory
-from orca_jax.grammar import source as grammar_text
+from orca_jax.grammar import source
 from orca_jax.grammar.grammar import Grammar, GrammarCompiler
 from orca_jax.grammar.memory import HeapGrowth, LiveGrammars, grown_by
 from orca_jax.request.sampling_params import SamplingParams
@@ -158,7 +158,7 @@ def test_a_panic_before_an_output_begins() -> None:
 
 
 def test_a_panic_where_a_regular_expression_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_text, "regex_to_lark", Panicking().call)
+    monkeypatch.setattr(source, "regex_to_lark", Panicking().call)
     with pytest.raises(
         InvalidSamplingParameter, match="guided_regex cannot be followed: index out of bounds"
     ):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from orca_jax.errors import InvalidSamplingParameter
-from orca_jax.grammar import source as grammar_text
+from orca_jax.grammar import source
 from orca_jax.grammar.source import shortened
 from orca_jax.request.sampling_params import SamplingParams
 
@@ -58,15 +58,15 @@ def fastest(work: Callable[[], object]) -> float:
 
 def read(text: str) -> None:
     try:
-        grammar_text.grammar_text(SamplingParams(guided_grammar=text))
+        source.grammar_text(SamplingParams(guided_grammar=text))
     except InvalidSamplingParameter:
         pass
 
 
 @pytest.mark.parametrize("before", ["", "a[", 'a["', "a[/", "a[temperature", "a"])
 def test_twice_the_text_takes_twice_the_time(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_text, "MAX_LARK", 1 << 20)
-    monkeypatch.setattr(grammar_text, "MAX_OPERATORS", 1 << 20)
+    monkeypatch.setattr(source, "MAX_LARK", 1 << 20)
+    monkeypatch.setattr(source, "MAX_OPERATORS", 1 << 20)
     slow = list[str]()
     for piece in PIECES:
         for work in (read, shortened):
@@ -92,11 +92,11 @@ def test_twice_the_text_takes_twice_the_time(before: str, monkeypatch: pytest.Mo
 )
 def test_a_token_by_its_id_is_found_outside_of_texts(lark: str) -> None:
     with pytest.raises(InvalidSamplingParameter, match="by its id"):
-        grammar_text.grammar_text(SamplingParams(guided_grammar=lark))
+        source.grammar_text(SamplingParams(guided_grammar=lark))
 
 
 @pytest.mark.parametrize(
     "lark", ['start: "<["', "start: /<[a]/", 'start: "\\"<["', "start: /\\/<[a]/", 'start: "a" // <[5]>']
 )
 def test_and_not_inside(lark: str) -> None:
-    assert grammar_text.grammar_text(SamplingParams(guided_grammar=lark)) is not None
+    assert source.grammar_text(SamplingParams(guided_grammar=lark)) is not None
