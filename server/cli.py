@@ -13,29 +13,23 @@ import orca_jax
 from orca_jax.errors import EngineError, OrcaError
 from server.commands import compile as compile_command
 from server.commands import convert, generate, plan, serve, worker
-from server.settings.flags import (
-    COMPILE_OPTIONS,
-    PLAN_OPTIONS,
-    WORKER_OPTIONS,
-    UsageError,
-    add_engine_flags,
-    add_flags,
-    add_sampling_flags,
-    add_serve_flags,
-)
+from server.errors import UsageError
+from server.settings.flags import COMPILE_OPTIONS, add_engine_flags, add_flags, add_serve_flags
+from server.settings.options import PlanFlags, WorkerFlags
+from server.settings.sampling_flags import add_sampling_flags
 
-INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+INTERRUPTED = 130  # the shells' convention: 128 + SIGINT
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one line, as every other mistake is told."""
+    """Reports a mistake in one line, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Every command with its flags; `run` in the namespace is what it does."""
+    """All commands with their flags; `run` in the namespace is the command's function."""
     top = _Parser(prog="orca", description="ORCA (OSDI 2022) in JAX: a serving engine for language models.")
     top.add_argument("--version", action="version", version=f"orca {orca_jax.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -44,16 +38,16 @@ def parser() -> argparse.ArgumentParser:
         "generate",
         help="continue prompts, on the terminal or from a file",
         description="Continue each PROMPT and stream the text to the terminal, or continue every line of a "
-        "JSONL file. Notes go to stderr, so that stdout holds the text alone.",
-        epilog='A line of FILE.jsonl is {"prompt": a text or a list of token ids} and may set any sampling '
-        'flag for itself, as in {"prompt": "In the", "max_tokens": 8, "stop": ["."]}. Each gets one line in '
-        "the output, in order, with the text and the finish reason, or with an error. Blank lines are passed "
-        "over. Exit status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in how the "
-        "command was called; 130 after Ctrl-C.",
+        "JSONL file. Notes go to stderr, so that stdout holds only the text.",
+        epilog='A line of FILE.jsonl is {"prompt": a text or a list of token ids} and may have its own '
+        'sampling parameters, as in {"prompt": "In the", "max_tokens": 8, "stop": ["."]}. The output has one '
+        "line for each, in order, with the text and the finish reason, or with an error. Blank lines are "
+        "ignored. Exit status: 0; 1 if some lines had errors or the engine failed; 2 for a mistake in the "
+        "command line; 130 after Ctrl-C.",
         allow_abbrev=False,
     )
     command.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="'-', or none where stdin is a pipe: read it from stdin"
+        "prompt", nargs="*", metavar="PROMPT", help="'-', or no PROMPT if stdin is a pipe: read stdin"
     )
     files = command.add_argument_group("files")
     files.add_argument("--input", metavar="FILE.jsonl", help="continue every line of this file ('-': stdin)")
@@ -64,17 +58,16 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "serve",
-        help="answer requests over HTTP (OpenAI's API) and gRPC",
+        help="serve a model over HTTP (OpenAI's API) and gRPC",
         usage="orca serve [MODEL] [--config FILE.yaml] [FLAGS]",
-        description="Serve MODEL over OpenAI's HTTP API and over gRPC, until SIGTERM or Ctrl-C; what runs "
-        "then is finished first.",
-        epilog="Each setting may come from four places, and the first that has it counts: the flag; the "
-        "variable of its name in capitals with ORCA_ in front, as in ORCA_MAX_QUEUE=64 (ORCA_MODEL and "
-        "ORCA_CONFIG too; an empty one counts as not set); the --config file, a YAML mapping of names to "
-        "values, as in 'max_queue: 64'; the default. 'none' is a value for whatever may be left out. Paths "
-        "are relative to the working directory, those in the file too. API keys themselves are never "
-        "flags, which other users of a machine can read. Exit status: 0 after a drain; 1 if "
-        "the engine failed; 2 for a mistake in the settings.",
+        description="Serve MODEL over OpenAI's HTTP API and over gRPC. SIGTERM or Ctrl-C lets running "
+        "requests finish and stops the server.",
+        epilog="A setting can come from four sources, in this order of precedence: flag; environment "
+        "variable, as in ORCA_MAX_QUEUE=64 (also ORCA_MODEL and ORCA_CONFIG; an empty variable counts as not "
+        "set); --config file, a YAML mapping such as 'max_queue: 64'; default. 'none' unsets an optional "
+        "setting. Paths are relative to the working directory, in the file too. API keys are never flags, "
+        "because other users of the machine can read those. Exit status: 0 after a drain; 1 if the engine "
+        "failed; 2 for a mistake in the settings.",
         formatter_class=_wide,
         allow_abbrev=False,
     )
@@ -83,14 +76,14 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "compile",
-        help="compile the programs of a model ahead of time",
+        help="compile a model's programs ahead of time",
         usage="orca compile [MODEL] [--config FILE.yaml] [FLAGS]",
-        description="Compile every program that an `orca serve` of the same settings needs, for the devices "
-        "of this machine, and keep them in the folder of compiled programs: a server that finds them there "
-        "starts in a fraction of the time. No weights are read.",
-        epilog="Settings come from where those of `orca serve` do: flags, variables, a --config file. A "
-        "program is found again by the same code, version of JAX, kind of device and sizes. Exit status: 0; "
-        "2 for a mistake in the settings; 130 after Ctrl-C.",
+        description="Compile every program that `orca serve` needs with the same settings, for the devices "
+        "of this machine, and keep them in the folder of compiled programs, so that a server starts much "
+        "faster. Reads no weights.",
+        epilog="Settings come from the same sources as those of `orca serve`: flags, variables, a --config "
+        "file. A program is reused for the same code, version of JAX, kind of device and sizes. Exit status: "
+        "0; 2 for a mistake in the settings; 130 after Ctrl-C.",
         formatter_class=_wide,
         allow_abbrev=False,
     )
@@ -104,32 +97,33 @@ def parser() -> argparse.ArgumentParser:
         description="Load stage I of MODEL's N stages and compute its part of each iteration that a server "
         "asks for. Start one for each stage, in any order, and then `orca serve [MODEL] --workers "
         "HOST:PORT,HOST:PORT...` with their addresses.",
-        epilog="A worker that is lost may be started again at any time: the server waits for it, and its "
-        "requests run again. Exit status: 0 after SIGTERM or Ctrl-C; 1 when its device hangs; 2 for a "
-        "mistake in the flags or the checkpoint.",
+        epilog="A lost worker can be restarted at any time: the server waits for it, and requests resume. "
+        "Exit status: 0 after SIGTERM or Ctrl-C; 1 if the device hangs; 2 for a mistake in the flags or the "
+        "checkpoint.",
         formatter_class=_wide,
         allow_abbrev=False,
     )
-    add_flags(command, WORKER_OPTIONS, title="worker")
+    add_flags(command, WorkerFlags, title="worker")
     command.set_defaults(run=_worker)
 
     command = commands.add_parser(
         "plan",
-        help="what a model needs on given devices, and what to expect of them",
+        help="show a model's memory and speed on given devices",
         usage="orca plan [MODEL] --device DEVICE [FLAGS]",
-        description="Say for each stage what lies on its devices: weights, tables, temporaries, and slots "
-        "of keys and values that fit beside them, the least time that an iteration can take by batch size "
-        "and phase, and the tokens per second at that floor; and what does not fit, and why. Neither the "
-        "devices nor the weights need be there.",
-        epilog="Temporaries are XLA's own where its compiler is installed (for GPUs: pip install "
-        "'orca_jax[cuda]'), which takes minutes for large models. Floors are by the data sheets' rates; a "
-        "CPU's are measured. Exit status: 0; 1 where something does not fit; 2 for a mistake in the flags.",
+        description="Show the memory of each stage's devices (weights, tables, temporaries, and the slots "
+        "for keys and values that still fit), the least time of an iteration by batch size and phase, and "
+        "the tokens per second at that floor; and what does not fit, and why. Needs neither the devices nor "
+        "the weights.",
+        epilog="The size of temporaries comes from XLA if its compiler is installed (for GPUs: pip install "
+        "'orca_jax[cuda]'), which takes minutes for large models; otherwise it is estimated. Floors use the "
+        "data sheets' rates; a CPU's are measured. Exit status: 0; 1 if something does not fit; 2 for a "
+        "mistake in the flags.",
         formatter_class=_wide,
         allow_abbrev=False,
     )
     add_flags(
         command,
-        PLAN_OPTIONS,
+        PlanFlags,
         title="plan",
         model_help="a preset's name, a directory or a name on the Hugging Face hub (default: the demo model)",
     )
@@ -137,12 +131,12 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser(
         "convert",
-        help="turn a checkpoint of safetensors into an Orbax one, or back",
+        help="convert a checkpoint from safetensors to Orbax, or back",
         description="Read the checkpoint SRC and write it to DST in the other format: a Hugging Face "
-        "directory of safetensors becomes an Orbax checkpoint, an Orbax checkpoint becomes such a directory. "
-        "The tokenizer and what else stands beside the weights come along. Both serve alike.",
-        epilog="DST appears when all of it is written. Exit status: 0; 2 for a mistake, in SRC too; 130 "
-        "after Ctrl-C.",
+        "directory of safetensors becomes an Orbax checkpoint, and the reverse. Copies the tokenizer and the "
+        "other files next to the weights too. `orca serve` takes both formats.",
+        epilog="DST appears only when complete. Exit status: 0; 2 for a mistake, also in SRC; 130 after "
+        "Ctrl-C.",
         allow_abbrev=False,
     )
     convert.add_flags(command)
@@ -151,8 +145,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status, and never lets a user's mistake become a traceback."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reads it when it is loaded
+    """Run one command; returns the exit status. A user's mistake never ends in a traceback."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA reads it when loaded
     try:
         args = parser().parse_args(argv)
         return args.run(args)
@@ -160,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(done.code or 0)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our stdout has left: nothing more to say, at exit neither
+    except BrokenPipeError:  # the reader of stdout is gone; a flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OrcaError as error:
@@ -204,7 +198,7 @@ def _one_line(message: str) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the libraries' warnings and logs off the terminal; errors come as exceptions."""
+    """Keep libraries' warnings and logs off the terminal; errors are raised as exceptions."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

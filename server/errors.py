@@ -17,6 +17,10 @@ from orca_jax.errors import (
 )
 
 
+class UsageError(OrcaError):
+    """A mistake in a command line, an environment variable or a settings file."""
+
+
 class NotReady(OrcaError):
     """The model is still loading, or the server is shutting down. Retry later, or on another server."""
 

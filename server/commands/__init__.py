@@ -1,1 +1,1 @@
-"""The subcommands of `orca`, one file each, and what they print. Start with serve.py."""
+"""The subcommands of `orca`, one file each, and their output. Start with serve.py."""

@@ -1,4 +1,4 @@
-"""What `orca serve` says when it is ready: what is served, where, with which limits, and a first request."""
+"""What `orca serve` prints when it is ready: the model, the addresses, the limits, and a first request."""
 
 import json
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, keyed: bool) -> None:
-    """Write it."""
+    """Print the banner; `keyed`: requests need an API key."""
     serving = model.serving
     sizes = serving_buckets(serving)
     for name, value in (
@@ -30,7 +30,7 @@ def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, 
         ("buckets", f"{len(sizes)}, from {sizes[0]} to {sizes[-1]} tokens"),
         ("HTTP", f"{endpoints.http_url}  (its pages: {endpoints.http_url}/docs)"),
         ("gRPC", endpoints.grpc_address or "off"),
-        ("API key", "needed" if keyed else "not needed: whoever reaches the port may use it"),
+        ("API key", "required" if keyed else "not required: anyone who reaches the port can use it"),
     ):
         notes(f"{name:<11}{value}", style="")
     notes("ready; a first request:", style="bold")
@@ -38,7 +38,7 @@ def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, 
 
 
 def _first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
-    """A command that works when it is pasted into a shell."""
+    """A command to paste into a shell."""
     prompt: str | list[int] = "In the beginning" if model.tokenizer is not None else [1, 2, 3]
     body = json.dumps({"model": model.name, "prompt": prompt, "max_tokens": 32})
     insecure = " --insecure" if url.startswith("https") else ""

@@ -1,4 +1,4 @@
-"""A progress bar of programs that names what is being compiled, where stderr is a terminal."""
+"""A progress bar for compiling, shown if stderr is a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from server.commands.notes import Notes
 
 @contextmanager
 def programs_bar(notes: Notes) -> Iterator[Callable[[int, int, str], None]]:
-    """Something to tell programs done, in all, and the name of the one that was begun last."""
+    """Yields a function that takes the programs done, their total, and the name of the one begun last."""
     bar = Progress(
         TextColumn("Compiling", style="dim"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`orca convert`: a checkpoint from safetensors to Orbax or back."""
+"""`orca convert`: converts a checkpoint from safetensors to Orbax or back."""
 
 import argparse
 from typing import get_args
@@ -10,18 +10,18 @@ from server.commands.notes import Notes
 
 
 def add_flags(command: argparse.ArgumentParser) -> None:
-    """The two places, and the dtype."""
-    command.add_argument("source", metavar="SRC", help="a checkpoint's directory, or a name on the hub")
-    command.add_argument("destination", metavar="DST", help="where to write; must not exist, or be empty")
+    """Add SRC, DST and --dtype."""
+    command.add_argument("source", metavar="SRC", help="a directory, or a name on the Hugging Face hub")
+    command.add_argument("destination", metavar="DST", help="a directory that does not exist or is empty")
     command.add_argument(
         "--dtype",
         choices=get_args(Dtype),
-        help="what to convert the weights to (default: each keeps its own)",
+        help="data type of the converted weights (default: unchanged)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command, from its flags to its exit status."""
+    """Run the command; returns its exit status."""
     notes = Notes()
     with bytes_bar(notes, "Converting") as show:
         to = orca_jax.convert_checkpoint(args.source, args.destination, dtype=args.dtype, on_bytes=show)

@@ -1,4 +1,4 @@
-"""Both endpoints on one event loop: the addresses first, then the servers on them, then an orderly end."""
+"""The HTTP and gRPC endpoints on one event loop: bind, serve, stop."""
 
 import asyncio
 import socket
@@ -15,18 +15,17 @@ from server.process.descriptors import with_room
 from server.process.freed_memory import give_back
 from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
-from server.settings.config import EndpointOptions
+from server.settings.options import EndpointOptions
 
 _START_SECONDS = 30.0
-_STOP_SECONDS = 5  # for answers that are complete to reach their readers
-_UNREAD_SECONDS = 60  # a client that takes nothing for so long is gone
+_STOP_SECONDS = 5  # for complete answers to reach their clients
+_UNREAD_SECONDS = 60  # disconnect a client that reads nothing for this long
 
 
 class Endpoints:
-    """HTTP and gRPC in front of one gateway. Made on the loop that runs them.
+    """HTTP and gRPC in front of one gateway. Must be created on the event loop that runs them.
 
-    `start` takes the addresses and listens; `http_port` and `grpc_port` are then the real ones (`grpc_port`
-    None: no gRPC). `stop` closes everything, whatever is still open.
+    After `start`, `http_port` and `grpc_port` are the real ports (`grpc_port` None: gRPC is off).
     """
 
     def __init__(
@@ -46,20 +45,18 @@ class Endpoints:
 
     @property
     def http_url(self) -> str:
-        """Where HTTP listens."""
         scheme = "http" if self._options.ssl_certfile is None else "https"
         return f"{scheme}://{in_url(self._options.host)}:{self.http_port}"
 
     @property
     def grpc_address(self) -> str | None:
-        """Where gRPC listens."""
         return None if self.grpc_port is None else f"{in_url(self._options.host)}:{self.grpc_port}"
 
     async def start(self) -> None:
-        """Take both addresses and listen. Raises ConfigError, and has let go of everything then."""
+        """Bind both addresses and listen. Raises ConfigError; then nothing stays bound."""
         _check_certificate(self._options)
         listener = bound_socket(self._options.host, self._options.port, flag="--port")
-        # Inherited by each connection: the kernel ends one whose client takes nothing any more.
+        # Each connection inherits this: the kernel closes it once its client stops reading.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
         self.http_port = listener.getsockname()[1]
         try:
@@ -79,11 +76,11 @@ class Endpoints:
             while not self._http.started:
                 if self._tasks[0].done():
                     await self._tasks[0]
-                    raise EngineError("the HTTP server ended before it began")
+                    raise EngineError("the HTTP server exited while it was starting")
                 await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """End both, and what belongs to them; within seconds, however slow their clients are."""
+        """Stop both servers and their tasks, within seconds even if clients are slow."""
         self._http.should_exit = True
         if self._rpc is not None:
             await self._rpc.stop(_STOP_SECONDS)
@@ -104,5 +101,4 @@ def _check_certificate(options: EndpointOptions) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
     except (OSError, ssl.SSLError) as error:
         files = f"{options.ssl_certfile} and {options.ssl_keyfile}"
-        message = f"{files} are no usable certificate and key: {error}"
-        raise ConfigError(message) from error
+        raise ConfigError(f"{files} are not a usable certificate and key: {error}") from error

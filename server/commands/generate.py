@@ -1,4 +1,4 @@
-"""`orca generate`: text on the terminal as it comes, or a file of prompts."""
+"""`orca generate`: streams text to the terminal, or continues a file of prompts."""
 
 import argparse
 import io
@@ -18,19 +18,21 @@ from server.commands import jsonl, outputs
 from server.commands.loading import load, summary
 from server.commands.logprob_table import logprob_table
 from server.commands.notes import Notes
-from server.settings.flags import UsageError, engine_options, sampling_params
+from server.errors import UsageError
+from server.settings.flags import engine_options
+from server.settings.sampling_flags import sampling_params
 
 if TYPE_CHECKING:
     from orca_jax import LLM
 
 _MAX_STDIN_BYTES = 1 << 24
 
-# Generated text may hold any character; a terminal obeys some.
-_HARMLESS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+# Generated text may contain control characters, which a terminal would execute.
+_NO_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command, from its flags to its exit status."""
+    """Run the command; returns its exit status."""
     sampling = sampling_params(args)
     notes = Notes()
     if args.input is None:
@@ -52,19 +54,19 @@ def _load(args: argparse.Namespace, notes: Notes) -> "LLM":
     return llm
 
 
-def _prompts(given: list[str]) -> list[str]:
-    """The prompts of the command line; `-`, or nothing where stdin is a pipe, stands for all of stdin."""
-    if not given:
+def _prompts(arguments: list[str]) -> list[str]:
+    """The prompts; `-` means all of stdin, and so does no argument if stdin is a pipe."""
+    if not arguments:
         if sys.stdin.isatty():
             raise UsageError("give a PROMPT, '-' to read one from stdin, or --input FILE.jsonl")
-        given = ["-"]
-    if given.count("-") > 1:
-        raise UsageError("'-' reads all of stdin, so it can stand there only once")
-    return [_read_stdin() if prompt == "-" else prompt for prompt in given]
+        arguments = ["-"]
+    if arguments.count("-") > 1:
+        raise UsageError("'-' reads all of stdin; give it only once")
+    return [_read_stdin() if prompt == "-" else prompt for prompt in arguments]
 
 
 def _read_stdin() -> str:
-    """All of stdin as one prompt, without the newline that ends its last line."""
+    """All of stdin as one prompt, without its final newline."""
     data = sys.stdin.buffer.read(_MAX_STDIN_BYTES + 1)
     if len(data) > _MAX_STDIN_BYTES:
         raise InvalidPrompt(f"stdin has more than {_MAX_STDIN_BYTES} bytes", param="prompt")
@@ -75,9 +77,9 @@ def _read_stdin() -> str:
 
 
 def _stream_all(llm: "LLM", prompts: list[str], sampling: SamplingParams, notes: Notes) -> None:
-    """All outputs of all prompts run at once, and are shown one after the other."""
+    """Run all outputs of all prompts concurrently, and show them one after the other."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # whatever the terminal's encoding, the text goes on
+        sys.stdout.reconfigure(errors="replace")  # for what the terminal cannot encode
     with ExitStack() as running:
         shown = list[tuple[str, Generation]]()
         for prompt in prompts:
@@ -95,14 +97,14 @@ def _stream_all(llm: "LLM", prompts: list[str], sampling: SamplingParams, notes:
 def _show(prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | None) -> None:
     console = Console(highlight=False)
     start = time.monotonic()
-    ended_before = stream.finish_reason is not None  # while another output was shown
-    with notes.console.status("Compiling and reading the prompt"):
+    already_finished = stream.finish_reason is not None  # while another output was shown
+    with notes.console.status("Compiling and running prefill"):
         piece = stream.next_piece()
     first = time.monotonic()
     if console.is_terminal:
-        console.out(prompt.translate(_HARMLESS), style="dim", end="", highlight=False)
+        console.out(prompt.translate(_NO_CONTROLS), style="dim", end="", highlight=False)
     while piece is not None:
-        print(piece.text.translate(_HARMLESS) if console.is_terminal else piece.text, end="", flush=True)
+        print(piece.text.translate(_NO_CONTROLS) if console.is_terminal else piece.text, end="", flush=True)
         piece = stream.next_piece()
     print(flush=True)
     seconds = time.monotonic() - first
@@ -112,7 +114,7 @@ def _show(prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | 
             notes.console.print(logprob_table(title, logprobs, tokenizer))
     n_tokens = len(result.token_ids)
     times = ""
-    if not ended_before:
+    if not already_finished:
         times = f", the first after {first - start:.1f} s"
         times += f", then {(n_tokens - 1) / seconds:,.0f} tokens/s" if n_tokens > 1 else ""
     end = f"finish reason {result.finish_reason}, seed {result.seed}"

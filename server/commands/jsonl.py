@@ -1,4 +1,4 @@
-"""A file of prompts, one JSON object a line, becomes a file of results in the same order."""
+"""Continues a JSONL file of prompts and writes a JSONL file of results in the same order."""
 
 import io
 import json
@@ -21,34 +21,34 @@ from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.generation import Generation, GenerationResult
 from server.commands import outputs
-from server.settings.flags import UsageError
+from server.errors import UsageError
 
 if TYPE_CHECKING:
     from orca_jax import LLM
 
 MAX_LINE_BYTES = 1 << 22
-MAX_MESSAGE = 1000  # characters: a message may quote what was wrong, and that may be long
-_BATCHES_IN_FLIGHT = 4  # full batches of requests that are read ahead, so that every iteration finds enough
+MAX_MESSAGE = 1000  # characters; a message may quote a long value
+_BATCHES_IN_FLIGHT = 4  # read this many full batches ahead, so that no iteration waits for input
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class BadLine(InvalidRequest):
-    """A line that holds no request."""
+    """A line that is not a valid request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input; `data` is None where it is too long to be looked at."""
+    """A line of the input; `data` is None if the line is too long."""
 
     number: int
-    end: int  # bytes of the input up to its end
+    end: int  # offset of its end in the input, in bytes
     data: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A line on its way: its outputs, which run, or what is wrong with it."""
+    """A line in flight: its running outputs, or its error."""
 
     line: Line
     prompt: Any
@@ -56,20 +56,20 @@ class Job:
 
     @property
     def n_outputs(self) -> int:
-        """How many run, or have run."""
+        """The number of outputs, running or finished."""
         return len(self.outcome) if isinstance(self.outcome, list) else 0
 
     def close(self) -> None:
-        """End what still runs."""
+        """Cancel the outputs that are still running."""
         if isinstance(self.outcome, list):
             outputs.close(self.outcome)
 
 
 @contextmanager
 def open_files(input_name: str, output_name: str | None) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Both files; `-`, or no output, stands for stdin and stdout. Nothing is written or cut away yet.
+    """Open both files without truncating the output. `-` means stdin or stdout; no output means stdout.
 
-    Raises UsageError where one cannot be opened, or where both are the same.
+    Raises UsageError if one cannot be opened or both are the same.
     """
     with ExitStack() as opened:
         try:
@@ -79,13 +79,13 @@ def open_files(input_name: str, output_name: str | None) -> Iterator[tuple[Binar
             sink: BinaryIO = sys.stdout.buffer
             if output_name is not None and output_name != "-":
                 descriptor = os.open(output_name, os.O_WRONLY | os.O_CREAT, 0o666)
-                # Unbuffered: a record is whole on the disk, or the user is told why not.
+                # Unbuffered: each record is written completely, or its error is reported.
                 sink = opened.enter_context(os.fdopen(descriptor, "wb", buffering=0))
         except (OSError, ValueError) as error:
             name = getattr(error, "filename", None)
             raise UsageError(f"cannot open {name}: {getattr(error, 'strerror', error)}") from error
-        one, other = _regular_file(source), _regular_file(sink)
-        if one is not None and other is not None and os.path.samestat(one, other):
+        input_file, output_file = _regular_file(source), _regular_file(sink)
+        if input_file and output_file and os.path.samestat(input_file, output_file):
             raise UsageError("--output is the same file as --input; name another one")
         yield source, sink
 
@@ -99,10 +99,10 @@ def _regular_file(file: BinaryIO) -> os.stat_result | None:
 
 
 def run(llm: "LLM", source: BinaryIO, sink: BinaryIO, defaults: SamplingParams, console: Console) -> int:
-    """Continue every line; returns the exit status, 1 where any line had an error.
+    """Continue every line; returns the exit status: 1 if any line had an error, else 0.
 
-    Only as many lines are held as the engine has use for, and each result is written when it and those
-    before it are there. Raises EngineError after what was in flight has its records.
+    Reads only a few batches ahead, and writes each result once the results before it are written. If the
+    engine fails, writes a record for each line in flight, then raises EngineError.
     """
     if _regular_file(sink) is not None and sink is not sys.stdout.buffer:
         sink.truncate(0)
@@ -116,7 +116,7 @@ def run(llm: "LLM", source: BinaryIO, sink: BinaryIO, defaults: SamplingParams, 
                     break
                 try:
                     jobs.append(_start(llm, line, defaults))
-                except EngineError:  # told below, when what was in flight has its records
+                except EngineError:  # raised below, after the records of lines in flight
                     break
                 n_in_flight += jobs[-1].n_outputs
                 while n_in_flight >= most_in_flight or len(jobs) >= most_in_flight:
@@ -128,9 +128,7 @@ def run(llm: "LLM", source: BinaryIO, sink: BinaryIO, defaults: SamplingParams, 
             for job in jobs:
                 job.close()
     if llm.service.failure is not None:
-        raise EngineError(
-            f"the engine failed, and the lines from there on were not run: {llm.service.failure}"
-        )
+        raise EngineError(f"the engine failed; the remaining lines were not run: {llm.service.failure}")
     return 1 if report.n_errors else 0
 
 
@@ -143,9 +141,9 @@ def _start(llm: "LLM", line: Line, defaults: SamplingParams) -> Job:
             raise BadLine("there is no prompt", param="prompt")
         if unknown := sorted(values.keys() - _SAMPLING_FIELDS):
             allowed = ", ".join(["prompt", *sorted(_SAMPLING_FIELDS)])
-            raise BadLine(f"unknown field {unknown[0]!r}; known are {allowed}", param=unknown[0])
+            raise BadLine(f"unknown field {unknown[0]!r}; the fields are {allowed}", param=unknown[0])
         return Job(line, prompt, outputs.start(llm, prompt, replace(defaults, **values)))
-    except (InvalidRequest, QueueFull) as error:  # the latter where grammars are being compiled
+    except (InvalidRequest, QueueFull) as error:  # QueueFull: too many grammars are being compiled
         return Job(line, prompt, error)
 
 
@@ -159,7 +157,7 @@ def _finish(job: Job, sink: BinaryIO, report: "_Report") -> None:
             raise job.outcome
         results = [output.result() for output in job.outcome]
         n_tokens = sum(len(result.token_ids) for result in results)
-        record |= _told(results)
+        record |= _as_record(results)
     except (InvalidRequest, QueueFull, EngineError) as error:
         job.close()
         param = error.param if isinstance(error, InvalidRequest) else None
@@ -171,8 +169,8 @@ def _finish(job: Job, sink: BinaryIO, report: "_Report") -> None:
     report.add(job.line, n_tokens, is_error="error" in record)
 
 
-def _told(results: Sequence[GenerationResult]) -> dict[str, Any]:
-    """What a record says of a prompt's outputs: of one in itself, of several in its `choices`."""
+def _as_record(results: Sequence[GenerationResult]) -> dict[str, Any]:
+    """The outputs' fields of a record: at its top level for one output, in `choices` for several."""
     first = results[0]
     choices = [_choice(result) for result in results]
     record: dict[str, Any] = choices[0] if len(choices) == 1 else {"choices": choices}
@@ -206,14 +204,14 @@ def _logprobs(logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
 
 
 def _finite(logprob: float) -> float | None:
-    """JSON has no infinity, which a probability of 0 has as its logarithm: null."""
+    """None for the logarithm of probability 0, because JSON has no infinity."""
     return logprob if math.isfinite(logprob) else None
 
 
 def _write(sink: BinaryIO, record: dict[str, Any]) -> None:
     try:
         data = json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:  # the prompt is no valid text, and is said back as it came: escaped
+    except UnicodeEncodeError:  # the prompt has lone surrogates: repeat it escaped, as it arrived
         data = json.dumps(record).encode("ascii")
     try:
         data += b"\n"
@@ -227,7 +225,7 @@ def _write(sink: BinaryIO, record: dict[str, Any]) -> None:
 
 
 def _lines(source: BinaryIO) -> Iterator[Line]:
-    """The lines that are not blank; of one that is too long no more than a part is ever held."""
+    """The lines that are not blank. Never holds more of a line than MAX_LINE_BYTES."""
     number = end = 0
     while data := source.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -242,7 +240,7 @@ def _lines(source: BinaryIO) -> Iterator[Line]:
 
 
 def _values(line: Line) -> dict[str, Any]:
-    """The object of a line; BadLine where it is anything else."""
+    """The JSON object of a line. Raises BadLine for anything else."""
     if line.data is None:
         raise BadLine(f"the line has more than {MAX_LINE_BYTES} bytes", param="line")
     try:
@@ -250,9 +248,9 @@ def _values(line: Line) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadLine(f"the line is not UTF-8: {error.reason} at byte {error.start}", param="line") from error
     try:
-        values = json.loads(text, object_pairs_hook=_said_once, parse_constant=_refuse_constant)
+        values = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
     except RecursionError as error:
-        raise BadLine("the line is not usable JSON: it is nested too deep", param="line") from error
+        raise BadLine("the line is not usable JSON: it is nested too deeply", param="line") from error
     except ValueError as error:
         raise BadLine(f"the line is not JSON: {error}", param="line") from error
     if not isinstance(values, dict):
@@ -260,19 +258,19 @@ def _values(line: Line) -> dict[str, Any]:
     return values
 
 
-def _said_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key appears twice")
     return values
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 class _Report:
-    """A progress bar by bytes of the input, where stderr is a terminal, and one line at the end."""
+    """A progress bar over the bytes of the input, if stderr is a terminal, and a final line."""
 
     def __init__(self, console: Console, source: BinaryIO) -> None:
         self.n_lines = self.n_errors = self.n_tokens = 0
@@ -301,7 +299,7 @@ class _Report:
         self._console.out(self._so_far(), style="dim", highlight=False)
 
     def add(self, line: Line, n_tokens: int, *, is_error: bool) -> None:
-        """A record was written."""
+        """Count a written record."""
         self.n_lines += 1
         self.n_errors += is_error
         self.n_tokens += n_tokens

@@ -1,4 +1,4 @@
-"""Loading a model, with progress bars where stderr is a terminal: of bytes, then of programs."""
+"""Loading a model, with progress bars if stderr is a terminal: first bytes, then programs."""
 
 import os
 import time
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def bytes_bar(notes: Notes, text: str) -> Iterator[Callable[[int, int], None]]:
-    """Something to tell bytes done and in all; a bar without an end until it is first told."""
+    """Yields a function that takes the bytes done and their total."""
     bar = Progress(
         TextColumn("{task.description}", style="dim"),
         BarColumn(),
@@ -42,7 +42,7 @@ def bytes_bar(notes: Notes, text: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class LoadingBars:
-    """What is told the progress of making an LLM; a context manager that takes the bars away again."""
+    """Progress bars for building an LLM; a context manager that removes them."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
@@ -61,11 +61,11 @@ class LoadingBars:
         self._bars.close()
 
     def loaded(self, done: int, total: int) -> None:
-        """Bytes of the weights."""
+        """Show progress in bytes of weights."""
         self._show_bytes(done, total)
 
     def program(self, done: int, total: int, name: str) -> None:
-        """Programs compiled; from any thread, one call at a time."""
+        """Show progress in compiled programs. May be called from any thread, one call at a time."""
         if self._compile_start is None:
             self._compile_start, self._programs = time.monotonic(), total
             self._bars.close()  # one bar at a time
@@ -73,7 +73,7 @@ class LoadingBars:
         self._show_program(done, total, name)
 
     def summary(self, from_disk: int) -> str:
-        """A line that says how long it took until now; `from_disk` programs were compiled before."""
+        """A line with the times so far; `from_disk` programs were cached by an earlier run."""
         now = time.monotonic()
         if self._compile_start is None:
             return f"loaded in {now - self._start:.1f} s"
@@ -84,8 +84,8 @@ class LoadingBars:
 
 
 def load(notes: Notes, config: EngineConfig) -> "LLM":
-    """The LLM of this configuration, with its progress on stderr."""
-    if not config.parallel.worker_processes:  # each of those holds its own
+    """Build the LLM and show progress on stderr."""
+    if not config.parallel.worker_processes:  # each of those reserves its own memory
         hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)
     with LoadingBars(notes) as bars:
         llm = orca_jax.LLM.from_config(config, on_load=bars.loaded, on_program=bars.program, on_event=notes)
@@ -95,6 +95,6 @@ def load(notes: Notes, config: EngineConfig) -> "LLM":
 
 
 def summary(llm: "LLM") -> str:
-    """A line that says what was loaded."""
+    """A line that describes the model."""
     size = parameter_count(llm.config) / 1e6
     return f"{llm.name}: {size:,.1f} million parameters, {llm.dtype}, {llm.device}"

@@ -1,4 +1,4 @@
-"""The outputs that are asked of one prompt, all running at once."""
+"""The `n` outputs of one prompt, running concurrently."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def start(llm: "LLM", prompt: Any, sampling: SamplingParams) -> list[Generation]:
-    """One for each of `sampling.n`; the first alone has the log-probabilities of the prompt.
+    """Start `sampling.n` outputs; only the first has the prompt's log-probabilities.
 
-    Raises as `LLM.stream` does, and then none of them runs.
+    Raises as `LLM.stream` does; then none of them runs.
     """
     started = list[Generation]()
     try:
-        for one in sampling.choices(prompt_once=True):
-            if started:  # it is encoded once
+        for choice in sampling.choices(prompt_once=True):
+            if started:  # tokenize only once
                 prompt = started[0].prompt_ids
-            started.append(llm.stream(prompt, one))
+            started.append(llm.stream(prompt, choice))
     except BaseException:
         close(started)
         raise
@@ -27,6 +27,6 @@ def start(llm: "LLM", prompt: Any, sampling: SamplingParams) -> list[Generation]
 
 
 def close(outputs: list[Generation]) -> None:
-    """End those that still run."""
+    """Cancel the outputs that are still running."""
     for output in outputs:
         output.close()

@@ -1,4 +1,4 @@
-"""`orca plan`: what a model needs on given devices, as tables or as one JSON object."""
+"""`orca plan`: what a model needs on given devices, as tables or one JSON object."""
 
 import argparse
 import json
@@ -21,8 +21,9 @@ from orca_jax.planning.plan import Plan, Wanted, make_plan
 from orca_jax.planning.sizes import n_rows
 from orca_jax.planning.stage_layers import split_summary
 from server.commands.notes import Notes
-from server.settings.config import PlanFlags
-from server.settings.flags import UsageError, read_flags
+from server.errors import UsageError
+from server.settings.flags import read_flags
+from server.settings.options import PlanFlags
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _DOES_NOT_FIT = 1
@@ -30,16 +31,16 @@ _WIDTH = 110
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command, from its flags to its exit status: 0, or 1 where something does not fit."""
+    """Run the command; returns its exit status: 0, or 1 if something does not fit."""
     notes, flags = Notes(), read_flags(args, PlanFlags)
     budget = None if flags.latency_budget is None else seconds_of(flags.latency_budget)
     config = orca_jax.find_config(args.model)
     wanted = _wanted(config, flags, notes)
     plan = make_plan(wanted, latency_budget=budget)
-    why_arithmetic = "XLA was not asked" if plan.fits else "XLA is not asked for what does not fit"
+    why_arithmetic = "XLA was not run" if plan.fits else "XLA is not run for a plan that does not fit"
     if flags.compile and plan.fits:
         try:
-            with notes.console.status(f"XLA compiles for {wanted.device.name}"):
+            with notes.console.status(f"Compiling for {wanted.device.name} with XLA"):
                 temporaries = ask_memory(_question(plan), _positive("compile_timeout", flags.compile_timeout))
         except NoAnswer as error:
             why_arithmetic = str(error)
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def seconds_of(text: str) -> float:
-    """A time as `50ms`, `0.05s` or `0.05`, in seconds. Raises UsageError."""
+    """Parse a time such as `50ms`, `0.05s` or `0.05` into seconds. Raises UsageError."""
     for unit, scale in (("ms", 1e-3), ("s", 1.0), ("", 1.0)):
         if text.endswith(unit):
             try:
@@ -65,7 +66,7 @@ def seconds_of(text: str) -> float:
                 return seconds
             break
     raise UsageError(
-        f"latency_budget is {text!r}; it must be a time above 0, as in 50ms, 0.05s or 0.05 (seconds)"
+        f"latency_budget is {text!r}; it must be a time above 0, such as 50ms, 0.05s or 0.05 (seconds)"
     )
 
 
@@ -90,7 +91,7 @@ def _wanted(config: ModelConfig, flags: PlanFlags, notes: Notes) -> Wanted:
 
 
 def _device(flags: PlanFlags, dtype: Dtype, notes: Notes) -> KnownDevice:
-    """The device of that name, with what was said of it. Raises ConfigError."""
+    """The device with the flags' name, and the flags' figures in place of its own. Raises ConfigError."""
     if flags.device == CPU:
         bandwidth = matrix_rate = 0.0
         if flags.bandwidth is None or flags.matrix_rate is None:
@@ -105,7 +106,7 @@ def _device(flags: PlanFlags, dtype: Dtype, notes: Notes) -> KnownDevice:
     if flags.bandwidth is not None:
         rate = _positive("bandwidth", flags.bandwidth) * 1e9
         device = replace(device, bandwidth=rate)
-        if flags.device == CPU:  # whose links are its memory
+        if flags.device == CPU:  # its links are its memory
             device = replace(device, inside=rate, between=rate)
     if flags.matrix_rate is not None:
         rate = _positive("matrix_rate", flags.matrix_rate) * 1e12
@@ -132,7 +133,7 @@ def _question(plan: Plan) -> MemoryQuestion:
 
 
 def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
-    """The plan for programs: bytes of each device, times in seconds, layers and stages counted from 1."""
+    """The plan for `--json`: bytes per device, times in seconds, layers and stages counted from 1."""
     wanted, device = plan.wanted, plan.wanted.device
     compiled = wanted.temporaries is not None
     return {
@@ -187,13 +188,13 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
     console.out(f"{name}: {size} parameters, {wanted.dtype}")
     console.out(
         f"{split}: {device.name} with {device.memory / _GIB:.1f} GiB, "
-        f"{wanted.budget / _GIB:.1f} GiB of them for this on each; {device.bandwidth / 1e9:,.0f} GB/s, "
+        f"{wanted.budget / _GIB:.1f} GiB of it usable on each; {device.bandwidth / 1e9:,.0f} GB/s, "
         f"{device.matrix_rates[wanted.dtype] / 1e12:,.4g} TFLOP/s"
     )
     source = "XLA's memory plan" if wanted.temporaries is not None else f"arithmetic ({why_arithmetic})"
     table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")
     for column in (
-        *("stage", "layers", "weights, GiB", "tables, MiB", "temporaries, MiB", "a slot, KiB"),
+        *("stage", "layers", "weights, GiB", "tables, MiB", "temporaries, MiB", "per slot, KiB"),
         "slots that fit",
     ):
         table.add_column(column, justify="right", no_wrap=True)
@@ -225,16 +226,16 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
 
 
 def _console() -> Console:
-    """stdout, wide enough for a table where it is no terminal."""
+    """stdout, with a width that fits the tables if it is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def _floors(plan: Plan) -> Table:
-    title = f"Floors, with {plan.wanted.context:,} tokens a request: an iteration cannot be faster"
+    title = f"Floors, the least time of an iteration, with {plan.wanted.context:,} tokens per request"
     table = Table(title=title, title_justify="left")
     for column in (
-        *("phase", "requests", "tokens", "iteration, ms", "one every, ms", "output tokens/s", "bound by"),
+        *("phase", "requests", "tokens", "iteration, ms", "interval, ms", "output tokens/s", "bound by"),
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for floor in plan.floors:
@@ -251,16 +252,16 @@ def _floors(plan: Plan) -> Table:
 
 
 def _recommended(plan: Plan) -> str:
-    found = plan.recommendation
-    assert found is not None
-    if found.max_bs == 0 and found.bound == "latency":
-        return f"no max_bs keeps an increment iteration within {found.budget * 1e3:g} ms, not even 1"
+    best = plan.recommendation
+    assert best is not None
+    if best.max_bs == 0 and best.bound == "latency":
+        return f"no max_bs keeps a decode iteration within {best.budget * 1e3:g} ms, not even 1"
     why = {
-        "latency": "one more would take longer",
+        "latency": "one more would exceed it",
         "slots": f"slots for more requests of {plan.wanted.context:,} tokens do not fit",
-        "limit": "more cannot be set",
-    }[found.bound]
+        "limit": "this is the maximum",
+    }[best.bound]
     return (
-        f"for a budget of {found.budget * 1e3:g} ms: --max-batch-size {found.max_bs} "
-        f"({found.seconds * 1e3:.3f} ms at the floor; {why})"
+        f"for a budget of {best.budget * 1e3:g} ms: --max-batch-size {best.max_bs} "
+        f"({best.seconds * 1e3:.3f} ms at the floor; {why})"
     )

@@ -1,4 +1,4 @@
-"""`orca serve`: from the command line to a running server, and to its orderly end."""
+"""`orca serve`: starts the server, waits for a signal, and drains."""
 
 import argparse
 import asyncio
@@ -21,15 +21,14 @@ from server.gateway.served_model import ServedModel
 from server.metrics.access_log import configure_access_log
 from server.metrics.metrics import Metrics
 from server.process.interpreter import settle
-from server.settings.engine import engine_config
-from server.settings.settings import ServeSettings, serve_settings
+from server.settings.serve_settings import ServeSettings, serve_settings
 
 if TYPE_CHECKING:
     from orca_jax import LLM
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command, from its flags to its exit status: 0 after a drain, however it went."""
+    """Run the command; returns 0 after a drain, even if requests had to be ended."""
     settings = serve_settings(args, os.environ)
     notes = Notes()
     for note in settings.notes:
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         except Stopped as stopped:
             notes("stopped while the model was loading")
             sys.stderr.flush()
-            os._exit(128 + stopped.signal)  # the loading thread cannot be ended, and nobody waits for it
+            os._exit(128 + stopped.signal)  # the loading thread cannot be stopped
 
 
 async def _serve(settings: ServeSettings, notes: Notes) -> int:
@@ -50,9 +49,9 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
     gateway = Gateway(request_timeout=options.request_timeout)
     metrics = Metrics(gateway)
     endpoints = Endpoints(gateway, options, api_keys=settings.api_keys, metrics=metrics)
-    await endpoints.start()  # before the weights are read: a taken port is told at once
+    await endpoints.start()  # before reading the weights, so that a port in use is reported at once
     try:
-        notes(f"loading; {endpoints.http_url}/ready tells when that is done")
+        notes(f"loading; {endpoints.http_url}/ready answers 200 when done")
         llm, template = await stop.unless(in_daemon_thread(lambda: _load(settings, notes)))
         model = ServedModel(
             name=options.served_model_name or settings.model or "demo",
@@ -75,15 +74,15 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
 
 
 def _configure_logging(settings: ServeSettings) -> None:
-    """The access log as it was asked for; of all else what went wrong, each a line on stderr."""
+    """The access log as configured, and warnings and errors from everything else on stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     configure_access_log(settings.endpoint.access_log)
 
 
 async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Notes) -> None:
     if gateway.n_live:
-        running = f"{gateway.n_live} requests are running and get up to {timeout:g} seconds"
-        notes(f"shutting down; {running} (the same signal again ends them now)")
+        running = f"{gateway.n_live} requests are running and have up to {timeout:g} seconds"
+        notes(f"shutting down; {running} (signal again to end them now)")
     drain = asyncio.create_task(gateway.drain(timeout))
     hurry = asyncio.create_task(stop.second.wait())
     await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
@@ -97,11 +96,11 @@ async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Not
 
 
 def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | None]":
-    """The model, warm: all that was asked to be is compiled, and an iteration of each phase has run."""
+    """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration."""
     file = settings.endpoint.chat_template
     if file is not None:
-        load_chat_template(None, file)  # a mistake in it is told before anything takes long
-    llm = load(notes, engine_config(settings))
+        load_chat_template(None, file)  # report a mistake in it before the slow part
+    llm = load(notes, settings.engine_config())
     try:
         template = load_chat_template(llm.directory, file)
         n_output = min(2, llm.service.most_output(1))

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first asks a running server for an orderly end, the second for haste."""
+"""SIGTERM and Ctrl-C: the first signal starts a drain, the second ends it at once."""
 
 import asyncio
 import signal
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """A signal came before the work was done; `signal` is its number."""
+    """A signal arrived before the work was done; `signal` is its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -18,7 +18,7 @@ class Stopped(Exception):
 
 
 class StopSignals:
-    """From its making on, signals end nothing by themselves; `first` and `second` tell that they came."""
+    """Handles signals from construction on; `first` and `second` are set when they arrive."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -26,14 +26,14 @@ class StopSignals:
         self._number = 0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._came, number)
+            loop.add_signal_handler(number, self._on_signal, number)
 
-    def _came(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         (self.second if self.first.is_set() else self.first).set()
         self._number = number
 
     async def unless(self, work: "asyncio.Future[T]") -> T:
-        """The result of `work`; raises Stopped if a signal comes before it."""
+        """The result of `work`; raises Stopped if a signal arrives first."""
         stop = asyncio.create_task(self.first.wait())
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -44,11 +44,11 @@ class StopSignals:
 
 
 def in_daemon_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Run `function` on a thread that the program's end does not wait for."""
+    """Run `function` on a thread that does not keep the process alive."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def tell(outcome: Callable[[], None]) -> None:
+    def resolve(outcome: Callable[[], None]) -> None:
         if not done.done():
             outcome()
 
@@ -56,9 +56,9 @@ def in_daemon_thread(function: Callable[[], T]) -> "asyncio.Future[T]":
         try:
             result = function()
         except BaseException as error:
-            loop.call_soon_threadsafe(tell, lambda error=error: done.set_exception(error))
+            loop.call_soon_threadsafe(resolve, lambda error=error: done.set_exception(error))
         else:
-            loop.call_soon_threadsafe(tell, lambda: done.set_result(result))
+            loop.call_soon_threadsafe(resolve, lambda: done.set_result(result))
 
     threading.Thread(target=run, name=f"daemon-{function.__name__}", daemon=True).start()
     return done

@@ -1,4 +1,4 @@
-"""`orca worker`: one stage of a pipeline in this process, for an `orca serve --workers` elsewhere."""
+"""`orca worker`: runs one pipeline stage in this process, for an `orca serve --workers` elsewhere."""
 
 import argparse
 import os
@@ -12,13 +12,13 @@ from orca_jax.workers.environment import hold_memory
 from orca_jax.workers.worker_options import WorkerOptions, check_stages
 from server.commands.loading import bytes_bar
 from server.commands.notes import Notes
-from server.settings.config import WorkerFlags
 from server.settings.control_secret import read_secret
 from server.settings.flags import read_flags
+from server.settings.options import WorkerFlags
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command, from its flags to its exit status: 0 after SIGTERM or Ctrl-C, 1 when its device hangs."""
+    """Run the command; returns 0 after SIGTERM or Ctrl-C, 1 if the device hangs."""
     notes = Notes()
     secret = read_secret(args.control_secret_file, os.environ)
     options = worker_options(args.model, read_flags(args, WorkerFlags), secret)
@@ -26,12 +26,12 @@ def run(args: argparse.Namespace) -> int:
     loading = partial(bytes_bar, notes, "Loading the stage")
     status = orca_jax.run_worker(options, note=notes, loading=loading)
     if status:
-        os._exit(status)  # a device that hangs would hold up an orderly exit for ever
+        os._exit(status)  # a normal exit would wait forever for a hung device
     return status
 
 
 def worker_options(model: str | None, flags: WorkerFlags, secret: str) -> WorkerOptions:
-    """What a worker is told. Raises ConfigError."""
+    """The worker's options from its flags. Raises ConfigError."""
     address = control_address(flags.listen)
     check_stages(flags.of)
     engine = EngineConfig.of(

@@ -16,7 +16,7 @@ from server.http.observation import Observation
 from server.http.openapi import describe
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
-from server.settings.config import EndpointOptions
+from server.settings.options import EndpointOptions
 
 _DESCRIPTION = (
     "OpenAI's API for an engine with continuous batching: iteration-level scheduling and selective batching "

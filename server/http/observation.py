@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.http.request_id import HEADER, request_id
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
-from server.settings.config import AccessLog
+from server.settings.options import AccessLog
 
 _CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _PROBES = frozenset(("/health", "/ready", "/metrics"))

@@ -19,7 +19,7 @@ from server.metrics.metrics import Metrics
 from server.process.addresses import owner_at
 from server.rpc.deadline import Deadline
 from server.settings.api_keys import ApiKeys
-from server.settings.config import AccessLog
+from server.settings.options import AccessLog
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_CHARACTERS = 500  # of a status message: it is sent as a header, and clients accept 8 KiB of headers

@@ -16,7 +16,7 @@ from server.rpc.calls import Calls, KeyCheck
 from server.rpc.generation import SERVICE, Generation
 from server.rpc.health import Health
 from server.settings.api_keys import ApiKeys
-from server.settings.config import EndpointOptions
+from server.settings.options import EndpointOptions
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 

@@ -1,1 +1,1 @@
-"""What can be set: flags, `ORCA_*` variables and `--config` files, all from one list. See config.py."""
+"""Flags, `ORCA_*` variables and `--config` keys, all made from one list: options.py."""

@@ -1,4 +1,4 @@
-"""API keys: who may send requests. Kept as digests alone, so that nothing can show one."""
+"""API keys: who may send requests. Stored only as digests, so that no log or error can show a key."""
 
 import hashlib
 import hmac
@@ -13,13 +13,13 @@ from server.settings.small_files import read_text
 VARIABLE = "ORCA_API_KEYS"
 
 _MAX_FILE_BYTES = 1_000_000
-_MAX_KEYS = 1024  # each request's key is compared with every one
+_MAX_KEYS = 1024  # each request's key is compared with all of them
 _MIN_LENGTH = 8
-_KEY = re.compile(rf"[!-~]{{{_MIN_LENGTH},}}")  # printable ASCII without a space: what a header can carry
+_KEY = re.compile(rf"[!-~]{{{_MIN_LENGTH},}}")  # what a header can carry: printable ASCII without spaces
 
 
 class ApiKeys:
-    """The keys of a server; without one it is open to everyone. `notes` are for the one who starts it."""
+    """The keys of a server; without any, the server is open to everyone. `notes` are warnings to print."""
 
     def __init__(self, keys: Iterable[str] = (), *, notes: Iterable[str] = ()) -> None:
         self._digests = tuple(dict.fromkeys(map(_digest, keys)))
@@ -27,11 +27,11 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path | None, environ: Mapping[str, str]) -> "ApiKeys":
-        """The keys of a file, one a line, and those of ORCA_API_KEYS, with commas or newlines between.
+        """Read keys from a file, one per line, and from ORCA_API_KEYS, separated by commas or newlines.
 
-        Blank lines of the file, and those that begin with `#`, are passed over. An empty variable counts as
-        not set. Raises ConfigError, which never shows a key: for a key that is too short or has other than
-        printable ASCII, and where a file or variable has none, for the server would be open to everyone.
+        Blank lines and lines that begin with `#` are ignored. An empty variable counts as not set. Raises
+        ConfigError, which never shows a key, if a key is too short or is not printable ASCII, or if the file
+        or the variable has no key: an empty file must not open the server to everyone.
         """
         keys = list[str]()
         notes = list[str]()
@@ -41,23 +41,27 @@ class ApiKeys:
                 readable_by_others = path.stat().st_mode & 0o077 != 0
             except (OSError, ValueError) as error:
                 raise ConfigError(f"the API keys: {error}") from error
-            entries = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
-            keys += _checked(str(path), [each for each in entries if not each[1].lstrip().startswith("#")])
+            entries = [
+                (f"{path}, line {number}", line)
+                for number, line in enumerate(lines, 1)
+                if not line.lstrip().startswith("#")
+            ]
+            keys += _checked(str(path), entries)
             if readable_by_others:
                 notes.append(f"{path} holds API keys and others can read it; chmod 600 {path}")
-        given = environ.get(VARIABLE)
-        if given:
-            parts = re.split(r"[,\r\n]", given)
+        text = environ.get(VARIABLE)
+        if text:
+            parts = re.split(r"[,\r\n]", text)
             keys += _checked(VARIABLE, [(f"{VARIABLE}, key {n}", part) for n, part in enumerate(parts, 1)])
-        elif given is not None:
+        elif text is not None:
             notes.append(f"{VARIABLE} is empty and counts as not set")
         if len(set(keys)) > _MAX_KEYS:
-            raise ConfigError(f"there are {len(set(keys))} API keys; at most {_MAX_KEYS} are taken")
+            raise ConfigError(f"there are {len(set(keys))} API keys; at most {_MAX_KEYS} are allowed")
         return cls(keys, notes=notes)
 
     @property
     def required(self) -> bool:
-        """Must a request bring a key?"""
+        """Whether requests need a key."""
         return bool(self._digests)
 
     def __bool__(self) -> bool:
@@ -67,29 +71,29 @@ class ApiKeys:
         return f"ApiKeys({len(self._digests)})"
 
     def check(self, authorization: str | None) -> str | None:
-        """Pass a request with this `Authorization` header; raises Unauthorized.
+        """The name of the key in an `Authorization` header, such as `key 1`; None if no key is needed.
 
-        The name of its key, which does not tell the key; None where none is needed.
+        Raises Unauthorized.
         """
         if not self.required:
             return None
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("an API key is needed here; send the header 'Authorization: Bearer KEY'")
+            raise Unauthorized("an API key is required; send the header 'Authorization: Bearer KEY'")
         given = _digest(key.strip())
-        # All of them are looked at: the time must not tell which one is near.
-        known = [i for i, digest in enumerate(self._digests) if hmac.compare_digest(given, digest)]
-        if not known:
-            raise Unauthorized("this API key is not known here; check the header 'Authorization: Bearer KEY'")
-        return f"key {known[0] + 1}"
+        # Compares with every key: the time must not reveal which one is close.
+        matches = [i for i, digest in enumerate(self._digests) if hmac.compare_digest(given, digest)]
+        if not matches:
+            raise Unauthorized("unknown API key; check the header 'Authorization: Bearer KEY'")
+        return f"key {matches[0] + 1}"
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _checked(origin: str, entries: Iterable[tuple[str, str]]) -> list[str]:
-    """The keys among `entries`, each with where it stands; blank ones are passed over."""
+def _checked(source: str, entries: Iterable[tuple[str, str]]) -> list[str]:
+    """The keys of `entries`, which are (place, text); blank ones are ignored."""
     keys = list[str]()
     for where, entry in entries:
         key = entry.strip(" \t\r\n")
@@ -97,10 +101,10 @@ def _checked(origin: str, entries: Iterable[tuple[str, str]]) -> list[str]:
             continue
         if not _KEY.fullmatch(key):
             raise ConfigError(
-                f"{where}: an API key must have at least {_MIN_LENGTH} characters, all of them printable "
-                "ASCII and none a space"
+                f"{where}: an API key must have at least {_MIN_LENGTH} characters, all printable ASCII "
+                "without spaces"
             )
         keys.append(key)
     if not keys:
-        raise ConfigError(f"{origin} has no API key, which would let everyone in; add one, or leave it out")
+        raise ConfigError(f"{source} has no API key, which would let everyone in; add one, or leave it out")
     return keys

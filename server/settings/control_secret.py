@@ -1,4 +1,4 @@
-"""The control plane's secret: what the server and all workers know, and nobody else may."""
+"""The control plane's secret, which only the server and its workers know."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,22 +13,22 @@ _MIN_LENGTH = 16
 
 
 def read_secret(path: Path | None, environ: Mapping[str, str]) -> str:
-    """The secret of a file, else that of ORCA_CONTROL_SECRET, without space around it; "" for none.
+    """The secret from the file if there is one, else from ORCA_CONTROL_SECRET, stripped; "" if not set.
 
-    Raises ConfigError, which never shows it, for one that is too short to be one.
+    Raises ConfigError, which never shows the secret, if it is too short or the file cannot be read.
     """
     if path is not None:
         try:
-            found, where = read_text(path, _MAX_FILE_BYTES), str(path)
+            text, source = read_text(path, _MAX_FILE_BYTES), str(path)
         except ValueError as error:
             raise ConfigError(f"the control secret: {error}") from error
     else:
-        found, where = environ.get(VARIABLE, ""), VARIABLE
-        if not found:
+        text, source = environ.get(VARIABLE, ""), VARIABLE
+        if not text:
             return ""
-    secret = found.strip()
+    secret = text.strip()
     if len(secret) < _MIN_LENGTH:
         raise ConfigError(
-            f"{where} holds a control secret of {len(secret)} characters; it must have {_MIN_LENGTH} at least"
+            f"{source} holds a control secret of {len(secret)} characters; it needs at least {_MIN_LENGTH}"
         )
     return secret

@@ -1,62 +1,14 @@
-"""The command line's flags, made from the dataclasses here and nowhere else."""
+"""Command-line flags, made from the dataclasses in options.py."""
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, fields
-from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING
+from typing import Any, TypeVar
 
-from orca_jax.errors import OrcaError
-from orca_jax.request.sampling_params import SamplingParams
-from server.settings.config import (
-    CompileOptions,
-    EndpointOptions,
-    EngineOptions,
-    PipelineOptions,
-    PlanFlags,
-    WorkerFlags,
-)
-from server.settings.option import Option, option, options_of
-from server.settings.small_files import read_text
+from server.settings.option import Option, options_of
+from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
 
 T = TypeVar("T")
-
-
-class UsageError(OrcaError):
-    """A command line, a variable or a settings file that makes no sense."""
-
-
-# Defaults of the command line where they are not those of SamplingParams: a person reads what comes.
-GENERATE_DEFAULTS = {"max_tokens": 128, "temperature": 0.8}
-
-_SAMPLING_HELP = {
-    "n": "outputs of each prompt, which differ in their seeds: SEED, SEED + 1, ...",
-    "max_tokens": "output tokens at most",
-    "min_tokens": "neither an end-of-sequence or stop token nor a --stop text ends the output before so many",
-    "temperature": "0 takes the likeliest token, higher values vary more",
-    "top_p": "choose among the likeliest tokens that have this probability together; 1: all",
-    "top_k": "choose among this many likeliest tokens; 0: all",
-    "min_p": "choose among tokens with at least this part of the likeliest one's probability; 0: all",
-    "repetition_penalty": "above 1: tokens of the prompt and the output come less; 1: off",
-    "frequency_penalty": "taken from a token's logit for each time that it came, -2 to 2",
-    "presence_penalty": "taken from the logit of each token that came, -2 to 2",
-    "logit_bias": "add VALUE, -100 to 100, to the logit of token ID; may be given several times",
-    "seed": "the same seed gives the same text again (default: drawn, and told)",
-    "ignore_eos": "go on after an end-of-sequence token",
-    "stop": "end before this text; may be given several times",
-    "stop_token_ids": "end after any of these tokens; may be given several times",
-    "allowed_token_ids": "no other tokens than these may come; may be given several times (default: all may)",
-    "bad_words": "a text that does not come; may be given several times",
-    "logprobs": "tell the log-probability of each output token, and of so many of the likeliest "
-    "(default: tell nothing)",
-    "prompt_logprobs": "the same for the prompt's tokens (default: tell nothing)",
-    "guided_json": "the output is JSON of this schema; @FILE reads it from there",
-    "guided_json_object": "the output is a JSON object",
-    "guided_regex": "the output matches this regular expression as a whole",
-    "guided_choice": "the output is this text, or another that is given so",
-    "guided_grammar": "the output follows this grammar, in Lark's form; @FILE reads it from there",
-}
-_MAX_FILE_BYTES = 1 << 20  # more than SamplingParams takes, and no more than need be read to find that out
 
 _ENGINE_GROUP = "model and engine"
 MODEL = Option(
@@ -68,181 +20,95 @@ MODEL = Option(
     group=_ENGINE_GROUP,
     optional=True,
 )
-# `orca generate` has a `--seed` for sampling, and waits itself rather than have a request refused.
-_NOT_OF_GENERATE = ("seed", "max_queue", "max_queue_bytes", "max_queue_share")
-ENGINE_FLAGS = tuple(one for one in options_of(EngineOptions) if one.name not in _NOT_OF_GENERATE)
+_ENGINE = options_of(EngineOptions, _ENGINE_GROUP)
+_PIPELINE = options_of(PipelineOptions, "workers")
+# `orca generate` has a `--seed` for sampling, and waits for room in the queue itself.
+GENERATE_OPTIONS = (MODEL, *(o for o in _ENGINE if o.group == _ENGINE_GROUP and o.name != "seed"))
+# The options that determine which programs a server needs.
+COMPILE_OPTIONS = (*GENERATE_OPTIONS, *(o for o in _PIPELINE if o.name == "worker_processes"))
 SERVE_OPTIONS = (
     MODEL,
-    *options_of(EndpointOptions),
-    *options_of(EngineOptions, _ENGINE_GROUP),
+    *options_of(EndpointOptions, "limits"),
+    *_ENGINE,
     *options_of(CompileOptions, _ENGINE_GROUP),
-    *options_of(PipelineOptions, "workers"),
+    *_PIPELINE,
 )
-# What decides which programs there are.
-COMPILE_OPTIONS = tuple(
-    one
-    for one in SERVE_OPTIONS
-    if one.group == _ENGINE_GROUP and one.name not in ("seed", "served_model_name", "chat_template")
-    if one.name not in {field.name for field in fields(CompileOptions)}
-) + tuple(one for one in SERVE_OPTIONS if one.name == "worker_processes")
-WORKER_OPTIONS = options_of(WorkerFlags)
-PLAN_OPTIONS = options_of(PlanFlags)
 
 _METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def add_sampling_flags(parser: argparse._ArgumentGroup) -> None:
-    """A flag for each field of SamplingParams."""
-    hints = get_type_hints(SamplingParams)
-    for field in fields(SamplingParams):
-        hint, text = hints[field.name], _SAMPLING_HELP[field.name]
-        if field.name in _SAMPLING_FORMS:
-            form, metavar, is_list = _SAMPLING_FORMS[field.name]
-            parser.add_argument(
-                "--" + field.name.replace("_", "-"),
-                action="append" if is_list else "store",
-                type=_shown(form),
-                metavar=metavar,
-                help=_escaped(text),
-            )
-        else:
-            default = GENERATE_DEFAULTS.get(field.name, field.default)
-            _add(parser, option(field.name, hint, default, text), default)
-
-
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """What the sampling flags say; raises InvalidSamplingParameter, or UsageError for a bias said twice."""
-    given = {field.name: getattr(args, field.name) for field in fields(SamplingParams)}
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if given[name] is not None:
-            given[name] = [token_id for some in given[name] for token_id in some]
-    if given["logit_bias"] is not None:
-        given["logit_bias"] = _said_once(given["logit_bias"])
-    # One of these that was not given is None here.
-    return SamplingParams(
-        **{name: value for name, value in given.items() if name not in _SAMPLING_FORMS or value is not None}
-    )
-
-
-def _said_once(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
-    bias = dict[int, float]()
-    for token_id, value in pairs:
-        if token_id in bias:
-            raise UsageError(f"--logit-bias has token id {token_id} twice; give it once")
-        bias[token_id] = value
-    return bias
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
-        message = f"{text!r} is no list of token ids; it must be whole numbers with commas between"
-        raise ValueError(message) from error
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token_id, _, value = text.partition("=")
-    try:
-        return int(token_id), float(value)
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not of the form ID=VALUE, as in 50256=-100") from error
-
-
-def _text_or_file(text: str) -> str:
-    return read_text(Path(text[1:]), _MAX_FILE_BYTES) if text.startswith("@") else text
-
-
-# Of fields that are no plain number, truth or word: what a flag's text becomes, what `--help` calls it, and
-# whether the flag may stand there several times.
-_SAMPLING_FORMS: dict[str, tuple[Callable[[str], Any], str, bool]] = {
-    "logit_bias": (_bias, "ID=VALUE", True),
-    "stop": (str, "TEXT", True),
-    "stop_token_ids": (_token_ids, "ID,ID...", True),
-    "allowed_token_ids": (_token_ids, "ID,ID...", True),
-    "bad_words": (str, "TEXT", True),
-    "guided_json": (_text_or_file, "SCHEMA", False),
-    "guided_regex": (str, "REGEX", False),
-    "guided_choice": (str, "TEXT", True),
-    "guided_grammar": (_text_or_file, "GRAMMAR", False),
-}
-
-
 def add_engine_flags(parser: argparse._ArgumentGroup) -> None:
-    """The flags of a command that builds an engine for itself."""
-    for one in (MODEL, *ENGINE_FLAGS):
-        _add(parser, one, one.default)
+    """Add the flags of a command that builds its own engine."""
+    for option in GENERATE_OPTIONS:
+        add_flag(parser, option, option.default)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments for `EngineConfig.of`."""
-    return {one.name: getattr(args, one.name) for one in (MODEL, *ENGINE_FLAGS)}
+    """The values of these flags, as arguments for `EngineConfig.of`."""
+    return {option.name: getattr(args, option.name) for option in GENERATE_OPTIONS}
 
 
 def add_serve_flags(command: argparse.ArgumentParser, options: Sequence[Option] = SERVE_OPTIONS) -> None:
-    """The model, `--config`, and a flag for each field of EngineOptions and EndpointOptions, in groups.
+    """Add the model, `--config` and a flag for each option, in groups.
 
-    What is not given is not in the namespace: then it is for a variable, a file or the default to say.
+    A flag that is not given is absent from the namespace, so that variable, file or default applies.
     """
     command.add_argument(
         "--config",
         metavar="FILE.yaml",
         default=argparse.SUPPRESS,
-        help="read settings from this file; it says what neither a flag nor a variable says",
+        help="read settings from this file; flags and variables take precedence",
     )
-    groups = dict.fromkeys(one.group for one in options)
+    groups = dict.fromkeys(option.group for option in options)
     parsers = {group: command.add_argument_group(group) for group in groups}
-    for one in options:
-        if one is MODEL:
-            parsers[one.group].add_argument(
-                one.name,
-                nargs="?",
-                type=_type(one),
-                default=argparse.SUPPRESS,
-                metavar="MODEL",
-                help=one.help,
-            )
+    for option in options:
+        if option is MODEL:
+            _add_model(parsers[option.group], MODEL.help, argparse.SUPPRESS)
         else:
-            _add(parsers[one.group], one, argparse.SUPPRESS)
+            add_flag(parsers[option.group], option, argparse.SUPPRESS)
 
 
 def add_flags(
-    command: argparse.ArgumentParser, options: Sequence[Option], *, title: str, model_help: str = MODEL.help
+    command: argparse.ArgumentParser, config: type, *, title: str, model_help: str = MODEL.help
 ) -> None:
-    """The model, and a flag for each option, in one group. What is not given has its default."""
-    command.add_argument("model", nargs="?", type=_type(MODEL), metavar="MODEL", help=model_help)
+    """Add the model and a flag for each field of `config`, in one group. Absent flags get their defaults."""
+    _add_model(command, model_help, None)
     group = command.add_argument_group(title)
-    for one in options:
-        _add(group, one, one.default)
+    for option in options_of(config):
+        add_flag(group, option, option.default)
 
 
 def read_flags(args: argparse.Namespace, config: type[T]) -> T:
-    """The dataclass whose options were added as flags. Raises ConfigError where it is checked."""
-    return config(**{one.name: getattr(args, one.name) for one in options_of(config)})
+    """The values of the flags that `add_flags` added for `config`. Raises ConfigError if `config` does."""
+    return config(**{option.name: getattr(args, option.name) for option in options_of(config)})
 
 
-def _add(parser: argparse._ArgumentGroup, one: Option, default: Any) -> None:
-    if one.kind is bool:
-        action = parser.add_argument(one.flag, action=argparse.BooleanOptionalAction, default=default)
-        action.help = _escaped(one.full_help)  # given above, some versions of Python add the default again
-        return
-    if default is MISSING:
-        parser.add_argument(
-            one.flag, type=_type(one), required=True, metavar=_METAVARS[one.kind], help=one.help
-        )
-        return
-    metavar = "{" + ",".join(one.choices) + "}" if one.choices else _METAVARS.get(one.kind, "FILE")
+def _add_model(parser: argparse._ActionsContainer, text: str, default: Any) -> None:
     parser.add_argument(
-        one.flag, type=_type(one), default=default, metavar=metavar, help=_escaped(one.full_help)
+        "model", nargs="?", type=argparse_type(MODEL.parse), default=default, metavar="MODEL", help=text
     )
 
 
-def _type(one: Option) -> Callable[[str], Any]:
-    return _shown(one.parse)
+def add_flag(parser: argparse._ArgumentGroup, option: Option, default: Any) -> None:
+    """Add one flag; required if `default` is MISSING."""
+    text = option.help if default is MISSING else option.full_help
+    if option.kind is bool:
+        action = parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, default=default)
+        action.help = escaped(text)  # as an argument, some versions of Python would append the default again
+        return
+    metavar = "{" + ",".join(option.choices) + "}" if option.choices else _METAVARS.get(option.kind, "FILE")
+    parser.add_argument(
+        option.flag,
+        type=argparse_type(option.parse),
+        required=default is MISSING,
+        default=None if default is MISSING else default,
+        metavar=metavar,
+        help=escaped(text),
+    )
 
 
-def _shown(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` in argparse's terms: of a ValueError it would not show the message."""
+def argparse_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` for argparse, which shows the message of an ArgumentTypeError but not of a ValueError."""
 
     def convert(text: str) -> Any:
         try:
@@ -253,5 +119,6 @@ def _shown(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """`text` as argparse's help, where % begins a format specifier."""
     return text.replace("%", "%%")

@@ -1,4 +1,4 @@
-"""An option: a field of an options dataclass, as a flag, a variable or a key in a file stands for it."""
+"""How a dataclass field becomes a flag, an environment variable and a key of the `--config` file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -6,16 +6,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-_TRUTH = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _ALLOWED = {
     bool: "true or false",
     int: "a whole number",
@@ -27,10 +18,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """What a field says of itself: its name and default, how a text becomes its value, its line in `--help`.
-
-    An `optional` one may be None, written `none`. `choices` are the texts it may be; empty: any of its kind.
-    """
+    """One option. If `optional`, the text `none` stands for None. Empty `choices`: any text of its type."""
 
     name: str
     kind: Callable[[str], Any]
@@ -42,18 +30,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Its flag."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def allowed(self) -> str:
-        """What its value may be, for the end of a message."""
+        """The allowed values, for an error message."""
         allowed = f"one of {', '.join(self.choices)}" if self.choices else _ALLOWED[self.kind]
         return f"{allowed}, or none" if self.optional else allowed
 
     @property
     def full_help(self) -> str:
-        """Its line in `--help`, which says the default once."""
+        """The line in `--help`, with the default."""
         if "(default:" in self.help:
             return self.help
         default = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -62,25 +49,30 @@ class Option:
         return f"{self.help} (default: {default})"
 
     def parse(self, text: str) -> Any:
-        """The value that `text` stands for; raises ValueError, which says what is allowed."""
+        """The value of `text`. Raises ValueError, which states the allowed values."""
         if self.optional and text.lower() == "none":
             return None
         if self.choices and text not in self.choices:
             raise ValueError(f"invalid choice: {text!r}; it must be {self.allowed}")
         try:
-            return _TRUTH[text.lower()] if self.kind is bool else self.kind(text)
-        except (KeyError, ValueError) as error:
+            return _parse_bool(text) if self.kind is bool else self.kind(text)
+        except ValueError as error:
             kind = getattr(self.kind, "__name__", "")
             raise ValueError(f"invalid {kind} value: {text!r}; it must be {self.allowed}") from error
 
 
-def option(name: str, hint: Any, default: Any, text: str, group: str = "options") -> Option:
-    """The option of a field with the annotation `hint`: bool, int, float, str, Path or a Literal of texts.
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in _TRUE + _FALSE:
+        raise ValueError
+    return text.lower() in _TRUE
 
-    Each may be a union with None.
+
+def option(name: str, hint: Any, default: Any, text: str, group: str = "options") -> Option:
+    """The option of a field with type `hint`: bool, int, float, str, Path or a Literal of strings, or a union
+    of one of these with None.
     """
     kinds = get_args(hint) if NoneType in get_args(hint) else (hint,)
-    (kind,) = (one for one in kinds if one is not NoneType)
+    (kind,) = (kind for kind in kinds if kind is not NoneType)
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     return Option(
         name=name,
@@ -94,13 +86,14 @@ def option(name: str, hint: Any, default: Any, text: str, group: str = "options"
 
 
 def options_of(config: type, group: str = "options") -> tuple[Option, ...]:
-    """One for each field of a dataclass like those of config.py, in order.
+    """One option for each field of a dataclass as in options.py, in order.
 
-    A field is `Annotated[hint, help]`, or `Annotated[hint, help, group]` where it does not belong to `group`.
+    An option belongs to `group` unless its annotation names another one.
     """
     hints = get_type_hints(config, include_extras=True)
-    return tuple(
-        option(field.name, hint, field.default, text, *(own or [group]))
-        for field in fields(config)
-        for hint, text, *own in [get_args(hints[field.name])]
-    )
+    options = list[Option]()
+    for field in fields(config):
+        hint, *metadata = get_args(hints[field.name])
+        texts = [each for each in metadata if isinstance(each, str)]  # help, and maybe a group
+        options.append(option(field.name, hint, field.default, *([*texts, group][:2])))
+    return tuple(options)

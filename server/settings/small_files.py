@@ -1,4 +1,4 @@
-"""Files that a person wrote by hand: read whole, and no further than such a file goes."""
+"""Reading small files written by hand, with a limit on their size."""
 
 import os
 import stat
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The text of a regular file of at most `max_bytes` in UTF-8.
+    """The UTF-8 text of a regular file of at most `max_bytes`.
 
-    Raises ValueError, which names the file and what is wrong with it. Nothing of the content is in there.
+    Raises ValueError, which names the file and the problem but shows none of the content.
     """
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=_open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError("it is not a regular file")
             data = file.read(max_bytes + 1)
@@ -23,10 +23,10 @@ def read_text(path: Path, max_bytes: int) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        wrong = error.start
-    # Raised out here, for the error above carries all that was read.
-    raise ValueError(f"{path} is not UTF-8: a wrong byte at {wrong}")
+        position = error.start
+    # Raised outside the handler: as its context, the UnicodeDecodeError would carry the whole content.
+    raise ValueError(f"{path} is not UTF-8: a wrong byte at {position}")
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe would have us wait for its writer
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # otherwise opening a pipe waits for its writer

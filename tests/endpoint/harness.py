@@ -32,7 +32,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
-from server.settings.config import EndpointOptions
+from server.settings.options import EndpointOptions
 from tests.endpoint.obedient import obedient
 from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
 

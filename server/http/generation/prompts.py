@@ -9,7 +9,7 @@ from typing import TypeVar
 from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.served_model import ServedModel
-from server.settings.config import EndpointOptions
+from server.settings.options import EndpointOptions
 
 T = TypeVar("T")
 

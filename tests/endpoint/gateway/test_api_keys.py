@@ -116,7 +116,7 @@ def test_every_key_is_compared_in_constant_time(given_key: str, monkeypatch: pyt
         (f"{FIRST}\x00", "keys, line 1: an API key must have"),
         (b"secret-\xff-secret", "keys is not UTF-8: a wrong byte at 7"),
         ("x" * 1_000_001, "keys has more than 1000000 bytes"),
-        ("".join(f"key-{n:06}\n" for n in range(1025)), "there are 1025 API keys; at most 1024 are taken"),
+        ("".join(f"key-{n:06}\n" for n in range(1025)), "there are 1025 API keys; at most 1024 are allowed"),
     ],
 )
 def test_a_bad_file(text: str | bytes, message: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
-from server.settings.config import EndpointOptions
+from server.settings.options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 
 CALL_SECONDS = 20.0  # a limit per call; without a device a whole test takes little longer

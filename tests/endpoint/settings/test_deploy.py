@@ -13,10 +13,9 @@ import yaml
 
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.config import WorkerFlags
-from server.settings.engine import engine_config
 from server.settings.flags import read_flags
-from server.settings.settings import serve_settings
+from server.settings.options import WorkerFlags
+from server.settings.serve_settings import serve_settings
 from tests.places import ROOT
 
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
@@ -104,7 +103,7 @@ def test_the_workers_command_is_valid(tmp_path: Path) -> None:
 
 def test_the_servers_command_is_valid(tmp_path: Path) -> None:
     settings = serve_settings(parsed(serve_arguments(), tmp_path), {})
-    assert engine_config(settings).parallel.pipeline_parallel == WORKERS["spec"]["replicas"]
+    assert settings.engine_config().parallel.pipeline_parallel == WORKERS["spec"]["replicas"]
     assert settings.endpoint.host == "0.0.0.0"  # probes connect to the pod's own address
     (flags, *_) = flags_of_workers(tmp_path)
     assert settings.engine.tensor_parallel == flags.tensor_parallel

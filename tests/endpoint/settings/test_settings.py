@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from orca_jax.errors import ConfigError
 from server import cli
-from server.settings.config import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
-from server.settings.flags import MODEL, SERVE_OPTIONS, UsageError, add_engine_flags, add_serve_flags
+from server.errors import UsageError
+from server.settings.flags import MODEL, SERVE_OPTIONS, add_engine_flags, add_serve_flags
 from server.settings.option import options_of
-from server.settings.settings import ServeSettings, serve_settings
+from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
+from server.settings.serve_settings import ServeSettings, serve_settings
 
 # For each setting four valid values, all different from each other and from the default.
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -137,11 +138,11 @@ def test_help_states_each_default_once_and_groups_flags(
         assert entry.count("(default: ") == 1, entry
         assert group.startswith(option.group)
     for line in (
-        r"--port N +port for HTTP; 0 takes a free one \(default: 8000\)",
-        r"--max-queue N +requests that may wait; one more is refused \(default: 1024\)",
-        r"--request-timeout X +seconds from a request's arrival to its end at most \(default: 600\)",
+        r"--port N +port for HTTP; 0 picks a free one \(default: 8000\)",
+        r"--max-queue N +maximum number of waiting requests; more are refused \(default: 1024\)",
+        r"--request-timeout X +maximum seconds from a request's arrival to its end \(default: 600\)",
         r"--ssl-keyfile FILE +its private key \(PEM\) \(default: none\)",
-        r"--access-log \{text,json,off\} +a line for each request .* \(default: text\)",
+        r"--access-log \{text,json,off\} +log each request .* \(default: text\)",
         r"ORCA_MAX_QUEUE=64",
     ):
         assert re.search(line, told), line
@@ -244,7 +245,7 @@ def test_the_control_secret_from_a_file_or_the_variable(tmp_path: Path) -> None:
     assert both.control_secret == "of-the-file-0123456789"
     assert "0123456789" not in repr(both) and both.notes == ()
     said = refused("--control-secret-file", str(tmp_path / "short"))
-    assert "holds a control secret of 9 characters; it must have 16 at least" in said
+    assert "holds a control secret of 9 characters; it needs at least 16" in said
     assert "too-short" not in said
     assert "the control secret:" in refused("--control-secret-file", str(tmp_path / "nowhere"))
 
@@ -281,15 +282,15 @@ def test_valid_contents_of_a_file(text: str, name: str, value: Any, yaml_file: P
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port: 1\nprot: 2", "line 2: 'prot' is no setting; did you mean port?"),
-        ("max-que: 2", "line 1: 'max-que' is no setting; did you mean max_queue?"),
-        ("xyzzy: 2", "line 1: 'xyzzy' is no setting"),
-        ("config: other.yaml", "line 1: 'config' is no setting"),
-        ("api_keys: [a]", "line 1: 'api_keys' is no setting; did you mean api_key_file?"),
-        ("? [a]\n: 1", "line 1: a list is no setting"),
-        ("? {a: b}\n: 1", "line 1: a mapping is no setting"),
-        ("port: 1\nport: 1", "line 2: port stands there twice"),
-        ("max-queue: 1\nmax_queue: 2", "line 2: max_queue stands there twice"),
+        ("port: 1\nprot: 2", "line 2: 'prot' is not a setting; did you mean port?"),
+        ("max-que: 2", "line 1: 'max-que' is not a setting; did you mean max_queue?"),
+        ("xyzzy: 2", "line 1: 'xyzzy' is not a setting"),
+        ("config: other.yaml", "line 1: 'config' is not a setting"),
+        ("api_keys: [a]", "line 1: 'api_keys' is not a setting; did you mean api_key_file?"),
+        ("? [a]\n: 1", "line 1: a list is not a setting"),
+        ("? {a: b}\n: 1", "line 1: a mapping is not a setting"),
+        ("port: 1\nport: 1", "line 2: port appears twice"),
+        ("max-queue: 1\nmax_queue: 2", "line 2: max_queue appears twice"),
         ("port: many", "line 1: port: invalid int value: 'many'; it must be a whole number"),
         ("port: 1.5", "line 1: port: invalid int value: '1.5'; it must be a whole number"),
         ("port: true", "line 1: port: invalid int value: 'true'"),
@@ -307,15 +308,15 @@ def test_valid_contents_of_a_file(text: str, name: str, value: Any, yaml_file: P
             "line 1: dtype: invalid choice: 'int8'; it must be one of float32, bfloat16, float16",
         ),
         ("port: " + "9" * 5000, "line 1: port: invalid int value"),
-        ("<<: {port: 1}", "line 1: '<<' is no setting"),
+        ("<<: {port: 1}", "line 1: '<<' is not a setting"),
         ("- port", "holds a list; it must hold lines such as 'port: 8000'"),
         ("port", "holds a single value; it must hold lines"),
-        ("port: 1\n---\nport: 2", "not usable YAML"),
-        ("port: 1\n\tx", "line 2: not usable YAML"),
-        ("port: *one", "line 1: not usable YAML: found undefined alias"),
-        ("[" * 100_000, "not usable YAML: it is nested too deep"),
-        ('host: "\\UFFFFFFFF"', "not usable YAML"),
-        ("host: a\x00b", "not usable YAML"),
+        ("port: 1\n---\nport: 2", "invalid YAML"),
+        ("port: 1\n\tx", "line 2: invalid YAML"),
+        ("port: *one", "line 1: invalid YAML: found undefined alias"),
+        ("[" * 100_000, "invalid YAML: it is nested too deeply"),
+        ('host: "\\UFFFFFFFF"', "invalid YAML"),
+        ("host: a\x00b", "invalid YAML"),
         ("#" * 1_000_001, "has more than 1000000 bytes"),
         (b"host: \xff", "is not UTF-8: a wrong byte at 6"),
     ],
@@ -383,10 +384,10 @@ def test_an_unknown_variable_is_reported_without_its_value() -> None:
         "ORCAS": "",
     }
     assert settings(environ=environ | {"ORCA_API_KEYS": "known-key"}).notes == (
-        "the variable 'ORCA_API_KEY' is no setting and does nothing; did you mean ORCA_API_KEYS?",
-        "the variable 'ORCA_HTTP_PORT' is no setting and does nothing; did you mean ORCA_GRPC_PORT?",
-        "the variable 'ORCA_PROT' is no setting and does nothing; did you mean ORCA_PORT?",
-        "the variable 'ORCA_XYZZY' is no setting and does nothing",
+        "the variable 'ORCA_API_KEY' is not a setting and has no effect; did you mean ORCA_API_KEYS?",
+        "the variable 'ORCA_HTTP_PORT' is not a setting and has no effect; did you mean ORCA_GRPC_PORT?",
+        "the variable 'ORCA_PROT' is not a setting and has no effect; did you mean ORCA_PORT?",
+        "the variable 'ORCA_XYZZY' is not a setting and has no effect",
     )
 
 

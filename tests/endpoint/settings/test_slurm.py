@@ -18,10 +18,9 @@ import pytest
 
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.config import WorkerFlags
-from server.settings.engine import engine_config
 from server.settings.flags import read_flags
-from server.settings.settings import serve_settings
+from server.settings.options import WorkerFlags
+from server.settings.serve_settings import serve_settings
 from tests.places import ROOT
 
 SCRIPT = ROOT / "deploy" / "slurm" / "orca.sbatch"
@@ -200,7 +199,7 @@ def test_the_started_commands_are_consistent(start: Start, tmp_path: Path) -> No
     assert (server["node"], server["platforms"]) == (None, "cpu")
 
     settings = serve_settings(_parsed(server, secret), {})
-    config = engine_config(settings)
+    config = settings.engine_config()
     addresses = list(config.parallel.workers or ())
     assert config.control_secret == server["secret"]
     assert addresses == ["10.0.0.1:20123", "10.0.0.2:20123", "10.0.0.3:20123"]

@@ -8,8 +8,8 @@ from orca_jax.errors import ConfigError
 from orca_jax.workers.worker_options import WorkerOptions
 from server import cli
 from server.commands.worker import worker_options
-from server.settings.config import WorkerFlags
 from server.settings.flags import read_flags
+from server.settings.options import WorkerFlags
 
 
 def options(*arguments: str) -> WorkerOptions:

@@ -24,7 +24,8 @@ from orca_jax.request.sampled import TokenLogprobs
 from server import cli
 from server.commands import jsonl
 from server.commands.logprob_table import logprob_table
-from server.settings.flags import ENGINE_FLAGS, sampling_params
+from server.settings.flags import GENERATE_OPTIONS
+from server.settings.sampling_flags import sampling_params
 from tests.host.engines import LETTERS
 from tests.places import ROOT
 
@@ -73,8 +74,8 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def test_the_flags_are_those_of_the_dataclasses() -> None:
     parameters = inspect.signature(LLM).parameters
-    for flag in ENGINE_FLAGS:
-        assert parameters[flag.name].default == flag.default, flag.name
+    for option in GENERATE_OPTIONS:
+        assert parameters[option.name].default == option.default, option.name
     assert FLAGS.keys() == {field.name for field in fields(SamplingParams)}
 
 
@@ -107,19 +108,19 @@ FLAGS: dict[str, tuple[list[str], Any]] = {
 }
 
 
-def said(*flags: str) -> SamplingParams:
+def params(*flags: str) -> SamplingParams:
     return sampling_params(cli.parser().parse_args(["generate", "x", *flags]))
 
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_what_a_flag_says_arrives(name: str) -> None:
     flags, value = FLAGS[name]
-    assert said(*flags) == replace(said(), **{name: value})
-    assert getattr(said(), name) != value, "or the flag could have been ignored"
+    assert params(*flags) == replace(params(), **{name: value})
+    assert getattr(params(), name) != value, "or the flag could have been ignored"
 
 
 def test_without_flags_all_is_as_for_the_api_but_for_two() -> None:
-    assert said() == SamplingParams(max_tokens=128, temperature=0.8)
+    assert params() == SamplingParams(max_tokens=128, temperature=0.8)
 
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_grammar"])
@@ -128,7 +129,7 @@ def test_a_schema_and_a_grammar_may_come_from_a_file(
 ) -> None:
     flags, value = FLAGS[name]
     (tmp_path / "file").write_text(value)
-    assert getattr(said(flags[0], f"@{tmp_path}/file"), name) == value
+    assert getattr(params(flags[0], f"@{tmp_path}/file"), name) == value
     for place, message in (("none", "No such file"), ("", "Is a directory")):
         assert cli.main(["generate", "x", flags[0], f"@{tmp_path}/{place}"]) == 2
         told = capsys.readouterr().err
@@ -140,7 +141,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"orca {orca_jax.__version__}\n"
     assert cli.main(["generate", "--help"]) == 0
     out = capsys.readouterr().out
-    for flag in (*(flag.name for flag in ENGINE_FLAGS), *(field.name for field in fields(SamplingParams))):
+    for flag in (
+        *(flag.name for flag in GENERATE_OPTIONS),
+        *(field.name for field in fields(SamplingParams)),
+    ):
         assert "--" + flag.replace("_", "-") in out
     assert "(default: 128)" in out
     (generate,) = (
@@ -358,9 +362,9 @@ BAD_LINES: list[tuple[bytes, str, str | None, str]] = [
     (b'{"prompt": "\xff"}', "BadLine", "line", "not UTF-8"),
     (b'["a"]', "BadLine", "line", "holds list, not an object"),
     (b"null", "BadLine", "line", "holds NoneType"),
-    (b'{"prompt": "a", "prompt": "b"}', "BadLine", "line", "a key stands there twice"),
+    (b'{"prompt": "a", "prompt": "b"}', "BadLine", "line", "a key appears twice"),
     (b'{"prompt": "a", "temperature": NaN}', "BadLine", "line", "NaN is no JSON value"),
-    (b"[" * 100_000, "BadLine", "line", "nested too deep"),
+    (b"[" * 100_000, "BadLine", "line", "nested too deeply"),
     (b'{"seed": ' + b"9" * 5000 + b"}", "BadLine", "line", "not JSON"),
     (b"{}", "BadLine", "prompt", "there is no prompt"),
     (b'{"prompt": "a", "max_token": 3}', "BadLine", "max_token", "unknown field 'max_token'"),

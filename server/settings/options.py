@@ -1,0 +1,290 @@
+"""Every option of the `orca` commands, as fields of dataclasses.
+
+Flags, `ORCA_*` variables and `--config` keys are made from these fields. After its type, a field's annotation
+holds its line in `--help`, then its group there if it differs from the command's, then its bounds.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, get_args
+
+from orca_jax.config import COMPILE_CACHE, Deadlines, Dtype, LoadFormat, OnCompile, RestartBound, WorkerLink
+from orca_jax.errors import ConfigError
+
+AccessLog = Literal["text", "json", "off"]
+# The values of config.Attention that users may choose; "interpreted" is for tests.
+ServedAttention = Literal["kernel", "cudnn", "native", "static", "follow_lengths"]
+
+# Fields shared by several commands.
+DtypeFlag = Annotated[
+    Dtype | None, "data type of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
+]
+LoadFormatFlag = Annotated[LoadFormat, "dummy: random weights of a preset or directory"]
+AttentionFlag = Annotated[
+    ServedAttention | None,
+    "attention implementation (default: a kernel on a Hopper GPU or a CPU, cuDNN on another NVIDIA GPU, "
+    "else pure JAX)",
+]
+MaxBatchSizeFlag = Annotated[int, "maximum number of requests per iteration (max_bs)"]
+MaxBatchTokensFlag = Annotated[
+    int | None, "maximum number of tokens per iteration (default: 2048, or the model's positions if more)"
+]
+TensorParallelFlag = Annotated[int, "number of devices that each layer is split over"]
+MemoryFractionFlag = Annotated[
+    float | None,
+    "fraction of each device's memory to use; determines n_slots (default: 0.9 of a GPU's memory; on a CPU, "
+    "2 GiB for keys and values)",
+]
+CommandBufferCollectivesFlag = Annotated[
+    bool, "record a split layer's collectives into CUDA graphs too: fewer launches, but hangs were reported"
+]
+
+CompileCacheFlag = Annotated[
+    str | None,
+    "folder for compiled programs, or 'none'; JAX_COMPILATION_CACHE_DIR changes the default "
+    f"(default: {COMPILE_CACHE})",
+]
+OnCompileFlag = Annotated[
+    OnCompile,
+    "if a program is missing once the engine is ready: warn and compile it while requests wait, or fail with "
+    "an error",
+]
+
+_MAX_NAME = 256
+_DEADLINES, _RESTARTS = Deadlines(), RestartBound()
+
+
+class Bounds(NamedTuple):
+    """The smallest and largest value of a whole number."""
+
+    low: int
+    high: int
+
+
+_PORT = Bounds(0, 65535)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Arguments of `EngineConfig.of`, which checks them. None: derived from the model and the device."""
+
+    max_batch_size: MaxBatchSizeFlag = 32
+    n_slots: Annotated[int | None, "number of tokens in the KV cache (default: as many as fit)"] = None
+    max_batch_tokens: MaxBatchTokensFlag = None
+    max_queue: Annotated[int, "maximum number of waiting requests; more are refused", "limits"] = 1024
+    max_queue_bytes: Annotated[int, "maximum bytes of waiting requests, estimated", "limits"] = 1 << 30
+    max_queue_share: Annotated[
+        float, "fraction of the queue that one API key, or without keys one address, may fill", "limits"
+    ] = 0.5
+    deterministic: Annotated[bool, "make outputs bit for bit independent of other requests; slower"] = False
+    overlap: Annotated[bool, "prepare and issue an iteration while the previous one runs"] = True
+    memory_fraction: MemoryFractionFlag = None
+    dtype: DtypeFlag = None
+    load_format: LoadFormatFlag = "auto"
+    attention: AttentionFlag = None
+    command_buffer_collectives: CommandBufferCollectivesFlag = False
+    seed: Annotated[int | None, "seed for requests without their own (default: random)"] = None
+    tensor_parallel: TensorParallelFlag = 1
+    pipeline_parallel: Annotated[int, "number of pipeline stages, each with its own layers and devices"] = 1
+    compile_cache: CompileCacheFlag = COMPILE_CACHE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileOptions:
+    """When `orca serve` compiles its programs. Arguments of `EngineConfig.of`."""
+
+    compile_ahead: Annotated[
+        bool, "compile every program before /ready succeeds; otherwise each on first use"
+    ] = True
+    on_compile: OnCompileFlag = "warn"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineOptions:
+    """Where the pipeline stages run, and the timeouts of their workers. See engine.py."""
+
+    workers: Annotated[
+        str | None,
+        "comma-separated addresses HOST:PORT of running `orca worker`s, stage 1 first "
+        "(default: the stages run in this process)",
+    ] = None
+    worker_processes: Annotated[
+        bool, "run each stage in its own process on this machine, and restart it if it dies"
+    ] = False
+    control_secret_file: Annotated[
+        Path | None,
+        "file with the secret shared by server and workers; or set ORCA_CONTROL_SECRET (default: none, and "
+        "workers listen only on loopback)",
+        "security",
+    ] = None
+    iteration_timeout: Annotated[
+        float, "seconds without a result after which an iteration's worker is lost"
+    ] = _DEADLINES.iteration_seconds
+    worker_timeout: Annotated[float, "seconds after which a worker exits if its device hangs"] = (
+        _DEADLINES.worker_seconds
+    )
+    ready_timeout: Annotated[
+        float, "seconds for workers to start, load and compile, initially and after a loss"
+    ] = _DEADLINES.ready_seconds
+    max_restarts: Annotated[
+        int, "lost workers tolerated within --restart-window; one more stops the server"
+    ] = _RESTARTS.restarts
+    restart_window: Annotated[float, "seconds over which --max-restarts counts"] = _RESTARTS.seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFlags:
+    """The worker of one stage. The server sends it the batch sizes."""
+
+    stage: Annotated[int, "number of this stage, from 1"]
+    of: Annotated[int, "number of stages"]
+    listen: Annotated[str, "HOST:PORT for control messages; a host other than loopback needs a secret"]
+    data_host: Annotated[
+        str | None,
+        "address at which the next stage's worker reaches this one for activations (default: the host of "
+        "--listen)",
+    ] = None
+    link: Annotated[
+        WorkerLink,
+        "how activations reach the next stage's process; nccl: over NVLink or InfiniBand, but losing one "
+        "worker restarts all",
+    ] = "transfer"
+    coordinator: Annotated[
+        str | None, "with --link nccl: a HOST:PORT on stage 1's machine where all workers meet"
+    ] = None
+    control_secret_file: Annotated[
+        Path | None, "file with the secret shared by server and workers; or set ORCA_CONTROL_SECRET"
+    ] = None
+    tensor_parallel: TensorParallelFlag = 1
+    memory_fraction: MemoryFractionFlag = None
+    dtype: DtypeFlag = None
+    load_format: LoadFormatFlag = "auto"
+    attention: AttentionFlag = None
+    command_buffer_collectives: CommandBufferCollectivesFlag = False
+    on_compile: OnCompileFlag = "warn"
+    compile_cache: CompileCacheFlag = COMPILE_CACHE
+    seed: Annotated[int, "seed of random weights"] = 0
+    forward_ahead: Annotated[
+        bool, "forward control messages before the device's work; disable only to measure the difference"
+    ] = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFlags:
+    """The arguments of `orca plan`. `planning.plan.Wanted` checks the sizes, as in EngineOptions."""
+
+    device: Annotated[
+        str, "device to plan for: a100-40gb, a100-80gb, l40s, h100, h200, b200, or cpu (this machine's)"
+    ]
+    tensor_parallel: TensorParallelFlag = 1
+    pipeline_parallel: Annotated[int, "number of pipeline stages"] = 1
+    dtype: DtypeFlag = None
+    max_batch_size: MaxBatchSizeFlag = 32
+    n_slots: Annotated[int | None, "number of tokens in the KV cache (default: as many as fit)"] = None
+    max_batch_tokens: MaxBatchTokensFlag = None
+    memory_fraction: MemoryFractionFlag = None
+    context: Annotated[
+        int | None, "cached tokens per request, for the floors (default: half the model's positions)"
+    ] = None
+    latency_budget: Annotated[
+        str | None,
+        "recommend the largest max_bs that keeps the time between two tokens of a request within this, for "
+        "example 50ms or 0.05s; a plain number means seconds (default: none)",
+    ] = None
+    memory: Annotated[float | None, "memory of each device in GiB (default: the data sheet's)"] = None
+    bandwidth: Annotated[float | None, "measured memory bandwidth in GB/s (default: the data sheet's)"] = None
+    matrix_rate: Annotated[
+        float | None, "measured rate of matrix products in TFLOP/s (default: the data sheet's)"
+    ] = None
+    compile: Annotated[
+        bool, "compile with XLA, if its compiler for the device is installed, to size temporaries exactly"
+    ] = True
+    compile_timeout: Annotated[float, "seconds to wait for XLA before estimating"] = 600.0
+    json: Annotated[bool, "print one JSON object instead of tables"] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointOptions:
+    """Addresses, names, limits and keys of both endpoints. Each float is a time in seconds.
+
+    Raises ConfigError if a value is out of bounds or values contradict each other.
+    """
+
+    host: Annotated[str, "address to listen on; 0.0.0.0 for every interface", "addresses"] = "127.0.0.1"
+    port: Annotated[int, "port for HTTP; 0 picks a free one", "addresses", _PORT] = 8000
+    grpc_port: Annotated[
+        int | None, "port for gRPC; 0 picks a free one, 'none' turns gRPC off", "addresses", _PORT
+    ] = 8001
+    served_model_name: Annotated[
+        str | None, "the model's name in the API (default: its own name)", "model and engine"
+    ] = None
+    chat_template: Annotated[
+        Path | None, "file with a Jinja chat template (default: the checkpoint's)", "model and engine"
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        "file with API keys, one per line; ORCA_API_KEYS adds more, separated by commas (default: no keys)",
+        "security",
+    ] = None
+    ssl_certfile: Annotated[Path | None, "certificate chain (PEM), for TLS on both endpoints", "security"] = (
+        None
+    )
+    ssl_keyfile: Annotated[Path | None, "its private key (PEM)", "security"] = None
+    request_timeout: Annotated[float, "maximum seconds from a request's arrival to its end"] = 600.0
+    drain_timeout: Annotated[float, "seconds for running requests to finish after SIGTERM"] = 30.0
+    max_body_bytes: Annotated[int, "maximum size of a request body", Bounds(1024, 1 << 30)] = 4 << 20
+    max_choices: Annotated[
+        int, "maximum completions per request (its prompts times n)", Bounds(1, 1 << 16)
+    ] = 128
+    max_connections: Annotated[
+        int, "maximum open connections per endpoint; HTTP answers further ones with 503", Bounds(1, 1 << 20)
+    ] = 4096
+    max_connections_per_address: Annotated[
+        int,
+        "maximum open HTTP connections per address (IPv6: per /64); further ones get 429",
+        Bounds(1, 1 << 20),
+    ] = 1024
+    max_header_bytes: Annotated[
+        int, "maximum size of a request's line and headers, or of gRPC metadata", Bounds(1024, 1 << 20)
+    ] = 32768
+    header_timeout: Annotated[
+        float, "seconds from a connection's start, or a request's first byte, to the end of its headers"
+    ] = 10.0
+    body_timeout: Annotated[float, "seconds from the end of a request's headers to the end of its body"] = (
+        30.0
+    )
+    keep_alive_timeout: Annotated[float, "seconds that an HTTP connection may idle between requests"] = 65.0
+    max_watch_streams: Annotated[
+        int,
+        "maximum open gRPC streams of the health and reflection services, which need no key",
+        Bounds(0, 1 << 16),
+    ] = 64
+    access_log: Annotated[AccessLog, "log each request on stderr, as text or JSON", "logging"] = "text"
+
+    def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise ConfigError(
+                "host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for every interface"
+            )
+        name = self.served_model_name
+        if name is not None and not (name.isprintable() and 1 <= len(name) <= _MAX_NAME):
+            raise ConfigError(
+                f"served_model_name is {name[:_MAX_NAME]!r}; it must be 1 to {_MAX_NAME} printable characters"
+            )
+        for field in fields(self):
+            self._check_bounds(field.name, *get_args(field.type))
+        if self.grpc_port is not None and self.port == self.grpc_port != 0:
+            raise ConfigError(f"port and grpc_port are both {self.port}; give each endpoint its own")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
+        if self.access_log not in get_args(AccessLog):
+            allowed = ", ".join(get_args(AccessLog))
+            raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")
+
+    def _check_bounds(self, name: str, kind: type, *metadata: object) -> None:
+        value = getattr(self, name)
+        if kind is float and not 0 < value <= 1e7:
+            raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most 1e7 seconds")
+        for bounds in metadata:
+            if isinstance(bounds, Bounds) and value is not None and not bounds.low <= value <= bounds.high:
+                raise ConfigError(f"{name} is {value}; it must be from {bounds.low} to {bounds.high}")

@@ -1,0 +1,128 @@
+"""The flags of `orca generate` for SamplingParams."""
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from orca_jax.request.sampling_params import SamplingParams
+from server.errors import UsageError
+from server.settings.flags import add_flag, argparse_type, escaped
+from server.settings.option import option
+from server.settings.small_files import read_text
+
+# Where the command line's defaults differ from SamplingParams', to suit a person who reads the output.
+GENERATE_DEFAULTS = {"max_tokens": 128, "temperature": 0.8}
+
+_HELP = {
+    "n": "number of outputs per prompt, with the seeds SEED, SEED + 1, ...",
+    "max_tokens": "maximum number of output tokens",
+    "min_tokens": "ignore end-of-sequence tokens, stop tokens and --stop texts until this many tokens",
+    "temperature": "0 takes the most likely token; higher values vary more",
+    "top_p": "sample from the most likely tokens with this total probability; 1: all",
+    "top_k": "sample from this many most likely tokens; 0: all",
+    "min_p": "sample from tokens with at least this fraction of the top token's probability; 0: all",
+    "repetition_penalty": "above 1, tokens of the prompt and the output become less likely; 1: off",
+    "frequency_penalty": "subtract this from a token's logit for each time it was output, -2 to 2",
+    "presence_penalty": "subtract this from the logit of each token that was output, -2 to 2",
+    "logit_bias": "add VALUE, -100 to 100, to the logit of token ID; repeatable",
+    "seed": "the same seed gives the same text again (default: random, and shown)",
+    "ignore_eos": "continue after an end-of-sequence token",
+    "stop": "end before this text; repeatable",
+    "stop_token_ids": "end after any of these tokens; repeatable",
+    "allowed_token_ids": "allow only these tokens; repeatable (default: all)",
+    "bad_words": "never output this text; repeatable",
+    "logprobs": "show the log-probability of each output token, and of this many most likely ones "
+    "(default: off)",
+    "prompt_logprobs": "the same for the prompt's tokens (default: off)",
+    "guided_json": "make the output match this JSON schema; @FILE reads it from a file",
+    "guided_json_object": "make the output a JSON object",
+    "guided_regex": "make the whole output match this regular expression",
+    "guided_choice": "make the output one of the given texts; repeatable",
+    "guided_grammar": "make the output follow this grammar in Lark syntax; @FILE reads it from a file",
+}
+_MAX_FILE_BYTES = 1 << 20  # more than SamplingParams accepts
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        message = f"{text!r} is not a list of token ids; it must be whole numbers separated by commas"
+        raise ValueError(message) from error
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, value = text.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not of the form ID=VALUE, as in 50256=-100") from error
+
+
+def _text_or_file(text: str) -> str:
+    return read_text(Path(text[1:]), _MAX_FILE_BYTES) if text.startswith("@") else text
+
+
+class _Form(NamedTuple):
+    """A flag that is not a plain number, boolean or choice."""
+
+    parse: Callable[[str], Any]
+    metavar: str
+    repeatable: bool = False
+
+
+_FORMS = {
+    "logit_bias": _Form(_bias, "ID=VALUE", repeatable=True),
+    "stop": _Form(str, "TEXT", repeatable=True),
+    "stop_token_ids": _Form(_token_ids, "ID,ID...", repeatable=True),
+    "allowed_token_ids": _Form(_token_ids, "ID,ID...", repeatable=True),
+    "bad_words": _Form(str, "TEXT", repeatable=True),
+    "guided_json": _Form(_text_or_file, "SCHEMA"),
+    "guided_regex": _Form(str, "REGEX"),
+    "guided_choice": _Form(str, "TEXT", repeatable=True),
+    "guided_grammar": _Form(_text_or_file, "GRAMMAR"),
+}
+
+
+def add_sampling_flags(parser: argparse._ArgumentGroup) -> None:
+    """Add a flag for each field of SamplingParams."""
+    hints = get_type_hints(SamplingParams)
+    for field in fields(SamplingParams):
+        name, text = field.name, _HELP[field.name]
+        form = _FORMS.get(name)
+        if form is None:
+            default = GENERATE_DEFAULTS.get(name, field.default)
+            add_flag(parser, option(name, hints[name], default, text), default)
+        else:
+            parser.add_argument(
+                "--" + name.replace("_", "-"),
+                action="append" if form.repeatable else "store",
+                type=argparse_type(form.parse),
+                metavar=form.metavar,
+                help=escaped(text),
+            )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The parameters from the flags. Raises InvalidSamplingParameter, or UsageError for a duplicate bias."""
+    values = {field.name: getattr(args, field.name) for field in fields(SamplingParams)}
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if values[name] is not None:
+            values[name] = [token_id for token_ids in values[name] for token_id in token_ids]
+    if values["logit_bias"] is not None:
+        values["logit_bias"] = _without_duplicates(values["logit_bias"])
+    # An absent flag of _FORMS is None here, and the field's default applies.
+    return SamplingParams(
+        **{name: value for name, value in values.items() if name not in _FORMS or value is not None}
+    )
+
+
+def _without_duplicates(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    bias = dict[int, float]()
+    for token_id, value in pairs:
+        if token_id in bias:
+            raise UsageError(f"--logit-bias has token id {token_id} twice; give it once")
+        bias[token_id] = value
+    return bias
