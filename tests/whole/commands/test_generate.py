@@ -173,8 +173,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--logit-bias", "a=5"], "'a=5' is not of the form ID=VALUE"),
         (["generate", "x", "--logit-bias", "5=nan"], "logit_bias has 5: nan"),
         (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "has token id 5 twice"),
-        (["generate", "x", "--stop-token-ids", "1,,2"], "argument --stop-token-ids: '1,,2' is no list of"),
-        (["generate", "x", "--allowed-token-ids", ""], "argument --allowed-token-ids: '' is no list of"),
+        (["generate", "x", "--stop-token-ids", "1,,2"], "argument --stop-token-ids: '1,,2' is not a list of"),
+        (["generate", "x", "--allowed-token-ids", ""], "argument --allowed-token-ids: '' is not a list of"),
         (["generate", "x", "--logprobs", "21"], "logprobs is 21; it must be a whole number from 0 to 20"),
         (["generate", "x", "--guided-json", "{"], "guided_json is no JSON schema"),
         (["generate", "x", "--guided-choice", ""], "guided_choice has ''"),
@@ -186,7 +186,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--tensor-parallel", "8"], "n_heads 4 is no multiple of it; 1, 2, 4 split"),
         (["generate", "x", "--model", "/no/such/place"], "there is no directory /no/such/place"),
         (["generate"], "give a PROMPT, '-' to read one from stdin, or --input FILE.jsonl"),
-        (["generate", "-", "-"], "it can stand there only once"),
+        (["generate", "-", "-"], "stdin; give it only once"),
         (["generate", "x", "--input", "in.jsonl"], "give either PROMPTs or --input, not both"),
         (["generate", "x", "--output", "out.jsonl"], "--output needs --input"),
         (["generate", "--input", "/no/such/file"], "cannot open /no/such/file: No such file or directory"),
@@ -363,7 +363,7 @@ BAD_LINES: list[tuple[bytes, str, str | None, str]] = [
     (b'["a"]', "BadLine", "line", "holds list, not an object"),
     (b"null", "BadLine", "line", "holds NoneType"),
     (b'{"prompt": "a", "prompt": "b"}', "BadLine", "line", "a key appears twice"),
-    (b'{"prompt": "a", "temperature": NaN}', "BadLine", "line", "NaN is no JSON value"),
+    (b'{"prompt": "a", "temperature": NaN}', "BadLine", "line", "NaN is not a JSON value"),
     (b"[" * 100_000, "BadLine", "line", "nested too deeply"),
     (b'{"seed": ' + b"9" * 5000 + b"}", "BadLine", "line", "not JSON"),
     (b"{}", "BadLine", "prompt", "there is no prompt"),
@@ -607,7 +607,7 @@ def test_when_the_engine_fails_what_was_in_flight_has_its_records(tiny_directory
         llm.service.scheduler.engine._workers.issue = lost  # pyright: ignore[reportAttributeAccessIssue]
         sink = io.BytesIO()
         source = io.BytesIO(b'{"prompt": "a"}\n' * 1000)
-        with pytest.raises(EngineError, match="the lines from there on were not run"):
+        with pytest.raises(EngineError, match="the remaining lines were not run"):
             jsonl.run(llm, source, sink, SamplingParams(), Console(file=io.StringIO()))
     written = [json.loads(line) for line in sink.getvalue().splitlines()]
     assert 1 <= len(written) <= 9
