@@ -27,8 +27,8 @@ def test_the_papers_175b_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert orca_plan(*PAPER, "--no-compile", "--latency-budget", "40ms") == 0
     text = capsys.readouterr().out
     assert "174.60 billion parameters, bfloat16" in text
-    assert "2 stages of 48 layers, 8 devices each: a100-40gb with 40.0 GiB, 36.0 GiB of them" in text
-    assert "temporaries by arithmetic (XLA was not asked)" in text
+    assert "2 stages of 48 layers, 8 devices each: a100-40gb with 40.0 GiB, 36.0 GiB of it usable" in text
+    assert "temporaries by arithmetic (XLA was not run)" in text
     assert "20.45" in text and "20.40" in text  # GiB of weights: 175 billion x 2 bytes over 16 devices
     assert "for a budget of 40 ms: --max-batch-size" in text
 
@@ -37,7 +37,7 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert orca_plan(*PAPER, "--no-compile", "--json", "--context", "256", "--latency-budget", "0.04") == 0
     found = answer(capsys)
     assert found["fits"] and found["problems"] == [] and found["hint"] is None
-    assert (found["temporaries_source"], found["why_not_compiled"]) == ("arithmetic", "XLA was not asked")
+    assert (found["temporaries_source"], found["why_not_compiled"]) == ("arithmetic", "XLA was not run")
     assert [stage["layers"] for stage in found["stages"]] == [[1, 48], [49, 96]]
     assert found["device"]["budget"] == int(0.9 * (40 << 30))
     for stage in found["stages"]:
