@@ -1,48 +1,34 @@
-"""Text to token ids and back, incrementally, with stop strings.
+"""Text to token ids and back, incrementally, with stop strings."""
 
-Supports only byte-level BPE (GPT-2, OPT). There a token is a fixed sequence of bytes whatever its neighbours,
-so text can be decoded token by token at constant cost, with the same result as decoding all at once.
-"""
-
-from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import tokenizers
-from tokenizers.decoders import ByteLevel
 
 from orca_jax.errors import CorruptFile, InvalidPrompt, NotACheckpoint, UnsupportedModel
 from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.stop_strings import StopSearch, StopStrings
+from orca_jax.request.token_text import TextDecoder, TokenText, UnsupportedDecoder, token_decoder
 
 _MAX_FILE_BYTES = 100_000_000
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE's alphabet: printable Latin-1 stands for itself, other bytes map to U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
+_MOST_COMPOSED = 4  # characters that Unicode normalization composes into one
 
 
 class Tokenizer:
     """A checkpoint's tokenizer.json, as read by the `tokenizers` library. Thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Raises ValueError if the tokenizer is not byte-level."""
-        if not isinstance(tokenizer.decoder, ByteLevel):
-            raise ValueError(f"its decoder is {type(tokenizer.decoder).__name__}, not ByteLevel")
+        """Raises UnsupportedDecoder, a ValueError, if its tokens cannot be decoded one by one."""
+        decoder = tokenizer.decoder
+        self._decoder = token_decoder(None if decoder is None else decoder.__getstate__())
         tokenizer.no_truncation()  # a prompt that is too long is rejected, never cut
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._special = {
             token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special
         }
-        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, TokenText | None] = {}
 
     @classmethod
     def from_file(cls, path: Path) -> "Tokenizer":
@@ -62,15 +48,17 @@ class Tokenizer:
             raise CorruptFile(f"{path} is not a tokenizer's file: {error}") from error
         try:
             return cls(tokenizer)
-        except ValueError as error:
-            raise UnsupportedModel(f"{path}: only byte-level BPE is supported; {error}") from error
+        except UnsupportedDecoder as error:
+            raise UnsupportedModel(f"{path}: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with special tokens around it if the file's post-processor adds them.
+        """Token ids of `text`, with special tokens around it if the file's post-processor adds them.
 
-        OPT's adds `</s>` in front, GPT-2's adds none; without `add_special_tokens` none is added. The name of
-        a special token within the text becomes that token, as in Hugging Face's tokenizers. Raises
-        InvalidPrompt for text that is not valid Unicode (lone surrogates) or that has no tokens here.
+        Llama's adds `<s>` in front, GPT-2's adds none; without `add_special_tokens` none is added. The name
+        of a special token within the text becomes that token, as in Hugging Face's tokenizers. But a text
+        that begins with the name of the beginning-of-sequence token, as one from a chat template does, gets
+        that token once, not twice. Raises InvalidPrompt for text that is not valid Unicode (lone surrogates)
+        or that has no tokens here.
         """
         try:
             text.encode("utf-8")
@@ -78,45 +66,85 @@ class Tokenizer:
             message = f"the prompt is not valid Unicode: a lone surrogate at character {error.start}"
             raise InvalidPrompt(message, param="prompt") from error
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            token_ids = encoding.ids
+            if token_ids[:1] == token_ids[1:2] and encoding.special_tokens_mask[:2] == [1, 0]:
+                return token_ids[1:]  # added, although the text begins with it
+            return token_ids
         except BaseException as error:
             if not is_failure(error):
                 raise
             raise InvalidPrompt(f"the tokenizer cannot encode the prompt: {error}", param="prompt") from error
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of `text` where it follows other text, so without the space that SentencePiece puts
+        before a text. Raises InvalidPrompt.
+        """
+        before = self.encode("\n", add_special_tokens=False)
+        token_ids = self.encode(f"\n{text}", add_special_tokens=False)
+        if before and token_ids[: len(before)] == before:
+            return token_ids[len(before) :]
+        return self.encode(text, add_special_tokens=False)
+
     @cached_property
     def max_token_length(self) -> int:
         """Characters of the longest token; `n` tokens stand for at most `n` times as many."""
-        return max(map(len, self._tokenizer.get_vocab()), default=1)
+        longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        return longest if self._tokenizer.normalizer is None else longest * _MOST_COMPOSED
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for a special token, or an id without a token."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._look_up(token_id)
-        return known
+    def token_id(self, name: str) -> int | None:
+        """The id of the token with this name; None if there is none."""
+        return self._tokenizer.token_to_id(name)
 
     def token_name(self, token_id: int) -> str | None:
         """The token's name in the vocabulary; None for an id without a token."""
         return self._tokenizer.id_to_token(token_id)
 
-    def _look_up(self, token_id: int) -> bytes:
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of the tokens, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        decoder = self.text_decoder()
+        texts = (self.token_text(token_id) for token_id in token_ids)
+        return "".join([decoder.push(text) for text in texts if text is not None] + [decoder.finish()])
+
+    def text_decoder(self, *, continuing: bool = False) -> TextDecoder:
+        """Decodes the tokens of one text as they arrive; with `continuing` a text that follows other text."""
+        return self._decoder.begin(continuing=continuing)
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a space at the beginning of a text is dropped, as SentencePiece does."""
+        return self._decoder.drops_first_space
+
+    def have_text(self, token_ids: Iterable[int]) -> bool:
+        """Whether any of these tokens has text, so that what follows them continues a text.
+
+        Always true for a tokenizer that treats the beginning of a text like any other place.
+        """
+        return not self.drops_first_space or any(map(self.token_bytes, token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token inside a text; empty for a special token, or an id without a token."""
+        text = self.token_text(token_id)
+        return b"" if text is None else text.data
+
+    def token_text(self, token_id: int) -> TokenText | None:
+        """What a token contributes to a text; None for a special token, or an id without a token."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._texts[token_id] = self._look_up(token_id)
+            return text
+
+    def _look_up(self, token_id: int) -> TokenText | None:
         try:
             token = self.token_name(token_id)
         except BaseException as error:  # this is the scheduler's thread, which all other requests need
             if not is_failure(error):
                 raise
-            return "\ufffd".encode()
+            return TokenText("\ufffd".encode(), "\ufffd".encode())
         if token is None or token in self._special:
-            return b""
-        try:
-            return bytes([_BYTE_OF_CHARACTER[character] for character in token])
-        except KeyError:  # an added token with a character outside the alphabet is plain text
-            return token.encode("utf-8")
+            return None
+        return self._decoder.token_text(token)
 
 
 class TextStream:
@@ -124,18 +152,24 @@ class TextStream:
 
     No part of a stop string is ever released, nor anything after it: a possible beginning of one is held
     back until it is decided. So are the first bytes of an incomplete character. Stop strings are searched in
-    the text after the first `min_tokens` tokens. A request's outputs share their StopStrings.
+    the text after the first `min_tokens` tokens. A request's outputs share their StopStrings. With
+    `continuing` the text follows other text, such as a prompt's: SentencePiece drops a text's first space.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] | StopStrings = (), *, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] | StopStrings = (),
+        *,
+        min_tokens: int = 0,
+        continuing: bool = False,
     ) -> None:
         self.stopped = False
         self._n_early = min_tokens
         self._tokenizer = tokenizer
+        self._decoder = tokenizer.text_decoder(continuing=continuing)
         stops = stop if isinstance(stop, StopStrings) else StopStrings(stop) if stop else None
         self._stops = None if stops is None else StopSearch(stops)
-        self._open: bytes = b""  # the bytes of an incomplete character
         self._held = ""
         self._safe: list[str] = []
         self._n_taken = 0  # pieces of `_safe`
@@ -148,7 +182,9 @@ class TextStream:
     def push(self, token_id: int) -> bool:
         """Add a token; True from the moment that a stop string is complete."""
         if not self.stopped:
-            self._feed(self._tokenizer.token_bytes(token_id), final=False)
+            token = self._tokenizer.token_text(token_id)
+            if token is not None:
+                self._feed(self._decoder.push(token))
             self._n_early = max(0, self._n_early - 1)
         return self.stopped
 
@@ -161,14 +197,11 @@ class TextStream:
     def finish(self) -> None:
         """The request has ended: release what was held back, unless a stop string ended it."""
         if not self.stopped:
-            self._feed(b"", final=True)
+            self._feed(self._decoder.finish())
             self._safe.append(self._held)
             self._held = ""
 
-    def _feed(self, data: bytes, *, final: bool) -> None:
-        data = self._open + data
-        text, n_decoded = utf_8_decode(data, "replace", final)
-        self._open = data[n_decoded:]
+    def _feed(self, text: str) -> None:
         if self._stops is None or self._n_early:
             self._safe.append(text)
             return

@@ -31,11 +31,16 @@ class OutputRules:
         """Those of each of the `n` outputs that were asked for, as in SamplingParams."""
         return [replace(self, sampling=one) for one in self.sampling.choices(prompt_once=prompt_once)]
 
-    def text_stream(self) -> TextStream | None:
-        """What makes text of an output's tokens; None where the model has no tokenizer."""
+    def text_stream(self, prompt_ids: Sequence[int] = ()) -> TextStream | None:
+        """Decodes the output that follows this prompt; None if the model has no tokenizer."""
         if self._tokenizer is None:
             return None
-        return TextStream(self._tokenizer, self._stops or (), min_tokens=self.sampling.min_tokens)
+        return TextStream(
+            self._tokenizer,
+            self._stops or (),
+            min_tokens=self.sampling.min_tokens,
+            continuing=self._tokenizer.have_text(prompt_ids),
+        )
 
     def constraint(self) -> Constraint | None:
         """Which tokens may come, of an output that begins."""
@@ -86,10 +91,11 @@ class RuleMaker:
         )
 
     def _sequences(self, words: Sequence[str]) -> Iterator[list[int]]:
-        """The tokens of each word, at a text's beginning and behind a blank."""
+        """The tokens of each word: at the beginning of a text, inside one, and after a space."""
         if self._tokenizer is None:
             return
         for text in (text for word in words for text in (word, f" {word.lstrip()}")):
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-            if token_ids:
-                yield token_ids
+            forms = [self._tokenizer.encode(text, add_special_tokens=False)]
+            if self._tokenizer.drops_first_space:
+                forms.append(self._tokenizer.encode_inside(text))
+            yield from filter(None, forms)

@@ -11,7 +11,8 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
-from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from orca_jax.request.token_text import BYTE_OF_CHARACTER
+from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
@@ -27,7 +28,7 @@ CONFIG = ServingConfig(max_batch_size=4, n_slots=256, max_batch_tokens=64, block
 
 def letters() -> Tokenizer:
     """A tokenizer of single bytes: a token's id is its byte."""
-    library = tokenizers.Tokenizer(models.BPE(_BYTE_OF_CHARACTER, []))
+    library = tokenizers.Tokenizer(models.BPE(BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     return Tokenizer(library)

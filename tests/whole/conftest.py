@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax import LLM
-from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER
+from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from tests.device.checkpoint.tiny_checkpoint import GPT2, gpt2_tensors, write_checkpoint
 
 END = 256
@@ -27,7 +27,7 @@ CONFIG = GPT2 | {
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 of one layer with random weights, whose tokens are the bytes and one special token."""
     directory = write_checkpoint(tmp_path_factory.mktemp("tiny"), CONFIG, gpt2_tensors(CONFIG))
-    tokenizer = tokenizers.Tokenizer(models.BPE(_BYTE_OF_CHARACTER, []))
+    tokenizer = tokenizers.Tokenizer(models.BPE(BYTE_OF_CHARACTER, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])

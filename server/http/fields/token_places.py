@@ -4,12 +4,12 @@ Text is held back while it may be the beginning of a stop string, or is an incom
 log-probabilities of its tokens are held back with it.
 """
 
-from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.token_text import TextDecoder, TokenText, Utf8Decoder
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import Piece
 
@@ -32,51 +32,31 @@ def n_characters(tokens: Sequence[PlacedToken]) -> int:
     return sum(12 * (1 + len(token.top or ())) for token in tokens)
 
 
-class _Characters:
-    """Counts the characters of text that arrives as bytes. Invalid UTF-8 counts as U+FFFD."""
-
-    def __init__(self, offset: int) -> None:
-        self._n = offset  # complete characters so far
-        self._incomplete = b""
-
-    def place(self, data: bytes) -> int:
-        """Append a token's bytes; return the offset of the character that contains the first of them."""
-        if not data:
-            return self._n
-        self._feed(data[:1])
-        first = self._n if self._incomplete else self._n - 1
-        if len(data) > 1:
-            self._feed(data[1:])
-        return first
-
-    def _feed(self, data: bytes) -> None:
-        data = self._incomplete + data
-        text, n_decoded = utf_8_decode(data, "replace", False)
-        self._n += len(text)
-        self._incomplete = data[n_decoded:]
-
-
 class TokenPlaces:
     """Places one output's tokens. A token is released with the character in which it begins.
 
     A token without text, such as a special token, is released with the next token that has text. So no token
     after a stop string is released, nor an end-of-sequence token. But if the output ends because of its
     length, all remaining tokens are. Without a tokenizer there is no text to wait for, and every token is
-    released at once.
+    released at once. With `continuing` the output follows other text, as in TextStream.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, offset: int = 0, *, continuing: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._characters = _Characters(offset)
+        self._decoder: TextDecoder = Utf8Decoder()
+        if tokenizer is not None:
+            self._decoder = tokenizer.text_decoder(continuing=continuing)
+        self._offset = offset
         self._n_shown = offset  # characters of text
         self._waiting: list[tuple[PlacedToken, bool]] = []  # each with whether it has text
 
     def take(self, piece: Piece) -> list[PlacedToken]:
         """The tokens to release with this piece of the output."""
         for token_id, (_, logprob, top) in zip(piece.token_ids, piece.logprobs, strict=True):
-            data = b"" if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
-            placed = PlacedToken(token_id, self._characters.place(data), logprob, top)
-            self._waiting.append((placed, bool(data)))
+            text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+            place = self._decoder.n if text is None else self._decoder.place(text)
+            placed = PlacedToken(token_id, self._offset + place, logprob, top)
+            self._waiting.append((placed, text is not None and bool(text.data)))
         self._n_shown += len(piece.text)
         if self._tokenizer is None or piece.finish_reason is FinishReason.LENGTH:
             n = len(self._waiting)
@@ -105,7 +85,7 @@ def prompt_places(
     A special token counts as text where its name appears in the prompt. `logprobs` are the log-probabilities
     of all tokens but the first.
     """
-    characters = _Characters(0)
+    characters = Utf8Decoder()
     placed = list[PlacedToken]()
     n_bytes = 0
     remaining = iter(logprobs)
@@ -116,8 +96,10 @@ def prompt_places(
             name = b"" if data else (tokenizer.token_name(token_id) or "").encode()
             if name and text.startswith(name, n_bytes):
                 data = name
+            if not n_bytes and data[:1] == b" " != text[:1] and tokenizer.drops_first_space:
+                data = data[1:]
         n_bytes += len(data)
         scored = next(remaining) if placed else None
-        offset = characters.place(data)
+        offset = characters.place(TokenText(data, data))
         placed.append(PlacedToken(token_id, offset, scored and scored.logprob, scored and scored.top))
     return placed

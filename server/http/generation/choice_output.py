@@ -49,7 +49,9 @@ class ChoiceOutput:
         self._extras = extras
         self._scored = scored
         self._prompt = prompt  # None once it has been shown
-        self._places = TokenPlaces(extras.names.tokenizer, len(prompt or ""))
+        tokenizer = extras.names.tokenizer
+        continuing = tokenizer is None or tokenizer.have_text(scored.prompt_ids)
+        self._places = TokenPlaces(tokenizer, len(prompt or ""), continuing=continuing)
 
     @property
     def n_prompt_tokens(self) -> int:

@@ -10,7 +10,8 @@ from openai import OpenAI
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from orca_jax.request.request import Request
-from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from orca_jax.request.token_text import BYTE_OF_CHARACTER
+from orca_jax.request.tokenizer import Tokenizer
 from tests.endpoint.harness import CONFIG, MODEL, Server, serving, serving_model
 from tests.endpoint.openai_client import by_seed, client_of, letters_by_seed
 from tests.host.engines import orca, simulated
@@ -99,7 +100,7 @@ def test_a_reply_can_be_sent_back_as_a_message(client: OpenAI, prompts: Prompts)
 
 def test_only_the_template_adds_special_tokens() -> None:
     """This tokenizer can prepend a special token; the template writes one itself."""
-    library = tokenizers.Tokenizer(models.BPE(_BYTE_OF_CHARACTER, []))
+    library = tokenizers.Tokenizer(models.BPE(BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<s>"])

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from orca_jax.request.request import Request
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from orca_jax.request.token_text import BYTE_OF_CHARACTER
+from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.simulation import engine as simulated_engine
 from tests.endpoint.harness import CONFIG, END, MODEL, serving, serving_model
 from tests.endpoint.http_client import error_of
@@ -428,7 +429,7 @@ def test_without_a_tokenizer_tokens_are_numbers() -> None:
 
 def test_special_tokens_have_names_and_no_bytes() -> None:
     """This tokenizer prepends a special token to prompts, and reads its name in a prompt as that token."""
-    library = tokenizers.Tokenizer(models.BPE(_BYTE_OF_CHARACTER, []))
+    library = tokenizers.Tokenizer(models.BPE(BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["</s>"])

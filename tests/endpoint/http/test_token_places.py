@@ -11,7 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, TextStream, Tokenizer
+from orca_jax.request.token_text import BYTE_OF_CHARACTER
+from orca_jax.request.tokenizer import TextStream, Tokenizer
 from orca_jax.service.generation import Piece
 from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_places
 
@@ -26,12 +27,12 @@ RUNS = [
     "😀!😀".encode(),
     b"\xc3\xa9\xe2",
 ]
-CHARACTER = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
+CHARACTER = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
 
 def tokenizer_of_runs() -> Tokenizer:
     written = ["".join(CHARACTER[byte] for byte in run) for run in RUNS]
-    vocabulary = {**_BYTE_OF_CHARACTER, **{text: 256 + i for i, text in enumerate(written)}}
+    vocabulary = {**BYTE_OF_CHARACTER, **{text: 256 + i for i, text in enumerate(written)}}
     library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

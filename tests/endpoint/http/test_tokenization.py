@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER, Tokenizer
+from orca_jax.request.token_text import BYTE_OF_CHARACTER
+from orca_jax.request.tokenizer import Tokenizer
 from tests.endpoint.harness import serving
 from tests.endpoint.http_client import connected
 from tests.host.engines import LETTERS
@@ -58,7 +59,7 @@ def test_round_trip(client: httpx2.Client, text: str) -> None:
 
 def with_a_beginning() -> Tokenizer:
     """The byte tokenizer, which prepends token 256 to every text, as OPT's tokenizer prepends one."""
-    vocabulary = {**_BYTE_OF_CHARACTER, "<begin>": 256}
+    vocabulary = {**BYTE_OF_CHARACTER, "<begin>": 256}
     library = tokenizers.Tokenizer(BPE(vocabulary, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from bench.server.server_process import ServerProcess
-from orca_jax.request.tokenizer import _BYTE_OF_CHARACTER
+from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from tests.device.checkpoint.tiny_checkpoint import GPT2, gpt2_tensors, write_checkpoint, write_json
 from tests.places import ROOT
 
@@ -54,7 +54,7 @@ def write_model(directory: Path, **other: Any) -> Path:
         if name.endswith(".bias"):
             tensors[name] *= 0.1  # or the same few tokens would stand in every text
     write_checkpoint(directory, config, tensors)
-    characters = {character: byte for character, byte in _BYTE_OF_CHARACTER.items() if byte < END}
+    characters = {character: byte for character, byte in BYTE_OF_CHARACTER.items() if byte < END}
     tokenizer = tokenizers.Tokenizer(models.BPE(characters, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
