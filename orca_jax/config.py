@@ -1,4 +1,4 @@
-"""Frozen configuration, checked when made, composed and never inherited."""
+"""Frozen configuration dataclasses, checked on construction, combined by composition."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from orca_jax.errors import ConfigError
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
-# How activations cross from a worker's process to the next: independent processes, or one job.
+# How activations reach the next worker's process. transfer: the processes are independent; nccl: one job.
 WorkerLink = Literal["transfer", "nccl"]
 # How attention runs. kernel: the Mosaic GPU kernel; native: in C, on a CPU; static, follow_lengths: pure JAX;
-# interpreted: the GPU's kernel on a CPU, for tests alone.
+# interpreted: the GPU's kernel on a CPU, only for tests.
 Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]
 
-# What becomes of a program that an engine needs after it was ready, and that was not compiled before.
+# If an engine needs a program that was not compiled before it was ready: compile it and warn, or fail.
 OnCompile = Literal["warn", "error"]
-COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # where compiled programs are kept unless another folder is said
+COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # the default folder for compiled programs
 
 
 def _positive(name: str, value: object) -> None:
@@ -44,17 +44,20 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingConfig:
-    """How an engine serves: the parameters of Algorithm 1 and the sizes they need.
+    """The parameters of Algorithm 1 and the limits of an engine.
 
-    `max_batch_size` is the paper's `max_bs` (requests in a batch); `n_slots` counts tokens whose keys and
-    values fit (rounded down to whole blocks of `block_size` tokens); `max_batch_tokens` bounds the
-    tokens of one iteration; `max_queue` bounds the requests that wait, and `max_queue_bytes` the memory that
-    they keep; one API key or address may hold `max_queue_share` of either. `deterministic` holds one shape
-    for each phase, and runs the phases in turn, so that not a bit of a request depends on what runs beside it
-    (docs/generation.md). `overlap` issues an iteration while the one before it is still running; without it
-    the scheduler is Algorithm 1 to the letter. With `coarse_buckets` an iteration is padded to one of fewer
-    sizes (orca_jax/iteration/buckets.py). `command_buffer_collectives` lets a GPU's command buffers hold a
-    split layer's collectives (docs/parallelism.md).
+    `max_batch_size` is the paper's `max_bs`, the maximum number of requests per batch. `n_slots` is the
+    number of tokens whose keys and values fit, rounded down to whole blocks of `block_size` tokens.
+    `max_batch_tokens` is the maximum number of tokens per iteration.
+
+    `max_queue` limits the number of waiting requests, and `max_queue_bytes` their memory; one API key or
+    address may hold the fraction `max_queue_share` of each.
+
+    `deterministic` uses one shape per phase and never mixes the phases in an iteration, so that an output is
+    bit for bit independent of other requests (docs/generation.md). `overlap` issues an iteration while the
+    previous one runs; without it the scheduler is exactly Algorithm 1. `coarse_buckets` pads iterations to
+    fewer sizes (orca_jax/iteration/buckets.py). `command_buffer_collectives` records a split layer's
+    collectives into a GPU's command buffers (docs/parallelism.md).
     """
 
     max_batch_size: int = 32
@@ -83,25 +86,25 @@ class ServingConfig:
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError(
                 f"max_batch_size {self.max_batch_size} is above max_batch_tokens {self.max_batch_tokens}; "
-                "a batch of increments needs one token a request, so raise max_batch_tokens"
+                "a decode batch has one token per request, so raise max_batch_tokens"
             )
 
     @property
     def max_queue_each(self) -> int:
-        """Requests that may wait for one API key or address."""
+        """The maximum number of waiting requests of one API key or address."""
         return max(1, int(self.max_queue_share * self.max_queue))
 
     @property
     def n_blocks(self) -> int:
-        """Whole blocks within `n_slots`: what is reserved can always be allocated."""
+        """Whole blocks within `n_slots`, so that every reservation can be allocated."""
         return self.n_slots // self.block_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The ServingConfig that a user asks for. None: it follows from the model and from memory.
+    """The ServingConfig as the user specifies it. None: derived from the model and the memory.
 
-    `memory_fraction` is the share of each device's memory that an engine may take; `n_slots` follows from it.
+    `memory_fraction` is the fraction of each device's memory that the engine may use; it sets `n_slots`.
     """
 
     max_batch_size: int = 32
@@ -122,7 +125,7 @@ class Sizes:
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
 
     def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
-        """These sizes, and the given ones where a user asked for none. Raises ConfigError."""
+        """These sizes, with the arguments in place of None. Raises ConfigError."""
         asked: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         del asked["memory_fraction"]
         chosen = {name: value for name, value in asked.items() if value is not None}
@@ -132,15 +135,15 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How a model is split over devices, and in which processes its stages run (ORCA 4.1, Figures 6 and 7).
+    """How a model is split over devices, and which processes run its stages (ORCA 4.1, Figures 6 and 7).
 
-    The model is cut into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
-    devices. All stages run in this process; or with `worker_processes` each in a process of its own on this
-    machine; or each in a worker that runs already, and `workers` are their control ports, "host:port" of
-    stage 1 first: then `pipeline_parallel` is their number.
+    The model is split into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
+    devices. By default all stages run in this process. With `worker_processes` each runs in its own process
+    on this machine. With `workers` each runs in a worker that somebody started before: these are the workers'
+    control ports, "host:port", stage 1 first, and their number is `pipeline_parallel`.
 
-    `link` is how activations cross from one process to the next: "nccl" makes all of them one jax.distributed
-    job, which meets at `coordinator`, a "host:port" of stage 1's machine.
+    `link` is how activations reach the next process. With "nccl" all processes form one jax.distributed job,
+    which meets at `coordinator`, a "host:port" on stage 1's machine.
     """
 
     tensor_parallel: int = 1
@@ -158,8 +161,8 @@ class ParallelConfig:
         _check_choice("link", self.link, get_args(WorkerLink))
         if (self.link == "nccl") != (self.coordinator is not None):
             raise ConfigError(
-                f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT "
-                "of the first stage's machine, and with transfer there is none"
+                f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT on "
+                "the first stage's machine, and transfer takes none"
             )
 
     def _take_workers(self, workers: Sequence[str]) -> None:
@@ -167,12 +170,12 @@ class ParallelConfig:
             raise ConfigError(f"workers is {workers!r}; it must be a list of addresses, one for each stage")
         if self.worker_processes:
             raise ConfigError(
-                "workers and worker_processes exclude each other: workers run already, or they are started "
-                "here; give one of the two"
+                "workers and worker_processes exclude each other: give addresses of running workers, or have "
+                "them started here"
             )
         if self.pipeline_parallel not in (1, len(workers)):
             raise ConfigError(
-                f"pipeline_parallel is {self.pipeline_parallel}, and there are {len(workers)} workers; each "
+                f"pipeline_parallel is {self.pipeline_parallel}, but there are {len(workers)} workers; each "
                 "is one stage, so leave pipeline_parallel out"
             )
         object.__setattr__(self, "workers", tuple(workers))
@@ -180,18 +183,18 @@ class ParallelConfig:
 
     @property
     def n_devices(self) -> int:
-        """Of all stages."""
+        """The number of devices of all stages."""
         return self.pipeline_parallel * self.tensor_parallel
 
     @property
     def in_this_process(self) -> bool:
-        """Whether all stages are."""
+        """Whether all stages run in this process."""
         return self.workers is None and not self.worker_processes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartBound:
-    """How often workers may be lost: `restarts` times within `seconds`; then the engine has failed."""
+    """Workers may be lost `restarts` times within `seconds`; after one more loss the engine fails."""
 
     restarts: int = 5
     seconds: float = 600.0
@@ -203,14 +206,15 @@ class RestartBound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deadlines:
-    """How long workers in processes of their own are waited for, in seconds.
+    """Timeouts for workers in separate processes, in seconds.
 
-    `iteration_seconds`: the engine master waits so long for the tokens of its oldest iteration, from when it
-    was sent or the one before it came back. `worker_seconds`: a worker's own patience with its device, for an
-    iteration or for new caches; it exits after that. It is the longer one, so that a worker that only waits
-    for a lost neighbour hears of the new epoch before. `ready_seconds`: all workers have that long to be
-    ready for a new epoch, a restart and the loading of weights included. `retry_seconds`: those that are not
-    are asked again so often. No wait goes longer than `look_seconds` without a look at who would interrupt.
+    `iteration_seconds`: for the tokens of the oldest iteration, since it was sent or its predecessor
+    returned. After that the engine master counts a worker as lost. `worker_seconds`: for a worker's device to
+    complete an iteration or allocate new caches. After that the worker exits. This is the longer one, so that
+    a worker that only waits for a lost neighbour learns of the new epoch first. `ready_seconds`: for all
+    workers to be ready for a new epoch, including a restart and the loading of weights. `retry_seconds`: the
+    interval between attempts to reach workers that are not ready. `look_seconds`: the longest wait between
+    two checks for an interruption.
     """
 
     iteration_seconds: float = 10.0
@@ -225,7 +229,7 @@ class Deadlines:
         if self.worker_seconds < self.iteration_seconds:
             raise ConfigError(
                 f"worker_seconds {self.worker_seconds:g} is below iteration_seconds "
-                f"{self.iteration_seconds:g}: workers would exit before the loss of one is noticed"
+                f"{self.iteration_seconds:g}: workers would exit before a lost worker is noticed; raise it"
             )
 
 
@@ -233,8 +237,8 @@ class Deadlines:
 class Compiling:
     """When programs are compiled, and where they are kept.
 
-    With `compile_ahead` all of them before an engine is ready. `on_compile` says what becomes of one that is
-    missing then. `compile_cache` is a folder, or None to keep nothing.
+    `compile_ahead` compiles all of them before the engine is ready; `on_compile` handles a program that is
+    missing afterwards. `compile_cache` is a folder, or None to keep nothing.
     """
 
     compile_ahead: bool = False
@@ -247,9 +251,9 @@ class Compiling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """All that an engine is asked for: which model, how large, how split, how compiled, how patient.
+    """The complete configuration of an engine, for `LLM`, every `orca` command and each worker's process.
 
-    `LLM`, every command of `orca` and each worker's process take one; `LLM` says what its fields mean.
+    `LLM` documents the fields.
     """
 
     model: str | Path | None = None
@@ -274,31 +278,30 @@ class EngineConfig:
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number or None")
         compiling = self.compiling
         if self.parallel.workers is not None:
-            self._check_what_workers_choose()
+            self._refuse_worker_options()
         elif (
             compiling.on_compile == "error" and self.parallel.in_this_process and not compiling.compile_ahead
         ):
             raise ConfigError(
-                'on_compile="error" forbids what is not compiled ahead, so that without compile_ahead nothing'
-                " could run; set compile_ahead, or leave on_compile out"
+                'on_compile="error" needs compile_ahead, without which no program could be compiled; set '
+                "compile_ahead, or leave on_compile out"
             )
 
-    def _check_what_workers_choose(self) -> None:
-        if self.attention is not None:
-            raise ConfigError("attention is chosen by each worker: say it to `orca worker`, not here")
+    def _refuse_worker_options(self) -> None:
         for name, is_given in (
+            ("attention", self.attention is not None),
             ("memory_fraction", self.sizes.memory_fraction is not None),
             ("on_compile", self.compiling.on_compile == "error"),
             ("command_buffer_collectives", self.sizes.command_buffer_collectives),
         ):
             if is_given:
-                raise ConfigError(f"{name} is each worker's own: say it to `orca worker`, not here")
+                raise ConfigError(f"{name} is set per worker; pass it to `orca worker`, not here")
 
     @classmethod
     def of(cls, **arguments: Any) -> Self:
-        """From keyword arguments as `LLM` takes them, each field of a part by its own name.
+        """From the keyword arguments of `LLM`: the fields of Sizes, ParallelConfig and Compiling by name.
 
-        Raises ConfigError, and TypeError for a name that is none of them.
+        Raises ConfigError, and TypeError for an unknown name.
         """
         parts: dict[str, Any] = {}
         for name, part in (("sizes", Sizes), ("parallel", ParallelConfig), ("compiling", Compiling)):
@@ -308,7 +311,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what `dataclasses.asdict` made of one. Raises ConfigError, and TypeError for another dict."""
+        """The inverse of `dataclasses.asdict`. Raises ConfigError, and TypeError for an unknown name."""
         parts: dict[str, Any] = {
             field.name: type(field.default) for field in fields(cls) if is_dataclass(field.default)
         }

@@ -45,5 +45,5 @@ def test_programs_compiled_ahead_are_those(
 
 
 def test_workers_elsewhere_are_told_by_whoever_starts_them() -> None:
-    with pytest.raises(ConfigError, match="command_buffer_collectives is each worker's own"):
+    with pytest.raises(ConfigError, match="command_buffer_collectives is set per worker"):
         orca_jax.LLM(workers=["127.0.0.1:7000"], command_buffer_collectives=True)
