@@ -1,5 +1,5 @@
 # pyright: standard
-"""The offline API: a model, ready to continue prompts."""
+"""The offline API."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,45 +34,46 @@ Prompt = str | Sequence[int] | np.ndarray
 
 
 class LLM:
-    """A model, ready to continue prompts; a context manager.
+    """A loaded model that continues prompts; a context manager. All methods are thread-safe.
 
     `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
-    `load_format="dummy"` a preset's name: random weights, drawn from `seed` (0 without one), and no
-    tokenizer, so that prompts are token ids and texts come out empty. `dtype` is float32 on a CPU and
-    bfloat16 elsewhere unless said. `seed` also starts the seeds of requests that have none.
+    `load_format="dummy"` a preset's name. Dummy weights are random, drawn from `seed` (default 0), and have
+    no tokenizer: prompts are token ids and texts are empty. `dtype` defaults to float32 on a CPU and to
+    bfloat16 elsewhere. `seed` also determines the seeds of requests without their own.
 
-    `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and the `max_queue`s are ServingConfig's.
-    By default `n_slots` is the largest that fits into `memory_fraction` of each device's memory beside
-    weights, tables and temporaries, up to what all admitted requests could reserve (docs/plan.md): of a GPU
-    into all that JAX holds of it, and on a CPU a full batch of the longest requests, in 2 GiB of keys and
-    values at most. `max_batch_tokens` is 2048, or the model's positions where they are more. `deterministic`
-    makes not a bit of an output depend on what else runs, at a price (docs/generation.md).
+    For `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and the `max_queue` limits see
+    ServingConfig. `n_slots` defaults to the largest number that fits into `memory_fraction` of each device's
+    memory next to weights, tables and temporaries, and at most to what all admitted requests can reserve
+    (docs/plan.md). On a GPU that is all the memory that JAX reserves; on a CPU it is one full batch of the
+    longest requests, in at most 2 GiB. `max_batch_tokens` defaults to 2048, or to the model's positions if
+    they are more. `deterministic` makes each output bit for bit independent of other requests, but slower
+    (docs/generation.md).
 
-    `attention` is chosen by device and model unless given, and said in the attribute of that name:
-    "kernel" (Hopper GPUs), "cudnn" (other NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or
-    pure JAX with "static" shapes or run-time trip counts ("follow_lengths").
+    `attention` defaults to the best choice for device and model: "kernel" (Hopper GPUs), "cudnn" (other
+    NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or pure JAX with "static" shapes or
+    run-time trip counts ("follow_lengths"). The attribute `attention` names the choice.
 
-    The model is cut into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
-    devices (docs/parallelism.md); the first devices that JAX has are taken. With `command_buffer_collectives`
-    a GPU's command buffers hold the sums over a layer's parts too. While one iteration runs the next one is
-    prepared and issued; without `overlap` the scheduler is Algorithm 1 to the letter.
+    The model is split into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
+    devices (docs/parallelism.md), using the first devices of JAX. `command_buffer_collectives` records a
+    split layer's sums into a GPU's command buffers. `overlap` prepares and issues an iteration while the
+    previous one runs; without it the scheduler is exactly Algorithm 1.
 
-    With `worker_processes` each stage runs in a process of its own on this machine, which is started anew
-    when it is lost. `workers` are the control ports of workers that somebody else has started, "host:port" of
-    stage 1 first; they must run the same model, and know `control_secret`, if there is one. `deadlines` say
-    how long workers are waited for, `restarts` how often they may be lost; `on_event` is told what becomes of
-    the processes, and whom one waits for, a line at a time (docs/workers.md).
+    With `worker_processes` each stage runs in its own process on this machine, and is restarted if it dies.
+    `workers` are the control ports of running workers, "host:port", stage 1 first; they must serve the same
+    model and share `control_secret`, if there is one. `deadlines` are the workers' timeouts, and `restarts`
+    limits how often they may be lost. `on_event(line)` receives a line for each event of a worker process
+    and for each worker that is waited for (docs/workers.md).
 
-    With `compile_ahead` all that an iteration may need is compiled before this returns, and
-    `on_program(done, total, name)` told the progress; without, each program when it is first needed, and its
-    request waits. What is compiled behind that all the same is warned of in the log, or with
-    `on_compile="error"` refused: the engine fails. Workers in processes of their own always compile ahead.
-    Compiled programs are kept in the folder `compile_cache`, by JAX's own cache, one for the process; the
-    variable JAX_COMPILATION_CACHE_DIR names another default, and None keeps nothing (docs/compiling.md).
+    With `compile_ahead` every program is compiled before the constructor returns, and
+    `on_program(done, total, name)` receives the progress. Otherwise each program is compiled on first use,
+    while its request waits. A program that is missing after `compile_ahead` is compiled with a warning, or
+    with `on_compile="error"` the engine fails. Workers in separate processes always compile ahead.
+    `compile_cache` is the folder for compiled programs, in JAX's own cache (one per process); the variable
+    JAX_COMPILATION_CACHE_DIR changes the default, and None keeps nothing (docs/compiling.md).
 
-    `on_load(done, total)` is told the progress of reading a checkpoint, in bytes of its files.
+    `on_load(done, total)` receives the progress of reading a checkpoint, in bytes of its files.
 
-    Raises ConfigError or a CheckpointError. All methods may be called from many threads.
+    Raises ConfigError or a CheckpointError.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class LLM:
         on_program: Callable[[int, int, str], object] | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> Self:
-        """The same, from a configuration that was put together before."""
+        """Load a model from an EngineConfig."""
         llm = cls.__new__(cls)
         llm._start(config, on_load, on_program, on_event)
         return llm
@@ -191,14 +192,14 @@ class LLM:
 
     @property
     def service(self) -> Orca:
-        """The service inside, with its scheduler and timeline. Raises ServiceClosed after `close`."""
+        """The service, with its scheduler and timeline. Raises ServiceClosed after `close`."""
         if self._service is None:
             raise ServiceClosed("this LLM is closed; make a new one")
         return self._service
 
     @property
     def compiles(self) -> CompileCounts:
-        """What JAX has compiled in this process since this LLM was begun, for whomever."""
+        """What JAX has compiled in this process since this LLM was constructed, including for other users."""
         return self._compiles.counts()
 
     def generate(
@@ -208,13 +209,14 @@ class LLM:
         *,
         on_result: Callable[[int, GenerationResult], object] | None = None,
     ) -> list[GenerationResult]:
-        """Continue a prompt (a text or token ids) or a list of them; results in the order of the prompts.
+        """Continue one prompt (a text or token ids) or a list of them. Results are in the prompts' order.
 
-        `sampling_params` is one for all or one for each; where its `n` is above 1 a prompt's outputs stand
-        side by side. `on_result(index, result)` is told each result in order, as soon as it and those before
-        it are there. All is checked before anything runs; what is
-        raised then is a leaf of InvalidRequest and names the prompt. Raises EngineError if the engine fails,
-        and ServiceClosed after `close`. Whatever is raised, nothing is left running.
+        Give one SamplingParams for all prompts or one for each; the `n` outputs of a prompt are adjacent.
+        `on_result(index, result)` receives the results in order, each as soon as it and all before it exist.
+
+        Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
+        Raises EngineError if the engine fails, and ServiceClosed after `close`. After an exception nothing is
+        left running.
         """
         service = self.service
         listed = listed_prompts(prompts)
@@ -248,10 +250,10 @@ class LLM:
         *,
         request_id: str | None = None,
     ) -> Generation:
-        """Continue one prompt, in pieces as they come: an iterator of `Piece`, and the whole in its `result`.
+        """Stream one prompt's output: an iterator of `Piece`, with the complete output in its `result`.
 
-        The request runs from this call on, beside all others. Closing or dropping the iterator cancels it.
-        `sampling_params.n` must be 1. Raises as `generate` does.
+        The request starts now and runs concurrently with all others. Closing or dropping the iterator cancels
+        it. `sampling_params.n` must be 1. Raises as `generate` does.
         """
         (params,) = one_for_each(sampling_params, 1)
         return self.service.submit(
@@ -259,7 +261,7 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Cancel what runs and free the device's memory; nothing the second time."""
+        """Cancel running requests and free the device's memory. Idempotent."""
         if self._service is not None:
             service, self._service = self._service, None
             self._finalizer.detach()
@@ -275,12 +277,12 @@ class LLM:
         try:
             self.close()
         except EngineError:
-            if kind is None:  # else what is on its way already tells more
+            if kind is None:  # otherwise the exception in flight says more
                 raise
 
 
-def _ignore(line: str) -> None:
-    """What becomes of the processes."""
+def _ignore(_: str) -> None:
+    pass
 
 
 def _close_both(close_engine: Callable[[], None], compiles: CompileCounter) -> None:
@@ -291,7 +293,7 @@ def _close_both(close_engine: Callable[[], None], compiles: CompileCounter) -> N
 
 
 def _close_quietly(service: Orca, close_engine: Callable[[], None]) -> None:
-    """For an LLM that was dropped, or the end of the program: nobody is there to be told."""
+    """For an LLM that was dropped, or at exit: an engine's failure has no receiver."""
     try:
         service.close(timeout=10.0)
     except EngineError:
