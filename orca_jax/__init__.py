@@ -2,21 +2,20 @@
 
 The path of a request:
 
-1. `LLM` or an endpoint turns a prompt into token ids (request/tokenizer.py) and gives it to the service
+1. `LLM` or an endpoint turns a prompt into token ids (request/tokenizer.py) and submits it to the service
    (service/orca.py).
-2. The request pool (scheduling/request_pool.py) gives it an arrival number; it waits there.
-3. The scheduler (scheduling/scheduler.py, Algorithm 1) selects a batch anew for every iteration. A request
-   comes in when slots for all its tokens can be reserved; the K/V manager (scheduling/kv_manager.py) gives it
-   blocks and a row.
+2. The request waits in the request pool (scheduling/request_pool.py), which numbers arrivals.
+3. The scheduler (scheduling/scheduler.py, Algorithm 1) selects a new batch for every iteration. It admits a
+   request when slots for all its tokens can be reserved; the K/V manager (scheduling/kv_manager.py) allocates
+   its blocks and a row.
 4. The engine master (engine/engine_master.py) makes a control message (iteration/message.py) and a flat
    batch (iteration/flat_batch.py).
 5. The worker (execution/worker.py) starts the programs of its stage (execution/stage.py, model/) and returns
-   at once. Attention looks at each request by itself, every other operation at all tokens together.
-6. The engine master waits for the tokens; the scheduler ends what is finished and gives its slots back.
+   at once. Attention processes each request separately, every other operation all tokens together.
+6. The engine master waits for the tokens; the scheduler ends finished requests and releases their slots.
 7. The pool delivers an iteration's tokens; each becomes text (request/tokenizer.py) in its request's
    `Generation` (service/generation.py), which the user holds.
-8. Back to 3: the next iteration, with the requests of that moment. scheduling/timeline.py records what
-   happened when.
+8. Back to 3 for the next iteration. scheduling/timeline.py records the time of each event.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -44,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The lazy names: they bring JAX in, which takes a while, so importing the package does not."""
+    """Lazy imports: these names import JAX, which is slow, so importing the package must not."""
     if name == "LLM":
         from orca_jax.llm import LLM
 

@@ -13,7 +13,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_LISTENING = re.compile(r"^loading; (\S+)/ready tells", re.MULTILINE)
+_LISTENING = re.compile(r"^loading; (\S+)/ready ", re.MULTILINE)
 _READY = re.compile(r"^ready; .*\ncurl .*\n", re.MULTILINE)
 _HTTP = re.compile(r"^HTTP +(\S+)", re.MULTILINE)
 _GRPC = re.compile(r"^gRPC +(\S+)", re.MULTILINE)

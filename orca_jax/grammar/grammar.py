@@ -24,9 +24,9 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
 
 COMPILE_SECONDS = 2.0  # limit of a compilation, and of the wait for a place before it
-COMPILE_PLACES = 2  # concurrent compilations; one that timed out keeps its place until it ends by itself
+COMPILE_PLACES = 2  # concurrent compilations; a timed-out one keeps its place until it finishes
 COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
-N_KEPT = 64  # cached grammars, compiled or rejected; of the compiled ones as many as fit into MAX_BYTES
+N_KEPT = 64  # cached grammars, compiled or rejected; compiled ones within MAX_BYTES
 N_TRIED = 8  # tokens of the trial output after compiling: a grammar that fails at once is rejected here
 
 # If the grammar leaves only one text, llguidance allows only the token that a tokenizer would choose for it,
@@ -66,7 +66,7 @@ class GrammarCompiler:
                 self._kept.move_to_end(source)
         if known is None or (isinstance(known, Grammar) and known.worn):
             self._make_room()
-            known = self._compile_apart(source)
+            known = self._compile_in_thread(source)
         if isinstance(known, str):
             refuse(source.field, known)
         return known
@@ -83,24 +83,24 @@ class GrammarCompiler:
             if oldest is None:
                 n = MAX_BYTES >> 20
                 raise QueueFull(
-                    f"the grammars of running requests take {n} MiB, as much as may; try again later"
+                    f"the grammars of running requests take {n} MiB, the maximum; try again later"
                 )
 
-    def _compile_apart(self, source: GrammarText) -> "Grammar | str":
-        """Compile in a thread with a stack that no allowed text can overflow, and give up after a time."""
+    def _compile_in_thread(self, source: GrammarText) -> "Grammar | str":
+        """Compile, with a timeout, in a thread whose stack no allowed text can overflow."""
         if not self._places.acquire(timeout=COMPILE_SECONDS):
             raise QueueFull(f"{COMPILE_PLACES} other grammars are being compiled; try again later")
-        too_long = f"to compile it takes more than {COMPILE_SECONDS:g} s"
-        made: list[Grammar | str] = []
+        too_long = f"compiling it takes more than {COMPILE_SECONDS:g} s"
+        results: list[Grammar | str] = []
         done = threading.Event()
 
         def run() -> None:
             try:
-                made.append(self._compile(source))
+                results.append(self._compile(source))
             except BaseException as error:  # llguidance is written in Rust: its panics are not an Exception
-                made.append(shortened(str(error)))
-            # If it only waited for a processor, it can still be used the next time.
-            self._keep(source, made[0] if time.thread_time() <= COMPILE_SECONDS else too_long)
+                results.append(shortened(str(error)))
+            # If it only waited for a processor, the next request can use it.
+            self._keep(source, results[0] if time.thread_time() <= COMPILE_SECONDS else too_long)
             self._places.release()
             done.set()
 
@@ -111,11 +111,11 @@ class GrammarCompiler:
                     threading.Thread(target=run, name="grammar", daemon=True).start()
                 finally:
                     threading.stack_size(before)
-        except BaseException:  # no thread could be started
+        except BaseException:  # the thread could not be started
             self._places.release()
             raise
         if done.wait(COMPILE_SECONDS):
-            return made[0]
+            return results[0]
         self._keep(source, too_long, unless_known=True)
         return too_long
 
@@ -135,9 +135,9 @@ class GrammarCompiler:
         if matcher.is_error():
             return shortened(matcher.get_error())
         grammar = Grammar(matcher, self._vocabulary)
-        why_not = grammar.why_not()
-        if why_not is not None:
-            return why_not
+        problem = grammar.first_failure()
+        if problem is not None:
+            return problem
         grammar.n_bytes_compiled = growth.n_bytes()
         self._live.add(grammar)
         return grammar
@@ -147,7 +147,7 @@ class Grammar:
     """A compiled grammar, shared by many requests."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: "_Vocabulary") -> None:
-        self.worn = False  # a limit was hit in the state that requests share: compile it again
+        self.worn = False  # a limit was hit in the shared state: compile it again
         self.n_bytes_compiled = 0
         self.n_masks = 0  # computed for all of its requests
         self._matcher = matcher
@@ -169,8 +169,8 @@ class Grammar:
             raise OutputFailed(f"its grammar cannot be followed: {shortened(str(error))}") from error
         return GrammarState(self, matcher, self._vocabulary)
 
-    def why_not(self) -> str | None:
-        """Why no output can begin under this grammar, found with a trial output; None if one can."""
+    def first_failure(self) -> str | None:
+        """Why a trial output fails within N_TRIED tokens; None if it does not."""
         state, into = self.start(), np.empty_like(self._vocabulary.text)
         for _ in range(N_TRIED):
             state.allowed(into)
@@ -230,9 +230,9 @@ class GrammarState:
     def _accept(self, token_id: int) -> bool:
         self._is_known = False
         if not self._vocabulary.is_text(token_id):
-            self._fail(f"token {token_id} is no text")
+            self._fail(f"token {token_id} is not text")
         elif not self._matcher.consume_token(token_id) or self._matcher.is_error():
-            self._fail(f"it cannot go on after token {token_id}")
+            self._fail(f"it cannot continue after token {token_id}")
         if self.failure is not None or self._matcher.is_stopped():
             return True
         if not self._matcher.is_accepting():
@@ -248,7 +248,7 @@ class GrammarState:
         np.bitwise_and(self._allowed, vocabulary.text, out=self._allowed)
         self._is_more = bool(self._allowed.any())
         if not self._is_more and (self._matcher.is_error() or not may_end):
-            self._fail("no token of this model can come next")
+            self._fail("none of this model's tokens can come next")
         elif may_end:
             np.bitwise_or(self._allowed, vocabulary.eos, out=self._allowed)
         self._is_known = True

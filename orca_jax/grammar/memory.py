@@ -1,7 +1,7 @@
-"""The memory of compiled grammars, and when there is no room for another.
+"""The memory of compiled grammars, which has a limit.
 
-A grammar lies in llguidance's heap, and llguidance does not report its size. So the heap is measured before
-and after a compilation. A grammar grows further while outputs follow it, for each new combination of rules;
+A grammar is in the heap of llguidance, which does not report its size. So the heap is measured before and
+after a compilation. A grammar grows further while outputs follow it, for each new combination of rules;
 this is estimated from measurements of hostile grammars.
 """
 
@@ -53,7 +53,7 @@ _heap = _find_heap()
 
 
 class HeapGrowth:
-    """Heap growth since construction: what a compilation keeps, plus what other threads allocated."""
+    """Heap growth since construction: memory kept by a compilation, plus allocations of other threads."""
 
     def __init__(self) -> None:
         self._before = None if _heap is None else _heap()

@@ -51,7 +51,7 @@ _JSON_LIMITS = _limits(row=2_000, step=50_000, size=20_000)
 # styles, and no output can run on in spaces. The other settings enforce the whole schema.
 _JSON_FORM = {"whitespace_pattern": " ?", "coerce_one_of": False, "lenient": False}
 
-# The options after a rule's name, up to the one that is searched for.
+# The options after a rule's name, up to the one searched for.
 _OPTIONS = r'\[(?:"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|[^]"/\n])*?'
 _NOT_IN_LARK = {
     "the option temperature (give it to the request)": rf"^[ \t]*[?!]*[\w-]+{_OPTIONS}\btemperature\s*=",

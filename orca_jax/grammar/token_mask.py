@@ -1,4 +1,4 @@
-"""Sets of tokens as bit masks: bit t % 32 of word t // 32 stands for token t."""
+"""Sets of tokens as bit masks: bit t % 32 of word t // 32 represents token t."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The results of an iteration: a token per request, and log-probabilities for those that asked."""
+"""The results of an iteration: a token per request, and log-probabilities for requests that want them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

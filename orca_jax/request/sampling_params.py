@@ -126,7 +126,7 @@ class SamplingParams:
         return next((name for name in _GRAMMARS if getattr(self, name) not in (None, False)), None)
 
     def choices(self, *, prompt_once: bool = False) -> "list[SamplingParams]":
-        """The parameters of each of the `n` outputs: with n 1, and with a seed of its own if one is given.
+        """The parameters of each of the `n` outputs: with n 1, and with their own seed if there is one.
 
         With `prompt_once` only the first asks for the prompt's log-probabilities, which are the same for all.
         """
@@ -246,7 +246,7 @@ class SamplingParams:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             parsed = json.loads(text) if len(text) <= _MAX_GRAMMAR else None
         except (TypeError, ValueError, RecursionError) as error:
-            message = f"guided_json is no JSON schema: {error!s:.{_SHORT}}"
+            message = f"guided_json is not a JSON schema: {error!s:.{_SHORT}}"
             raise InvalidSamplingParameter(message, param="guided_json") from error
         if not isinstance(parsed, dict | bool) or parsed is False:
             rule = f"must be a JSON schema: an object, of up to {_MAX_GRAMMAR} characters of JSON"

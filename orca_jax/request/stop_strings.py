@@ -14,7 +14,7 @@ _NONE = "\udfff"  # half of a surrogate pair, which decoded text never contains
 class StopStrings:
     """The automaton of a request's stop strings, shared by all its outputs; immutable.
 
-    A state stands for a prefix of a string, state 0 for the empty one. State s goes to s + 1 with the
+    A state represents a prefix of a string, state 0 the empty prefix. State s goes to s + 1 with the
     character `_next[s]`; the few other transitions are in a table. So 16 strings of 1,024 characters take a
     quarter of a megabyte.
     """
@@ -22,7 +22,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         following, ends = [""], array("I", [0])
         self._branches: dict[tuple[int, str], int] = {}
-        self._depths = array("I", [0])  # characters that a state stands for
+        self._depths = array("I", [0])  # length of the prefix that a state represents
         self._ends = ends  # length of the longest string that ends at a state; 0 if none does
         for stop in stops:
             state = 0
@@ -98,8 +98,8 @@ class StopStrings:
 class StopSearch:
     """The search in one text.
 
-    The result depends on the text alone, not on its pieces: the match that ends first, and of those that end
-    at the same place the longest.
+    The result does not depend on how the text is cut into pieces: it is the match that ends first, and the
+    longest of several that end at the same place.
     """
 
     def __init__(self, stops: StopStrings) -> None:

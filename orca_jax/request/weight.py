@@ -18,7 +18,7 @@ _GRAMMAR_STATE = 128 << 10  # the output's position, with the bits of its next m
 
 
 def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
-    """Upper estimate of a queued request's memory in bytes, including what is derived from its parameters.
+    """Upper estimate of a queued request's memory in bytes, including data derived from its parameters.
 
     Costs no more than the lengths of its texts. Outputs of one prompt share most of what each is charged for
     here. Compiled grammars are not included: the compiler has its own limit.

@@ -138,7 +138,7 @@ def _start(llm: "LLM", line: Line, defaults: SamplingParams) -> Job:
         values = _values(line)
         prompt = values.pop("prompt", None)
         if prompt is None:
-            raise BadLine("there is no prompt", param="prompt")
+            raise BadLine("the line has no prompt", param="prompt")
         if unknown := sorted(values.keys() - _SAMPLING_FIELDS):
             allowed = ", ".join(["prompt", *sorted(_SAMPLING_FIELDS)])
             raise BadLine(f"unknown field {unknown[0]!r}; the fields are {allowed}", param=unknown[0])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def start(llm: "LLM", prompt: Any, sampling: SamplingParams) -> list[Generation]:
     """Start `sampling.n` outputs; only the first has the prompt's log-probabilities.
 
-    Raises as `LLM.stream` does; then none of them runs.
+    Raises as `LLM.stream` does, after stopping the outputs already started.
     """
     started = list[Generation]()
     try:

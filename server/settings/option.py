@@ -18,7 +18,7 @@ _ALLOWED = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """One option. If `optional`, the text `none` stands for None. Empty `choices`: any text of its type."""
+    """One option. If `optional`, the text `none` means None. Empty `choices`: any value of its type."""
 
     name: str
     kind: Callable[[str], Any]

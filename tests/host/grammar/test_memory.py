@@ -107,7 +107,7 @@ def test_those_that_requests_follow_leave_no_room(monkeypatch: pytest.MonkeyPatc
     sized(monkeypatch, 100, 300)
     one = compiler()
     states = [compiled(one, regex).start() for regex in "abc"]
-    with pytest.raises(QueueFull, match="as much as may; try again later"):
+    with pytest.raises(QueueFull, match="the maximum; try again later"):
         compiled(one, "d")
     with pytest.raises(QueueFull):
         compiled(one, "e")

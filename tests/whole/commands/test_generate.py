@@ -176,7 +176,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "x", "--stop-token-ids", "1,,2"], "argument --stop-token-ids: '1,,2' is not a list of"),
         (["generate", "x", "--allowed-token-ids", ""], "argument --allowed-token-ids: '' is not a list of"),
         (["generate", "x", "--logprobs", "21"], "logprobs is 21; it must be a whole number from 0 to 20"),
-        (["generate", "x", "--guided-json", "{"], "guided_json is no JSON schema"),
+        (["generate", "x", "--guided-json", "{"], "guided_json is not a JSON schema"),
         (["generate", "x", "--guided-choice", ""], "guided_choice has ''"),
         (
             ["generate", "x", "--guided-regex", "a", "--guided-json-object"],
@@ -366,7 +366,7 @@ BAD_LINES: list[tuple[bytes, str, str | None, str]] = [
     (b'{"prompt": "a", "temperature": NaN}', "BadLine", "line", "NaN is not a JSON value"),
     (b"[" * 100_000, "BadLine", "line", "nested too deeply"),
     (b'{"seed": ' + b"9" * 5000 + b"}", "BadLine", "line", "not JSON"),
-    (b"{}", "BadLine", "prompt", "there is no prompt"),
+    (b"{}", "BadLine", "prompt", "the line has no prompt"),
     (b'{"prompt": "a", "max_token": 3}', "BadLine", "max_token", "unknown field 'max_token'"),
     (b'{"prompt": ""}', "EmptyPrompt", "prompt", "no token"),
     (b'{"prompt": []}', "EmptyPrompt", "prompt", "no token"),
