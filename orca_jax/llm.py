@@ -26,6 +26,7 @@ from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.generation import Generation, GenerationResult
 from orca_jax.service.orca import SCHEDULER_THREAD, Orca
 from orca_jax.service.prepared_params import OutputRules
@@ -221,22 +222,20 @@ class LLM:
         service = self.service
         listed = listed_prompts(prompts)
         sampling = one_for_each(sampling_params, len(listed))
-        prepared: list[tuple[list[int], OutputRules]] = []
+        prepared: list[tuple[CheckedPrompt, OutputRules]] = []
         for i, (prompt, params) in enumerate(zip(listed, sampling, strict=True)):
             try:
                 token_ids = prompt_token_ids(self.name, self.tokenizer, prompt)
                 rules = service.rules(params)
-                service.check(token_ids, rules)
+                checked = service.check(token_ids, rules)
             except InvalidRequest as error:
                 if len(listed) == 1:
                     raise
                 raise type(error)(f"prompt {i}: {error}", param=error.param) from error
-            prepared += [(token_ids, choice) for choice in rules.choices()]
+            prepared += [(checked, choice) for choice in rules.choices()]
         results: list[GenerationResult] = []
         with ExitStack() as running:
-            generations = [
-                running.enter_context(service.submit(token_ids, rules)) for token_ids, rules in prepared
-            ]
+            generations = [running.enter_context(service.submit(prompt, rules)) for prompt, rules in prepared]
             for i, generation in enumerate(generations):
                 results.append(generation.result())
                 if on_result is not None:

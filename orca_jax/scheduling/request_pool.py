@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
 from orca_jax.request.request import FinishReason, Request
-from orca_jax.request.sampled import TokenLogprobs
 
 
 class Delivery(NamedTuple):
@@ -27,7 +26,6 @@ class Delivery(NamedTuple):
     request: Request
     token_id: int | None
     finish_reason: FinishReason | None
-    logprobs: TokenLogprobs | None = None  # the token's, where they were asked for
 
 
 class InArrivalOrder:

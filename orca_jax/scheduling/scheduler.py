@@ -220,7 +220,7 @@ class Scheduler:
         reason = req.accept(token_id)
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
-        return Delivery(req, token_id, reason, logprobs)
+        return Delivery(req, token_id, reason)
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
         """The one way out for every request; the slots it held come back as soon as nothing writes there."""

@@ -192,7 +192,7 @@ class Timeline:
         gaps = _times()
         first: list[RequestRecord] = []
         ended: list[RequestRecord] = []
-        for request, token_id, finish_reason, _ in deliveries:
+        for request, token_id, finish_reason in deliveries:
             record = self._live[request.arrival]
             if token_id is not None:
                 times = record.token_times

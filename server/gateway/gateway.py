@@ -22,11 +22,12 @@ from orca_jax.errors import (
     WorkerLost,
 )
 from orca_jax.request.request import FinishReason
-from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling.request_pool import Delivery
-from orca_jax.service.generation import LOOK_SECONDS, Generation, Piece
+from orca_jax.service.output import LOOK_SECONDS, Output, Piece
 from orca_jax.service.prepared_params import OutputRules
+from orca_jax.service.request_handle import RequestHandle
 from server.errors import NotReady, RequestIdTaken, UnknownModel
 from server.gateway.rule_compiler import RuleCompiler
 from server.gateway.served_model import ServedModel
@@ -52,7 +53,7 @@ class ServerStatus(NamedTuple):
     reason: str | None
 
 
-class LiveRequest:
+class LiveRequest(RequestHandle):
     """An endpoint's request: an async iterator of output pieces, and a context manager that ends the request.
 
     The last piece has the finish reason `stop` or `length`. A request that ends otherwise yields the output
@@ -60,9 +61,17 @@ class LiveRequest:
     loop.
     """
 
-    def __init__(self, gateway: "Gateway", generation: Generation, timeout: float | None) -> None:
+    def __init__(
+        self,
+        output: Output,
+        end: Callable[[FinishReason], object],
+        drop: Callable[[], object],
+        *,
+        gateway: "Gateway",
+        timeout: float | None,
+    ) -> None:
+        super().__init__(output, end, drop)
         self._gateway = gateway
-        self._generation = generation
         # Not an asyncio.Event: that costs several times as much, and this runs for each token.
         self._woken = False
         self._waiter: asyncio.Future[None] | None = None
@@ -73,34 +82,6 @@ class LiveRequest:
         if timeout is not None:
             self._timers.append(gateway.loop.call_later(timeout, self._time_out))
 
-    @property
-    def request_id(self) -> str:
-        return self._generation.request_id
-
-    @property
-    def n_input(self) -> int:
-        """The number of prompt tokens."""
-        return self._generation.n_input
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self._generation.prompt_ids
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Of each prompt token after the first. None before the first piece, or if not requested."""
-        return self._generation.prompt_logprobs
-
-    @property
-    def seed(self) -> int:
-        """The caller's seed, or the random one chosen for the request."""
-        return self._generation.seed
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the request ended; None while it runs."""
-        return self._generation.finish_reason
-
     def __aiter__(self) -> Self:
         return self
 
@@ -110,7 +91,7 @@ class LiveRequest:
                 self._waiter = self._gateway.loop.create_future()
                 await self._waiter
             self._woken = self._error is not None  # after an error there is nothing more to wait for
-            piece = self._generation.poll()
+            piece = self.poll()
             if piece is None:
                 # A spurious wake-up, unless the engine did not end the request within its grace period.
                 self._exhausted = self._error is not None
@@ -129,16 +110,13 @@ class LiveRequest:
 
     def end(self, reason: FinishReason) -> None:
         """Ask the engine to end the request; if it does not within a few seconds, end it here anyway."""
-        self._generation.end(reason)
+        super().end(reason)
         self._timers.append(self._gateway.loop.call_later(_GRACE_SECONDS, self._give_up, reason))
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
+        super().end(FinishReason.CANCELLED)
         for timer in self._timers:
             timer.cancel()
-        self._generation.close()
         self._gateway.forget(self)
 
     def wake(self) -> None:
@@ -151,7 +129,7 @@ class LiveRequest:
         self.end(FinishReason.TIMEOUT)
 
     def _give_up(self, reason: FinishReason) -> None:
-        if self._generation.finish_reason is None:
+        if self.finish_reason is None:
             self._error = self._error_for(reason)
             self.wake()
 
@@ -160,10 +138,9 @@ class LiveRequest:
             after = "" if self._timeout is None else f" after {self._timeout:g} seconds"
             return RequestTimedOut(f"the request was ended{after}, before it was complete")
         if reason is FinishReason.ERROR:
-            failure = self._generation.failure
-            if isinstance(failure, OutputFailed):
-                return OutputFailed(f"this output failed: {failure}")
-            return EngineError(f"the engine failed: {failure}")
+            if isinstance(self.failure, OutputFailed):
+                return OutputFailed(f"this output failed: {self.failure}")
+            return EngineError(f"the engine failed: {self.failure}")
         if self._gateway.phase is Phase.DRAINING:
             return RequestCancelled("the server is shutting down, and the request was not complete in time")
         return RequestCancelled("the request was cancelled")
@@ -238,7 +215,7 @@ class Gateway:
 
     def submit(
         self,
-        prompt_ids: Sequence[int],
+        prompt: Sequence[int] | CheckedPrompt,
         sampling: SamplingParams | OutputRules,
         *,
         request_id: str,
@@ -255,14 +232,14 @@ class Gateway:
         model = self.model()
         if request_id in self._live:  # the pool may have released the id while its client still reads
             raise RequestIdTaken(f"request_id {request_id!r} is that of a live request; give each its own")
+        limits = [limit for limit in (timeout, self._request_timeout) if limit is not None]
+        handle = partial(LiveRequest, gateway=self, timeout=min(limits, default=None))
         try:
-            generation = model.service.submit(prompt_ids, sampling, request_id=request_id, owner=owner)
+            live = model.service.submit(prompt, sampling, request_id=request_id, owner=owner, handle=handle)
         except InvalidRequest as error:
             if error.param == "request_id":  # its client has left, but the pool has not released the id yet
                 raise RequestIdTaken(str(error)) from error
             raise
-        timeouts = [limit for limit in (timeout, self._request_timeout) if limit is not None]
-        live = LiveRequest(self, generation, min(timeouts, default=None))
         self._live[request_id] = live
         self._empty.clear()
         return live

@@ -1,21 +1,21 @@
 """Submits all requests of one response to the service without blocking the event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from typing import NamedTuple
 
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest
-from server.gateway.side_threads import LONG
 
-_SUBMISSION = 1_000  # the fixed cost of one submission, in prompt tokens that take as long to check
+_AT_ONCE = 8  # submissions before the event loop may run something else
 
 
 class Submission(NamedTuple):
     """One choice: its prompt, its output rules and its request id in the service."""
 
-    prompt_ids: Sequence[int]
+    prompt: CheckedPrompt
     rules: OutputRules
     request_id: str
 
@@ -30,12 +30,9 @@ async def submitted(
     """
     with ExitStack() as stack:
         requests = list[LiveRequest]()
-        n_tokens = 0
-        for prompt_ids, rules, request_id in submissions:
-            live = gateway.submit(prompt_ids, rules, request_id=request_id, owner=owner, timeout=timeout)
-            requests.append(stack.enter_context(live))
-            n_tokens += _SUBMISSION + len(prompt_ids)
-            if n_tokens > LONG:  # `submit` checks each token of a prompt
+        for i, (prompt, rules, request_id) in enumerate(submissions):
+            if i and i % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-                n_tokens = 0
+            live = gateway.submit(prompt, rules, request_id=request_id, owner=owner, timeout=timeout)
+            requests.append(stack.enter_context(live))
         yield requests

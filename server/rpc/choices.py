@@ -7,6 +7,7 @@ from functools import partial
 
 from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest
 from server.gateway.side_threads import run_for_response
@@ -50,7 +51,7 @@ class Choice:
 @asynccontextmanager
 async def choices_of(
     gateway: Gateway,
-    prompt_ids: Sequence[int],
+    prompt: CheckedPrompt,
     rules: OutputRules,
     *,
     request_id: str,
@@ -63,7 +64,7 @@ async def choices_of(
     contain no spaces, so no other call can have that id. Raises what `Gateway.submit` raises.
     """
     submissions = [
-        Submission(prompt_ids, choice_rules, f"{request_id} {i}" if i else request_id)
+        Submission(prompt, choice_rules, f"{request_id} {i}" if i else request_id)
         for i, choice_rules in enumerate(rules.choices(prompt_once=True))
     ]
     async with submitted(gateway, submissions, owner=owner, timeout=timeout) as requests:

@@ -58,9 +58,10 @@ class Generation:
             model = self._gateway.model(request.model or None)
             sampling, prompt_ids = await run_for_request(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
+            prompt = await run_for_request(len(data), partial(model.service.check, prompt_ids, rules))
             async with choices_of(
                 self._gateway,
-                prompt_ids,
+                prompt,
                 rules,
                 request_id=request_id,
                 owner=self._calls.owner(context),
@@ -100,18 +101,13 @@ class Generation:
         if n > most:
             raise InvalidRequest(f"n is {n}; one request may ask for {most} choices", param="n")
 
-    def _read(
-        self, request: pb.GenerateRequest, model: ServedModel
-    ) -> tuple[SamplingParams, tuple[int, ...]]:
-        """The sampling parameters and the prompt. The cost grows with the message.
-
-        The prompt is a tuple, so that all choices share it.
-        """
+    def _read(self, request: pb.GenerateRequest, model: ServedModel) -> tuple[SamplingParams, list[int]]:
+        """The sampling parameters and the prompt. The cost grows with the message."""
         sampling = messages.sampling_params(request.sampling)
         self._check_number(sampling.n, model)
         if messages.prompt_kind(request) == "token_ids":
-            return sampling, tuple(messages.numbers("prompt", request.token_ids.ids))
-        return sampling, tuple(model.encode(request.text))
+            return sampling, messages.numbers("prompt", request.token_ids.ids)
+        return sampling, model.encode(request.text)
 
     async def _write_all(self, choices: list[Choice], context: Context, request_id: str) -> None:
         """Send the request's id at once, as initial metadata, then all output."""

@@ -12,7 +12,7 @@ from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.service.generation import Piece
+from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.gateway.served_model import ServedModel
 from server.rpc import generation_pb2 as pb

@@ -11,7 +11,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.token_text import TextDecoder, TokenText, Utf8Decoder
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.service.generation import Piece
+from orca_jax.service.output import Piece
 
 
 class PlacedToken(NamedTuple):

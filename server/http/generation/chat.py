@@ -41,12 +41,12 @@ async def create_chat_completion(
     service = model.service
     n_bytes = len(await request.body())
 
-    def read() -> tuple[SamplingParams, tuple[int, ...]]:
+    def read() -> tuple[SamplingParams, list[int]]:
         body.sampling(longest=service.most_output(1))  # reject invalid parameters before the expensive work
         check_number(1, body.n_choices, options, model)
         text = text_of(model, body.messages)
         # The chat template writes the special tokens, so the tokenizer must not add any.
-        prompt = tuple(model.encode(text, param="messages", add_special_tokens=False))
+        prompt = model.encode(text, param="messages", add_special_tokens=False)
         longest = service.most_output(len(prompt))
         if longest < 1:  # `check` below rejects the prompt
             longest = max(body.min_tokens or 0, 1)
@@ -55,13 +55,13 @@ async def create_chat_completion(
     with renamed_fields(**body.client_names):
         sampling, prompt = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
-        await run_for_request(n_bytes, partial(check, model, [prompt], rules))
+        checked = await run_for_request(n_bytes, partial(check, model, [prompt], rules))
     extras = None
     if body.logprobs:
         extras = OutputExtras(names=TokenNames(model.tokenizer), write_logprobs=chat_logprobs)
     response_id = new_response_id("chatcmpl")
     choices = Choices(
-        gateway, [prompt], rules, extras=extras, response_id=response_id, owner=owner, facts=facts
+        gateway, checked, rules, extras=extras, response_id=response_id, owner=owner, facts=facts
     )
     return await answer(
         body,

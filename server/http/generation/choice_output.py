@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from orca_jax.request.request import FinishReason
-from orca_jax.service.generation import Piece
+from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.http.fields.logprobs import Logprobs, LogprobsWriter
 from server.http.fields.token_names import TokenNames

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 from starlette.types import Receive
 
 from orca_jax.request.request import FinishReason
-from orca_jax.service.generation import Piece
+from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest
 from server.gateway.side_threads import run_for_response
@@ -66,7 +67,7 @@ class CompleteChoice(NamedTuple):
 class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
-    Each choice of a prompt has its own seed: `seed + i`, or a random one. The prompts must have been checked.
+    Each choice of a prompt has its own seed: `seed + i`, or a random one.
     `extras` is what to return besides output text, None for nothing. `owner` is the API key or address whose
     share of the queue the requests use. `facts` go into the access log.
     """
@@ -74,7 +75,7 @@ class Choices:
     def __init__(
         self,
         gateway: Gateway,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[CheckedPrompt],
         rules: OutputRules,
         *,
         extras: OutputExtras | None,
@@ -91,7 +92,8 @@ class Choices:
         self._scored = [
             asyncio.Event() for _ in prompts
         ]  # set when a prompt's first choice has its first piece
-        self.tally = Tally(sum(map(len, prompts)), len(rules_each) * len(prompts))
+        n_input = sum(len(prompt.token_ids) for prompt in prompts)
+        self.tally = Tally(n_input, len(rules_each) * len(prompts))
         self._gateway = gateway
         self._facts = facts
         choices = [(prompt, choice_rules) for prompt in prompts for choice_rules in rules_each]

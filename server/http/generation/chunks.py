@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
-from orca_jax.service.generation import Piece
+from orca_jax.service.output import Piece
 from server.http.bodies.errors import error_body
 from server.http.bodies.json_answer import as_json
 from server.http.fields.both import Usage

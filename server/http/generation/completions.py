@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import CheckedPrompt
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.client_names import renamed_fields
@@ -38,19 +39,18 @@ async def create_completion(
     model = accept(body, gateway, facts)
     n_bytes = len(await request.body())
 
-    def read() -> tuple[SamplingParams, list[tuple[int, ...]]]:
+    def read() -> tuple[SamplingParams, list[list[int]]]:
         sampling = body.sampling()
         check_number(len(body.prompts), body.n_choices, options, model)
         return sampling, encode(model, body.prompts)
 
-    def check_prompts() -> list[str] | None:
-        check(model, prompts, rules)
-        return texts(model, body.prompts) if body.echo else None
+    def check_prompts() -> tuple[list[CheckedPrompt], list[str] | None]:
+        return check(model, prompts, rules), texts(model, body.prompts) if body.echo else None
 
     with renamed_fields(**body.client_names):
         sampling, prompts = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
-        prompt_texts = await run_for_request(n_bytes, check_prompts)
+        checked, prompt_texts = await run_for_request(n_bytes, check_prompts)
     extras = None
     if body.echo or body.logprobs is not None:
         extras = OutputExtras(
@@ -61,7 +61,7 @@ async def create_completion(
         )
     response_id = new_response_id("cmpl")
     choices = Choices(
-        gateway, prompts, rules, extras=extras, response_id=response_id, owner=owner, facts=facts
+        gateway, checked, rules, extras=extras, response_id=response_id, owner=owner, facts=facts
     )
     return await answer(
         body,

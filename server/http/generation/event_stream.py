@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from orca_jax.errors import OrcaError
-from orca_jax.service.generation import Piece
+from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.json_answer import as_json

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.served_model import ServedModel
 from server.settings.options import EndpointOptions
@@ -14,9 +15,9 @@ from server.settings.options import EndpointOptions
 T = TypeVar("T")
 
 
-def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[tuple[int, ...]]:
+def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
     """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name the prompt at fault."""
-    return _each(prompts, lambda prompt: _encode(model, prompt))
+    return _each(prompts, lambda prompt: model.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
@@ -24,9 +25,9 @@ def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> l
     return [_text(model, prompt) for prompt in prompts]
 
 
-def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRules) -> None:
-    """Raise, before any prompt is submitted, the error that the service would raise for one of them."""
-    _each(prompts, lambda prompt: model.service.check(prompt, rules))
+def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRules) -> list[CheckedPrompt]:
+    """Check all prompts before any is submitted. Raises a leaf of InvalidRequest."""
+    return _each(prompts, lambda prompt: model.service.check(prompt, rules))
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
@@ -41,11 +42,6 @@ def check_number(n_prompts: int, n: int, options: EndpointOptions, model: Served
         count = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
         message = f"too many choices ({count}); one request may ask for {most} in all"
         raise InvalidRequest(message, param="n" if n > 1 else "prompt")
-
-
-def _encode(model: ServedModel, prompt: str | list[int]) -> tuple[int, ...]:
-    """Token ids as a tuple, so that all choices of a prompt share it."""
-    return tuple(model.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def _text(model: ServedModel, prompt: str | list[int]) -> str:

@@ -13,7 +13,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import TextStream, Tokenizer
-from orca_jax.service.generation import Piece
+from orca_jax.service.output import Piece
 from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_places
 
 # Besides the 256 bytes: runs of bytes that split characters anywhere.

@@ -14,8 +14,9 @@ from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.recovery import Recovery
-from orca_jax.service.generation import Generation, Mailbox
+from orca_jax.service.generation import Generation
 from orca_jax.service.orca import Orca
+from orca_jax.service.output import Output
 from tests.host.engines import MODEL, SOON, GatedEngine, at_rest, orca
 from tests.host.fragile_engine import LOST, FragileEngine
 
@@ -293,9 +294,9 @@ def test_the_longest_request_can_run_again():
     ]
     longest, too_long, behind = requests
     with pytest.raises(RequestTooLarge, match="max_batch_tokens allow 17"):
-        service.pool.add(too_long)
+        service.check(too_long.prompt_ids, service.rules(too_long.sampling))
     for request in (longest, behind):
-        request.sink = Mailbox(None, lambda: None)
+        request.sink = Output(request, None, lambda: None)
         service.pool.add(request)
     engine.let(15)
     for _ in range(15):

@@ -21,7 +21,8 @@ from orca_jax.errors import (
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.request_pool import Delivery
-from orca_jax.service.generation import Generation, Piece
+from orca_jax.service.generation import Generation
+from orca_jax.service.output import Piece
 from tests.host.engines import (
     EOS,
     LETTERS,
@@ -424,7 +425,7 @@ def test_an_old_generation_does_not_cancel_its_successor(engine: GatedEngine) ->
         engine.let(1)
         assert old.result(SOON).token_ids == [1]
         new = service.submit([5], SamplingParams(max_tokens=2), request_id="A")
-        old._mailbox.finish_reason = None  # as when its end is still on its way to its user
+        old._output.finish_reason = None  # as when its end is still on its way to its user
         old.cancel()
         del old
         gc.collect()

@@ -119,7 +119,7 @@ class Player(FaultSimulation):
         iterations += self.trace.timing.turn * (n_tokens + 20) * (1 + self.recovery.losses)
         assert self.clock.now() <= last + iterations + (self.recovery.losses + 1) * DEADLINES.ready_seconds
         told: dict[str, list[tuple[int | None, FinishReason | None]]] = {}
-        for request, token_id, reason, _ in self.deliveries:
+        for request, token_id, reason in self.deliveries:
             told.setdefault(request.request_id, []).append((token_id, reason))
         refused = {request.request_id for request, _ in self.refused}
         for request in self.requests:

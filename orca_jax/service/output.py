@@ -1,0 +1,143 @@
+"""A request's output on its way from the scheduler's thread to the user's."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from orca_jax.errors import EngineError, OutputFailed
+from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.request.tokenizer import TextStream
+
+LOOK_SECONDS = 1.0  # a waiting user checks this often whether the service is still running
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new since the last piece: tokens, the text that is certain by now, and the finish reason.
+
+    Text lags behind tokens while it may be the beginning of a stop string or part of a character. Only
+    the last piece has a finish reason. `logprobs` are those of `token_ids`, if requested.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Output:
+    """The output of one request: the service writes it, and one user reads it in pieces.
+
+    Tokens and log-probabilities stay in the request, which only ever appends to them. The scheduler publishes
+    them once per iteration, so a user never sees the last token without its finish reason. `stream` turns
+    tokens into text; None for a model without a tokenizer. `stopped` returns why the service will publish
+    nothing more, or None while it runs.
+    """
+
+    def __init__(
+        self, request: Request, stream: TextStream | None, stopped: Callable[[], EngineError | None]
+    ) -> None:
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self.failure: EngineError | None = None
+        self._stream = stream
+        self._stopped = stopped
+        self._changed = threading.Condition(threading.Lock())
+        self._n_tokens = 0  # published
+        self._n_taken = 0
+        self._text: list[str] = []  # published and not taken
+        self._last_taken = False
+        self._is_waiting = False
+
+    # For the scheduler's thread.
+
+    def push(self, token_id: int) -> bool:
+        """OutputSink: True if a stop string is complete."""
+        return self._stream is not None and self._stream.push(token_id)
+
+    def publish(self, reason: FinishReason | None, failure: EngineError | None) -> None:
+        """Show the user all tokens so far. After a finish reason, further calls do nothing."""
+        stream = self._stream
+        if stream is not None and reason is not None:
+            stream.finish()
+        text = "" if stream is None else stream.take()
+        with self._changed:
+            if self.finish_reason is not None:
+                return
+            self._n_tokens = len(self.request.output_ids)
+            self._text.append(text)
+            self.finish_reason = reason
+            self.failure = failure
+            if self._is_waiting:
+                self._is_waiting = False
+                self._changed.notify_all()
+
+    # For the user's thread.
+
+    @property
+    def text(self) -> str:
+        """All text so far, taken or not."""
+        return "" if self._stream is None else self._stream.text
+
+    def take(self, timeout: float | None) -> Piece | None:
+        """The next piece, None after the last; see `Generation.next_piece`."""
+        with self._changed:
+            if self._last_taken:
+                self._raise_failure()
+                return None
+            self._wait(self._has_news, timeout)
+            return self._next_piece()
+
+    def poll(self) -> Piece | None:
+        """The next piece if there is one already; None otherwise, and after the last piece. Never waits."""
+        with self._changed:
+            if self._last_taken:
+                return None
+            if not self._has_news():
+                failure = self._stopped()
+                if failure is None:
+                    return None
+                self.finish_reason, self.failure = FinishReason.ERROR, failure
+            return self._next_piece()
+
+    def wait_for_end(self, timeout: float | None) -> FinishReason:
+        """Wait for the finish reason. Raises TimeoutError, and EngineError if the engine failed."""
+        with self._changed:
+            self._wait(lambda: self.finish_reason is not None, timeout)
+            self._raise_failure()
+            assert self.finish_reason is not None
+            return self.finish_reason
+
+    # Under the lock.
+
+    def _has_news(self) -> bool:
+        return self._n_tokens > self._n_taken or self.finish_reason is not None
+
+    def _next_piece(self) -> Piece:
+        request, new = self.request, slice(self._n_taken, self._n_tokens)
+        logprobs = tuple(request.logprobs[new])  # empty unless requested
+        piece = Piece(tuple(request.output_ids[new]), "".join(self._text), self.finish_reason, logprobs)
+        self._n_taken = self._n_tokens
+        self._text.clear()
+        self._last_taken = self.finish_reason is not None
+        return piece
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            kind = OutputFailed if isinstance(self.failure, OutputFailed) else EngineError
+            raise kind(str(self.failure)) from self.failure
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not ready():
+            left = LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no output came within {timeout} seconds")
+            failure = self._stopped()
+            if failure is not None:
+                self.finish_reason, self.failure = FinishReason.ERROR, failure
+                return
+            self._is_waiting = True  # until the next `publish`
+            self._changed.wait(min(left, LOOK_SECONDS))
