@@ -56,7 +56,7 @@ def play(
     timeline = Timeline(lambda: time.perf_counter() - start, max_records=None, bucket_sizes=bucket_sizes)
 
     def delivered(deliveries: Sequence[Delivery]) -> None:
-        if n := sum(delivery.finish_reason is not None for delivery in deliveries):
+        if n := sum(reason is not None for _, _, reason in deliveries):
             loop.n_left -= n
             on_finished(n)
 

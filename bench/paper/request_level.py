@@ -204,11 +204,11 @@ class RequestLevelScheduler:
             req = place.outer
             for token_id in place.output_ids():
                 reason = req.accept(token_id)
-                deliveries.append(Delivery(req, token_id, reason))
+                deliveries.append((req, token_id, reason))
                 if reason is not None:
                     break
             req.state = RequestState.FINISHED
-            req.finish_reason = deliveries[-1].finish_reason
+            req.finish_reason = deliveries[-1][2]
             place.inner.state = RequestState.FINISHED
             self.kv.release(place.inner.row)
             self.pool.remove(req)

@@ -33,9 +33,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         ]
 
         def delivered(deliveries: Sequence[Delivery]) -> None:
-            for delivery in deliveries:
-                if delivery.finish_reason is not None:
-                    request = delivery.request
+            for request, _, reason in deliveries:
+                if reason is not None:
                     playing.done(int(request.request_id), request.output_ids)
 
         service.on_delivered = delivered

@@ -37,9 +37,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
 
     def play(playing: Playing) -> None:
         def delivered(deliveries: Sequence[Delivery]) -> None:
-            for delivery in deliveries:
-                if delivery.finish_reason is not None:
-                    request = delivery.request
+            for request, _, reason in deliveries:
+                if reason is not None:
                     playing.done(int(request.request_id), request.output_ids)
 
         scheduler, pool = engine.scheduler(on_deliveries=delivered)

@@ -98,10 +98,11 @@ class EngineMaster:
         self._n_words = n_words(vocab_size)
         self._sleep = sleep
         self._n_issued = 0
-        # By row [n_rows]; the first four are set when a request begins there.
+        # By row [n_rows]; the first five are set when a request begins there.
         self._n_reserved = np.zeros(kv.n_rows, np.int64)  # which request's they are: KVManager.n_reserved
         self._sampling = neutral_sampling(kv.n_rows)
         self._n_prompt = np.zeros(kv.n_rows, np.int32)
+        self._has_constraint = np.zeros(kv.n_rows, np.bool_)
         self._has_sampled = np.zeros(kv.n_rows, np.bool_)  # its initiation is over
         self._kv_length = np.zeros(kv.n_rows, np.int32)  # tokens in the cache, after all that was issued
 
@@ -203,8 +204,10 @@ class EngineMaster:
         sampling["prompt_logprobs"][increment] = -1
         for i in (~samples).nonzero()[0].tolist():  # nothing acts on what is not sampled
             sampling["temperature"][i], sampling["logprobs"][i], sampling["flags"][i] = 0, -1, 0
-        for i, request in enumerate(requests):
-            if request.constraint is not None and samples[i] and request.constraint.acts(int(token_index[i])):
+        for i in (self._has_constraint[row] & samples).nonzero()[0].tolist():
+            constraint = requests[i].constraint
+            assert constraint is not None
+            if constraint.acts(int(token_index[i])):
                 sampling["flags"][i] |= CONSTRAINED
         if not self.keeps_tokens:
             for i in increment.nonzero()[0].tolist():
@@ -245,4 +248,5 @@ class EngineMaster:
         to["flags"][row] = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
         self._n_reserved[row] = self._kv.n_reserved[row]
         self._n_prompt[row] = len(request.prompt_ids)
+        self._has_constraint[row] = request.constraint is not None
         self._has_sampled[row] = False

@@ -135,14 +135,9 @@ class Request:
         return [*self.prompt_ids[start:stop], *self.output_ids[max(0, start - n) : max(0, stop - n)]]
 
     def begin_iteration(self, n_tokens: int) -> bool:
-        """An iteration over its next `n_tokens` was issued; whether it samples a token."""
+        """An iteration over its next `n_tokens` was issued. Returns whether it samples a token."""
+        samples = self.state is _INCREMENT or n_tokens == self.n_to_compute
         self.n_computed += n_tokens
-        # After its initiation every row does; before, the one that reaches the last known token.
-        samples = (
-            self.state is _INCREMENT
-            or self.n_in_flight > self.n_pieces
-            or self.n_computed == len(self.prompt_ids) + len(self.output_ids)
-        )
         if not samples:
             self.n_pieces += 1
         self.n_iterations += 1
@@ -169,6 +164,6 @@ class Request:
             return FinishReason.ERROR
         if stopped or token_id in self.end_token_ids:
             return FinishReason.STOP
-        if self.n_tokens >= self.max_tokens:
+        if len(self.prompt_ids) + len(self.output_ids) >= self.max_tokens:  # n_tokens, without a call
             return FinishReason.LENGTH
         return None

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from orca_jax.iteration.row import Row
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.timeline import IterationRecord
@@ -42,7 +39,7 @@ class Returned(NamedTuple):
     request asked for them; those of a prompt that comes in pieces come in pieces.
     """
 
-    token_ids: Sequence[int] | npt.NDArray[np.int32]
+    token_ids: list[int]
     logprobs: Mapping[int, TokenLogprobs] = NOTHING
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = NOTHING
 

@@ -16,16 +16,9 @@ from typing import NamedTuple
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
 from orca_jax.request.request import FinishReason, Request
 
-
-class Delivery(NamedTuple):
-    """What a request's user is to see: a token, the reason of its end, or both at once.
-
-    A tuple, because one is made for every row of every iteration, and a frozen dataclass costs twice that.
-    """
-
-    request: Request
-    token_id: int | None
-    finish_reason: FinishReason | None
+# What a request's user is to see: the request, a token, and the finish reason; a token, a reason, or both. A
+# plain tuple for the same reason as `Row`: one is made for every row of every iteration.
+Delivery = tuple[Request, int | None, FinishReason | None]
 
 
 class InArrivalOrder:

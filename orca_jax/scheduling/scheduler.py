@@ -183,7 +183,7 @@ class Scheduler:
             for i, records in returned.prompt_logprobs.items():
                 req, _ = iteration.rows[i]
                 req.prompt_logprobs = [*(req.prompt_logprobs or ()), *records]
-            pieces = iteration.pieces
+            pieces, logprobs = iteration.pieces, returned.logprobs
             pairs = zip(iteration.rows, returned.token_ids, strict=True)
             for i, ((req, _), token_id) in enumerate(pairs):  # line 11
                 req.n_in_flight -= 1
@@ -197,8 +197,8 @@ class Scheduler:
                 elif is_piece:
                     deliveries += self._take_piece(req)
                 else:
-                    logprobs = returned.logprobs.get(i)
-                    deliveries.append(self._take_token(req, int(token_id), logprobs))  # lines 12 to 14
+                    own = logprobs.get(i) if logprobs else None
+                    deliveries.append(self._take_token(req, token_id, own))  # lines 12 to 14
         finally:  # when a request's sink raises, those before it have still ended and must be told
             self._deliver(deliveries)
         self._in_flight.popleft()  # line 15
@@ -220,7 +220,7 @@ class Scheduler:
         reason = req.accept(token_id)
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
-        return Delivery(req, token_id, reason)
+        return req, token_id, reason
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
         """The one way out for every request; the slots it held come back as soon as nothing writes there."""
@@ -231,7 +231,7 @@ class Scheduler:
         req.state = FINISHED
         req.finish_reason = reason
         self.pool.remove(req)
-        return Delivery(req, None, reason)
+        return req, None, reason
 
     def _release(self, req: Request) -> None:
         """The slots of a request that has ended can be reserved again."""

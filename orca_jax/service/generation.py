@@ -15,8 +15,8 @@ class GenerationResult:
 
     `text` is the output without special tokens, cut before a stop string; empty if the model has no
     tokenizer. `token_ids` are all generated tokens, including an end-of-sequence token and those of a stop
-    string. The same `seed` gives the same tokens again. `logprobs` are those of `token_ids`, `prompt_logprobs`
-    those of each prompt token after the first; None if not requested.
+    string. The same `seed` gives the same tokens again. `logprobs` are those of `token_ids`, and
+    `prompt_logprobs` those of each prompt token after the first; None if not requested.
     """
 
     text: str

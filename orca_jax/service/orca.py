@@ -266,14 +266,14 @@ class Orca:
         return self._stopping or bool(self._dropped)
 
     def _publish_all(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            output = delivery.request.sink
+        for request, _, reason in deliveries:
+            output = request.sink
             assert isinstance(output, Output)
             failure = None
-            if delivery.finish_reason is FinishReason.ERROR:
-                own = delivery.request.failure
+            if reason is FinishReason.ERROR:
+                own = request.failure
                 failure = self.failure if own is None else OutputFailed(own)
-            output.publish(delivery.finish_reason, failure)
+            output.publish(reason, failure)
         if self.on_delivered is not None:
             self.on_delivered(deliveries)
 

@@ -70,7 +70,7 @@ def simulated_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -math.log(2), likeliest)
 
 
-def returned(rows: Sequence[Row], token_ids: Sequence[int]) -> Returned:
+def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
     """These tokens, and simulated log-probabilities where asked for: those of a prompt all at once."""
     return Returned(
         token_ids,

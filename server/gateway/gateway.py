@@ -314,8 +314,8 @@ class Gateway:
             pass
 
     def _wake(self, deliveries: Sequence[Delivery]) -> None:
-        for delivery in deliveries:
-            live = self._live.get(delivery.request.request_id)
+        for request, _, _ in deliveries:
+            live = self._live.get(request.request_id)
             if live is not None:
                 live.wake()
 

@@ -122,6 +122,6 @@ def greedy_request(name: str, prompt: Sequence[int], n_output: int) -> Request:
 
 def finish_reasons(deliveries: Sequence[Delivery]) -> dict[str, FinishReason]:
     """Why each request ended; asserts that none ended twice."""
-    ends = [(d.request.request_id, d.finish_reason) for d in deliveries if d.finish_reason is not None]
+    ends = [(req.request_id, reason) for req, _, reason in deliveries if reason is not None]
     assert len(dict(ends)) == len(ends)
     return dict(ends)

@@ -117,5 +117,5 @@ class House:
 
     def told(self) -> list[list[tuple[str, int | None, FinishReason | None]]]:
         return [
-            [(d.request.request_id, d.token_id, d.finish_reason) for d in some] for some in self.deliveries
+            [(req.request_id, token_id, reason) for req, token_id, reason in some] for some in self.deliveries
         ]

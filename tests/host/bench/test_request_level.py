@@ -122,13 +122,13 @@ def test_a_batch_of_unequal_requests_worked_by_hand():
     assert {record.request_ids for record in iterations} == {("A", "B", "C")}
     assert house.times() == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     # All is told when the longest is done: each one's tokens, the end with the last of them.
-    assert [(time, d.request.request_id, d.finish_reason) for time, d in house.told] == [
+    assert [(time, req.request_id, reason) for time, (req, _, reason) in house.told] == [
         *[(5, "A", None)] * 2, (5, "A", FinishReason.LENGTH),
         (5, "B", FinishReason.LENGTH),
         *[(5, "C", None)] * 3, (5, "C", FinishReason.LENGTH),
     ]  # fmt: skip
     for request in requests:
-        told = [d.token_id for _, d in house.told if d.request is request]
+        told = [token_id for _, (req, token_id, _) in house.told if req is request]
         assert told == request.output_ids
         assert (request.state, request.finish_reason) == (RequestState.FINISHED, FinishReason.LENGTH)
     records = {record.request_id: record for record in house.timeline.requests}
@@ -290,7 +290,7 @@ def test_what_holds_of_every_trace(case: tuple[House, list[Request], list[float]
             assert mine == [FED] * n_fed + [GENERATING] * n_output + [DONE] * n_done
         assert min(iterations[i].issued for i in numbers) >= ended, "a batch began before the last ended"
         ended = max(iterations[i].returned or math.inf for i in numbers)
-        assert {time for time, d in house.told if d.request in batch} == {ended}
+        assert {time for time, (req, _, _) in house.told if req in batch} == {ended}
         taken += names
     assert taken == [request.request_id for request in requests], "first come, first served"
     most = most_tokens_at_once([len(request.prompt_ids) for request in requests], house.mbs)

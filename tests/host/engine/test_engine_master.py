@@ -368,6 +368,7 @@ def test_a_wait_that_nothing_interrupts_looks_at_nothing():
     r = request("r", [1])
     r.row = kv.reserve(16)
     returned = master.wait(issue(master, r), never)
+    assert returned is not None and {type(token_id) for token_id in returned.token_ids} == {int}
     assert returned is not None and returned.token_ids == [5]
 
 

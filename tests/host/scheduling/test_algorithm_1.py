@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Never
 
-import numpy as np
 import pytest
 
 from orca_jax.config import ServingConfig
@@ -568,15 +567,6 @@ def test_all_deliveries_of_an_iteration_go_out_in_one_call():
         house.add(name, n_output=1)
     house.steps(1)
     assert [len(some) for some in house.deliveries] == [4]
-
-
-def test_a_numpy_token_becomes_a_python_int():
-    house = House()
-    a = house.add("A")
-    house.engine.wait = lambda iteration, interrupted: Returned(np.array([7], np.int32))
-    house.steps(1)
-    assert type(a.output_ids[0]) is int
-    assert type(house.deliveries[0][0].token_id) is int
 
 
 def test_the_timeline_hears_of_every_iteration():

@@ -250,8 +250,8 @@ def test_deliveries_go_out_in_one_call_and_none_makes_no_call():
     pool = RequestPool(max_waiting=1, on_deliveries=lambda some: calls.append(list(some)))
     a = make_request("A")
     pool.deliver([])
-    pool.deliver([Delivery(a, 7, None), Delivery(a, None, CANCELLED)])
-    assert calls == [[Delivery(a, 7, None), Delivery(a, None, CANCELLED)]]
+    pool.deliver([(a, 7, None), (a, None, CANCELLED)])
+    assert calls == [[(a, 7, None), (a, None, CANCELLED)]]
 
 
 # What can never run is refused.

@@ -328,14 +328,14 @@ class Player:
         assert not self.simulation.refused
         told: dict[str, list[Delivery]] = {req.request_id: [] for req in self.requests}
         for delivery in self.simulation.deliveries:
-            told[delivery.request.request_id].append(delivery)
+            told[delivery[0].request_id].append(delivery)
         for request, arrival in zip(self.requests, self.trace.arrivals, strict=True):
             deliveries = told[request.request_id]
-            tokens = [d.token_id for d in deliveries if d.token_id is not None]
+            tokens = [token_id for _, token_id, _ in deliveries if token_id is not None]
             assert request.state is RequestState.FINISHED
             assert tokens == request.output_ids
             assert tokens == [self.token(request, i) for i in range(len(tokens))]
-            reasons = [d.finish_reason for d in deliveries]
+            reasons = [reason for _, _, reason in deliveries]
             assert reasons[-1] is request.finish_reason is not None
             assert reasons[:-1] == [None] * (len(reasons) - 1), "ended more than once"
             stops = arrival.stop_at is not None and arrival.stop_at < arrival.n_output
@@ -600,10 +600,10 @@ def test_threads_may_add_and_end_while_the_scheduler_runs():
         sys.setswitchinterval(interval)
     assert not errors, errors
     assert not any(thread.is_alive() for thread in (*adders, scheduling))
-    ends = Counter(d.request.request_id for d in deliveries if d.finish_reason is not None)
+    ends = Counter(req.request_id for req, _, reason in deliveries if reason is not None)
     assert ends == Counter(f"{which}.{i}" for which in range(n_threads) for i in range(n_each))
     assert sum(n_asked) > 0
     assert (len(pool), running.n_rsrv, running.n_scheduled) == (0, 0, 0)
     assert (kv.n_free_blocks, kv.n_free_rows) == (24, 9)
-    arrivals = sorted({d.request.request_id: d.request.arrival for d in deliveries}.values())
+    arrivals = sorted({req.request_id: req.arrival for req, _, _ in deliveries}.values())
     assert arrivals == list(range(n_threads * n_each))

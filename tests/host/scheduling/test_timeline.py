@@ -9,7 +9,6 @@ import pytest
 from orca_jax.iteration.buckets import bucket_sizes
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, Timeline
 
 
@@ -49,7 +48,7 @@ def test_a_request_from_arrival_to_end(clock: Clock):
     for time, token_id, reason in [(3.0, 7, None), (4.0, 8, None), (6.0, 9, FinishReason.LENGTH)]:
         assert not timeline.requests
         clock.now = time
-        timeline.delivered([Delivery(a, token_id, reason)])
+        timeline.delivered([(a, token_id, reason)])
     (record,) = timeline.requests
     assert (record.request_id, record.n_input, record.n_output) == ("A", 4, 3)
     assert (record.arrived, list(record.token_times), record.finished) == (1.0, [3.0, 4.0, 6.0], 6.0)
@@ -63,7 +62,7 @@ def test_a_request_that_ends_without_a_token(clock: Clock):
     a = make_request("A")
     timeline.arrived(a)
     clock.now = 2.0
-    timeline.delivered([Delivery(a, None, FinishReason.CANCELLED)])
+    timeline.delivered([(a, None, FinishReason.CANCELLED)])
     (record,) = timeline.requests
     assert (record.n_output, record.finished) == (0, 2.0)
     assert record.time_to_first_token is None
@@ -76,7 +75,7 @@ def test_normalized_latency_is_known_at_the_end_only(clock: Clock):
     timeline.arrived(a)
     timeline.arrived(b)
     clock.now = 2.0
-    timeline.delivered([Delivery(a, 7, None), Delivery(b, 8, FinishReason.STOP)])
+    timeline.delivered([(a, 7, None), (b, 8, FinishReason.STOP)])
     (record,) = timeline.requests  # A is not among the finished ones
     assert record.request_id == "B"
     record.finished = None
@@ -89,7 +88,7 @@ def test_an_id_may_come_again(clock: Clock):
         clock.now = time
         a = make_request("A")
         timeline.arrived(a)
-        timeline.delivered([Delivery(a, 7, FinishReason.STOP)])
+        timeline.delivered([(a, 7, FinishReason.STOP)])
     assert [record.arrived for record in timeline.requests] == [0.0, 5.0]
 
 
@@ -141,7 +140,7 @@ def test_only_the_youngest_records_are_kept(clock: Clock, max_records: int | Non
         request = make_request(str(i))
         timeline.arrived(request)
         timeline.returned(timeline.issued([(request, 1)]))
-        timeline.delivered([Delivery(request, 7, FinishReason.STOP)])
+        timeline.delivered([(request, 7, FinishReason.STOP)])
     assert [iteration.number for iteration in timeline.iterations] == kept
     assert [int(record.request_id) for record in timeline.requests] == kept
 
@@ -156,7 +155,7 @@ def test_a_request_is_scheduled_once_however_often_it_runs(clock: Clock):
     timeline.issued([(a, 1)])
     clock.now = 5.0
     timeline.returned(timeline.issued([(a, 1)]))  # again, after a fault
-    timeline.delivered([Delivery(a, 7, FinishReason.STOP), Delivery(b, None, FinishReason.TIMEOUT)])
+    timeline.delivered([(a, 7, FinishReason.STOP), (b, None, FinishReason.TIMEOUT)])
     ran, waited = timeline.requests
     assert (ran.scheduled, ran.queue_time) == (4.0, 3.0)
     assert (waited.scheduled, waited.queue_time) == (None, None)
@@ -196,13 +195,13 @@ def test_an_observer_hears_of_all_once_and_in_order(clock: Clock):
     timeline.arrived(b)
     clock.now = 3.0
     timeline.returned(issued)
-    timeline.delivered([Delivery(a, 7, None)])
+    timeline.delivered([(a, 7, None)])
     a.state = RequestState.INCREMENT
     issued = timeline.issued([(a, 1), (b, 1)])
     clock.now = 7.0
     timeline.returned(issued)
-    timeline.delivered([Delivery(a, 8, FinishReason.LENGTH), Delivery(b, 9, None)])
-    timeline.delivered([Delivery(b, None, FinishReason.CANCELLED)])
+    timeline.delivered([(a, 8, FinishReason.LENGTH), (b, 9, None)])
+    timeline.delivered([(b, None, FinishReason.CANCELLED)])
     timeline.delivered([])
     assert listener.heard == [
         (0.0, "arrived", "A"),
@@ -225,7 +224,7 @@ def arrive(timeline: Timeline, names: Iterable[str]) -> dict[str, Request]:
 
 def end_at(timeline: Timeline, clock: Clock, request: Request, time: float) -> None:
     clock.now = time
-    timeline.delivered([Delivery(request, 7, FinishReason.STOP)])
+    timeline.delivered([(request, 7, FinishReason.STOP)])
 
 
 def test_how_fast_requests_finish(clock: Clock):

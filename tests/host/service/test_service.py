@@ -408,7 +408,7 @@ def test_an_id_is_used_again_as_soon_as_it_is_free(monkeypatch: pytest.MonkeyPat
             )
 
         def submit_first(deliveries: Sequence[Delivery]) -> None:
-            if len(generations) < 100 and any(delivery.finish_reason for delivery in deliveries):
+            if len(generations) < 100 and any(reason for _, _, reason in deliveries):
                 submit()
             delivered(deliveries)
 
