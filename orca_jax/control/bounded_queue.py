@@ -1,4 +1,4 @@
-"""A queue between threads that is bounded, in number and in bytes, and never makes its writer wait."""
+"""A thread-safe queue bounded in items and in bytes; a writer never blocks."""
 
 import threading
 from collections import deque
@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-LIMIT_BYTES = 1 << 30  # frames of an iteration take kilobytes; prompts' log-probabilities some megabytes
+LIMIT_BYTES = 1 << 30  # an iteration's frames take kilobytes; prompt log-probabilities, a few megabytes
 
 
 class FrameQueue(Generic[T]):
-    """First in, first out, `limit` items and about `limit_bytes` at most; for any number of threads.
+    """A FIFO of at most `limit` items and about `limit_bytes`, for any number of threads.
 
-    `weigh` says how many bytes an item has. One item may be larger than the limit, where it is alone.
+    `weigh` returns an item's bytes. An empty queue accepts an item larger than `limit_bytes`.
     """
 
     def __init__(
@@ -32,11 +32,10 @@ class FrameQueue(Generic[T]):
         self._ended = False
 
     def __len__(self) -> int:
-        """How many items wait."""
         return len(self._items)
 
     def put(self, item: T, *, beyond_limit: bool = False) -> bool:
-        """Add an item without waiting; False when the queue is full. After `end` it is dropped."""
+        """Add an item without blocking; return False when the queue is full. Drops the item after `end`."""
         with self._changed:
             if self._ended:
                 return True
@@ -51,20 +50,20 @@ class FrameQueue(Generic[T]):
             return True
 
     def get(self, timeout: float) -> T | None:
-        """The next item; None when there is none within `timeout` seconds, or after `end`."""
+        """Return the next item, or None after `timeout` seconds or after `end`."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._ended, timeout)
             return self._pop() if self._items and not self._ended else None
 
     def end(self) -> None:
-        """Drop what is in it and let nobody wait any longer."""
+        """Drop all items and release all waiting readers."""
         with self._changed:
             self._ended = True
             self._items.clear()
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[T]:
-        """Every item as it comes, until `end`."""
+        """Yield items as they arrive, until `end`."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self._ended)

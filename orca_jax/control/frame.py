@@ -1,8 +1,8 @@
-"""The frames of the control plane: what the engine master and its workers say to each other (worker.proto).
+"""Control-plane frames: the messages between the engine master and its workers (worker.proto).
 
-A frame carries its epoch, iteration and stage, so that what comes late is told from what is due, and a
-checksum over them and its payload. gRPC adds none, and TCP's 16 bits miss damage that this one finds; a
-control message that is damaged and still in range would overwrite another request's keys and values.
+Each frame carries its epoch, iteration and stage, so the receiver can recognize a late frame, and a
+checksum over them and the payload. gRPC has no checksum, and TCP's 16-bit one misses corruption that CRC-32
+catches; a corrupted control message that still decodes could overwrite another request's keys and values.
 """
 
 import math
@@ -16,26 +16,26 @@ from orca_jax.control.parsing import check_exact, parsed
 from orca_jax.errors import BadFrame
 
 PROTOCOL_VERSION = 5
-MAX_FRAME = 512 << 20  # bytes; an engine that could need more is refused (engine/remote_pipeline.py)
-FRAME_BYTES = 64  # more than a frame takes around its payload
-MAX_EPOCH = 1 << 63  # far above the nanoseconds since 1970 that an engine master begins at
-_UP_TO_VERSION_4 = struct.Struct("<HB")  # how those frames begin: magic, version
+MAX_FRAME = 512 << 20  # bytes; engine/remote_pipeline.py rejects an engine that could need more
+FRAME_BYTES = 64  # upper bound of a frame's overhead around its payload
+MAX_EPOCH = 1 << 63  # far above an engine master's first epoch, the nanoseconds since 1970
+_UP_TO_VERSION_4 = struct.Struct("<HB")  # the start of such a frame: magic, version
 _MAGIC = 0x0CA1
 _FRAME, _BODY = "a frame of orca_jax's control plane", "the body of a frame"
 
 
 class FrameKind(IntEnum):
-    """What a frame says, with the type of its payload in brackets; worker.proto has the same names."""
+    """The kind of a frame, with its payload type in brackets; worker.proto uses the same names."""
 
-    START = 1  # master to each worker: give up every epoch before, be ready for this one [Start]
+    START = 1  # master to each worker: abandon earlier epochs and prepare for this one [Start]
     MESSAGE = 2  # master to worker 1, worker to worker: run an iteration [Iteration]
-    READY = 3  # worker to master, as all from here on: caches are new, the epoch may begin [None]
-    RECEIVED = 4  # the iteration's message is here, and was passed on unless that is held back [StageTime]
-    DONE = 5  # this stage's part is computed; the last stage sends TOKENS instead [StageTime]
-    TOKENS = 6  # from the last stage alone: the iteration is computed [Tokens]
-    TROUBLE = 7  # this worker has given the epoch up [str: why]
-    WORDS = 8  # master to the last worker: what may be sampled in an iteration [bytes: int32]
-    PASSED = 9  # worker to master: it has known a later epoch than that of a START, this one [None]
+    READY = 3  # worker to master: new caches are in place and the epoch may begin [None]
+    RECEIVED = 4  # worker to master: it has the message and, unless told to hold it, forwarded it [StageTime]
+    DONE = 5  # worker to master: it has computed its part; the last stage sends TOKENS instead [StageTime]
+    TOKENS = 6  # last worker to master: the iteration is computed [Tokens]
+    TROUBLE = 7  # worker to master: it has abandoned the epoch [str: why]
+    WORDS = 8  # master to the last worker: masks of the tokens that constrained rows allow [bytes: int32]
+    PASSED = 9  # worker to master: a START was stale; this frame carries the later epoch it knows [None]
 
 
 START, MESSAGE, READY, RECEIVED, DONE, TOKENS, TROUBLE, WORDS, PASSED = FrameKind
@@ -44,19 +44,19 @@ _KIND_OF = {field: kind for kind, field in _FIELD_OF.items()}
 
 
 class Frame(NamedTuple):
-    """One frame. `stage` is the sender's, counted from 0; the engine master sends as 0."""
+    """`stage` is the sender's stage, from 0; the engine master sends 0."""
 
     kind: FrameKind
     epoch: int
     iteration: int = 0
     stage: int = 0
-    payload: Any = None  # of the type that FrameKind says; None is sent as a message without its fields
+    payload: Any = None  # FrameKind gives its type; None is sent as an empty message
 
 
 class StageTime(NamedTuple):
-    """When a stage took an iteration's message, or finished its part, in seconds of its worker's own clock.
+    """When a stage received an iteration's message or finished its part, in seconds on its worker's clock.
 
-    `link_bytes` counts what a stage that has finished put on the link to the next one: 0 where it took it.
+    `link_bytes` counts the bytes that a finished stage put on the link to the next one; 0 on receipt.
     """
 
     seconds: float
@@ -64,7 +64,7 @@ class StageTime(NamedTuple):
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """The frame as gRPC sends it."""
+    """Serialize a frame for gRPC."""
     body = worker_pb2.Body(epoch=frame.epoch, iteration=frame.iteration, stage=frame.stage)
     field, payload = _FIELD_OF[frame.kind], frame.payload
     if isinstance(payload, str | bytes):
@@ -79,21 +79,21 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 def decode_frame(data: bytes) -> Frame:
-    """The frame that these bytes are. Raises BadFrame."""
+    """Parse and check a frame. Raises BadFrame."""
     whole = parsed(worker_pb2.Frame, data, MAX_FRAME, _FRAME)
-    version = _version(whole)  # first: a later one may have more fields
+    version = _version(whole)  # checked first: a later version may have more fields
     if version != PROTOCOL_VERSION:
-        message = f"the frame is of protocol version {version}, and this side speaks {PROTOCOL_VERSION}; "
-        raise BadFrame(message + "run the same orca_jax everywhere")
+        message = f"the frame has protocol version {version}, and this side uses {PROTOCOL_VERSION}; "
+        raise BadFrame(message + "run the same version of orca_jax everywhere")
     check_exact(whole, data, _FRAME)
     inner = whole.body
     if whole.checksum != zlib.crc32(inner):
-        raise BadFrame("the frame was damaged: its checksum is wrong")
+        raise BadFrame("the frame is corrupt: its checksum does not match")
     body = parsed(worker_pb2.Body, inner, MAX_FRAME, _BODY)
     check_exact(body, inner, _BODY)
     field = body.WhichOneof("kind")
     if field is None:
-        raise BadFrame("the frame is of a kind that is not known")
+        raise BadFrame("the frame is of an unknown kind")
     kind = _KIND_OF[field]
     payload = None if kind in (READY, PASSED) else getattr(body, field)
     return Frame(kind, body.epoch, body.iteration, body.stage, payload)
@@ -111,14 +111,14 @@ def _version(whole: worker_pb2.Frame) -> int:
 
 
 def encode_stage_time(time: StageTime) -> worker_pb2.StageTime:
-    """The time as a payload."""
+    """Encode the payload of RECEIVED and DONE."""
     return worker_pb2.StageTime(seconds=time.seconds, link_bytes=time.link_bytes)
 
 
 def decode_stage_time(payload: worker_pb2.StageTime) -> StageTime:
-    """The time that this payload is. Raises BadFrame."""
+    """Decode the payload of RECEIVED and DONE. Raises BadFrame."""
     if not payload.HasField("seconds"):
-        raise BadFrame("a stage's time came without its seconds")
+        raise BadFrame("a stage time has no seconds")
     if not 0 <= payload.seconds < math.inf:
-        raise BadFrame(f"a stage's time came that is {payload.seconds} seconds")
+        raise BadFrame(f"a stage time is {payload.seconds} seconds; it must be finite and at least 0")
     return StageTime(payload.seconds, payload.link_bytes)

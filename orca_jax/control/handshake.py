@@ -1,7 +1,7 @@
-"""What the two ends of a control line must agree on before the first frame: the metadata of their call.
+"""The handshake of a control line: call metadata in which both ends agree before the first frame.
 
-worker.proto defines it. The secret is a password, and crosses the network as it is: a line over a network
-that others can read needs a tunnel.
+worker.proto defines it. The secret is a password sent in clear text: use a tunnel on a network that others
+can read.
 """
 
 import hashlib
@@ -20,23 +20,23 @@ from orca_jax.errors import BadFrame, ConfigError
 from orca_jax.families.model_config import ModelConfig
 
 METHOD = "/orca.v1.Worker/Frames"
-MASTER, PREVIOUS = "master", "previous"  # who calls: the engine master, or the worker of the stage before
-JOINED = b""  # the worker's first frame, an empty one: it has taken the caller
+MASTER, PREVIOUS = "master", "previous"  # the caller: the engine master, or the previous stage's worker
+JOINED = b""  # the worker's first frame, which is empty: it has accepted the caller
 MAX_SECRET = 1024  # bytes
 _MAX_VALUE = 200  # characters of a value in an error message
-_MAX_METADATA = 8192  # bytes of one entry; gRPC takes no more of all
+_MAX_METADATA = 8192  # bytes of one entry; gRPC allows no more for all entries together
 _MAX_ABOUT = 4096  # bytes
-_MAX_BYTES = 1 << 50  # of a device's memory
+_MAX_BYTES = 1 << 50  # a device's memory
 _MAX_DEVICES = 1024
 _MAX_DATA_ADDRESS = 1000  # bytes
 
-# Times in milliseconds. Either side notices within ten seconds that its peer has vanished; gRPC's own threads
-# answer pings, so a worker that compiles for minutes still counts as alive. Proxy variables do not apply to
-# these lines, and only one worker may listen on a port.
+# Times are in milliseconds. Each side notices within ten seconds that its peer has vanished. gRPC's own
+# threads answer pings, so a worker that compiles for minutes still counts as alive. Control lines ignore
+# proxy variables, and only one worker may listen on a port.
 OPTIONS = (
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # or a ping has a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 5_000),  # otherwise a ping may take a minute despite the line above
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
@@ -50,16 +50,16 @@ OPTIONS = (
 
 _SECRET, _VERSION, _JOIN, _ABOUT = "orca-secret-bin", "orca-terms-bin", "orca-join-bin", "orca-about-bin"
 _VERSION_KEY = "protocol_version"
-_UNREADABLE = "the caller sent no terms that can be read; run the same orca_jax everywhere"
+_UNREADABLE = "the caller's terms are missing or unreadable; run the same version of orca_jax everywhere"
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinTerms:
-    """What a stage computes: both ends of a line state it from their own configuration, and must agree.
+    """What a stage computes. Both ends of a line derive it from their own configuration and must agree.
 
-    `stage` counts from 0, its layers are `first_layer` to `first_layer + n_layers - 1`. `model` is the
-    model's name, `digest` the hash of its configuration. A caller whose `dtype` is None accepts any.
+    `stage` counts from 0; its layers are `first_layer` to `first_layer + n_layers - 1`. `model` is the
+    model's name, and `digest` the hash of its configuration. A caller whose `dtype` is None accepts any.
     """
 
     model: str
@@ -76,8 +76,8 @@ class WorkerAbout:
     """What a worker reports about itself when it accepts a caller.
 
     `room` is the memory in bytes that each of its `n_devices` has left after the weights, None if unknown.
-    `modest` is the part of it that keys and values may take, None without such a bound. `device` is the name
-    of a device, `attention` describes how attention runs there, and `path` is the kind of attention.
+    `modest` bounds the part of `room` that the KV cache may take; None means no such bound. `device` is a
+    device's name, `attention` describes how attention runs there, and `path` is the kind of attention.
     """
 
     dtype: str
@@ -90,20 +90,20 @@ class WorkerAbout:
 
 
 class ControlAddress(NamedTuple):
-    """Where a worker takes calls: a host and a port, or the path of a unix socket, and "" for the host."""
+    """Where a worker takes calls: a host and a port, or with host "" the path of a unix socket."""
 
     host: str
     port: int
     path: str = ""
 
     def __str__(self) -> str:
-        """As it is written, and as gRPC takes it."""
+        """The form that `control_address` and gRPC read."""
         if self.path:
             return f"unix:{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def is_local(self) -> bool:
-        """Whether nobody on another machine can reach it."""
+        """Whether only this machine can reach it."""
         try:
             return bool(self.path) or ip_address(self.host).is_loopback
         except ValueError:
@@ -111,8 +111,8 @@ class ControlAddress(NamedTuple):
 
 
 def control_address(text: str) -> ControlAddress:
-    """The address "host:port", "[v6]:port" or "unix:/absolute/path". Raises ConfigError."""
-    plain = text.isprintable() and not set(text) & set(" %?#,")  # what gRPC would read in its own way
+    """Parse "host:port", "[v6]:port" or "unix:/absolute/path". Raises ConfigError."""
+    plain = text.isprintable() and not set(text) & set(" %?#,")  # gRPC would interpret these
     scheme, _, path = text.partition(":")
     if plain and scheme == "unix" and path.startswith("/"):
         return ControlAddress("", 0, path)
@@ -137,14 +137,14 @@ def _is_ipv6(host: str) -> bool:
 
 
 def model_digest(config: ModelConfig) -> str:
-    """A digest of all that a ModelConfig says, but for how a table is padded to be split over devices."""
+    """A digest of a ModelConfig, leaving out the padding that lets a table be split over devices."""
     shape = asdict(config)
     del shape["vocab_multiple"]
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def metadata(role: str, terms: JoinTerms, secret: str, data_address: str = "") -> Metadata:
-    """A caller's metadata; `data_address` is where the worker of the stage before offers hidden states."""
+    """A caller's metadata; `data_address` is where the previous stage's worker offers hidden states."""
     join = Join(**_stated(terms), role=role, data_address=data_address if role == PREVIOUS else "")
     return (
         (_SECRET, secret.encode()),
@@ -154,18 +154,18 @@ def metadata(role: str, terms: JoinTerms, secret: str, data_address: str = "") -
 
 
 def _stated(terms: JoinTerms) -> dict[str, Any]:
-    """The terms as the fields of a Join: the stage counts from 1, for people, and dtype "" is any."""
+    """The terms as the fields of a Join: there the stage counts from 1, and dtype "" means any."""
     return {**asdict(terms), "stage": terms.stage + 1, "dtype": terms.dtype or ""}
 
 
 def role_of(sent: Mapping[str, str | bytes]) -> str:
-    """Who a caller says it is."""
+    """The role that a caller claims; "" if it sent no readable Join."""
     join = _join_of(sent)
     return join.role if join else ""
 
 
 def data_address_of(sent: Mapping[str, str | bytes]) -> str | None:
-    """The data address in a caller's metadata: "" without one, None for one that cannot be read."""
+    """The data address in a caller's metadata: "" if absent, None if unreadable."""
     join = _join_of(sent)
     if join is None:
         return None
@@ -194,7 +194,7 @@ def about_metadata(about: WorkerAbout) -> Metadata:
 
 
 def about_of(sent: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
-    """What a worker reports about itself in its metadata; None if no worker would send that."""
+    """Parse what a worker reports about itself in its metadata; None if it is malformed or out of range."""
     data = _bytes_of(dict(sent), _ABOUT)
     try:
         about = parsed(About, data, _MAX_ABOUT, "an About")
@@ -219,12 +219,12 @@ def about_of(sent: Iterable[tuple[str, str | bytes]]) -> WorkerAbout | None:
 
 
 def has_secret(sent: Mapping[str, str | bytes], secret: str) -> bool:
-    """Whether a caller's metadata has the secret, in a time that does not depend on its characters."""
+    """Whether a caller's metadata has the secret; a constant-time comparison."""
     return hmac.compare_digest(_bytes_of(sent, _SECRET), secret.encode())
 
 
 def disagreement(sent: Mapping[str, str | bytes], terms: JoinTerms) -> str | None:
-    """The first term in which the caller differs, with both values; None if all agree."""
+    """Describe the first term that differs, with both values; None if all agree."""
     try:
         stated = json.loads(_bytes_of(sent, _VERSION))
     except (ValueError, RecursionError):
@@ -249,4 +249,4 @@ def disagreement(sent: Mapping[str, str | bytes], terms: JoinTerms) -> str | Non
 def _difference(name: str, expected: object, value: object) -> str:
     shown = "nothing" if value is None else repr(value)[:_MAX_VALUE]
     here = repr(expected)[:_MAX_VALUE]
-    return f"{name}: this worker has {here}, and the caller {shown}; start both with the same"
+    return f"{name}: this worker has {here}, but the caller has {shown}; start both with the same value"

@@ -1,6 +1,6 @@
-"""The calling end of a control line: one gRPC stream to a worker, made again when it breaks.
+"""The calling end of a control line: one gRPC stream to a worker, with automatic reconnection.
 
-The engine master has one to each worker, and each worker one to the next.
+The engine master has a line to each worker, and each worker has one to the next.
 """
 
 import threading
@@ -24,7 +24,7 @@ from orca_jax.control.handshake import (
 )
 from orca_jax.errors import WorkerRefused, WorkerUnreachable
 
-# What trying again does not change: somebody has to start something else.
+# A retry cannot succeed: the operator has to change how a side is started.
 _FINAL = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -35,10 +35,12 @@ _REFUSED = (*_FINAL, grpc.StatusCode.ALREADY_EXISTS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineLimits:
-    """`frames` wait in a queue at most, a worker has `join_seconds` to take a caller, a line that broke is
-    tried again after `first_delay` seconds, then twice that and so on up to `longest_delay`, for
-    `reconnect_seconds`; after that, or once refused, only when there is a frame to send. Closing takes
-    `close_seconds` at most.
+    """Limits of a control line; times are in seconds.
+
+    At most `frames` wait to be sent. A worker must accept a caller within `join_seconds`. A broken line
+    reconnects with delays that double from `first_delay` to `longest_delay`, for `reconnect_seconds`; after
+    that, or after a refusal, it retries only when there is a frame to send. `close` takes at most
+    `close_seconds`.
     """
 
     frames: int = 4096
@@ -50,9 +52,9 @@ class LineLimits:
 
 
 class Deliver(Protocol):
-    """Takes what came over a line, without waiting: a frame, or None and why the line broke.
+    """Accepts a frame, or None with the reason why the line broke; must not block.
 
-    False: there is no room for the frame, and the line breaks.
+    Returns False when there is no room for the frame; the line then breaks.
     """
 
     def __call__(self, data: bytes | None, why: str) -> bool:
@@ -61,11 +63,11 @@ class Deliver(Protocol):
 
 
 class ControlLine:
-    """One line to the worker at `address`, which handshake.control_address could read.
+    """One line to the worker at `address`, which handshake.control_address must be able to parse.
 
-    A thread of its own calls `deliver`. A line that was joined and broke is told once, and so is a refusal;
-    attempts that fail are not. `data_address`, of a worker that calls the next one, is where its hidden
-    states are to be had. `about` is what the worker said of itself when it last took this caller.
+    The line's thread calls `deliver`. It reports a broken line once and a refusal once; it does not report
+    failed attempts to reconnect. When a worker calls the next one, `data_address` is where it offers its
+    hidden states. `about` is the peer's report about itself from the last successful join.
     """
 
     def __init__(
@@ -87,44 +89,44 @@ class ControlLine:
         self._limits = limits
         self._clock = clock
         self._name = f"the worker of stage {terms.stage + 1} at {address}"
-        self._changed = threading.Condition()  # for all below
+        self._changed = threading.Condition()  # guards the fields below
         self._call: Any = None
         self._outbox: FrameQueue[bytes] | None = None  # while joined
         self._why = ""  # why this end broke the call
-        self._failure: tuple[grpc.StatusCode, str] | None = None  # of the newest attempt
+        self._failure: tuple[grpc.StatusCode, str] | None = None  # of the latest attempt
         self._wanted = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"control line {address}", daemon=True)
         self._thread.start()
 
     def wait_joined(self, seconds: float) -> bool:
-        """Until the worker has taken this caller; False when it has not within `seconds`.
+        """Wait until the worker accepts this caller; return False after `seconds`.
 
-        Raises WorkerRefused where it never will.
+        Raises WorkerRefused if the refusal is final.
         """
         with self._changed:
             self._changed.wait_for(self._decided, seconds)
             if self._outbox is None and self._failure is not None and self._failure[0] in _FINAL:
-                raise WorkerRefused(f"{self._name} refused: {self._failure[1]}")
+                raise WorkerRefused(f"{self._name} refused the connection: {self._failure[1]}")
             return self._outbox is not None
 
     def missing(self) -> str:
-        """Whose line this is, and why it is not joined yet."""
+        """The worker's name, and why its line is not joined yet."""
         with self._changed:
             return f"{self._name}: {self._failure[1] if self._failure else 'it did not answer'}"
 
     def not_joined(self, seconds: float) -> WorkerRefused | WorkerUnreachable:
-        """What to raise when it was not joined within `seconds`."""
+        """The error to raise when the line is not joined within `seconds`."""
         with self._changed:
             refused = self._failure is not None and self._failure[0] in _REFUSED
             why = self._failure[1] if self._failure else "it did not answer"
         if refused:
-            return WorkerRefused(f"{self._name} refused: {why}")
-        message = f"{self._name} was not reached within {seconds:g} seconds: {why}; is one started there?"
+            return WorkerRefused(f"{self._name} refused the connection: {why}")
+        message = f"{self._name} was not reached within {seconds:g} seconds: {why}; is one running there?"
         return WorkerUnreachable(message)
 
     def send(self, data: bytes) -> None:
-        """Send a frame without waiting; dropped while the line is broken."""
+        """Send a frame without blocking; drops it while the line is broken."""
         with self._changed:
             call, outbox = self._call, self._outbox
             if outbox is None:
@@ -132,12 +134,12 @@ class ControlLine:
                 self._changed.notify_all()
                 return
         if len(data) > MAX_FRAME:
-            self._break(call, f"a frame of {len(data)} bytes was to be sent; up to {MAX_FRAME} are allowed")
+            self._break(call, f"a frame to send has {len(data)} bytes; up to {MAX_FRAME} are allowed")
         elif not outbox.put(data):
-            self._break(call, f"{len(outbox)} frames wait to be sent, and the worker takes none")
+            self._break(call, f"{len(outbox)} frames wait to be sent, but the worker reads none")
 
     def close(self) -> None:
-        """End the line and its thread; what was not sent is dropped."""
+        """End the line and its thread; drops unsent frames."""
         with self._changed:
             self._closed = True
             call = self._call
@@ -147,7 +149,7 @@ class ControlLine:
         self._thread.join(self._limits.close_seconds)
 
     def _decided(self) -> bool:
-        """Whether the worker has taken this caller, or refused it for good; with the lock."""
+        """Whether the worker has accepted this caller or finally refused it; call with the lock held."""
         return self._outbox is not None or (self._failure is not None and self._failure[0] in _FINAL)
 
     def _break(self, call: Any, why: str) -> None:
@@ -158,19 +160,19 @@ class ControlLine:
 
     def _run(self) -> None:
         limits = self._limits
-        delay, until, told = limits.first_delay, self._clock() + limits.reconnect_seconds, ""
+        delay, until, reported = limits.first_delay, self._clock() + limits.reconnect_seconds, ""
         while True:
             joined, code, why = self._attempt()
             if joined:
-                delay, until, told = limits.first_delay, self._clock() + limits.reconnect_seconds, ""
+                delay, until, reported = limits.first_delay, self._clock() + limits.reconnect_seconds, ""
             with self._changed:
                 if self._closed:
                     return
                 self._failure = (code, why)
                 self._wanted = False
                 self._changed.notify_all()
-            if joined or (code in _FINAL and why != told):
-                told = why
+            if joined or (code in _FINAL and why != reported):
+                reported = why
                 self._deliver(None, why)
             with self._changed:
                 if code in _FINAL or self._clock() >= until:
@@ -183,14 +185,14 @@ class ControlLine:
                     return
 
     def _attempt(self) -> tuple[bool, grpc.StatusCode, str]:
-        """Call, and read until the call ends: was it joined, and why did it end."""
+        """Call the worker and read until the call ends; return whether it joined, and why it ended."""
         limits = self._limits
         outbox = FrameQueue[bytes](limits.frames, weigh=len)
         joined = False
         with grpc.insecure_channel(self._address, OPTIONS) as channel:
             stub = cast(Any, channel.stream_stream(METHOD))
             call = stub(iter(outbox), metadata=self._metadata)
-            late = f"it did not take the caller within {limits.join_seconds:g} seconds"
+            late = f"it did not accept the caller within {limits.join_seconds:g} seconds"
             timer = threading.Timer(limits.join_seconds, self._break, (call, late))
             timer.daemon = True
             with self._changed:
@@ -204,7 +206,7 @@ class ControlLine:
                     if not joined:
                         about = about_of(call.initial_metadata())
                         if data != JOINED or about is None:
-                            self._break(call, "it is no worker of orca_jax")
+                            self._break(call, "it is not an orca_jax worker")
                             continue
                         timer.cancel()
                         joined = True
@@ -213,18 +215,18 @@ class ControlLine:
                             self._outbox, self._failure = outbox, None
                             self._changed.notify_all()
                     elif not self._deliver(data, ""):
-                        self._break(call, "more frames came than there is room for")
+                        self._break(call, "the queue of received frames is full")
                         break
             except grpc.RpcError:
-                pass  # the call says below what it was
+                pass  # `call.code()` below gives the reason
             finally:
                 timer.cancel()
                 timer.join()
-                outbox.end()  # or the thread of gRPC that reads it would wait for ever
+                outbox.end()  # otherwise the gRPC thread that reads it would wait forever
                 with self._changed:
                     self._call = self._outbox = None
-                    mine = self._why
+                    own_reason = self._why
             code, details = call.code(), call.details()
-        if mine:
-            return joined, grpc.StatusCode.CANCELLED, mine
+        if own_reason:
+            return joined, grpc.StatusCode.CANCELLED, own_reason
         return joined, code, details or "the worker ended it"

@@ -1,9 +1,9 @@
-"""A control message as the payload of MESSAGE: the fields of worker.proto's Iteration, and all their checks.
+"""A control message as the payload of MESSAGE: the fields of worker.proto's Iteration, with all checks.
 
-A row takes 64 bytes and its blocks in use: those that hold its `kv_length` tokens, not all that are reserved,
-each in 2 bytes where the K/V manager has up to 65,536 blocks, else in 4. Its input tokens, 4 bytes each, come
-on top. A row in its decode phase so stays within 1 KB up to 480 blocks in use (7,680 tokens in blocks of
-16), or 240 where blocks are numbered in 4 bytes; a prefill adds the tokens of its prompt, and its biases.
+A row takes 64 bytes, 4 bytes for each input token, and its blocks in use: the blocks that hold its
+`kv_length` tokens, not all reserved ones. A block number takes 2 bytes if the K/V manager has up to 65,536
+blocks, otherwise 4. A decode row therefore fits in 1 KB up to 480 blocks in use (7,680 tokens with 16-token
+blocks), or 240 with 4-byte block numbers. A prefill row adds its prompt tokens and biases.
 """
 
 from typing import Any
@@ -20,12 +20,12 @@ from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import LOGPROBS
 from orca_jax.request.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS, REPETITION_RANGE
 
-_INITIATION, _ON_DEVICE = 1, 2  # of a row's flags
+_INITIATION, _ON_DEVICE = 1, 2  # bits of a row's flags
 _INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt", "next_token")
-_INTEGERS_BYTES = 4 * len(_INTEGERS)  # of a row
-ROW_BYTES = SAMPLING.itemsize + _INTEGERS_BYTES + 1  # the last is the flags
-_FIELDS_BYTES = 64  # more than the protobuf fields of a payload take around their arrays
-# What the fields of SAMPLING may hold, as in SamplingParams; a seed may be any.
+_INTEGERS_BYTES = 4 * len(_INTEGERS)  # for one row
+ROW_BYTES = SAMPLING.itemsize + _INTEGERS_BYTES + 1  # the last byte holds the flags
+_FIELDS_BYTES = 64  # upper bound of a payload's protobuf overhead around its arrays
+# Allowed values of the SAMPLING fields, as in SamplingParams; a seed may have any value.
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
@@ -41,7 +41,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def most_bytes(shape: EngineShape) -> int:
-    """More than any frame takes: of a control message, of words, or of tokens and log-probabilities."""
+    """An upper bound on a frame's bytes: a control message, words, or tokens and log-probabilities."""
     message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
@@ -50,7 +50,7 @@ def most_bytes(shape: EngineShape) -> int:
 
 
 def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.Iteration:
-    """The message as a payload, with the blocks in use: those that hold `kv_length` tokens."""
+    """Encode the message with only its blocks in use, which hold `kv_length` tokens."""
     columns = (
         message.row,
         message.token_index,
@@ -74,16 +74,16 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
 
 
 def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> ControlMessage:
-    """The message that this payload is; blocks that are not in use come back as 0.
+    """Decode a message; blocks not in use become 0.
 
-    Raises BadFrame for what this engine's master would not send, so that a worker can rely on the rest. The
-    arrays take the memory of the bytes that came, and `max_blocks` numbers a row.
+    Raises BadFrame for anything that this engine's master would not send, so a worker can rely on the result.
+    The arrays use memory proportional to the received bytes, plus `max_blocks` integers a row.
     """
     data = payload.integers
     n, n_tokens = len(data) // _INTEGERS_BYTES, len(payload.token_ids) // 4
     if not (1 <= n <= shape.max_rows and n <= n_tokens <= shape.max_tokens):
-        message = f"a control message of {n} rows and {n_tokens} tokens came; up to "
-        raise BadFrame(message + f"{shape.max_rows} rows and {shape.max_tokens} tokens are allowed")
+        message = f"a control message has {n} rows and {n_tokens} tokens; it needs at least one token a row, "
+        raise BadFrame(message + f"and up to {shape.max_rows} rows and {shape.max_tokens} tokens are allowed")
     integers = _array("integers", data, np.dtype("<i4"), n * len(_INTEGERS)).reshape(-1, n)
     sampling = _array("sampling", payload.sampling, SAMPLING, n)
     flags = _array("flags", payload.flags, np.dtype(np.uint8), n)
@@ -101,9 +101,9 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     block_table[in_use] = blocks
     initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
     if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
-        raise BadFrame("a row's flags are not known, or its input tokens cannot be on the device")
+        raise BadFrame("a row has unknown flags, or says that several input tokens are on the device")
     if (~initiation & ((n_prompt > 0) | (next_token != SAMPLED))).any():
-        raise BadFrame("a row has a prompt or a known next token after its initiation")
+        raise BadFrame("a decode row has a prompt or a known next token")
     if ((n_prompt > kv_length) & (next_token == SAMPLED)).any():
         raise BadFrame("a row samples a token before the end of its prompt")
     message = ControlMessage(
@@ -123,7 +123,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     )
     n_needed = int((kv_length - input_length)[message.set_up].sum(dtype=np.int64))
     if n_earlier != n_needed:
-        raise BadFrame(f"{n_earlier} earlier tokens came; the rows that need theirs have {n_needed}")
+        raise BadFrame(f"{n_earlier} earlier tokens came, but the rows that need them have {n_needed}")
     if n_earlier:
         _within("token id", earlier_ids, 0, shape.vocab_size - 1)
     return message
@@ -143,7 +143,7 @@ def _array(name: str, data: bytes, dtype: np.dtype[Any], count: int) -> npt.NDAr
 
 
 def _in_use(kv_length: npt.NDArray[Any], shape: EngineShape) -> npt.NDArray[np.bool_]:
-    """`[R, max_blocks]`: where the block table has a block that holds a token."""
+    """`[R, max_blocks]`: which entries of the block table hold a token."""
     return np.arange(shape.max_blocks) * shape.block_size < kv_length[:, np.newaxis]
 
 
@@ -158,14 +158,14 @@ def _check(integers: npt.NDArray[Any], token_ids: npt.NDArray[Any], shape: Engin
     _within("token id", token_ids, 0, shape.vocab_size - 1)
     input_length, kv_length = integers[2], integers[3]
     if (input_length > kv_length).any() or int(input_length.sum(dtype=np.int64)) != len(token_ids):
-        raise BadFrame("the rows' input lengths do not fit their tokens")
+        raise BadFrame("the rows' input lengths do not match their tokens")
 
 
 def _check_sampling(sampling: npt.NDArray[np.void], bias: npt.NDArray[np.void], vocab_size: int) -> None:
     for name, (low, high) in _RANGES.items():
         values = sampling[name]
-        if not ((values >= low) & (values <= high)).all():  # no number is in no range
-            raise BadFrame(f"a row's {name} is out of range; it goes from {low:g} to {high:g}")
+        if not ((values >= low) & (values <= high)).all():  # also rejects NaN
+            raise BadFrame(f"a row's {name} is out of range; it must be {low:g} to {high:g}")
     if len(bias):
         _within("a bias's place", bias["index"], 0, len(sampling) - 1)
         _within("token id", bias["token_id"], 0, vocab_size - 1)
@@ -177,4 +177,4 @@ def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:
     least, most = int(values.min()), int(values.max())
     if least < low or most > high:
         wrong = least if least < low else most
-        raise BadFrame(f"{name} {wrong} came in a control message; it goes from {low} to {high}")
+        raise BadFrame(f"a control message has {name} {wrong}; it must be {low} to {high}")

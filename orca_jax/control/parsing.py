@@ -1,4 +1,4 @@
-"""Bytes that strangers or a broken worker may have sent, to protobuf messages."""
+"""Parse protobuf messages from bytes that an untrusted or broken peer may have sent."""
 
 from typing import TypeVar
 
@@ -10,9 +10,9 @@ M = TypeVar("M", bound=Message)
 
 
 def parsed(kind: type[M], data: bytes, limit: int, what: str) -> M:
-    """The message that these bytes are, `limit` at most. Raises BadFrame, which calls it `what`."""
+    """Parse at most `limit` bytes. Raises BadFrame, whose text calls the message `what`."""
     if len(data) > limit:
-        raise BadFrame(f"{len(data)} bytes came for {what}; up to {limit} are allowed")
+        raise BadFrame(f"{what} has {len(data)} bytes; up to {limit} are allowed")
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -20,10 +20,7 @@ def parsed(kind: type[M], data: bytes, limit: int, what: str) -> M:
 
 
 def check_exact(message: Message, data: bytes, what: str) -> None:
-    """Refuse a message whose bytes held more than its fields: ones it does not have, or the same ones twice.
-
-    Raises BadFrame.
-    """
+    """Raise BadFrame if the message's bytes hold unknown fields, or the same field twice."""
     message.DiscardUnknownFields()
     if message.ByteSize() != len(data):
-        raise BadFrame(f"the bytes are not {what}: they hold more than its fields")
+        raise BadFrame(f"the bytes are not {what}: they hold unknown or repeated fields")

@@ -1,7 +1,7 @@
-"""The answering end of control lines: a worker's port, with one stream from each of its two peers at most.
+"""The answering end of control lines: a worker's port, with at most one stream from each of its two peers.
 
-The peers are the engine master and the worker of the stage before. Who does not know the secret, or states
-other terms, is refused and changes nothing.
+The peers are the engine master and the previous stage's worker. A caller with the wrong secret or other terms
+is refused and changes nothing.
 """
 
 import socket
@@ -32,13 +32,13 @@ from orca_jax.control.handshake import (
 )
 from orca_jax.errors import ConfigError
 
-_CALLS = 8  # at once, with those that are about to be refused
+_CALLS = 8  # concurrent calls, including calls that will be refused
 _STOP_SECONDS = 5.0
-_PROBE_SECONDS = 1.0  # to see whether somebody listens at a unix socket; locally that is known at once
+_PROBE_SECONDS = 1.0  # to see whether a process listens on a unix socket, which answers at once if it does
 
 
 class _Peer:
-    """A stream that was taken: the frames that go out, and why this end breaks it."""
+    """An accepted stream: its outgoing frames, and why this end breaks it."""
 
     def __init__(self, frames: int, data_address: str) -> None:
         self.data_address = data_address
@@ -46,7 +46,7 @@ class _Peer:
         self.why = ""
 
     def end(self, why: str = "") -> None:
-        """End the stream; the first reason counts."""
+        """End the stream; keeps the first reason."""
         self.why = self.why or why
         self.outbox.end()
 
@@ -54,11 +54,12 @@ class _Peer:
 class ControlPort:
     """A worker's gRPC server at `address`: "host:port", "[v6]:port" or "unix:/absolute/path".
 
-    It listens once this is made, and `address` is the real one if port 0 was requested; callers wait, and try
-    again, until `open`. `deliver` takes each frame that comes, without waiting, on the peer's
-    own thread; False, when there is no room for it, breaks that peer's line. `frames` bounds what waits to be
-    sent to one peer. Raises ConfigError for an address that cannot be had or read, or for one that others can
-    reach without a secret.
+    The constructor binds the port, and `address` is the real one if port 0 was requested; callers retry until
+    `open`. `deliver` takes each received frame, without blocking, on the peer's own thread; if it returns
+    False because it has no room, that peer's line breaks. At most `frames` wait to be sent to one peer.
+
+    Raises ConfigError if the address is malformed or unavailable, or if other machines can reach it and there
+    is no secret.
     """
 
     def __init__(
@@ -74,18 +75,16 @@ class ControlPort:
         at = control_address(address)
         if len(secret.encode()) > MAX_SECRET:
             raise ConfigError(
-                f"the control plane's secret has more than {MAX_SECRET} bytes; take a shorter one"
+                f"the control plane's secret has more than {MAX_SECRET} bytes; use a shorter one"
             )
         if not secret and not at.is_local():
-            message = (
-                f"a worker that listens on {at.host!r} can be reached by others, and there is no secret; "
-            )
-            raise ConfigError(message + "set one, the same for the server and all workers")
+            message = f"others can reach a worker that listens on {at.host!r}, and it has no secret; "
+            raise ConfigError(message + "set the same secret for the server and all workers")
         self._terms = terms
         self._secret = secret
         self._deliver = deliver
         self._frames = frames
-        self._about: WorkerAbout | None = None  # None: callers are not taken
+        self._about: WorkerAbout | None = None  # None until `open`
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
         self._readers: set[threading.Thread] = set()
@@ -98,7 +97,7 @@ class ControlPort:
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
         try:
-            if at.path and _is_listened_at(at.path):  # gRPC would take it away from who listens
+            if at.path and _is_in_use(at.path):  # gRPC would take the socket over from its listener
                 raise RuntimeError("another process listens there")
             port: int = self._server.add_insecure_port(str(at))
         except RuntimeError as error:
@@ -108,32 +107,32 @@ class ControlPort:
         self.address = str(at if at.path else at._replace(port=port))
 
     def open(self, about: WorkerAbout) -> None:
-        """Take callers from now on; each is told `about`."""
+        """Accept callers from now on, and send each of them `about`."""
         assert not self._started, "a port is opened once"
         self._about = about
         self._start()
 
     def data_address_of_previous(self) -> str:
-        """Where the hidden states of the stage before are to be had; "" while its worker has not joined."""
+        """Where the previous stage's worker offers hidden states; "" while it has not joined."""
         with self._lock:
             peer = self._peers.get(PREVIOUS)
         return "" if peer is None else peer.data_address
 
     def report(self, data: bytes) -> None:
-        """Send a frame to the engine master without waiting; dropped while there is none."""
+        """Send a frame to the engine master without blocking; drops it while no master has joined."""
         with self._lock:
             peer = self._peers.get(MASTER)
         if peer is None:
             return
         if len(data) > MAX_FRAME:
-            peer.end(f"a frame of {len(data)} bytes was to be sent; up to {MAX_FRAME} are allowed")
+            peer.end(f"a frame to send has {len(data)} bytes; up to {MAX_FRAME} are allowed")
         elif not peer.outbox.put(data):
-            peer.end(f"{len(peer.outbox)} frames wait to be sent, and the engine master takes none")
+            peer.end(f"{len(peer.outbox)} frames wait to be sent, but the engine master reads none")
 
     def close(self) -> None:
-        """End all streams and threads, within some seconds; what was not sent is dropped."""
+        """End all streams and threads within a few seconds; drops unsent frames."""
         if not self._started:
-            self._start()  # gRPC gives an address back only where it was served
+            self._start()  # gRPC releases an address only after serving it
         stopped = self._server.stop(None)
         with self._lock:
             peers, readers = list(self._peers.values()), list(self._readers)
@@ -161,7 +160,7 @@ class ControlPort:
                     del self._peers[role]
 
         if not context.add_callback(over):
-            over()  # it is over already
+            over()  # the call has already ended
             return
         reader = threading.Thread(
             target=self._read, args=(requests, peer), name=f"control port, from {role}", daemon=True
@@ -176,7 +175,7 @@ class ControlPort:
             _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, peer.why)
 
     def _admit(self, context: Any) -> tuple[str, _Peer]:
-        """Take the caller, or end its call with a status that says why not."""
+        """Accept the caller, or end its call with a status that says why not."""
         sent: dict[str, str | bytes] = dict(context.invocation_metadata())
         if not has_secret(sent, self._secret):
             why = "the control plane's secret is wrong; give the server and all workers the same"
@@ -186,11 +185,11 @@ class ControlPort:
         role = role_of(sent)
         allowed = (MASTER, PREVIOUS) if self._terms.stage else (MASTER,)
         if role not in allowed:
-            why = f"role: this worker takes {' or '.join(allowed)}, and the caller is {role[:100]!r}"
+            why = f"role: this worker accepts {' or '.join(allowed)}, but the caller is {role[:100]!r}"
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         data_address = data_address_of(sent) if role == PREVIOUS else ""
         if data_address is None:
-            why = "the caller sent no data address that can be read; run the same orca_jax everywhere"
+            why = "the caller's data address is unreadable; run the same version of orca_jax everywhere"
             _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         peer = _Peer(self._frames, data_address)
         with self._lock:
@@ -198,8 +197,8 @@ class ControlPort:
             if not taken:
                 self._peers[role] = peer
         if taken:
-            who = "an engine master" if role == MASTER else "the worker of the stage before"
-            why = f"{who} has joined this worker already; end that one first"
+            holder = "an engine master" if role == MASTER else "the previous stage's worker"
+            why = f"{holder} has already joined this worker; stop it first"
             _refuse(context, grpc.StatusCode.ALREADY_EXISTS, why)
         return role, peer
 
@@ -207,11 +206,11 @@ class ControlPort:
         try:
             for data in requests:
                 if not self._deliver(data):
-                    peer.end("more frames came than this worker has room for")
+                    peer.end("this worker's queue of received frames is full")
                     return
-            peer.end()  # the caller sends no more
+            peer.end()  # the caller has closed its side
         except grpc.RpcError:
-            pass  # the stream broke; `over` is told
+            pass  # the stream broke; `over` runs
         finally:
             with self._lock:
                 self._readers.discard(threading.current_thread())
@@ -222,13 +221,13 @@ def _refuse(context: Any, code: grpc.StatusCode, why: str) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def _is_listened_at(path: str) -> bool:
+def _is_in_use(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_SECONDS)
         try:
             probe.connect(path)
         except (BlockingIOError, TimeoutError):
-            pass  # somebody does, and has many callers
+            pass  # a process listens and has a full backlog
         except OSError:
-            return False  # nothing, or what a killed process left behind
+            return False  # no socket, or one that a killed process left there
     return True

@@ -1,6 +1,6 @@
-"""What an iteration sampled, as the payload of TOKENS: tokens, and the log-probabilities that were asked for.
+"""An iteration's sampled tokens and requested log-probabilities, as the payload of TOKENS.
 
-The control message says which those are, so both sides know how many records come.
+Both sides derive the number of records from the iteration's control message.
 """
 
 from typing import NamedTuple
@@ -14,53 +14,53 @@ from orca_jax.iteration.message import ControlMessage
 from orca_jax.request.sampled import LOGPROBS, Sampled
 
 
-class Asked(NamedTuple):
-    """What an iteration was asked for."""
+class ExpectedRecords(NamedTuple):
+    """The records that an iteration returns; rows are places in its batch."""
 
     n_rows: int
-    logprobs: npt.NDArray[np.intp]  # places in the batch that want their token's
-    prompts: tuple[tuple[int, int], ...]  # those that want their prompt's, and of how many of its tokens
+    logprobs: npt.NDArray[np.intp]  # rows that request their token's log-probabilities
+    prompts: tuple[tuple[int, int], ...]  # rows that request their prompt's, each with the number of records
 
 
-def asked(message: ControlMessage) -> Asked:
-    """What the iteration of this message is asked for."""
+def expected_records(message: ControlMessage) -> ExpectedRecords:
+    """The records that the iteration of this message returns."""
     n_scored = message.n_scored
     wants = np.flatnonzero(message.sampling["prompt_logprobs"] >= 0)
     prompts = tuple((int(i), int(n_scored[i])) for i in wants)
-    return Asked(len(message.row), np.flatnonzero(message.sampling["logprobs"] >= 0), prompts)
+    return ExpectedRecords(len(message.row), np.flatnonzero(message.sampling["logprobs"] >= 0), prompts)
 
 
-def encode_sampled(sampled: Sampled, asked: Asked) -> worker_pb2.Tokens:
-    """What was sampled as a payload, without the padding after the batch's rows."""
+def encode_sampled(sampled: Sampled, expected: ExpectedRecords) -> worker_pb2.Tokens:
+    """Encode the payload of TOKENS, without the padding after the batch's rows."""
     payload = worker_pb2.Tokens(
-        token_ids=sampled.token_ids[: asked.n_rows].astype("<i4", copy=False).tobytes()
+        token_ids=sampled.token_ids[: expected.n_rows].astype("<i4", copy=False).tobytes()
     )
-    if len(asked.logprobs):
+    if len(expected.logprobs):
         assert sampled.logprobs is not None
-        payload.logprobs = sampled.logprobs[asked.logprobs].tobytes()
-    if asked.prompts:
-        parts = [sampled.prompt_logprobs[place][:n].tobytes() for place, n in asked.prompts]
+        payload.logprobs = sampled.logprobs[expected.logprobs].tobytes()
+    if expected.prompts:
+        parts = [sampled.prompt_logprobs[place][:n].tobytes() for place, n in expected.prompts]
         payload.prompt_logprobs = b"".join(parts)
     return payload
 
 
-def decode_sampled(payload: worker_pb2.Tokens, asked: Asked, *, vocab_size: int) -> Sampled:
-    """What this payload is. Raises BadFrame for another length, or a token that is not in the vocabulary."""
-    n = asked.n_rows
+def decode_sampled(payload: worker_pb2.Tokens, expected: ExpectedRecords, *, vocab_size: int) -> Sampled:
+    """Decode the payload of TOKENS. Raises BadFrame for a wrong length or a token outside the vocabulary."""
+    n = expected.n_rows
     token_ids = _exactly(payload.token_ids, np.dtype("<i4"), n, "tokens", n).astype(np.int32, copy=False)
-    records = _exactly(payload.logprobs, LOGPROBS, len(asked.logprobs), "log-probabilities", n)
-    n_prompt = sum(n for _, n in asked.prompts)
-    prompt_records = _exactly(payload.prompt_logprobs, LOGPROBS, n_prompt, "prompts' log-probabilities", n)
+    records = _exactly(payload.logprobs, LOGPROBS, len(expected.logprobs), "log-probabilities", n)
+    n_prompt = sum(n for _, n in expected.prompts)
+    prompt_records = _exactly(payload.prompt_logprobs, LOGPROBS, n_prompt, "prompt log-probabilities", n)
     _check_ids(token_ids, vocab_size)
-    for of in (records, prompt_records):
-        _check_ids(of["token_id"], vocab_size)
-        _check_ids(of["top_ids"], vocab_size)
+    for checked in (records, prompt_records):
+        _check_ids(checked["token_id"], vocab_size)
+        _check_ids(checked["top_ids"], vocab_size)
     logprobs = None
     if len(records):
         logprobs = np.zeros(n, LOGPROBS)
-        logprobs[asked.logprobs] = records
+        logprobs[expected.logprobs] = records
     prompts, start = dict[int, npt.NDArray[np.void]](), 0
-    for place, n_records in asked.prompts:
+    for place, n_records in expected.prompts:
         prompts[place] = prompt_records[start : start + n_records]
         start += n_records
     return Sampled(token_ids, logprobs, prompts)
@@ -69,11 +69,11 @@ def decode_sampled(payload: worker_pb2.Tokens, asked: Asked, *, vocab_size: int)
 def _exactly(data: bytes, dtype: np.dtype, count: int, what: str, n_rows: int) -> npt.NDArray:
     needed = dtype.itemsize * count
     if len(data) != needed:
-        raise BadFrame(f"{len(data)} bytes of {what} came for {n_rows} requests, which need {needed}")
+        raise BadFrame(f"the {what} of {n_rows} requests have {len(data)} bytes; they need {needed}")
     return np.frombuffer(data, dtype, count)
 
 
 def _check_ids(ids: npt.NDArray[np.int32], vocab_size: int) -> None:
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        raise BadFrame(f"token id {wrong} came; the vocabulary has 0 to {vocab_size - 1}")
+        raise BadFrame(f"token id {wrong} is not in the vocabulary, which has 0 to {vocab_size - 1}")

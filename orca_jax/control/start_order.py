@@ -1,6 +1,6 @@
-"""What a worker is told at the start of an epoch: the payload of START frames.
+"""The order that starts an epoch: the payload of START frames.
 
-The engine's sizes are its own affair, and each START says them, so that a worker cannot have others.
+The engine master decides the engine's sizes. Each START carries them, so a worker cannot use others.
 """
 
 import math
@@ -15,11 +15,11 @@ MAX_ADDRESS = 1_000  # characters
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartOrder:
-    """One stage's order to be ready for an epoch of an engine of this shape.
+    """The order to one stage to prepare for an epoch of an engine of this shape.
 
-    `next_address` is the control address of the next stage's worker, "" for the last stage. A worker waits
-    for its device `worker_seconds` for an iteration or for new caches, and `ready_seconds` where programs
-    have to be made first.
+    `next_address` is the control address of the next stage's worker, "" for the last stage. A worker gives
+    its device `worker_seconds` for an iteration or for new caches, or `ready_seconds` if it must compile
+    programs first.
     """
 
     shape: EngineShape
@@ -29,7 +29,7 @@ class StartOrder:
 
 
 def encode_start(order: StartOrder) -> worker_pb2.Start:
-    """The order as a payload."""
+    """Encode the payload of START."""
     return worker_pb2.Start(
         shape=worker_pb2.Shape(**asdict(order.shape)),
         next_address=order.next_address,
@@ -39,17 +39,17 @@ def encode_start(order: StartOrder) -> worker_pb2.Start:
 
 
 def decode_start(payload: worker_pb2.Start) -> StartOrder:
-    """The order that this payload is. Raises BadFrame."""
+    """Decode the payload of START. Raises BadFrame."""
     address = payload.next_address
     if len(address) > MAX_ADDRESS or not address.isprintable():
-        message = f"a start order came whose next_address is {address[:100]!r}; it must be a line of up to "
-        raise BadFrame(message + f"{MAX_ADDRESS} characters")
+        message = f"a start order's next_address is {address[:100]!r}; it must have up to {MAX_ADDRESS} "
+        raise BadFrame(message + "printable characters")
     try:
         shape = EngineShape(
             **{field.name: getattr(payload.shape, field.name) for field in fields(EngineShape)}
         )
     except ConfigError as error:
-        raise BadFrame(f"a start order came whose {error}") from error
+        raise BadFrame(f"a start order's {error}") from error
     return StartOrder(
         shape=shape,
         next_address=address,
@@ -60,5 +60,5 @@ def decode_start(payload: worker_pb2.Start) -> StartOrder:
 
 def _seconds(name: str, value: float) -> float:
     if not 0 < value < math.inf:
-        raise BadFrame(f"a start order came whose {name} is {value!r}; it must be seconds above 0")
+        raise BadFrame(f"a start order's {name} is {value!r}; it must be finite seconds above 0")
     return value

@@ -1,4 +1,4 @@
-"""The engine master: it sends each iteration to its workers and waits for the tokens. No JAX.
+"""The engine master: sends each iteration to its workers and waits for the tokens. No JAX.
 
-Workers may be in this process or in processes of their own. Start with engine_master.py.
+Workers run in this process or in their own processes. Start with engine_master.py.
 """

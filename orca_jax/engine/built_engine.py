@@ -1,4 +1,4 @@
-"""An engine that is ready to serve, wherever its workers are, and what there is to say of it."""
+"""An engine that is ready to serve, with its description; its workers may be local or remote."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from orca_jax.scheduling.kv_manager import KVManager
 class BuiltEngine:
     """An engine, the K/V manager of its caches, and its sizes.
 
-    `buckets` are the total-token sizes that programs are compiled for; `dtype` that of weights, keys and
-    values. `device`, `stages` and `attention` are said at start-up. `close` ends what belongs to the engine
-    beside this object; it may be called again.
+    `buckets` are the total-token sizes of the compiled programs. `dtype` is the dtype of weights, keys and
+    values. `device`, `stages` and `attention` are texts to show at start-up. `close` ends the engine's
+    connections and processes, and is idempotent.
     """
 
     engine: EngineMaster

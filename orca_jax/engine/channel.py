@@ -1,10 +1,10 @@
-"""The engine master's lines to its workers, as it sees them: grpc_channel.py has the real ones."""
+"""The engine master's interface to its control lines; grpc_channel.py implements it."""
 
 from typing import NamedTuple, Protocol
 
 
 class Arrival(NamedTuple):
-    """What came over the line of a stage: a frame's bytes, or None and why the line broke."""
+    """A frame's bytes from a stage's line, or None with the reason why the line broke."""
 
     stage: int
     data: bytes | None
@@ -12,16 +12,16 @@ class Arrival(NamedTuple):
 
 
 class Channel(Protocol):
-    """The engine master's lines, one to each worker; they may lose, double, delay and damage frames."""
+    """The engine master's lines, one to each worker; they may lose, duplicate, delay and corrupt frames."""
 
     def send(self, stage: int, data: bytes) -> None:
-        """Send a frame without waiting. What cannot be sent is dropped; a broken line is an arrival."""
+        """Send a frame without blocking; drops it if the line is broken, which is also an arrival."""
         ...
 
     def receive(self, timeout: float) -> Arrival | None:
-        """The next that came over any line; None when nothing has within `timeout` seconds."""
+        """Return the next arrival from any line, or None after `timeout` seconds."""
         ...
 
     def close(self) -> None:
-        """End all lines."""
+        """Close all lines."""
         ...

@@ -1,4 +1,4 @@
-"""The engine master's control lines: a channel.Channel over gRPC, one stream to each worker."""
+"""The engine master's control lines: a channel.Channel over gRPC, with one stream to each worker."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,17 +10,19 @@ from orca_jax.engine.channel import Arrival
 from orca_jax.errors import ConfigError, OrcaError
 
 _LOOK_SECONDS = 0.2
-_FIRST_WORD_SECONDS, _NEXT_WORD_SECONDS = 5.0, 30.0
+_FIRST_NOTICE_SECONDS, _NEXT_NOTICE_SECONDS = 5.0, 30.0
 
 
 class ControlChannel:
-    """Lines to all workers, joined when this is made: `addresses[i]` is that of stage i.
+    """Lines to all workers; the constructor joins them all.
 
-    It is "host:port", "[v6]:port" or "unix:/absolute/path", and `terms[i]` is what the worker there must be.
-    All are waited for together, `seconds` at most, and `on_wait` is told now and then who is missing. Raises
-    WorkerRefused where a worker is another than that, or knows another secret, WorkerUnreachable where none
-    answers, and meanwhile what `failure` returns, which says why a worker will never be there; whatever was
-    joined by then is left again.
+    `addresses[i]` is stage i's address, "host:port", "[v6]:port" or "unix:/absolute/path", and its worker
+    must match `terms[i]`. The constructor waits at most `seconds` for all workers together, and meanwhile
+    calls `on_wait` now and then with the missing ones.
+
+    Raises WorkerRefused if a worker has other terms or another secret, WorkerUnreachable if one does not
+    answer, and the error that `failure` returns if a worker will never come up. On an error it closes the
+    lines already joined.
     """
 
     def __init__(
@@ -35,17 +37,24 @@ class ControlChannel:
         on_wait: Callable[[str], None] = lambda line: None,
     ) -> None:
         if len(addresses) != len(terms) or not addresses or len(set(addresses)) != len(addresses):
-            message = f"{len(addresses)} addresses of workers came, {', '.join(addresses)}, for {len(terms)} "
-            raise ConfigError(message + "stages; each stage needs one, and its own")
+            message = (
+                f"there are {len(addresses)} worker addresses, {', '.join(addresses)}, for {len(terms)} "
+            )
+            raise ConfigError(message + "stages; give each stage one address of its own")
         for address in addresses:
             control_address(address)
         limits = limits or LineLimits()
         self._inbox = FrameQueue[Arrival](limits.frames, weigh=lambda arrival: len(arrival.data or b""))
         self._lines = [
             ControlLine(
-                address, role=MASTER, terms=of, secret=secret, deliver=self._deliver(stage), limits=limits
+                address,
+                role=MASTER,
+                terms=stage_terms,
+                secret=secret,
+                deliver=self._deliver(stage),
+                limits=limits,
             )
-            for stage, (address, of) in enumerate(zip(addresses, terms, strict=True))
+            for stage, (address, stage_terms) in enumerate(zip(addresses, terms, strict=True))
         ]
         try:
             self._wait_joined(seconds, failure, on_wait)
@@ -55,21 +64,21 @@ class ControlChannel:
 
     @property
     def about(self) -> list[WorkerAbout]:
-        """What each stage's worker reported about itself when it was last joined."""
+        """Each stage's worker's report about itself from its last join."""
         reports = [line.about for line in self._lines]
-        assert all(about is not None for about in reports), "all were joined when this was made"
+        assert all(about is not None for about in reports), "the constructor joined them all"
         return [about for about in reports if about is not None]
 
     def send(self, stage: int, data: bytes) -> None:
-        """Send a frame without waiting; dropped while the line is broken."""
+        """Send a frame without blocking; drops it while the line is broken."""
         self._lines[stage].send(data)
 
     def receive(self, timeout: float) -> Arrival | None:
-        """The next that came over any line; None when nothing has within `timeout` seconds."""
+        """Return the next arrival from any line, or None after `timeout` seconds."""
         return self._inbox.get(timeout)
 
     def close(self) -> None:
-        """End all lines and their threads, each within `close_seconds`."""
+        """Close all lines and their threads, each within `close_seconds`."""
         self._inbox.end()
         for line in self._lines:
             line.close()
@@ -78,7 +87,7 @@ class ControlChannel:
         self, seconds: float, failure: Callable[[], OrcaError | None], on_wait: Callable[[str], None]
     ) -> None:
         began = time.monotonic()
-        tell_at = began + _FIRST_WORD_SECONDS
+        notify_at = began + _FIRST_NOTICE_SECONDS
         waiting = self._lines
         while waiting := [line for line in waiting if not line.wait_joined(_LOOK_SECONDS / len(waiting))]:
             error = failure()
@@ -87,13 +96,13 @@ class ControlChannel:
             now = time.monotonic()
             if now >= began + seconds:
                 raise waiting[0].not_joined(seconds)
-            if now >= tell_at:
-                tell_at = now + _NEXT_WORD_SECONDS
+            if now >= notify_at:
+                notify_at = now + _NEXT_NOTICE_SECONDS
                 on_wait("waiting for " + "; ".join(line.missing() for line in waiting))
 
     def _deliver(self, stage: int) -> Deliver:
         def deliver(data: bytes | None, why: str) -> bool:
-            # That a line broke is told even where frames have no room: a line breaks seldom.
+            # A broken line is reported even when the queue is full; lines break rarely.
             return self._inbox.put(Arrival(stage, data, why), beyond_limit=data is None)
 
         return deliver

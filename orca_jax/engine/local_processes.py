@@ -1,4 +1,4 @@
-"""Worker processes on this machine: the supervisor's children, reached over sockets that are theirs alone."""
+"""Worker processes on this machine: the supervisor's children, reached over private unix sockets."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.engine.remote_pipeline import StageWorkers, remote_pipeline
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.stage_layers import check_split
-from orca_jax.workers.environment import says_memory, visible_gpus, worker_environment
+from orca_jax.workers.environment import sets_memory, visible_gpus, worker_environment
 from orca_jax.workers.supervised_process import WorkerCommand
 from orca_jax.workers.supervisor import Supervisor
 from orca_jax.workers.worker_options import WorkerOptions
@@ -23,10 +23,10 @@ _DEVICES = Path("/dev")
 
 
 class WorkerProcesses:
-    """A process for each stage of an engine.
+    """One process for each stage of an engine.
 
     They listen on sockets in a directory that only this user can enter, so they need no secret. Raises
-    ConfigError where the machine's GPUs are too few. `forward_ahead` is that of WorkerOptions.
+    ConfigError if the machine has too few GPUs. `forward_ahead` is as in WorkerOptions.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class WorkerProcesses:
             worker_environment(stage, parallel, os.environ, gpus, memory_fraction=fraction)
             for stage in stages
         ]
-        if gpus and not says_memory(os.environ):  # each process holds that share, and may take all of it
+        if gpus and not sets_memory(os.environ):  # the processes' environments set it; each may use all of it
             config = replace(config, sizes=replace(config.sizes, memory_fraction=None))
         self._directory = Path(tempfile.mkdtemp(prefix="orca-"))  # mode 0700
         addresses = [f"unix:{self._directory}/{stage + 1}" for stage in stages]
@@ -61,7 +61,7 @@ class WorkerProcesses:
             ],
             bound=config.restarts,
             on_event=on_event,
-            # Below what the engine master waits, whose clock begins before the process does.
+            # Shorter than the engine master's own wait, which begins before the process starts.
             patience_seconds=0.9 * config.deadlines.ready_seconds,
         )
         self.workers = StageWorkers(
@@ -77,11 +77,11 @@ class WorkerProcesses:
             raise
 
     def pids(self) -> list[int | None]:
-        """The processes' ids, of stage 1 first; None for one that is between two lives."""
+        """The process ids, stage 1 first; None for a process that is being restarted."""
         return self._supervisor.pids()
 
     def close(self) -> None:
-        """End all of them, within some seconds."""
+        """End all processes within a few seconds."""
         self._supervisor.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -98,9 +98,9 @@ def supervised_pipeline(
     on_event: Callable[[str], None],
     forward_ahead: bool = True,
 ) -> BuiltEngine:
-    """Start the worker processes, and bring a pipeline of them up; `close` of what it gives ends them.
+    """Start the worker processes and bring up their pipeline; the result's `close` ends them.
 
-    Raises as `remote_pipeline`; no process is left then.
+    Raises as `remote_pipeline` does, after ending all processes.
     """
     check_split(model, config.parallel)
     processes = WorkerProcesses(config, on_event=on_event, forward_ahead=forward_ahead)

@@ -1,4 +1,4 @@
-"""A pipeline of workers in processes of their own: how an engine master reaches them and brings them up."""
+"""Builds an engine from a pipeline of worker processes: the engine master joins them and brings them up."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,20 +22,20 @@ from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 
 
 def _nothing(_: int) -> None:
-    """Nobody wants to be told."""
+    """Ignore a stage."""
 
 
 def _no_failure() -> None:
-    """None that anybody knows of."""
+    """Workers that can always come up again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageWorkers:
-    """Where the workers are, and who looks after their processes.
+    """The workers' addresses, and callbacks to their supervisor.
 
-    `addresses` are their control ports, of stage 1 first; `on_suspect` and `on_ready` are told a stage that
-    cannot be relied on any more, and one that is ready for a new epoch; `failure` says why workers will never
-    come up again.
+    `addresses` are their control ports, stage 1 first. `on_suspect` is called with a stage whose worker may
+    need a restart, `on_ready` with a stage that is ready for a new epoch. `failure` says why the workers will
+    never come up again.
     """
 
     addresses: tuple[str, ...]
@@ -53,12 +53,13 @@ def remote_pipeline(
     *,
     on_event: Callable[[str], None],
 ) -> BuiltEngine:
-    """Join all workers and bring their first epoch up; `name` is the model's.
+    """Join all workers and start their first epoch; `name` is the model's name.
 
-    Without a dtype in `config` theirs is taken. `on_event` is told whom it waits for, when that takes long.
+    If `config` has no dtype, the workers' dtype applies. During a long wait `on_event` receives the missing
+    workers.
 
-    Raises ConfigError (WorkerRefused, WorkerUnreachable) for workers that do not fit, and EngineError where
-    they do not come up; nothing is left joined then.
+    Raises ConfigError (WorkerRefused, WorkerUnreachable) for workers that do not match, and EngineError if
+    they do not come up; both close all lines.
     """
     n_stages = config.parallel.pipeline_parallel
     assert n_stages == len(workers.addresses)
@@ -95,23 +96,23 @@ def _pipeline(
 ) -> BuiltEngine:
     n_stages, deadlines = config.parallel.pipeline_parallel, config.deadlines
     about = channel.about
-    dtypes = [one.dtype for one in about]
+    dtypes = [worker.dtype for worker in about]
     if len(set(dtypes)) > 1:
         message = f"the workers have different dtypes, {', '.join(dtypes)}; start all with the same --dtype"
         raise ConfigError(message)
     layers = stage_layers(model.n_layers, n_stages)
     rooms = [
         StageRoom(
-            layers=own,
-            n_devices=one.n_devices,
-            itemsize=ITEMSIZE[one.dtype],
-            attention=one.path,
-            free=one.room,
-            modest=one.modest,
+            layers=stage,
+            n_devices=worker.n_devices,
+            itemsize=ITEMSIZE[worker.dtype],
+            attention=worker.path,
+            free=worker.room,
+            modest=worker.modest,
         )
-        for own, one in zip(layers, about, strict=True)
+        for stage, worker in zip(layers, about, strict=True)
     ]
-    on_cpu = all(one.device == CPU for one in about)
+    on_cpu = all(worker.device == CPU for worker in about)
     serving = serving_config(model, config.sizes, rooms, coarse_buckets=not on_cpu)
     shape = engine_shape(model, serving, n_workers=n_stages)
     if most_bytes(shape) > MAX_FRAME:
@@ -119,7 +120,7 @@ def _pipeline(
             f"max_batch_size is {serving.max_batch_size} and max_batch_tokens {serving.max_batch_tokens}; "
         )
         message += f"with this model an iteration may need {most_bytes(shape)} bytes on the control plane, "
-        raise ConfigError(message + f"and {MAX_FRAME} are allowed, so lower one of them")
+        raise ConfigError(message + f"but {MAX_FRAME} are allowed; lower one of them")
     orders = [
         StartOrder(
             shape=shape,
@@ -134,7 +135,7 @@ def _pipeline(
         orders,
         clock=time.monotonic,
         deadlines=deadlines,
-        first_epoch=time.time_ns(),  # above every epoch of an engine master before this one
+        first_epoch=time.time_ns(),  # above every epoch of an earlier engine master
         on_suspect=workers.on_suspect,
         on_ready=workers.on_ready,
         failure=workers.failure,
@@ -150,13 +151,13 @@ def _pipeline(
         serving=serving,
         buckets=shape.buckets,
         dtype=dtypes[0],
-        device=_all_of([one.device for one in about]),
-        stages=f"{split_summary(model.n_layers, config.parallel)}, in processes of their own",
-        attention=_all_of([one.attention for one in about]),
+        device=_distinct([worker.device for worker in about]),
+        stages=f"{split_summary(model.n_layers, config.parallel)}, each in its own process",
+        attention=_distinct([worker.attention for worker in about]),
         close=channel.close,
     )
 
 
-def _all_of(said: Sequence[str]) -> str:
-    """What the workers say of themselves, once where all say the same."""
-    return ", ".join(dict.fromkeys(said))
+def _distinct(texts: Sequence[str]) -> str:
+    """The workers' texts, without repetitions."""
+    return ", ".join(dict.fromkeys(texts))

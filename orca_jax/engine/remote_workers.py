@@ -1,7 +1,8 @@
-"""The engine master's side of workers in processes of their own: iterations out, tokens in, and what is lost.
+"""The engine master's side of worker processes: sends iterations, receives tokens and detects losses.
 
-ORCA 4.1, Figure 7, with the faults that the paper leaves out. What a worker says is believed if it fits
-what it was asked. Any loss ends the epoch: all stages give up, and begin a new one with new caches.
+ORCA 4.1, Figure 7, extended with faults, which the paper leaves out. Every frame from a worker is checked
+against what was sent to it. Any loss ends the epoch: all stages abandon it and begin a new one with new
+caches.
 """
 
 import math
@@ -28,7 +29,7 @@ from orca_jax.control.frame import (
     encode_frame,
 )
 from orca_jax.control.message_wire import encode_message
-from orca_jax.control.sampled_wire import Asked, asked, decode_sampled
+from orca_jax.control.sampled_wire import ExpectedRecords, decode_sampled, expected_records
 from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.engine.channel import Arrival, Channel
@@ -40,39 +41,45 @@ from orca_jax.request.sampled import Sampled
 
 @dataclass(slots=True)
 class _Attempt:
-    """A new epoch on its way: when it began, when to ask again, who is ready."""
+    """An attempt to start an epoch: when it began, when to send START again, which stages are ready."""
 
     began: float
     ask_at: float
-    hurry_at: float  # when those that should be ready by now are suspected
+    suspect_at: float  # when to report the stages that are not ready as suspects
     ready: set[int] = field(default_factory=set[int])
 
 
 class RemoteTokens:
-    """PendingTokens of an iteration that runs elsewhere; `number` counts the iterations of its epoch.
+    """PendingTokens of an iteration on remote workers; `number` counts the iterations of its epoch.
 
     Both methods raise WorkerLost.
     """
 
     def __init__(
-        self, workers: "RemoteWorkers", number: int, asked: Asked, sent: float, words: MakeWords | None
+        self,
+        workers: "RemoteWorkers",
+        number: int,
+        expected: ExpectedRecords,
+        *,
+        sent: float,
+        words: MakeWords | None,
     ) -> None:
         self.number = number
-        self.asked = asked
+        self.expected = expected
         self.sent = sent
-        self.words = words  # None: none are needed, or they were sent
-        self.payload: Tokens | None = None  # what came
-        self.sampled: Sampled | None = None  # the same, read
+        self.words = words  # None if not needed or already sent
+        self.payload: Tokens | None = None  # as received
+        self.sampled: Sampled | None = None  # decoded from `payload`
         self._workers = workers
 
     def is_ready(self) -> bool:
-        """Whether they are here; looks at all that came, and at the deadline."""
+        """Whether the tokens are here; handles all arrivals and checks the deadline."""
         if self.sampled is None:
             self._workers.look()
         return self.sampled is not None
 
     def fetch(self) -> Sampled:
-        """Wait for them, no longer than the deadline allows."""
+        """Wait for the tokens, at most until the deadline."""
         while not self.is_ready():
             self._workers.wait()
         assert self.sampled is not None
@@ -80,17 +87,17 @@ class RemoteTokens:
 
 
 class RemoteWorkers:
-    """All stages of a pipeline, as the engine master sees them. For one thread.
+    """All stages of a pipeline, as the engine master sees them. For use by one thread.
 
-    `orders[i]` is what stage i is told at the start of an epoch. `first_epoch` should be above every epoch
-    that these workers have known from a master before this one: the time will do. Where a clock was set back
-    a worker says which epoch it has known, and a later one is begun. Until `recover` has brought an epoch up,
-    `issue` raises WorkerLost.
+    `orders[i]` is stage i's order at the start of an epoch. `first_epoch` should be above every epoch that
+    these workers know from an earlier master; the current time serves. If a clock was set back, a worker
+    reports the epoch it knows, and the master begins a later one. `issue` raises WorkerLost until `recover`
+    has started an epoch.
 
-    `on_suspect` is told of each stage whose worker may not come back by itself: it missed a deadline,
-    answered rubbish, its line broke, or it has no new caches within `worker_seconds`, which a process that is
-    only starting has not either. `on_ready` hears of each that is ready for a new epoch. Neither may wait.
-    `failure` says why the workers will never come up again; what it returns is raised.
+    `on_suspect` is called with each stage whose worker may not come back by itself: it missed a deadline,
+    sent a malformed frame, its line broke, or it has no new caches within `worker_seconds` (a process that is
+    still starting has none either). `on_ready` is called with each stage that is ready for a new epoch.
+    Neither may block. `failure` returns the error to raise when the workers will never come up again.
     """
 
     def __init__(
@@ -121,24 +128,26 @@ class RemoteWorkers:
         self._on_ready = on_ready
         self._failure = failure
         self._attempt: _Attempt | None = None
-        self._lost: WorkerLost | None = WorkerLost(0, "the workers were not brought up yet")
-        self._unanswered: deque[RemoteTokens] = deque()  # issued, and not all before it returned
+        self._lost: WorkerLost | None = WorkerLost(0, "the workers are not up yet")
+        self._unanswered: deque[RemoteTokens] = deque()  # issued; begins with an iteration without tokens
         self._n_issued = 0  # in this epoch
-        self._moved = 0.0  # when the oldest in flight became the oldest
-        self._received = [-1] * n_stages  # the newest iteration that each stage said so of
-        self._done = [-1] * n_stages
-        self._received_at = [dict[int, float]() for _ in orders]  # of iterations that are not done
+        self._moved = 0.0  # when the oldest iteration in flight became the oldest
+        self._received = [-1] * n_stages  # each stage's newest iteration reported as received
+        self._done = [-1] * n_stages  # and as done
+        self._received_at = [dict[int, float]() for _ in orders]  # iterations received and not done
 
     def issue(self, message: ControlMessage, words: MakeWords) -> RemoteTokens:
-        """Send one iteration to worker 1, and what its constrained rows allow straight to worker n.
+        """Send an iteration to worker 1, and the token masks of its constrained rows directly to worker n.
 
-        The latter as soon as it can be said. Raises as `look`.
+        The masks follow as soon as they are known. Raises as `look` does.
         """
         self.look()
         payload = encode_message(message, self._shape)
         now = self._clock()
         needs_words = bool(message.constrained.any())
-        tokens = RemoteTokens(self, self._n_issued, asked(message), now, words if needs_words else None)
+        tokens = RemoteTokens(
+            self, self._n_issued, expected_records(message), sent=now, words=words if needs_words else None
+        )
         if not self._unanswered:
             self._moved = now
         self._unanswered.append(tokens)
@@ -152,23 +161,23 @@ class RemoteWorkers:
         return tokens
 
     def look(self) -> None:
-        """Take in all that came, without waiting.
+        """Handle all arrivals without blocking.
 
-        Raises WorkerLost, from then on until `recover`, or what `failure` returns.
+        Raises the error that `failure` returns, or WorkerLost; the latter at every call until `recover`.
         """
-        self._see_failure()
+        self._raise_failure()
         if self._lost is not None:
             raise self._lost
         self._send_words()
         while (arrival := self._channel.receive(0.0)) is not None:
             self._take(arrival)
-            self._see_failure()
+            self._raise_failure()
         if self._unanswered and self._clock() >= self._due():
-            stage, why = self._who_is_behind()
+            stage, why = self._late_stage()
             self._lose(stage, why, suspects=(stage,))
 
     def _send_words(self) -> None:
-        """Send what constrained rows allow, in the order of iterations, as far as it is known."""
+        """Send the token masks that are known, in the order of iterations."""
         for tokens in self._unanswered:
             if tokens.words is None:
                 continue
@@ -182,7 +191,7 @@ class RemoteWorkers:
             self._channel.send(self._n_stages - 1, encode_frame(frame))
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until something came, `seconds` at most; raises WorkerLost."""
+        """Wait for an arrival, at most `seconds`, and handle it. Raises WorkerLost."""
         if self._lost is not None:
             raise self._lost
         limit = self._deadlines.look_seconds if seconds is None else seconds
@@ -193,26 +202,27 @@ class RemoteWorkers:
             self._take(arrival)
 
     def recover(self, interrupted: Callable[[], bool]) -> bool:
-        """Bring a new epoch up, in which every stage has new caches; False if interrupted before.
+        """Start a new epoch, in which every stage has new caches; return False if interrupted.
 
-        The next call goes on with the same epoch then. Raises WorkerLost when a stage is not ready within
-        `ready_seconds` or is lost again; the next call begins another epoch. Raises what `failure` returns.
+        After an interruption the next call continues with the same epoch. Raises WorkerLost if a stage is not
+        ready within `ready_seconds` or is lost again; the next call then begins another epoch. Raises the
+        error that `failure` returns.
         """
         attempt = self._attempt or self._begin()
         deadline = attempt.began + self._deadlines.ready_seconds
         while len(attempt.ready) < self._n_stages:
-            self._see_failure()
+            self._raise_failure()
             now = self._clock()
             if now >= deadline:
                 missing = sorted(set(range(self._n_stages)) - attempt.ready)
-                names = " and ".join(f"stage {stage + 1}" for stage in missing[1:])
-                also = f"; nor was {names}" if names else ""
+                names = ", ".join(f"stage {stage + 1}" for stage in missing[1:])
+                also = f"; also not ready: {names}" if names else ""
                 why = f"was not ready within {self._deadlines.ready_seconds:g} seconds{also}"
                 self._lose(missing[0], why, suspects=missing)
             if interrupted():
                 return False
-            if now >= attempt.hurry_at:
-                attempt.hurry_at = math.inf
+            if now >= attempt.suspect_at:
+                attempt.suspect_at = math.inf
                 for stage in sorted(set(range(self._n_stages)) - attempt.ready):
                     self._on_suspect(stage)
             if now >= attempt.ask_at:
@@ -220,7 +230,7 @@ class RemoteWorkers:
                 for stage, order in enumerate(self._orders):
                     if stage not in attempt.ready:
                         self._channel.send(stage, encode_frame(Frame(START, self.epoch, payload=order)))
-            next_at = min(deadline, attempt.ask_at, attempt.hurry_at)
+            next_at = min(deadline, attempt.ask_at, attempt.suspect_at)
             limit = min(self._deadlines.look_seconds, next_at - now)
             arrival = self._channel.receive(max(0.0, limit))
             if arrival is not None:
@@ -230,14 +240,14 @@ class RemoteWorkers:
         return True
 
     def close(self) -> None:
-        """End the lines to all workers."""
+        """Close the lines to all workers."""
         self._channel.close()
 
     def _begin(self) -> _Attempt:
         while (arrival := self._channel.receive(0.0)) is not None:
-            if arrival.data is None:  # it is told once
+            if arrival.data is None:  # a broken line is reported only once
                 self._on_suspect(arrival.stage)
-            # All else was said before the new epoch, and is stale.
+            # All other arrivals are stale: they were sent before the new epoch.
         self.epoch += 1
         self._unanswered.clear()
         self._n_issued = 0
@@ -246,13 +256,13 @@ class RemoteWorkers:
         for received_at in self._received_at:
             received_at.clear()
         now = self._clock()
-        self._attempt = _Attempt(began=now, ask_at=now, hurry_at=now + self._deadlines.worker_seconds)
+        self._attempt = _Attempt(began=now, ask_at=now, suspect_at=now + self._deadlines.worker_seconds)
         return self._attempt
 
     def _due(self) -> float:
         return max(self._unanswered[0].sent, self._moved) + self._deadlines.iteration_seconds
 
-    def _see_failure(self) -> None:
+    def _raise_failure(self) -> None:
         failure = self._failure()
         if failure is not None:
             raise failure
@@ -265,8 +275,8 @@ class RemoteWorkers:
             self._on_suspect(suspect)
         raise self._lost
 
-    def _who_is_behind(self) -> tuple[int, str]:
-        """The first stage that has not taken the oldest iteration, or else not finished it."""
+    def _late_stage(self) -> tuple[int, str]:
+        """The first stage that has not taken the oldest iteration, or else not finished it, and a message."""
         iteration = self._unanswered[0].number
         late = f"within {self._deadlines.iteration_seconds:g} seconds (epoch {self.epoch})"
         for stage, received in enumerate(self._received):
@@ -283,30 +293,33 @@ class RemoteWorkers:
         if arrival.data is None:
             if self._attempt is None or stage in self._attempt.ready:
                 self._lose(stage, f"its line broke: {arrival.why}", suspects=(stage,))
-            # One that is not ready yet is asked until it is, or too late; but it may be one that was stopped.
+            # A stage that is not ready is asked again until the deadline; but its process may hang.
             self._on_suspect(stage)
             return
         try:
             frame = decode_frame(arrival.data)
             if frame.stage != stage:
-                raise BadFrame(f"it speaks as stage {frame.stage + 1}")
+                raise BadFrame(f"it claims to be stage {frame.stage + 1}")
             if frame.epoch < self.epoch:
                 self.counters.stale += 1
                 return
             self._take_current(frame)
         except BadFrame as error:
-            self.counters.rubbish += 1
-            self._lose(stage, f"answered rubbish: {error}", suspects=(stage,))
+            self.counters.malformed += 1
+            self._lose(stage, f"sent a malformed frame: {error}", suspects=(stage,))
 
     def _take_current(self, frame: Frame) -> None:
-        """Raises BadFrame for what no worker of this epoch may say, WorkerLost for what it should not."""
+        """Handle a frame that is not stale.
+
+        Raises BadFrame if no worker of this epoch may send it, and WorkerLost if the worker reports trouble.
+        """
         kind, stage = frame.kind, frame.stage
         if kind is PASSED:
             self._take_passed(frame.epoch)
         elif frame.epoch > self.epoch:
-            raise BadFrame(f"it speaks of epoch {frame.epoch}, and this is {self.epoch}")
+            raise BadFrame(f"it refers to epoch {frame.epoch}, but the current epoch is {self.epoch}")
         elif kind is TROUBLE:
-            # It says so itself, and waits for the next epoch: it is no suspect.
+            # Not a suspect: it reports the trouble itself and waits for the next epoch.
             self._lose(stage, frame.payload[:1000])
         elif kind is READY:
             ready = None if self._attempt is None else self._attempt.ready
@@ -317,7 +330,7 @@ class RemoteWorkers:
                 self._on_ready(stage)
         elif kind in (RECEIVED, DONE, TOKENS):
             if frame.iteration >= self._n_issued:
-                raise BadFrame(f"it speaks of iteration {frame.iteration}, which was not issued")
+                raise BadFrame(f"it refers to iteration {frame.iteration}, which was not issued")
             if kind is TOKENS:
                 self._take_tokens(frame)
             else:
@@ -326,14 +339,14 @@ class RemoteWorkers:
             raise BadFrame(f"it sent {kind.name}, which only an engine master sends")
 
     def _take_passed(self, epoch: int) -> None:
-        """A worker has known this epoch: one that is asked for has to be above it."""
+        """Continue above `epoch`, which a worker already knows."""
         if epoch >= MAX_EPOCH:
-            raise BadFrame(f"it speaks of epoch {epoch}")
-        if epoch == self.epoch:  # an old START came to it late
+            raise BadFrame(f"it refers to epoch {epoch}; epochs are below {MAX_EPOCH}")
+        if epoch == self.epoch:  # an old START reached it late
             self.counters.duplicates += 1
             return
         if self._attempt is None:
-            raise BadFrame(f"it speaks of epoch {epoch}, and this is {self.epoch}")
+            raise BadFrame(f"it refers to epoch {epoch}, but the current epoch is {self.epoch}")
         self.epoch = epoch + 1
         self._attempt.ready.clear()
         self._attempt.ask_at = self._clock()
@@ -350,7 +363,7 @@ class RemoteWorkers:
         if frame.kind is RECEIVED:
             counters.received += 1
             received_at[iteration] = seconds
-            if len(received_at) > MAX_TIMES:  # of a worker that is never done, and yet returns tokens
+            if len(received_at) > MAX_TIMES:  # a worker that reports no DONE although tokens return
                 del received_at[next(iter(received_at))]
             return
         counters.done += 1
@@ -365,21 +378,21 @@ class RemoteWorkers:
 
     def _take_tokens(self, frame: Frame) -> None:
         if frame.stage != self._n_stages - 1:
-            raise BadFrame("it sent tokens, which only the last stage has")
+            raise BadFrame("it sent tokens, which only the last stage may send")
         oldest = self._unanswered[0].number if self._unanswered else self._n_issued
         if frame.iteration < oldest:
             self.counters.duplicates += 1
             return
         tokens = self._unanswered[frame.iteration - oldest]
-        sampled = decode_sampled(frame.payload, tokens.asked, vocab_size=self._shape.vocab_size)
+        sampled = decode_sampled(frame.payload, tokens.expected, vocab_size=self._shape.vocab_size)
         if tokens.sampled is not None:
             if tokens.payload != frame.payload:
-                raise BadFrame(f"it returned iteration {frame.iteration} twice, with other tokens")
+                raise BadFrame(f"it returned iteration {frame.iteration} twice, with different tokens")
             self.counters.duplicates += 1
             return
         tokens.sampled, tokens.payload = sampled, frame.payload
         self._note_times(frame.stage, frame.iteration, done=math.nan)
-        # Those that came out of order wait here for the ones before them.
+        # Tokens that came out of order stay until all earlier iterations have theirs.
         while self._unanswered and self._unanswered[0].sampled is not None:
             self._unanswered.popleft()
             self._moved = self._clock()

@@ -1,28 +1,28 @@
-"""What the engine master counts about workers in other processes, for metrics and benchmarks."""
+"""The engine master's counters of worker processes, for metrics and benchmarks."""
 
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MAX_TIMES = 4096  # of a stage, in memory
+MAX_TIMES = 4096  # iterations whose times are kept, per stage
 
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """Frames that were late, repeated or wrong, and bytes that were sent."""
+    """Frames that were late, repeated or malformed, and bytes sent."""
 
-    stale: int = 0  # of an epoch before
+    stale: int = 0  # from an earlier epoch
     duplicates: int = 0
-    rubbish: int = 0
-    message_bytes: int = 0  # of all control messages, with their frames
+    malformed: int = 0
+    message_bytes: int = 0  # all control messages, with their frames
     messages: int = 0
-    word_bytes: int = 0  # of the allowed tokens of constrained rows
+    word_bytes: int = 0  # masks of the tokens that constrained rows allow
 
 
 class IterationTimes(NamedTuple):
-    """When a stage took an iteration's message and when its device was done, in seconds of its own clock.
+    """When a stage took an iteration's message and when its device finished, in seconds on the stage's clock.
 
-    `received` is nan if no report of it arrived, `done` is nan for the last stage: it returns tokens.
+    `received` is NaN if its report was lost. `done` is NaN for the last stage, which returns tokens instead.
     """
 
     epoch: int
@@ -34,9 +34,9 @@ class IterationTimes(NamedTuple):
 
 @dataclass(slots=True)
 class StageCounters:
-    """What a stage reported about its iterations; `times` has the newest, oldest first."""
+    """A stage's reports about its iterations; `times` has the latest ones, oldest first."""
 
     link_bytes: int = 0  # put on the link to the next stage
-    received: int = 0  # iterations that it took
-    done: int = 0  # iterations that it reported as done; the last stage returns tokens instead
+    received: int = 0  # iterations
+    done: int = 0  # iterations; the last stage returns tokens instead
     times: deque[IterationTimes] = field(default_factory=lambda: deque[IterationTimes](maxlen=MAX_TIMES))

@@ -31,7 +31,7 @@ from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.controller import Controller
-from orca_jax.workers.mask_inbox import WordsBox
+from orca_jax.workers.mask_inbox import MaskInbox
 
 News = Callable[[Controller], None]  # to be told on the controller's thread
 _THREAD = "stage device"
@@ -74,7 +74,7 @@ class JaxStageDevice:
         self._post = post
         self._address_before = address_before
         self._shape: EngineShape | None = None  # that the programs are made for, or will be
-        self._words = WordsBox()
+        self._words = MaskInbox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
         self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
         self._compiles = CompileCounter()

@@ -1,7 +1,7 @@
-"""A worker's controller: takes control messages, forwards them, and issues work without waiting (ORCA 4.1).
+"""A worker's controller: takes control messages, forwards them and issues work without waiting (ORCA 4.1).
 
-Each stage's process has one. It reacts to events, on one thread: `take` when a frame arrives, `started`,
-`done` and `failed` when its device reports, `overdue` when time has passed.
+Each stage's process has one. It handles events on one thread: `take` when a frame arrives; `started`, `done`
+and `failed` when its device reports; `overdue` when time has passed.
 """
 
 import math
@@ -31,84 +31,85 @@ from orca_jax.control.frame import (
     encode_stage_time,
 )
 from orca_jax.control.message_wire import decode_message
-from orca_jax.control.sampled_wire import Asked, asked, encode_sampled
+from orca_jax.control.sampled_wire import ExpectedRecords, encode_sampled, expected_records
 from orca_jax.control.start_order import StartOrder, decode_start
 from orca_jax.errors import BadFrame
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.request.sampled import Sampled
 
-_MOST_AHEAD = 4096  # iterations that words may come before their message
+_MOST_AHEAD = 4096  # iterations by which words may precede their message
 
 
 class StageDevice(Protocol):
-    """One stage's devices. Neither method waits; their news goes to the controller, on its thread."""
+    """One stage's devices. No method blocks; the device calls the controller back on the latter's thread."""
 
     def start(self, epoch: int, order: StartOrder) -> bool:
-        """Give up what was issued before and make new caches; then `started(epoch)`, or `failed`.
+        """Drop all earlier work and make new caches, then call `started(epoch)` or `failed`.
 
-        True where programs have to be made first, which takes longer.
+        Returns True if programs must be compiled first, which takes longer.
         """
         ...
 
     def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
-        """The allowed tokens of an iteration's constrained rows, flat. The last stage waits for them before
-        it samples; they may come before the iteration's message.
+        """Take the allowed tokens of an iteration's constrained rows, flat.
+
+        The last stage waits for them before it samples. They may arrive before the iteration's message.
         """
         ...
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
-        """Issue this stage's part of an iteration; then `done(epoch, iteration, ...)`, or `failed`.
+        """Issue this stage's part of an iteration, then call `done(epoch, iteration, ...)` or `failed`.
 
-        Its hidden states come from the stage before and go to the next under the key (epoch,
-        iteration, stage). Iterations run, and are told done, in the order in which they are issued.
+        Hidden states come from the previous stage and go to the next under the key (epoch, iteration,
+        stage). Iterations run and finish in the order in which they are issued.
         """
         ...
 
 
 class Lines(Protocol):
-    """A controller's lines; no method waits, and what cannot be sent is dropped."""
+    """A controller's lines. No method blocks; a frame that cannot be sent is dropped."""
 
     def connect(self, address: str) -> None:
-        """The next stage's worker is there; called at each new START, but not by the last stage."""
+        """Set the address of the next stage's worker, at each new START; the last stage does not call it."""
         ...
 
     def forward(self, data: bytes) -> None:
-        """To the controller of the next stage; not called by the last."""
+        """Send a frame to the next stage's controller; the last stage does not call it."""
         ...
 
     def report(self, data: bytes) -> None:
-        """To the engine master."""
+        """Send a frame to the engine master."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Issued:
-    """An iteration at the device; `data` is its frame, where that is held back until the device is done."""
+    """An iteration at the device; `held_back` is its frame if it is forwarded after the device's work."""
 
     iteration: int
-    asked: Asked
-    data: bytes | None
+    expected: ExpectedRecords
+    held_back: bytes | None
 
 
 @dataclass(slots=True)
 class ControllerCounters:
-    """What came and was not acted on."""
+    """Received frames that the controller did not act on."""
 
-    stale: int = 0  # of an epoch before
+    stale: int = 0  # from an earlier epoch
     duplicates: int = 0
-    rubbish: int = 0
+    malformed: int = 0
 
 
 class Controller:
-    """The state of one stage: no epoch, an epoch that starts, one that runs, or one that was given up.
+    """The state of one stage: it has no epoch, or its epoch is starting, running or abandoned.
 
-    In an epoch it takes iterations 0, 1, 2, ... and each once. What it cannot go on from, a gap or a failure
-    of its device, makes it give the epoch up and say so; the master then begins the next one. The sizes of
-    the engine and the time that its device has are those of the epoch's START.
+    In each epoch it takes iterations 0, 1, 2, ... once each. After a gap or a device failure it abandons the
+    epoch and reports TROUBLE; the master then begins the next epoch. Each epoch's START sets the engine's
+    sizes and the device's deadlines.
 
-    With `forward_ahead` a message goes to the next stage as soon as it is taken (ORCA 4.1), without it when
-    this stage's device is done: only to measure what the former is worth, because a master that misses a
-    deadline then may name the next stage.
+    With `forward_ahead` a message goes to the next stage as soon as it is taken (ORCA 4.1); without, when
+    this stage's device is done. The latter serves only to measure the benefit of the former: a master that
+    misses a deadline may then blame the next stage.
     """
 
     def __init__(
@@ -123,33 +124,33 @@ class Controller:
     ) -> None:
         assert 0 <= stage < n_stages
         self.counters = ControllerCounters()
-        self.epoch = 0  # 0: none yet
+        self.epoch = 0  # 0 before the first START
         self._stage = stage
         self._last = stage == n_stages - 1
         self._lines = lines
         self._device = device
         self._clock = clock
         self._forward_ahead = forward_ahead
-        self._order: StartOrder | None = None  # of this epoch
-        self._makes_programs = False
+        self._order: StartOrder | None = None  # this epoch's
+        self._compiles_first = False
         self._starting = False
-        self._running = False  # neither: no epoch, or it was given up
-        self._next = 0  # the iteration that is due
+        self._running = False  # if neither: there is no epoch, or it is abandoned
+        self._next = 0  # the next iteration to take
         self._issued: deque[_Issued] = deque()
         self._waits_since = math.inf
 
-    # Told by the process around it.
+    # The process around the controller calls these methods.
 
     def take(self, data: bytes) -> None:
-        """A frame came, from the master or from the stage before."""
+        """Handle a frame from the master or the previous stage."""
         try:
             frame = decode_frame(data)
         except BadFrame as error:
-            self._rubbish(error)
+            self._reject(error)
             return
         if frame.epoch < self.epoch:
             self.counters.stale += 1
-            if frame.kind is START:  # perhaps of a new master, whose clock is behind that of the one before
+            if frame.kind is START:  # perhaps from a new master whose clock is behind the previous master's
                 self._report(PASSED)
         elif frame.kind is START:
             self._take_start(frame)
@@ -158,10 +159,10 @@ class Controller:
         elif frame.kind is WORDS:
             self._take_words(frame)
         else:
-            self._rubbish(BadFrame(f"{frame.kind.name} came, which a worker only sends"))
+            self._reject(BadFrame(f"a worker sends {frame.kind.name} and does not accept it"))
 
     def started(self, epoch: int) -> None:
-        """The device has new caches for this epoch."""
+        """Report READY: the device has new caches for this epoch."""
         if epoch != self.epoch or not self._starting:
             return
         self._starting = False
@@ -177,71 +178,71 @@ class Controller:
         *,
         link_bytes: int = 0,
     ) -> None:
-        """The device has run its part of an iteration; on the last stage with what it sampled.
+        """Report that the device has run its part of an iteration; the last stage also reports its tokens.
 
-        `link_bytes` are what the stage put on the link to the next one for this iteration.
+        `link_bytes` is the number of bytes that the iteration put on the link to the next stage.
         """
         if epoch != self.epoch or not self._running:
             return
         issued = self._issued.popleft()
-        assert issued.iteration == iteration, f"iteration {iteration} is done before {issued.iteration}"
+        assert issued.iteration == iteration, f"iteration {iteration} finished before {issued.iteration}"
         now = self._clock()
         self._waits_since = now if self._issued else math.inf
         if self._last:
             assert sampled is not None
-            self._report(TOKENS, iteration, encode_sampled(sampled, issued.asked))
+            self._report(TOKENS, iteration, encode_sampled(sampled, issued.expected))
             return
-        if issued.data is not None:
-            self._lines.forward(issued.data)
+        if issued.held_back is not None:
+            self._lines.forward(issued.held_back)
         self._report(DONE, iteration, encode_stage_time(StageTime(now, link_bytes)))
 
     def failed(self, epoch: int, why: str) -> None:
-        """The device cannot go on in this epoch."""
+        """Abandon the epoch: the device cannot continue it."""
         if epoch == self.epoch and (self._starting or self._running):
-            self._give_up(why)
+            self._abandon_epoch(why)
 
     def deadline(self) -> float:
-        """When `overdue` is to be asked; infinity while nothing is waited for."""
-        return self._waits_since + self._patience()
+        """When to call `overdue`; infinity while the device owes no work."""
+        return self._waits_since + self._timeout()
 
     def overdue(self) -> str | None:
-        """Why the process must exit: its device has hung for too long, and nothing else ends that."""
+        """Why the process must exit: its device hangs, and only the end of the process ends that."""
         if self._clock() < self.deadline():
             return None
         if self._starting:
-            what = "programs and new caches" if self._makes_programs else "new caches"
+            work = "programs and new caches" if self._compiles_first else "new caches"
         else:
-            what = f"iteration {self._issued[0].iteration}"
-        why = f"the device did not finish {what} within {self._patience():g} seconds; the worker exits"
-        if self._starting:  # the master still asks whether it is ready, and the next process will be
+            work = f"iteration {self._issued[0].iteration}"
+        why = f"the device did not finish {work} within {self._timeout():g} seconds; the worker exits"
+        if self._starting:  # no TROUBLE: the master keeps asking for READY, and the next process answers
             self._starting = False
             self._waits_since = math.inf
         else:
-            self._give_up(why)
+            self._abandon_epoch(why)
         return why
 
-    def _patience(self) -> float:
-        """How long the device may take for what is waited for, in seconds."""
+    def _timeout(self) -> float:
+        """Seconds that the device may take for its current work."""
         if self._order is None:
             return math.inf
-        programs = self._starting and self._makes_programs
-        return self._order.ready_seconds if programs else self._order.worker_seconds
+        compiles = self._starting and self._compiles_first
+        return self._order.ready_seconds if compiles else self._order.worker_seconds
 
     def _take_start(self, frame: Frame) -> None:
         try:
             order = decode_start(frame.payload)
             if not self._last and not order.next_address:
-                raise BadFrame("a start order came without the next stage's address")
+                raise BadFrame("a start order has no address of the next stage")
             if frame.epoch == self.epoch and order != self._order:
-                raise BadFrame("another start order came for the same epoch")
+                raise BadFrame("a second, different start order came for the same epoch")
         except BadFrame as error:
-            self._rubbish(error)
+            self._reject(error)
             return
         if frame.epoch == self.epoch:
             if self._running:
                 self._report(READY)  # the first answer may be lost
             elif not self._starting:
-                self._report(TROUBLE, payload="it has given this epoch up")
+                self._report(TROUBLE, payload="it has abandoned this epoch")
             return
         self.epoch = frame.epoch
         self._order = order
@@ -252,11 +253,11 @@ class Controller:
         self._waits_since = self._clock()
         if not self._last:
             self._lines.connect(order.next_address)
-        self._makes_programs = self._device.start(frame.epoch, order)
+        self._compiles_first = self._device.start(frame.epoch, order)
 
     def _take_message(self, frame: Frame, data: bytes) -> None:
         if frame.epoch > self.epoch or not self._running:
-            # It may be that this process is new, and the master does not know yet.
+            # This process may be new, and the master may not know it yet.
             self._report(TROUBLE, payload="it has no caches for this epoch", epoch=frame.epoch)
             return
         iteration = frame.iteration
@@ -264,10 +265,10 @@ class Controller:
             self.counters.duplicates += 1
             return
         if iteration > self._next:
-            self._give_up(f"iteration {iteration} came, and {self._next} did not")
+            self._abandon_epoch(f"iteration {iteration} came before iteration {self._next}")
             return
         now = self._clock()
-        # First on, so that the next stage prepares while this one's device still works.
+        # Forward first, so that the next stage prepares while this stage's device works.
         if self._forward_ahead and not self._last:
             self._lines.forward(data)
         self._report(RECEIVED, iteration, encode_stage_time(StageTime(now, 0)))
@@ -276,19 +277,21 @@ class Controller:
         try:
             message = decode_message(frame.payload, self._order.shape)
         except BadFrame as error:
-            self._rubbish(error)
+            self._reject(error)
             return
         if not self._issued:
             self._waits_since = now
         held_back = None if self._forward_ahead else data
-        self._issued.append(_Issued(iteration, asked(message), held_back))
+        self._issued.append(_Issued(iteration, expected_records(message), held_back))
         self._device.run(self.epoch, iteration, message)
 
     def _take_words(self, frame: Frame) -> None:
         if frame.epoch > self.epoch or not self._running:
-            return  # the answer to its message will say why
+            return  # the answer to the iteration's message says why
         if not self._last or len(frame.payload) % 4 or frame.iteration > self._next + _MOST_AHEAD:
-            self._rubbish(BadFrame(f"{len(frame.payload)} bytes of words came, for another stage or time"))
+            problem = f"{len(frame.payload)} bytes of words came for iteration {frame.iteration}; only the "
+            problem += f"last stage takes them, in multiples of 4 and up to {_MOST_AHEAD} iterations ahead"
+            self._reject(BadFrame(problem))
             return
         is_done = frame.iteration < (self._issued[0].iteration if self._issued else self._next)
         if is_done:
@@ -297,13 +300,13 @@ class Controller:
         words = np.frombuffer(frame.payload, "<i4").astype(np.int32, copy=False)
         self._device.allow(self.epoch, frame.iteration, words)
 
-    def _rubbish(self, error: BadFrame) -> None:
-        """Nothing tells what it was: a message that is missed now would be a gap later."""
-        self.counters.rubbish += 1
+    def _reject(self, error: BadFrame) -> None:
+        """Abandon the epoch: the malformed frame may have been a message, which would be a gap later."""
+        self.counters.malformed += 1
         if self._starting or self._running:
-            self._give_up(f"rubbish came: {error}")
+            self._abandon_epoch(f"a malformed frame came: {error}")
 
-    def _give_up(self, why: str) -> None:
+    def _abandon_epoch(self, why: str) -> None:
         self._starting = False
         self._running = False
         self._issued.clear()

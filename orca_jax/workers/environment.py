@@ -1,4 +1,4 @@
-"""Which devices of one machine the process of each stage may see: what its environment says of them."""
+"""The environment of each stage's process: which of this machine's devices it sees, and how much memory."""
 
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -10,10 +10,10 @@ from orca_jax.planning.known_devices import MEMORY_FRACTION
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 _HOST_DEVICES_FLAG = re.compile(rf"(?:^|\s+){_HOST_DEVICES}=\S*")
-_JAX_HOST_DEVICES = "JAX_NUM_CPU_DEVICES"  # stands above the flag where it is set
+_JAX_HOST_DEVICES = "JAX_NUM_CPU_DEVICES"  # overrides the flag
 _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-_MEMORY_SHARES = (_MEMORY_SHARE, "XLA_CLIENT_MEM_FRACTION")  # XLA refuses to be given both
-_JAX_FRACTION = 0.75  # what JAX holds unless its environment says
+_MEMORY_SHARES = (_MEMORY_SHARE, "XLA_CLIENT_MEM_FRACTION")  # XLA rejects having both set
+_JAX_FRACTION = 0.75  # JAX's default
 _GPU_FILE = re.compile(r"(?:.*/)?nvidia[0-9]+")
 _INDEX = re.compile(r"[0-9]+")
 
@@ -21,9 +21,9 @@ _INDEX = re.compile(r"[0-9]+")
 def visible_gpus(environ: Mapping[str, str], device_files: Sequence[str]) -> tuple[str, ...]:
     """The GPUs that a process with this environment sees, as CUDA_VISIBLE_DEVICES names them.
 
-    `device_files` are the names in /dev. Without CUDA_VISIBLE_DEVICES all GPUs are seen. An index is
-    believed where there is no file of a GPU at all, as under WSL. As with CUDA, the first entry that names no
-    GPU ends the list, and one that stands there twice empties it.
+    `device_files` are the file names in /dev. Without CUDA_VISIBLE_DEVICES the process sees all GPUs. If /dev
+    has no GPU file, as under WSL, any index counts. As in CUDA, the list ends before the first invalid entry,
+    and a duplicate entry makes it empty.
     """
     platforms = {name.strip().lower() for name in environ.get("JAX_PLATFORMS", "").split(",")} - {""}
     if platforms == {"cpu"}:
@@ -31,7 +31,7 @@ def visible_gpus(environ: Mapping[str, str], device_files: Sequence[str]) -> tup
     n_files = sum(_GPU_FILE.fullmatch(name) is not None for name in device_files)
     if _VISIBLE not in environ:
         return tuple(str(index) for index in range(n_files))
-    seen = list[str]()
+    visible = list[str]()
     for entry in environ[_VISIBLE].split(","):
         name = entry.strip()
         if _INDEX.fullmatch(name):
@@ -40,29 +40,29 @@ def visible_gpus(environ: Mapping[str, str], device_files: Sequence[str]) -> tup
             name = str(int(name))
         elif not name.startswith(("GPU-", "MIG-")):
             break
-        seen.append(name)
-    return tuple(seen) if len(set(seen)) == len(seen) else ()
+        visible.append(name)
+    return tuple(visible) if len(set(visible)) == len(visible) else ()
 
 
 def hold_memory(environ: MutableMapping[str, str], fraction: float) -> None:
-    """Have JAX hold that share of each GPU's memory, unless `environ` says how much already.
+    """Make JAX reserve this fraction of each GPU's memory, unless `environ` already sets one.
 
-    It counts until JAX has looked at its devices.
+    Has an effect only before JAX first looks at its devices.
     """
-    if not says_memory(environ):
+    if not sets_memory(environ):
         environ[_MEMORY_SHARE] = f"{fraction:.4g}"
 
 
-def says_memory(environ: Mapping[str, str]) -> bool:
-    """Whether it says how much of a GPU's memory JAX shall hold."""
+def sets_memory(environ: Mapping[str, str]) -> bool:
+    """Whether the environment sets the fraction of a GPU's memory that JAX reserves."""
     return any(environ.get(name) for name in _MEMORY_SHARES)
 
 
 def held_fraction(environ: Mapping[str, str]) -> float | None:
-    """The share of a GPU's memory that JAX holds in such a process; None where that is no number."""
-    said = [text for name in _MEMORY_SHARES if (text := environ.get(name))]
+    """The fraction of a GPU's memory that JAX reserves with this environment; None if it is invalid."""
+    settings = [text for name in _MEMORY_SHARES if (text := environ.get(name))]
     try:
-        fraction = float(said[0]) if said else _JAX_FRACTION
+        fraction = float(settings[0]) if settings else _JAX_FRACTION
     except ValueError:
         return None
     return fraction if 0 < fraction <= 1 else None
@@ -76,12 +76,12 @@ def worker_environment(
     *,
     memory_fraction: float | None = None,
 ) -> dict[str, str]:
-    """A copy of `environ` for the process of one stage (from 0), which then sees that stage's devices alone.
+    """A copy of `environ` for the process of one stage (from 0), in which it sees only its own devices.
 
-    With `gpus`, those of `visible_gpus`, each stage gets its own. If they are too few
-    and a stage needs only one, neighbouring stages share one, and its memory in equal parts. Without, the CPU
-    counts as that many devices. JAX holds `memory_fraction` of a GPU's memory there, all stages on it
-    together. Raises ConfigError when stages of several GPUs would have to share.
+    `gpus` come from `visible_gpus`, and each stage gets its own. If there are too few and a stage needs only
+    one, neighbouring stages share a GPU and split its memory equally. Without GPUs, the CPU counts as the
+    stage's devices. All stages on a GPU together reserve `memory_fraction` of its memory. Raises ConfigError
+    if stages of several GPUs would have to share.
     """
     n_stages, n_each = parallel.pipeline_parallel, parallel.tensor_parallel
     assert 0 <= stage < n_stages
@@ -98,9 +98,9 @@ def worker_environment(
         n_sharing = sum(_place(other, n_stages, len(gpus)) == place for other in range(n_stages))
     else:
         raise ConfigError(
-            f"{n_stages} stages of {n_each} GPUs each need {parallel.n_devices}, and the visible ones are "
-            f"{len(gpus)}: {','.join(gpus)}; make more visible with {_VISIBLE}, or lower "
-            "the number of stages or of GPUs in a stage (stages of one GPU can share it)"
+            f"{n_stages} stages of {n_each} GPUs each need {parallel.n_devices} GPUs, but only {len(gpus)} "
+            f"are visible: {','.join(gpus)}; make more visible with {_VISIBLE}, or use fewer stages or fewer "
+            "GPUs in a stage (stages of one GPU can share it)"
         )
     if gpus:
         hold_memory(environment, (memory_fraction or MEMORY_FRACTION) / n_sharing)
@@ -112,7 +112,7 @@ def _place(stage: int, n_stages: int, n_gpus: int) -> int:
 
 
 def _count_host_devices(environment: dict[str, str], count: int) -> None:
-    """One device needs no flag, but what the server was given for all its stages is too many for one."""
+    """Set the number of CPU devices. A single device needs no flag, but replaces one set for all stages."""
     flags = environment.get("XLA_FLAGS", "")
     if count > 1 or _HOST_DEVICES_FLAG.search(flags):
         others = _HOST_DEVICES_FLAG.sub("", flags).strip()

@@ -1,4 +1,4 @@
-"""One process of a worker as its supervisor holds it, and what it says."""
+"""A worker process under supervision, and the listener that reads its output."""
 
 import os
 import select
@@ -11,34 +11,34 @@ from typing import IO
 
 from orca_jax.processes.child_process import DEATH_SECONDS, ChildProcess
 
-_LISTENER_SECONDS = 0.2  # how soon a listener notices that the process has ended but its pipe has not
-_PIPE_BYTES = 1 << 16  # what may still lie in a pipe when its process has ended
+_LISTENER_SECONDS = 0.2  # how soon a listener notices that the process has ended and left its pipe open
+_PIPE_BYTES = 1 << 16  # may still be in the pipe when the process has ended
 _MAX_LINE = 2000  # bytes
 _LAST_LINES = 20
 
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """The full argv and the full environment of a stage's process; the latter may hold secrets."""
+    """The complete argv and environment of a stage's process; the environment may hold secrets."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
 
 
 class _Listener:
-    """Reads what a process says, line by line, on a thread of its own; the last lines are in `last`."""
+    """Reads a process's output line by line on its own thread; `last_lines` keeps the latest."""
 
-    def __init__(self, pipe: IO[bytes], say: Callable[[str], None]) -> None:
-        self.last: deque[str] = deque(maxlen=_LAST_LINES)
+    def __init__(self, pipe: IO[bytes], on_line: Callable[[str], None]) -> None:
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._pipe = pipe
-        self._say = say
-        self._line = b""  # one byte more than a line may have says that it was cut
+        self._on_line = on_line
+        self._line = b""  # up to _MAX_LINE + 1 bytes; the extra byte marks a cut line
         self._process_ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="orca-worker-stderr", daemon=True)
         self._thread.start()
 
     def finish(self, seconds: float = 1.0) -> None:
-        """The process has ended: wait until all that it said was read, and the thread has ended."""
+        """Wait until all output of the ended process is read and the thread has ended."""
         self._process_ended.set()
         self._thread.join(seconds)
 
@@ -47,7 +47,9 @@ class _Listener:
             number = self._pipe.fileno()
             poll = select.poll()
             poll.register(number, select.POLLIN)
-            left = _PIPE_BYTES  # for whoever has inherited the pipe may go on writing
+            left = (
+                _PIPE_BYTES  # limits reads after the end: a process that inherited the pipe may keep writing
+            )
             while left > 0:
                 ended = self._process_ended.is_set()
                 if not poll.poll(_LISTENER_SECONDS * 1000):
@@ -76,19 +78,19 @@ class _Listener:
         cut = "..." if len(self._line) > _MAX_LINE else ""
         self._line = b""
         if text:
-            self.last.append(text + cut)
-            self._say(text + cut)
+            self.last_lines.append(text + cut)
+            self._on_line(text + cut)
 
 
 class SupervisedProcess(ChildProcess):
-    """A worker's process, listened to. It holds a pipe on stdin whose end tells it to exit."""
+    """A worker's process with a listener on its output. It exits when its stdin pipe closes."""
 
-    def __init__(self, command: WorkerCommand, say: Callable[[str], None], started: float) -> None:
+    def __init__(self, command: WorkerCommand, on_line: Callable[[str], None], started: float) -> None:
         self.started = started
         self.joined = False
         super().__init__(command.arguments, environment=command.environment, stderr=subprocess.STDOUT)
         try:
-            self.listener = _Listener(self.stdout, say)
+            self.listener = _Listener(self.stdout, on_line)
         except BaseException:
             self.stdout.close()
             self.kill()

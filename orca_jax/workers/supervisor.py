@@ -1,4 +1,4 @@
-"""Starts the workers' processes on one machine, starts lost ones again within bounds, and ends them all."""
+"""The supervisor of worker processes on a machine: starts, restarts (within a bound) and ends them."""
 
 import signal
 import threading
@@ -14,8 +14,8 @@ from orca_jax.scheduling.loss_window import LossWindow
 from orca_jax.workers.supervised_process import SupervisedProcess, WorkerCommand
 
 _LONGEST_DELAY = 10.0  # before a restart
-_MISTAKE_STATUS = 2  # of an exit: the user's mistake, which another start would only repeat
-_MISTAKE = "orca: error: "  # how its line begins
+_USAGE_STATUS = 2  # exit status of a user's mistake, which a restart would only repeat
+_USAGE_PREFIX = "orca: error: "  # starts the line that describes it
 
 
 def _ignore(_: str) -> None:
@@ -28,19 +28,21 @@ class _Stage:
     command: WorkerCommand
     delay: float  # before the next restart, in seconds
     process: SupervisedProcess | None = None
-    given_up: bool = False  # this process, by `restart`
-    start_at: float | None = None  # when it is to be started again
+    killed: bool = False  # `restart` killed this process
+    start_at: float | None = None  # when to restart it
 
 
 class Supervisor:
     """The processes of all stages of a pipeline on this machine.
 
-    A process that ends is started again: after `delay_seconds`, and twice as long each time that it ends
-    before it has joined. `failure` says why no process is started any more: more ended before they had joined
-    than `bound` allows (those that end later are the engine master's to count), or one ended with status 2, a
-    user's mistake, before it joined; the others go on until `close`. `on_event` hears of every start and end
-    and of each line that a process writes to stdout or stderr, on several threads; it should not wait, and
-    what it raises is dropped. All methods are for any thread, but not for `on_event` to call `close`.
+    The supervisor restarts a process that ends. The first restart waits `delay_seconds`, and the delay
+    doubles each time the process ends before it joins. Restarts stop, and `failure` says why, when more
+    processes end before joining than `bound` allows (the engine master counts later losses), or when one ends
+    before joining with status 2, a user's mistake. The other processes then run on until `close`.
+
+    `on_event` receives every start and end and every line that a process writes to stdout or stderr, on
+    several threads; it must not block, and its exceptions are dropped. Any thread may call any method, except
+    that `on_event` must not call `close`.
     """
 
     def __init__(
@@ -61,15 +63,15 @@ class Supervisor:
         self._delay = delay_seconds
         self._patience = patience_seconds
         self._grace = grace_seconds
-        self._losses = LossWindow(bound)  # of processes that had not joined
+        self._losses = LossWindow(bound)  # counts processes that ended before they joined
         self._failure: EngineError | None = None
-        self._changed = threading.Condition()  # for the stages and `_closing`; never held while one waits
+        self._changed = threading.Condition()  # guards the stages and `_closing`; never held across a wait
         self._closing = False
-        self._ending = threading.Lock()  # one `close` after the other
+        self._ending = threading.Lock()  # serializes `close`
         self._monitor = threading.Thread(target=self._run, name="orca-supervisor", daemon=True)
 
     def start(self) -> None:
-        """Start every process. Raises EngineError if one cannot be, and ends the others."""
+        """Start every process. If one fails to start, end the others and raise EngineError."""
         assert not self._closing and self._monitor.ident is None
         try:
             for stage in self._stages:
@@ -80,43 +82,40 @@ class Supervisor:
             raise
 
     def restart(self, stage: int) -> None:
-        """The worker of this stage cannot be relied on any more: kill it and start it anew, without waiting.
+        """Kill this stage's worker, which is suspect, and restart it, without blocking.
 
-        Nothing if it has ended already, or was started anew since it joined: one that is still on its way is
-        left in peace for `patience_seconds`.
+        Does nothing if the process has already ended, or if it has not joined and was started less than
+        `patience_seconds` ago.
         """
         with self._changed:
-            its = self._stages[stage]
-            process = its.process
+            suspect = self._stages[stage]
+            process = suspect.process
             if process is None or self._closing or self._failure is not None:
                 return
             if process.joined or self._clock() - process.started >= self._patience:
-                its.given_up = True
+                suspect.killed = True
                 process.kill()
 
     def joined(self, stage: int) -> None:
-        """This stage's present process has answered that it is ready for an epoch."""
-        # READY of a process that ended right after it comes before the next is started: there is a pause.
+        """Note that this stage's current process is ready for an epoch."""
+        # READY from a process that has just ended cannot count for the next one: the restart delay is longer.
         with self._changed:
-            its = self._stages[stage]
-            if its.process is not None:
-                its.process.joined = True
-                its.delay = self._delay
+            ready = self._stages[stage]
+            if ready.process is not None:
+                ready.process.joined = True
+                ready.delay = self._delay
 
     def failure(self) -> EngineError | None:
-        """Why lost processes are not started any more; None while they are."""
+        """Why the supervisor no longer restarts processes; None while it does."""
         return self._failure
 
     def pids(self) -> list[int | None]:
-        """Each stage's process; None where there is none at the moment."""
+        """Each stage's process id; None between two processes."""
         with self._changed:
             return [None if stage.process is None else stage.process.pid for stage in self._stages]
 
     def close(self) -> None:
-        """End all processes and threads: in order within `grace_seconds`, or else by SIGKILL.
-
-        Nothing the second time.
-        """
+        """End all processes and threads: SIGTERM first, and SIGKILL after `grace_seconds`. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -133,36 +132,36 @@ class Supervisor:
                     process.kill()
                 _reap_all(present.values(), DEATH_SECONDS)
                 for stage, process in present.items():
-                    self._take_leave(stage, process)
+                    self._report_end(stage, process)
 
-    def _take_leave(self, stage: _Stage, process: SupervisedProcess) -> None:
+    def _report_end(self, stage: _Stage, process: SupervisedProcess) -> None:
         name = f"stage {stage.number + 1}: its process (pid {process.pid})"
         if process.status is None:
-            self._tell(f"{name} cannot be ended; it was sent SIGKILL")
+            self._emit(f"{name} does not end; it was sent SIGKILL")
             return
         with self._changed:
             stage.process = None
         process.listener.finish()
-        self._tell(f"{name} {_how(process.status)}")
+        self._emit(f"{name} {_how(process.status)}")
 
     def _start(self, stage: _Stage) -> None:
         name = f"stage {stage.number + 1}"
         try:
             process = SupervisedProcess(
-                stage.command, lambda line: self._tell(f"{name}: {line}"), started=self._clock()
+                stage.command, lambda line: self._emit(f"{name}: {line}"), started=self._clock()
             )
         except OSError as error:
             raise EngineError(f"{name}: its process cannot be started: {error}") from error
         with self._changed:
             stage.process = process
-            stage.given_up = False
+            stage.killed = False
             stage.start_at = None
             closing = self._closing
-        self._tell(f"{name}: its process (pid {process.pid}) was started")
+        self._emit(f"{name}: its process (pid {process.pid}) was started")
         if closing:  # and `close` may not have seen it
             process.kill()
             process.reap(DEATH_SECONDS)
-            self._take_leave(stage, process)
+            self._report_end(stage, process)
 
     # On the monitor's thread.
 
@@ -170,64 +169,66 @@ class Supervisor:
         try:
             while self._wait():
                 for stage in self._stages:
-                    self._look_after(stage)
-        except Exception as error:  # whatever it is, the engine must hear of it
+                    self._check(stage)
+        except Exception as error:  # the engine must learn of any failure
             self._fail(f"the supervisor of the workers failed: {type(error).__name__}: {error}")
 
     def _wait(self) -> bool:
-        """Until it is time to look again; False when the supervisor is closed."""
+        """Wait until the next look at the processes; return False when the supervisor is closing."""
         with self._changed:
             return not (self._closing or self._changed.wait_for(lambda: self._closing, LOOK_SECONDS))
 
-    def _look_after(self, stage: _Stage) -> None:
+    def _check(self, stage: _Stage) -> None:
         process = stage.process
         if process is not None:
             if process.reap():
                 with self._changed:
                     stage.process = None
                 process.listener.finish()
-                self._take_end(stage, process)
+                self._handle_end(stage, process)
         elif self._failure is None and stage.start_at is not None and self._clock() >= stage.start_at:
             try:
                 self._start(stage)
             except EngineError as error:
-                self._start_later(stage, str(error), ())
+                self._schedule_restart(stage, str(error), ())
 
-    def _take_end(self, stage: _Stage, process: SupervisedProcess) -> None:
+    def _handle_end(self, stage: _Stage, process: SupervisedProcess) -> None:
         assert process.status is not None
         name = f"stage {stage.number + 1}"
-        words = tuple(process.listener.last)
-        given_up = "was given up and " if stage.given_up else ""
-        end = f"its process (pid {process.pid}) {given_up}{_how(process.status)}"
+        lines = tuple(process.listener.last_lines)
+        suspect = "was suspect and " if stage.killed else ""
+        end = f"its process (pid {process.pid}) {suspect}{_how(process.status)}"
         if self._failure is not None:
-            self._tell(f"{name}: {end}")
-        elif process.status == _MISTAKE_STATUS and not process.joined:
-            self._tell(f"{name}: {end}")
-            said = [line.removeprefix(_MISTAKE) for line in words if line.startswith(_MISTAKE)]
-            self._fail(f"{name}: {said[-1]}" if said else f"{name}: {end}{_last(words)}", words)
+            self._emit(f"{name}: {end}")
+        elif process.status == _USAGE_STATUS and not process.joined:
+            self._emit(f"{name}: {end}")
+            mistakes = [line.removeprefix(_USAGE_PREFIX) for line in lines if line.startswith(_USAGE_PREFIX)]
+            self._fail(f"{name}: {mistakes[-1]}" if mistakes else f"{name}: {end}{_last(lines)}", lines)
         else:
-            self._start_later(stage, f"{name}: {end}", words, counts=not process.joined)
+            self._schedule_restart(stage, f"{name}: {end}", lines, counts=not process.joined)
 
-    def _start_later(self, stage: _Stage, end: str, words: Sequence[str], *, counts: bool = True) -> None:
+    def _schedule_restart(
+        self, stage: _Stage, end: str, lines: Sequence[str], *, counts: bool = True
+    ) -> None:
         now = self._clock()
         if counts and not self._losses.add(now):
-            self._tell(end)
-            message = f"{end}; workers were started again {len(self._losses) - 1} times within "
+            self._emit(end)
+            message = f"{end}; workers were restarted {len(self._losses) - 1} times within "
             message += f"{self._bound.seconds:g} seconds, and {self._bound.restarts} are allowed"
-            self._fail(message + _last(words), words)
+            self._fail(message + _last(lines), lines)
             return
         stage.start_at = now + stage.delay
         stage.delay = min(2 * stage.delay, max(_LONGEST_DELAY, self._delay))
-        self._tell(f"{end}; starting it again")
+        self._emit(f"{end}; restarting it")
 
-    def _fail(self, message: str, words: Sequence[str] = ()) -> None:
+    def _fail(self, message: str, lines: Sequence[str] = ()) -> None:
         failure = EngineError(message)
-        if len(words) > 1:
-            failure.add_note("\n".join(("the last lines that it wrote:", *words)))
+        if len(lines) > 1:
+            failure.add_note("\n".join(("its last lines of output:", *lines)))
         self._failure = failure
 
-    def _tell(self, event: str) -> None:
-        with suppress(Exception):  # such as a terminal that is gone; the workers are none the worse
+    def _emit(self, event: str) -> None:
+        with suppress(Exception):  # such as a closed terminal; the workers go on
             self._on_event(event)
 
 
@@ -237,8 +238,8 @@ def _reap_all(processes: Iterable[SupervisedProcess], seconds: float) -> None:
         process.reap(max(0.0, deadline - time.monotonic()))
 
 
-def _last(words: Sequence[str]) -> str:
-    return f"; its last words: {words[-1]}" if words else ""
+def _last(lines: Sequence[str]) -> str:
+    return f"; its last line of output: {lines[-1]}" if lines else ""
 
 
 def _how(status: int) -> str:

@@ -1,4 +1,4 @@
-"""What a worker's process is told when it starts, and that as the text its parent starts it with."""
+"""A worker process's options, and their JSON form on its command line."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,18 +9,18 @@ from orca_jax.errors import ConfigError
 
 
 def check_stages(n_stages: int) -> None:
-    """Whether a pipeline may have so many worker processes. Raises ConfigError."""
+    """Raise ConfigError if a pipeline may not have this many worker processes."""
     check_whole("the number of stages", n_stages, 1, 256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOptions:
-    """One stage of the engine that `engine` asks for; its sizes come from the engine master later.
+    """The options of one stage of `engine`; the engine master later decides the sizes.
 
-    `stage` counts from 0. `listen` is the control port's address, "host:port" or "unix:/path"; `data_host`
-    the address that the next stage reaches this one's data port by. Without `forward_ahead` control messages
-    are passed on after the device's work rather than before it, to measure the difference. With
-    `end_with_stdin` the process ends when its standard input does, which its parent holds open.
+    `stage` counts from 0. `listen` is the control port's address, "host:port" or "unix:/path". The next stage
+    reaches this stage's data port at `data_host`. Without `forward_ahead` the worker forwards control
+    messages after its device's work rather than before, to measure the difference. With `end_with_stdin` the
+    process ends when its standard input closes; its parent keeps it open.
     """
 
     stage: int
@@ -35,24 +35,24 @@ class WorkerOptions:
         check_whole("stage", self.stage + 1, 1, self.n_stages)
         if self.data_host in ("", "0.0.0.0", "::"):
             raise ConfigError(
-                f"data_host is {self.data_host!r}; it must be one address that the next stage's worker can "
-                "reach this one by"
+                f"data_host is {self.data_host!r}; it must be an address at which the next stage's worker "
+                "can reach this one"
             )
 
     @property
     def n_stages(self) -> int:
-        """Of the whole pipeline."""
+        """The number of stages in the pipeline."""
         return self.engine.parallel.pipeline_parallel
 
     def as_json(self) -> str:
-        """For `from_json`; with the secret."""
-        return json.dumps(asdict(self), default=str)  # str: of a path
+        """JSON for `from_json`; it contains the secret."""
+        return json.dumps(asdict(self), default=str)  # `str` for paths
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `as_json` gave. Raises ConfigError."""
+        """Parse the result of `as_json`. Raises ConfigError."""
         try:
             values = json.loads(text)
             return cls(**{**values, "engine": EngineConfig.from_dict(values["engine"])})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"the worker's options cannot be read: {error}") from error
+            raise ConfigError(f"the worker's options are malformed: {error}") from error

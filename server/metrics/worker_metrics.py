@@ -38,7 +38,7 @@ class ControlCounts(Protocol):
         ...
 
     @property
-    def rubbish(self) -> int:
+    def malformed(self) -> int:
         """Malformed frames received."""
         ...
 
@@ -109,7 +109,7 @@ class WorkerMetrics:
         yield self._counter("control_message_bytes", "Bytes of control messages.", counts.message_bytes)
         yield self._counter("control_stale_frames", "Frames from an earlier epoch.", counts.stale)
         yield self._counter("control_duplicate_frames", "Frames received twice.", counts.duplicates)
-        yield self._counter("control_rubbish_frames", "Malformed frames.", counts.rubbish)
+        yield self._counter("control_rubbish_frames", "Malformed frames.", counts.malformed)
 
     def _stages(self, stages: Sequence[StageCounts], troubled: int | None) -> Iterator[Metric]:
         up = GaugeMetricFamily("orca_worker_up", "0 for a lost stage, else 1.", labels=_STAGE_LABELS)

@@ -404,7 +404,9 @@ def test_losses_and_recoveries_are_counted_and_timed() -> None:
 def test_control_plane_and_stage_counters() -> None:
     engine = RemoteStandIn()
     _, metrics = observed(engine)
-    engine.workers.counters = RemoteCounters(stale=1, duplicates=2, rubbish=3, message_bytes=400, messages=5)
+    engine.workers.counters = RemoteCounters(
+        stale=1, duplicates=2, malformed=3, message_bytes=400, messages=5
+    )
     engine.workers.stages[0] = StageCounters(link_bytes=6000, received=7, done=6)
     engine.workers.stages[2] = StageCounters(link_bytes=0, received=5, done=0)
     samples = scrape(metrics)

@@ -120,18 +120,18 @@ UNKNOWN = b"\xa2\x1f\x01x"  # field 500
         (worker_pb2.Frame(up_to_version_4=b"abcdefgh").SerializeToString(), "not a frame of orca_jax"),
         (worker_pb2.Frame(up_to_version_4=b"\xa1").SerializeToString(), "not a frame of orca_jax"),
         (with_body(BODY, version=0), "not a frame of orca_jax"),
-        (with_body(BODY, version=6), "of protocol version 6, and this side speaks 5"),
-        (with_body(BODY, version=6) + UNKNOWN, "of protocol version 6, and this side speaks 5"),
-        (with_body(BODY) + UNKNOWN, "more than its fields"),
-        (with_body(BODY) + with_body(BODY), "more than its fields"),
-        (with_body(BODY + UNKNOWN), "body of a frame: they hold more"),
-        (with_body(BODY + BODY), "body of a frame: they hold more"),
+        (with_body(BODY, version=6), "has protocol version 6, and this side uses 5"),
+        (with_body(BODY, version=6) + UNKNOWN, "has protocol version 6, and this side uses 5"),
+        (with_body(BODY) + UNKNOWN, "unknown or repeated fields"),
+        (with_body(BODY) + with_body(BODY), "unknown or repeated fields"),
+        (with_body(BODY + UNKNOWN), "body of a frame: they hold unknown"),
+        (with_body(BODY + BODY), "body of a frame: they hold unknown"),
         (with_body(b"\xff\xff"), "not the body of a frame"),
-        (with_body(b""), "kind that is not known"),
-        (with_body(worker_pb2.Body(epoch=3).SerializeToString()), "kind that is not known"),
-        (with_body(worker_pb2.Body(epoch=3).SerializeToString() + UNKNOWN), "more than its fields"),
+        (with_body(b""), "of an unknown kind"),
+        (with_body(worker_pb2.Body(epoch=3).SerializeToString()), "of an unknown kind"),
+        (with_body(worker_pb2.Body(epoch=3).SerializeToString() + UNKNOWN), "unknown or repeated fields"),
         (with_body(b"R\x02\xff\xff"), "not the body of a frame"),  # trouble that is not UTF-8
-        (with_body(BODY, checksum=1), "damaged: its checksum is wrong"),
+        (with_body(BODY, checksum=1), "corrupt: its checksum does not match"),
     ],
 )
 def test_a_whole_frame_may_still_be_none_of_ours(data: bytes, complaint: str):
@@ -151,7 +151,9 @@ VERSION_4 = [
 
 @pytest.mark.parametrize("data", VERSION_4)
 def test_a_peer_of_the_wire_before_is_refused_by_version(data: bytes):
-    said = "the frame is of protocol version 4, and this side speaks 5; run the same orca_jax everywhere"
+    said = (
+        "the frame has protocol version 4, and this side uses 5; run the same version of orca_jax everywhere"
+    )
     with pytest.raises(BadFrame, match=said):
         decode_frame(data)
 
@@ -161,7 +163,7 @@ def test_a_frame_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(frame_module, "MAX_FRAME", len(data))
     assert decode_frame(data).payload == bytes(1000)
     monkeypatch.setattr(frame_module, "MAX_FRAME", len(data) - 1)
-    complaint = rf"^{len(data)} bytes came for a frame of .*; up to {len(data) - 1} are allowed$"
+    complaint = rf"^a frame of .* has {len(data)} bytes; up to {len(data) - 1} are allowed$"
     with pytest.raises(BadFrame, match=complaint):
         decode_frame(data)
 
@@ -186,8 +188,8 @@ def test_a_stage_s_time_comes_back_as_it_was():
 @pytest.mark.parametrize(
     ("payload", "complaint"),
     [
-        (worker_pb2.StageTime(), "without its seconds"),
-        (worker_pb2.StageTime(link_bytes=5), "without its seconds"),
+        (worker_pb2.StageTime(), "has no seconds"),
+        (worker_pb2.StageTime(link_bytes=5), "has no seconds"),
         (worker_pb2.StageTime(seconds=float("nan")), "nan seconds"),
         (worker_pb2.StageTime(seconds=float("inf")), "inf seconds"),
         (worker_pb2.StageTime(seconds=-0.5), "-0.5 seconds"),

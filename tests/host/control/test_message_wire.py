@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from orca_jax.control import worker_pb2
 from orca_jax.control.frame import MESSAGE, TOKENS, WORDS, Frame, FrameKind, encode_frame
 from orca_jax.control.message_wire import ROW_BYTES, decode_message, encode_message, most_bytes
-from orca_jax.control.sampled_wire import asked, encode_sampled
+from orca_jax.control.sampled_wire import encode_sampled, expected_records
 from orca_jax.errors import BadFrame
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.message import ADJUSTED, BIAS, SAMPLED, SAMPLING, ControlMessage, neutral_sampling
@@ -199,13 +199,13 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
 @pytest.mark.parametrize(
     ("payload", "complaint"),
     [
-        (worker_pb2.Iteration(), "0 rows and 0 tokens came"),
+        (worker_pb2.Iteration(), "0 rows and 0 tokens"),
         (encode_message(message_of([ONE] * 7), SHAPE), "7 rows"),
         (worker_pb2.Iteration(integers=bytes(1 << 20)), "43690 rows"),
         (resized("token_ids", 4 * 64), "65 tokens"),
         (resized("token_ids", -4), "1 rows and 0 tokens"),
         (resized("token_ids", 1), "token_ids has 5 bytes; its 1 elements take 4"),
-        (resized("token_ids", 4), "do not fit their tokens"),
+        (resized("token_ids", 4), "do not match their tokens"),
         (resized("integers", 1), "integers has 25 bytes; its 6 elements take 24"),
         (resized("integers", -1), "0 rows"),
         (resized("sampling", 1), "sampling has 40 bytes; its 1 elements take 39"),
@@ -215,24 +215,24 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
         (resized("blocks", 2), "blocks has 6 bytes; its 2 elements take 4"),
         (resized("blocks", -1), "blocks has 3 bytes; its 2 elements take 4"),
         (resized("bias", 1), "bias has 1 bytes; its 0 elements take 0"),
-        (altered("integers", ROWS, 12), "row 12 came"),
-        (altered("integers", ROWS + 1, -1), "row -1 came"),
-        (altered("integers", TOKEN_INDEX, 33), "token_index 33 came"),
-        (altered("integers", INPUT_LENGTH, 0), "input_length 0 came"),
-        (altered("integers", INPUT_LENGTH, 2), "do not fit their tokens"),
-        (altered("integers", INPUT_LENGTH, 7), "do not fit their tokens"),
-        (altered("integers", KV_LENGTH, 33), "kv_length 33 came"),
+        (altered("integers", ROWS, 12), "has row 12;"),
+        (altered("integers", ROWS + 1, -1), "has row -1;"),
+        (altered("integers", TOKEN_INDEX, 33), "has token_index 33;"),
+        (altered("integers", INPUT_LENGTH, 0), "has input_length 0;"),
+        (altered("integers", INPUT_LENGTH, 2), "do not match their tokens"),
+        (altered("integers", INPUT_LENGTH, 7), "do not match their tokens"),
+        (altered("integers", KV_LENGTH, 33), "has kv_length 33;"),
         (altered("integers", KV_LENGTH, 4), "blocks has 8 bytes; its 3 elements take 6"),
-        (altered("integers", N_PROMPT, -5), "n_prompt -5 came"),
-        (altered("integers", N_PROMPT, 1), "a prompt or a known next token after"),
-        (altered("integers", NEXT_TOKEN, -2), "next_token -2 came"),
-        (altered("integers", NEXT_TOKEN, 300), "next_token 300 came"),
-        (altered("integers", NEXT_TOKEN, 5), "a prompt or a known next token after"),
+        (altered("integers", N_PROMPT, -5), "has n_prompt -5;"),
+        (altered("integers", N_PROMPT, 1), "a decode row has a prompt or a known next token"),
+        (altered("integers", NEXT_TOKEN, -2), "has next_token -2;"),
+        (altered("integers", NEXT_TOKEN, 300), "has next_token 300;"),
+        (altered("integers", NEXT_TOKEN, 5), "a decode row has a prompt or a known next token"),
         (encode_message(message_of([CUT]), SHAPE), "before the end of its prompt"),
-        (resized("earlier_ids", -4, [REST]), "1 earlier tokens came; the rows that need theirs have 2"),
-        (resized("earlier_ids", 4), "1 earlier tokens came; the rows that need theirs have 0"),
+        (resized("earlier_ids", -4, [REST]), "1 earlier tokens came, but the rows that need them have 2"),
+        (resized("earlier_ids", 4), "1 earlier tokens came, but the rows that need them have 0"),
         (resized("earlier_ids", 1), "earlier_ids has 1 bytes"),
-        (altered("earlier_ids", 1, 300, [REST]), "token id 300 came"),
+        (altered("earlier_ids", 1, 300, [REST]), "has token id 300;"),
         (altered("sampling", "top_k", -5), "top_k is out of range"),
         (altered("sampling", "temperature", -0.1), "temperature is out of range"),
         (altered("sampling", "temperature", float("inf")), "temperature is out of range"),
@@ -246,12 +246,12 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
         (altered("sampling", "logprobs", 21), "logprobs is out of range"),
         (altered("sampling", "prompt_logprobs", -2), "prompt_logprobs is out of range"),
         (altered("sampling", "flags", 4), "flags is out of range"),
-        (altered("bias", "index", 1, [BIASED]), "a bias's place 1 came"),
-        (altered("bias", "token_id", 300, [BIASED]), "token id 300 came"),
+        (altered("bias", "index", 1, [BIASED]), "has a bias's place 1;"),
+        (altered("bias", "token_id", 300, [BIASED]), "has token id 300;"),
         (altered("bias", "value", float("nan"), [BIASED]), "a bias is not finite"),
-        (altered("token_ids", 0, 300), "token id 300 came"),
-        (altered("token_ids", 1, -1), "token id -1 came"),
-        (altered("blocks", 0, 64), "block 64 came"),
+        (altered("token_ids", 0, 300), "has token id 300;"),
+        (altered("token_ids", 1, -1), "has token id -1;"),
+        (altered("blocks", 0, 64), "has block 64"),
         (altered("flags", 0, 4), "flags"),
     ],
 )
@@ -339,7 +339,7 @@ def test_no_iteration_takes_more_bytes_than_the_wire_says():
 
     assert size_of(MESSAGE, encode_message(message, shape)) <= most_bytes(shape)
     records = np.zeros(6, LOGPROBS), {i: np.zeros(9, LOGPROBS) for i in range(6)}
-    tokens = encode_sampled(Sampled(np.zeros(6, np.int32), *records), asked(message))
+    tokens = encode_sampled(Sampled(np.zeros(6, np.int32), *records), expected_records(message))
     assert size_of(TOKENS, tokens) <= most_bytes(shape)
     assert size_of(TOKENS, tokens) <= most_bytes(replace(shape, max_rows=6, vocab_size=32, n_blocks=1))
     wide = replace(shape, vocab_size=1 << 22)

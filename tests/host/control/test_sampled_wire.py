@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orca_jax.control.sampled_wire import Asked, asked, decode_sampled, encode_sampled
+from orca_jax.control.sampled_wire import ExpectedRecords, decode_sampled, encode_sampled, expected_records
 from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.errors import BadFrame
 from orca_jax.request.sampled import LOGPROBS, Sampled, token_logprobs
@@ -27,7 +27,7 @@ def records(n: int, seed: int) -> np.ndarray:
 
 
 def test_tokens_alone_take_four_bytes_each() -> None:
-    nothing_more = Asked(3, np.array([], np.intp), ())
+    nothing_more = ExpectedRecords(3, np.array([], np.intp), ())
     sampled = Sampled(np.array([0, 5, 96, 7, 7], np.int32))  # padding behind the third
     data = encode_sampled(sampled, nothing_more)
     assert data == Tokens(token_ids=np.array([0, 5, 96], "<i4").tobytes())
@@ -41,7 +41,7 @@ def test_what_was_asked_for_comes_back_as_it_was(
     n: int, data: st.DataObject, prompts: dict[int, int]
 ) -> None:
     wants = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
-    of = Asked(n, wants, tuple((i, m) for i, m in prompts.items() if i < n))
+    of = ExpectedRecords(n, wants, tuple((i, m) for i, m in prompts.items() if i < n))
     sampled = Sampled(
         np.arange(n + 2, dtype=np.int32),
         records(n + 2, 1) if len(wants) else None,
@@ -61,7 +61,7 @@ def test_the_message_says_what_is_asked_for() -> None:
     plain = {**ONE, "logprobs": -1}
     first = {**ONE, "initiation": True, "kv_length": 4, "token_ids": [1, 2, 3, 4], "n_prompt": 3}
     message = message_of([plain, {**plain, "logprobs": 0}, {**first, "logprobs": 5, "prompt_logprobs": 2}])
-    of = asked(message)
+    of = expected_records(message)
     assert of.n_rows == 3 and of.logprobs.tolist() == [1, 2] and of.prompts == ((2, 2),)
 
 
@@ -71,21 +71,21 @@ def test_the_message_says_what_is_asked_for() -> None:
 def test_a_piece_scores_the_tokens_after_its_own_up_to_the_prompt_s_last(start: int, end: int, n_scored: int):
     """Of nine, tokens 1 to 8 are scored, token i + 1 by token i."""
     piece = {**ONE, "initiation": True, "kv_length": end, "token_ids": [1] * (end - start), "n_prompt": 9}
-    of = asked(message_of([{**piece, "next_token": 7, "prompt_logprobs": 0}]))
+    of = expected_records(message_of([{**piece, "next_token": 7, "prompt_logprobs": 0}]))
     assert of.prompts == ((0, n_scored),)
 
 
 @pytest.mark.parametrize(
     ("token_ids", "complaint"),
     [
-        ([1, 2], "8 bytes of tokens came for 3 requests"),
+        ([1, 2], "the tokens of 3 requests have 8 bytes"),
         ([1, 2, 3, 4], "16 bytes"),
-        ([1, 97, 3], "token id 97 came"),
+        ([1, 97, 3], "token id 97 is not"),
         ([1, -1, 3], "token id -1"),
     ],
 )
 def test_tokens_that_cannot_be_are_refused(token_ids: list[int], complaint: str) -> None:
-    nothing_more = Asked(3, np.array([], np.intp), ())
+    nothing_more = ExpectedRecords(3, np.array([], np.intp), ())
     with pytest.raises(BadFrame, match=complaint):
         decode_sampled(Tokens(token_ids=np.array(token_ids, "<i4").tobytes()), nothing_more, vocab_size=VOCAB)
 
@@ -93,33 +93,33 @@ def test_tokens_that_cannot_be_are_refused(token_ids: list[int], complaint: str)
 @pytest.mark.parametrize("name", ["token_id", "top_ids"])
 @pytest.mark.parametrize("of_prompt", [False, True])
 def test_records_of_tokens_that_there_are_not_are_refused(name: str, of_prompt: bool) -> None:
-    of = Asked(1, np.array([0], np.intp), ((0, 1),))
+    of = ExpectedRecords(1, np.array([0], np.intp), ((0, 1),))
     right, wrong = records(1, 0), records(1, 0)
     wrong[name] = VOCAB
     both = (right, {0: wrong}) if of_prompt else (wrong, {0: right})
     data = encode_sampled(Sampled(np.array([3], np.int32), *both), of)
-    with pytest.raises(BadFrame, match="token id 97 came"):
+    with pytest.raises(BadFrame, match="token id 97 is not"):
         decode_sampled(data, of, vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize("field", ["token_ids", "logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("change", [-1, 1])
 def test_other_lengths_than_those_asked_for_are_refused(field: str, change: int) -> None:
-    of = Asked(2, np.array([1], np.intp), ((0, 3),))
+    of = ExpectedRecords(2, np.array([1], np.intp), ((0, 3),))
     payload = encode_sampled(Sampled(np.array([3, 4], np.int32), records(2, 0), {0: records(3, 1)}), of)
     decode_sampled(payload, of, vocab_size=VOCAB)
     data = getattr(payload, field)
     setattr(payload, field, data + b"x" if change > 0 else data[:-1])
     with pytest.raises(
-        BadFrame, match=rf"{len(data) + change} bytes of .* came for 2 requests, which need {len(data)}"
+        BadFrame, match=rf"of 2 requests have {len(data) + change} bytes; they need {len(data)}"
     ):
         decode_sampled(payload, of, vocab_size=VOCAB)
 
 
 def test_records_that_nobody_asked_for_are_refused() -> None:
-    nothing_more = Asked(1, np.array([], np.intp), ())
+    nothing_more = ExpectedRecords(1, np.array([], np.intp), ())
     payload = Tokens(token_ids=bytes(4), prompt_logprobs=records(1, 0).tobytes())
-    with pytest.raises(BadFrame, match="prompts' log-probabilities came for 1 requests, which need 0"):
+    with pytest.raises(BadFrame, match=r"prompt log-probabilities of 1 requests have .* bytes; they need 0"):
         decode_sampled(payload, nothing_more, vocab_size=VOCAB)
 
 

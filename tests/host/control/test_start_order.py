@@ -81,7 +81,7 @@ def test_the_largest_engine_fits():
 )
 def test_what_is_no_order_is_refused(payload: worker_pb2.Start):
     assert decode_start(start()) == ORDER
-    with pytest.raises(BadFrame, match="a start order came whose"):
+    with pytest.raises(BadFrame, match="a start order's"):
         decode_start(payload)
 
 
@@ -92,14 +92,14 @@ def test_a_field_that_does_not_come_is_refused_but_for_the_address(field: str):
     if field == "next_address":
         assert decode_start(payload) == replace(ORDER, next_address="")
     else:
-        with pytest.raises(BadFrame, match=f"a start order came whose {field} is 0"):
+        with pytest.raises(BadFrame, match=f"a start order's {field} is 0"):
             decode_start(payload)
 
 
 def test_the_complaint_names_the_field():
     with pytest.raises(BadFrame, match="n_rows is 0; it must be a whole number from 1 to 4194304"):
         decode_start(start({"n_rows": 0}))
-    with pytest.raises(BadFrame, match=r"ready_seconds is -1\.0; it must be seconds above 0"):
+    with pytest.raises(BadFrame, match=r"ready_seconds is -1\.0; it must be finite seconds above 0"):
         decode_start(start(ready_seconds=-1))
 
 

@@ -21,7 +21,7 @@ from orca_jax.control.frame import (
     encode_stage_time,
 )
 from orca_jax.control.message_wire import encode_message
-from orca_jax.control.sampled_wire import asked, encode_sampled
+from orca_jax.control.sampled_wire import encode_sampled, expected_records
 from orca_jax.control.worker_pb2 import Iteration
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
@@ -101,5 +101,5 @@ def test_tokens_take_what_the_document_says() -> None:
     n_rows = 4096
     message = message_of([ONE] * n_rows)
     sampled = Sampled(np.zeros(n_rows, np.int32))
-    whole = size(TOKENS, encode_sampled(sampled, asked(message)))
+    whole = size(TOKENS, encode_sampled(sampled, expected_records(message)))
     assert whole == fixed + token * n_rows

@@ -219,7 +219,7 @@ def test_another_worker_at_the_address_is_told(ends: ExitStack) -> None:
     worker = listen(ends, replace(FIRST, dtype="bfloat16"), address=worker.address)
     refusal = channel.receive(SOON)
     assert refusal is not None and refusal.data is None
-    assert "dtype: this worker has 'bfloat16', and the caller 'float32'" in refusal.why
+    assert "dtype: this worker has 'bfloat16', but the caller has 'float32'" in refusal.why
     for _ in range(3):
         channel.send(0, b"tries again")
         assert channel.receive(0.1) is None  # the same is not told twice
@@ -233,7 +233,7 @@ def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: 
     worker = listen(ends)
     channel = join(ends, worker)
     with pytest.raises(
-        WorkerRefused, match=r"stage 1 at 127\.0\.0\.1:\d+ refused: .*secret is wrong"
+        WorkerRefused, match=r"stage 1 at 127\.0\.0\.1:\d+ refused the connection: .*secret is wrong"
     ) as found:
         join(ends, worker, secret=secret)
     assert SECRET not in str(found.value)
@@ -243,16 +243,16 @@ def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"model": "other"}, "model: this worker has 'tiny', and the caller 'other'"),
+        ({"model": "other"}, "model: this worker has 'tiny', but the caller has 'other'"),
         ({"digest": "0"}, "digest: this worker has"),
-        ({"dtype": "bfloat16"}, "dtype: this worker has 'float32', and the caller 'bfloat16'"),
-        ({"stage": 1}, "stage: this worker has 1, and the caller 2"),
-        ({"n_stages": 4}, "n_stages: this worker has 2, and the caller 4"),
-        ({"first_layer": 1}, "first_layer: this worker has 0, and the caller 1"),
-        ({"n_layers": 3}, "n_layers: this worker has 2, and the caller 3"),
+        ({"dtype": "bfloat16"}, "dtype: this worker has 'float32', but the caller has 'bfloat16'"),
+        ({"stage": 1}, "stage: this worker has 1, but the caller has 2"),
+        ({"n_stages": 4}, "n_stages: this worker has 2, but the caller has 4"),
+        ({"first_layer": 1}, "first_layer: this worker has 0, but the caller has 1"),
+        ({"n_layers": 3}, "n_layers: this worker has 2, but the caller has 3"),
         ({"digest": None}, "digest: this worker has"),
-        ({"first_layer": None}, "first_layer: this worker has 0, and the caller nothing"),
-        ({"model": "m" * 5000}, "model: this worker has 'tiny', and the caller 'mmm"),
+        ({"first_layer": None}, "first_layer: this worker has 0, but the caller has nothing"),
+        ({"model": "m" * 5000}, "model: this worker has 'tiny', but the caller has 'mmm"),
     ],
 )
 def test_other_terms_are_refused_by_name(ends: ExitStack, change: dict[str, object], named: str) -> None:
@@ -287,7 +287,7 @@ def test_another_protocol_version_is_named_first(ends: ExitStack, monkeypatch: p
     sent = dict(handshake.metadata(MASTER, replace(FIRST, dtype="float16"), SECRET))
     monkeypatch.undo()
     why = handshake.disagreement(sent, FIRST)
-    assert why is not None and why.startswith("protocol_version: this worker has 5, and the caller 7")
+    assert why is not None and why.startswith("protocol_version: this worker has 5, but the caller has 7")
     sent["orca-join-bin"] = b"\xff what a later version may send"
     assert handshake.disagreement(sent, FIRST) == why
 
@@ -311,7 +311,7 @@ def test_a_caller_of_the_wire_before_is_refused_by_version(ends: ExitStack) -> N
         with pytest.raises(grpc.RpcError):
             list(call)
     assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
-    said = "protocol_version: this worker has 5, and the caller 4; start both with the same"
+    said = "protocol_version: this worker has 5, but the caller has 4; start both with the same value"
     assert call.details() == said
     assert works(join(ends, worker), worker)
 
@@ -330,7 +330,10 @@ def test_a_version_that_is_rubbish(version: bytes) -> None:
     assert handshake.disagreement(metadata_of(JOIN), FIRST) is None
     why = handshake.disagreement(metadata_of(JOIN, version), FIRST)
     assert why is not None
-    assert "terms that can be read" in why or "protocol_version: this worker has 5, and the caller" in why
+    assert (
+        "terms are missing or unreadable" in why
+        or "protocol_version: this worker has 5, but the caller has" in why
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,7 +341,7 @@ def test_a_version_that_is_rubbish(version: bytes) -> None:
 )
 def test_terms_that_are_rubbish(data: bytes) -> None:
     why = handshake.disagreement(metadata_of(data), FIRST)
-    assert why == "the caller sent no terms that can be read; run the same orca_jax everywhere"
+    assert why == "the caller's terms are missing or unreadable; run the same version of orca_jax everywhere"
 
 
 @pytest.mark.parametrize("name", ["model", "digest", "dtype", "stage", "n_stages", "first_layer", "n_layers"])
@@ -347,7 +350,7 @@ def test_a_caller_has_to_state_every_term(name: str) -> None:
     join.CopyFrom(JOIN)
     join.ClearField(name)  # pyright: ignore[reportArgumentType]
     why = handshake.disagreement(metadata_of(join), FIRST)
-    assert why is not None and why.startswith(f"{name}: this worker has ") and "the caller nothing" in why
+    assert why is not None and why.startswith(f"{name}: this worker has ") and "the caller has nothing" in why
 
 
 def test_a_caller_may_take_any_dtype_but_has_to_say_so(ends: ExitStack) -> None:
@@ -437,7 +440,7 @@ def test_one_that_does_not_say_what_it_is_is_no_worker(
     ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port, "about_metadata", lambda about: (("orca-about-bin", b""),))
-    with pytest.raises(WorkerUnreachable, match="it is no worker of orca_jax"):
+    with pytest.raises(WorkerUnreachable, match="it is not an orca_jax worker"):
         join(ends, listen(ends), seconds=0.5)
 
 
@@ -476,7 +479,7 @@ def test_an_engine_master_has_no_data() -> None:
 @pytest.mark.parametrize("address", ["x" * 1001, "a\nb", "ü" * 501])
 def test_a_data_address_that_cannot_be_is_refused(ends: ExitStack, address: str) -> None:
     second = listen(ends, SECOND)
-    with pytest.raises(WorkerRefused, match="no data address that can be read"):
+    with pytest.raises(WorkerRefused, match="data address is unreadable"):
         previous(ends, second, address).wait_joined(SOON)
     assert second.data_address_of_previous() == ""
     assert handshake.data_address_of({"orca-join-bin": b"J\x01\xff"}) is None, "it is not UTF-8"
@@ -609,7 +612,7 @@ def test_a_failure_ends_the_wait_and_what_was_joined_is_left(ends: ExitStack) ->
 def test_a_second_master_is_refused_until_the_first_has_left(ends: ExitStack) -> None:
     worker = listen(ends)
     channel = join(ends, worker)
-    with pytest.raises(WorkerRefused, match="an engine master has joined this worker already"):
+    with pytest.raises(WorkerRefused, match="an engine master has already joined this worker"):
         join(ends, worker, seconds=0.5)
     assert works(channel, worker)
     channel.close()
@@ -626,7 +629,7 @@ def test_the_first_stage_has_none_before_it(ends: ExitStack) -> None:
         limits=LIMITS,
     )
     ends.callback(line.close)
-    with pytest.raises(WorkerRefused, match="this worker takes master, and the caller is 'previous'"):
+    with pytest.raises(WorkerRefused, match="this worker accepts master, but the caller is 'previous'"):
         line.wait_joined(SOON)
 
 
@@ -635,14 +638,14 @@ def test_a_refusal_is_told_at_once_whoever_else_is_missing(ends: ExitStack) -> N
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(WorkerRefused, match=r"stage 2 at .* refused: dtype"):
+        with pytest.raises(WorkerRefused, match=r"stage 2 at .* refused the connection: dtype"):
             ControlChannel(
                 [nobody, other.address], [FIRST, SECOND], secret=SECRET, seconds=10 * SOON, limits=LIMITS
             )
 
 
 def test_whoever_waits_is_told_for_whom(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_channel, "_FIRST_WORD_SECONDS", 0.0)
+    monkeypatch.setattr(grpc_channel, "_FIRST_NOTICE_SECONDS", 0.0)
     first, told = listen(ends), list[str]()
 
     def enough() -> EngineError | None:
@@ -781,7 +784,7 @@ def test_a_worker_that_takes_no_frames_breaks_the_line(ends: ExitStack) -> None:
         channel.send(0, b"too many")
     arrival = channel.receive(SOON)
     assert arrival is not None and arrival.data is None
-    assert arrival.why == "more frames came than this worker has room for"
+    assert arrival.why == "this worker's queue of received frames is full"
     assert [worker.receive(SOON) for _ in range(4)] == [b"too many"] * 4
     eventually(lambda: rejoined(channel, worker))
 
@@ -795,7 +798,7 @@ def test_a_master_that_takes_no_frames_breaks_the_line(ends: ExitStack) -> None:
     eventually(lambda: rejoined(channel, worker))
     for _ in range(4):
         assert channel.receive(SOON) == Arrival(0, b"too many")
-    assert channel.receive(SOON) == Arrival(0, None, "more frames came than there is room for")
+    assert channel.receive(SOON) == Arrival(0, None, "the queue of received frames is full")
 
 
 def test_a_send_beyond_the_queue_breaks_the_line_and_does_not_wait(ends: ExitStack) -> None:
@@ -806,7 +809,7 @@ def test_a_send_beyond_the_queue_breaks_the_line_and_does_not_wait(ends: ExitSta
         channel.send(0, large)
     arrival = channel.receive(SOON)
     assert arrival is not None and arrival.data is None
-    assert arrival.why == "1 frames wait to be sent, and the worker takes none"
+    assert arrival.why == "1 frames wait to be sent, but the worker reads none"
 
 
 def test_closing_does_not_wait_for_who_is_lost() -> None:
@@ -848,16 +851,16 @@ def test_a_port_that_is_taken(ends: ExitStack) -> None:
 
 def test_what_others_can_reach_needs_a_secret(ends: ExitStack) -> None:
     for address in ("0.0.0.0:0", "[::]:0", "10.0.0.7:0", "somewhere:0"):
-        with pytest.raises(ConfigError, match="there is no secret"):
+        with pytest.raises(ConfigError, match="it has no secret"):
             listen(ends, secret="", address=address)
     with pytest.raises(ConfigError, match="more than 1024 bytes"):
         listen(ends, secret="x" * 1025)
 
 
 def test_each_stage_needs_an_address_of_its_own() -> None:
-    with pytest.raises(ConfigError, match="each stage needs one, and its own"):
+    with pytest.raises(ConfigError, match="give each stage one address of its own"):
         ControlChannel(["a:1", "a:1"], [FIRST, SECOND], secret=SECRET)
-    with pytest.raises(ConfigError, match="1 addresses of workers came, a:1, for 2 stages"):
+    with pytest.raises(ConfigError, match="there are 1 worker addresses, a:1, for 2 stages"):
         ControlChannel(["a:1"], [FIRST, SECOND], secret=SECRET)
 
 

@@ -250,10 +250,10 @@ def bytes_of(kind: FrameKind, iteration: int = 0, payload: Any = None, *, epoch:
     [
         (b"", "not a frame of orca_jax"),
         (b"HTTP/1.1 400 Bad Request, and something more", "not a frame of orca_jax"),
-        (bytes_of(TOKENS, 0, tokens_of(1, 2))[:-1] + b"9", "damaged"),
-        (bytes_of(DONE, stage=1), "speaks as stage 2"),
-        (bytes_of(READY, epoch=2), "speaks of epoch 2, and this is 1"),
-        (bytes_of(TOKENS, 0, tokens_of(1)), "4 bytes of tokens came for 2 requests"),
+        (bytes_of(TOKENS, 0, tokens_of(1, 2))[:-1] + b"9", "corrupt"),
+        (bytes_of(DONE, stage=1), "claims to be stage 2"),
+        (bytes_of(READY, epoch=2), "refers to epoch 2, but the current epoch is 1"),
+        (bytes_of(TOKENS, 0, tokens_of(1)), "the tokens of 2 requests have 4 bytes; they need 8"),
         (bytes_of(TOKENS, 0, tokens_of(1, 300)), "token id 300"),
         (bytes_of(TOKENS, 0, tokens_of(-1, 1)), "token id -1"),
         (bytes_of(TOKENS, 1, tokens_of(1, 2)), "iteration 1, which was not issued"),
@@ -261,21 +261,21 @@ def bytes_of(kind: FrameKind, iteration: int = 0, payload: Any = None, *, epoch:
         (bytes_of(RECEIVED, 99), "iteration 99, which was not issued"),
         (bytes_of(START), "START, which only an engine master sends"),
         (bytes_of(MESSAGE), "MESSAGE, which only"),
-        (bytes_of(RECEIVED), "a stage's time came without its seconds"),
-        (bytes_of(DONE), "a stage's time came without its seconds"),
+        (bytes_of(RECEIVED), "a stage time has no seconds"),
+        (bytes_of(DONE), "a stage time has no seconds"),
         (bytes_of(RECEIVED, 0, encode_stage_time(StageTime(math.nan, 0))), "nan seconds"),
         (bytes_of(DONE, 0, encode_stage_time(StageTime(-1.0, 0))), "-1.0 seconds"),
     ],
 )
-def test_a_worker_that_answers_rubbish_is_lost(data: bytes, complaint: str):
+def test_a_worker_that_sends_a_malformed_frame_is_lost(data: bytes, complaint: str):
     bench = Bench().up()
     bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.arrivals.append(Arrival(2, data))
     lost = bench.lost()
     assert lost.stage == 2
-    assert str(lost).startswith("stage 3: answered rubbish: ")
+    assert str(lost).startswith("stage 3: sent a malformed frame: ")
     assert complaint in str(lost)
-    assert bench.workers.counters.rubbish == 1
+    assert bench.workers.counters.malformed == 1
     assert bench.suspects == [2]
     assert (bench.workers.stages[2].received, bench.workers.stages[2].done) == (0, 0)
 
@@ -284,7 +284,7 @@ def test_only_the_last_stage_has_tokens():
     bench = Bench().up()
     bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.tokens(0, 7, 8, stage=1)
-    assert "stage 2: answered rubbish: it sent tokens" in str(bench.lost())
+    assert "stage 2: sent a malformed frame: it sent tokens" in str(bench.lost())
 
 
 def test_two_answers_that_differ_cannot_both_be_right():
@@ -293,7 +293,7 @@ def test_two_answers_that_differ_cannot_both_be_right():
         bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.tokens(1, 3, 4)
     bench.tokens(1, 3, 5)
-    assert "returned iteration 1 twice, with other tokens" in str(bench.lost())
+    assert "returned iteration 1 twice, with different tokens" in str(bench.lost())
 
 
 def test_what_a_worker_says_of_itself_is_passed_on():
@@ -320,7 +320,7 @@ def test_after_a_loss_everything_raises_until_it_is_recovered_from():
             bench.workers.wait,
             lambda: bench.workers.issue(MESSAGE_OF_TWO, no_words),
         ):
-            with pytest.raises(WorkerLost, match="were not brought up yet" if attempt == 0 else "line broke"):
+            with pytest.raises(WorkerLost, match="are not up yet" if attempt == 0 else "line broke"):
                 call()
         assert bench.sent == []
         bench.up()
@@ -435,10 +435,12 @@ def test_a_passed_epoch_changes_nothing_where_it_is_this_one_and_is_rubbish_wher
     bench.workers.look()
     assert (bench.workers.counters.duplicates, bench.workers.epoch) == (1, 1)
     bench.say(1, PASSED, epoch=2)
-    with pytest.raises(WorkerLost, match="stage 2: answered rubbish: it speaks of epoch 2, and this is 1"):
+    with pytest.raises(
+        WorkerLost, match="stage 2: sent a malformed frame: it refers to epoch 2, but the current epoch is 1"
+    ):
         bench.workers.look()
     bench.on_send = lambda stage, frame: bench.say(0, PASSED, epoch=1 << 63)
-    with pytest.raises(WorkerLost, match=f"stage 1: answered rubbish: it speaks of epoch {1 << 63}"):
+    with pytest.raises(WorkerLost, match=f"stage 1: sent a malformed frame: it refers to epoch {1 << 63}"):
         bench.workers.recover(lambda: False)
 
 
@@ -451,7 +453,7 @@ def test_a_stage_that_is_not_ready_in_time_is_named():
 
     bench.on_send = answer
     with pytest.raises(
-        WorkerLost, match=r"^stage 1: was not ready within 10 seconds; nor was stage 3$"
+        WorkerLost, match=r"^stage 1: was not ready within 10 seconds; also not ready: stage 3$"
     ) as caught:
         bench.workers.recover(lambda: False)
     assert caught.value.stage == 0

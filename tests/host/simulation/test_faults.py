@@ -163,7 +163,7 @@ def test_random_faults_keep_every_invariant():
         reasons.update(req.finish_reason for req in player.requests)
         losses[min(player.recovery.losses, 4)] += 1
         counters = player.workers.counters
-        why.update(stale=counters.stale, duplicates=counters.duplicates, rubbish=counters.rubbish)
+        why.update(stale=counters.stale, duplicates=counters.duplicates, rubbish=counters.malformed)
         why.update(refused=len(player.refused), failed=player.failure is not None)
         why.update(blamed=player.recovery.n_blamed)
     # The seeds have seen what they are for.
@@ -242,7 +242,7 @@ def test_nothing_is_lost_where_nothing_goes_wrong():
     assert player.workers.epoch == 1
     assert player.suspects == []
     counters = player.workers.counters
-    assert (counters.stale, counters.duplicates, counters.rubbish) == (0, 0, 0)
+    assert (counters.stale, counters.duplicates, counters.malformed) == (0, 0, 0)
     n_rows = sum(iteration.n_rows for iteration in player.timeline.iterations)
     assert counters.message_bytes <= 4096 * counters.messages + 1024 * n_rows
 

@@ -169,7 +169,7 @@ def test_a_gap_ends_the_epoch():
     bench = Bench(stage=1).up()
     bench.message(0)
     assert bench.message(2) == ["TROUBLE 1.0"]
-    assert bench.reports[-1].payload == "iteration 2 came, and 1 did not"
+    assert bench.reports[-1].payload == "iteration 2 came before iteration 1"
     assert bench.message(1) == ["TROUBLE 1.0"], "nothing runs any more"
     bench.controller.done(1, 0)
     assert bench.log[-1] == "TROUBLE 1.0"
@@ -226,7 +226,7 @@ def test_a_process_without_the_epoch_says_so(started: bool):
 
 
 @pytest.mark.parametrize(
-    "rubbish",
+    "malformed",
     [
         b"",
         b"GET / HTTP/1.1",
@@ -240,15 +240,15 @@ def test_a_process_without_the_epoch_says_so(started: bool):
         encode_frame(start(1, replace(ORDER, worker_seconds=5.0))),
     ],
 )
-def test_rubbish_ends_the_epoch_and_runs_nothing(rubbish: bytes):
+def test_a_malformed_frame_ends_the_epoch_and_runs_nothing(malformed: bytes):
     bench = Bench(stage=2).up()
-    assert bench.take_bytes(rubbish)[-1] == "TROUBLE 1.0"
-    assert "rubbish came" in bench.reports[-1].payload
+    assert bench.take_bytes(malformed)[-1] == "TROUBLE 1.0"
+    assert "a malformed frame came" in bench.reports[-1].payload
     assert not bench.messages
-    assert bench.controller.counters.rubbish == 1
+    assert bench.controller.counters.malformed == 1
 
 
-def test_rubbish_without_an_epoch_is_dropped():
+def test_a_malformed_frame_without_an_epoch_is_dropped():
     bench = Bench()
     assert bench.take_bytes(b"GET / HTTP/1.1") == []
     assert bench.take(start(1)) == ["start 1"]
@@ -302,7 +302,7 @@ def test_done_out_of_order_is_our_own_mistake():
     bench = Bench().up()
     bench.message(0)
     bench.message(1)
-    with pytest.raises(AssertionError, match="iteration 1 is done before 0"):
+    with pytest.raises(AssertionError, match="iteration 1 finished before 0"):
         bench.controller.done(1, 1)
 
 
@@ -343,14 +343,14 @@ def test_the_last_stage_is_connected_to_nobody():
 def test_another_stage_has_to_know_the_next_one():
     bench = Bench(stage=1)
     assert bench.take(start(1, replace(ORDER, next_address=""))) == []
-    assert bench.controller.counters.rubbish == 1
+    assert bench.controller.counters.malformed == 1
     assert bench.controller.epoch == 0
 
 
 def test_an_order_that_cannot_be_read_leaves_a_new_process_as_it_is():
     bench = Bench()
     assert bench.take(Frame(START, 3, payload=Start())) == []
-    assert (bench.controller.epoch, bench.controller.counters.rubbish) == (0, 1)
+    assert (bench.controller.epoch, bench.controller.counters.malformed) == (0, 1)
     assert bench.take(start(3)) == ["start 3"]
 
 
@@ -457,7 +457,7 @@ def test_words_of_another_epoch_change_nothing():
         (2, words(1 << 20, 5)),
     ],
 )
-def test_words_that_cannot_be_are_rubbish(stage: int, frame: Frame):
+def test_words_that_do_not_belong_are_malformed(stage: int, frame: Frame):
     bench = Bench(stage=stage).up()
     assert bench.take(frame) == ["TROUBLE 1.0"]
-    assert bench.controller.counters.rubbish == 1
+    assert bench.controller.counters.malformed == 1

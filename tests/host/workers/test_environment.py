@@ -110,7 +110,7 @@ def test_stages_of_several_gpus_do_not_share(gpus: tuple[str, ...]) -> None:
         worker_environment(1, ParallelConfig(pipeline_parallel=2, tensor_parallel=2), {}, gpus)
     message = str(raised.value)
     assert "2 stages of 2 GPUs each need 4" in message
-    assert f"{len(gpus)}: {','.join(gpus)};" in message
+    assert f"only {len(gpus)} are visible: {','.join(gpus)};" in message
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from orca_jax.errors import EngineError
-from orca_jax.workers.mask_inbox import WordsBox
+from orca_jax.workers.mask_inbox import MaskInbox
 
 SOON = 30.0
 
@@ -14,8 +14,8 @@ def words(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def box(patience: float = SOON) -> WordsBox:
-    made = WordsBox()
+def box(patience: float = SOON) -> MaskInbox:
+    made = MaskInbox()
     made.begin(1, patience)
     return made
 
@@ -38,7 +38,7 @@ def test_words_are_taken_once_and_not_waited_for_for_ever() -> None:
     one = box(patience=0.02)
     one.put(1, 0, words(5))
     one.take(1, 0)
-    with pytest.raises(EngineError, match=r"iteration 0 did not come within 0.02 seconds"):
+    with pytest.raises(EngineError, match=r"iteration 0 did not arrive within 0.02 seconds"):
         one.take(1, 0)
 
 
@@ -47,12 +47,12 @@ def test_a_new_epoch_ends_every_wait_and_forgets_what_came() -> None:
     one.put(1, 5, words(5))
     started = time.monotonic()
     threading.Timer(0.05, lambda: one.begin(2, 0.02)).start()
-    with pytest.raises(EngineError, match="epoch 1 was given up"):
+    with pytest.raises(EngineError, match="epoch 1 was abandoned"):
         one.take(1, 4)
     assert time.monotonic() - started < SOON / 2
     one.put(1, 6, words(6))  # late
     for iteration in (5, 6):
-        with pytest.raises(EngineError, match="did not come"):
+        with pytest.raises(EngineError, match="did not arrive"):
             one.take(2, iteration)
     one.put(2, 5, words(8))
     assert one.take(2, 5).tolist() == [8]

@@ -309,7 +309,7 @@ def test_a_start_that_fails_half_way_ends_what_was_started() -> None:
         supervisor.start()
     assert supervisor.pids() == [None, None]
     assert_reaped(events)
-    assert not [event for event in events if "starting it again" in event]
+    assert not [event for event in events if "restarting it" in event]
 
 
 def test_close_before_start() -> None:
@@ -327,7 +327,7 @@ def test_a_killed_process_is_started_again_and_the_others_stay(start: Start, joi
         workers.supervisor.joined(0)
     os.kill(first, signal.SIGKILL)
     workers.wait_for("stage 1: its process", times=3)
-    assert f"stage 1: its process (pid {first}) was ended by SIGKILL; starting it again" in workers.events
+    assert f"stage 1: its process (pid {first}) was ended by SIGKILL; restarting it" in workers.events
     assert workers.pid(0) != first and not is_gone(workers.pid(0))
     assert workers.pid(1) == other
     assert workers.supervisor.failure() is None
@@ -336,7 +336,7 @@ def test_a_killed_process_is_started_again_and_the_others_stay(start: Start, joi
 @pytest.mark.parametrize("status", [0, 1, 3])
 def test_a_process_that_exits_is_started_again(start: Start, status: int) -> None:
     workers = start(f"raise SystemExit({status})")
-    workers.wait_for(f"ended with status {status}; starting it again", times=3)
+    workers.wait_for(f"ended with status {status}; restarting it", times=3)
 
 
 def test_pauses_double_until_a_process_joins(start: Start) -> None:
@@ -346,7 +346,7 @@ def test_pauses_double_until_a_process_joins(start: Start) -> None:
         if joins:
             workers.supervisor.joined(0)
         os.kill(workers.pid(), signal.SIGKILL)
-        workers.wait_for("starting it again", times=n_before + 1)
+        workers.wait_for("restarting it", times=n_before + 1)
         assert workers.supervisor.pids() == [None]
         pauses.append(0)
         while workers.supervisor.pids() == [None]:
@@ -369,15 +369,15 @@ sys.exit(2)
     failure = workers.wait_for_failure()
     assert str(failure) == "stage 2: no checkpoint at /x"
     assert failure.__notes__ == [
-        "the last lines that it wrote:\nloading\norca: error: no checkpoint at /x\na library says good-bye"
+        "its last lines of output:\nloading\norca: error: no checkpoint at /x\na library says good-bye"
     ]
     assert workers.count("stage 2: its process") == 2  # its start and its end
-    assert workers.count("starting it again") == 0
+    assert workers.count("restarting it") == 0
     assert workers.supervisor.pids() == [workers.pid(0), None]
     os.kill(workers.pid(0), signal.SIGKILL)
     workers.wait_for("stage 1: its process", times=2)
     assert workers.supervisor.failure() is failure
-    assert workers.count("starting it again") == 0
+    assert workers.count("restarting it") == 0
 
 
 def test_a_process_that_waits_for_its_start_is_not_started_after_a_failure(start: Start) -> None:
@@ -404,7 +404,7 @@ def test_status_2_after_it_joined_is_a_loss_like_others(start: Start) -> None:
     workers.wait_for("stage 1: up")
     workers.supervisor.joined(0)
     os.kill(workers.pid(), signal.SIGUSR1)
-    workers.wait_for("ended with status 2; starting it again")
+    workers.wait_for("ended with status 2; restarting it")
     workers.wait_for("stage 1: up", times=2)
     os.kill(workers.pid(), signal.SIGUSR1)  # the new one has not joined
     assert "ended with status 2" in str(workers.wait_for_failure())
@@ -416,11 +416,11 @@ def test_more_losses_than_the_bound_allows(start: Start) -> None:
     message = str(workers.wait_for_failure())
     assert message.startswith("stage 2: its process (pid ")
     assert message.endswith(
-        ") ended with status 7; workers were started again 2 times within 1000 seconds, and 2 are allowed; "
-        "its last words: out of memory"
+        ") ended with status 7; workers were restarted 2 times within 1000 seconds, and 2 are allowed; "
+        "its last line of output: out of memory"
     )
     assert workers.count("stage 2: out of memory") == 3
-    assert workers.count("starting it again") == 2
+    assert workers.count("restarting it") == 2
     workers.supervisor.joined(0)
     workers.supervisor.restart(0)
     workers.assert_untouched(0, workers.pid(0))
@@ -429,7 +429,7 @@ def test_more_losses_than_the_bound_allows(start: Start) -> None:
 def test_the_bound_counts_all_stages_and_how_a_process_was_killed(start: Start) -> None:
     workers = start(WORKER, WORKER, bound=RestartBound(restarts=1))
     os.kill(workers.pid(0), signal.SIGTERM)
-    workers.wait_for("SIGTERM; starting it again")
+    workers.wait_for("SIGTERM; restarting it")
     os.kill(workers.pid(1), signal.SIGKILL)
     message = str(workers.wait_for_failure())
     assert message.startswith("stage 2: its process (pid ") and ") was ended by SIGKILL; workers" in message
@@ -441,18 +441,18 @@ def test_processes_that_had_joined_do_not_count(start: Start) -> None:
     for n_losses in (1, 2, 3):
         workers.supervisor.joined(0)
         os.kill(workers.pid(), signal.SIGKILL)
-        workers.wait_for("starting it again", times=n_losses)
+        workers.wait_for("restarting it", times=n_losses)
         workers.wait_for("was started", times=n_losses + 1)
     assert workers.supervisor.failure() is None
     os.kill(workers.pid(), signal.SIGKILL)
-    assert "started again 0 times" in str(workers.wait_for_failure())
+    assert "restarted 0 times" in str(workers.wait_for_failure())
 
 
 def test_losses_of_long_ago_do_not_count(start: Start) -> None:
     workers = start(WORKER, bound=RestartBound(restarts=1, seconds=1000.0))
     for n_losses in (1, 2, 3):
         os.kill(workers.pid(), signal.SIGKILL)
-        workers.wait_for("starting it again", times=n_losses)
+        workers.wait_for("restarting it", times=n_losses)
         workers.wait_for("was started", times=n_losses + 1)
         workers.clock.added += 1001.0
     assert workers.supervisor.failure() is None
@@ -469,7 +469,7 @@ def test_restart_of_a_joined_process_that_is_stopped(start: Start) -> None:
     stop(first)
     workers.supervisor.restart(0)
     workers.wait_for("stage 1: up", times=2)
-    given_up = f"stage 1: its process (pid {first}) was given up and was ended by SIGKILL; starting it again"
+    given_up = f"stage 1: its process (pid {first}) was suspect and was ended by SIGKILL; restarting it"
     assert given_up in workers.events
     assert is_gone(first)
     second = workers.pid(0)
@@ -498,7 +498,7 @@ def test_restart_does_not_hit_the_one_that_came_after_a_loss(start: Start) -> No
     workers = start(WORKER)
     workers.supervisor.joined(0)
     os.kill(workers.pid(), signal.SIGKILL)
-    workers.wait_for("starting it again")
+    workers.wait_for("restarting it")
     workers.supervisor.restart(0)  # there is none, or a new one
     workers.wait_for("stage 1: up", times=1)
     workers.wait_for("was started", times=2)
@@ -535,7 +535,7 @@ sys.exit(2)
     failure = workers.wait_for_failure()
     said = [event.removeprefix("stage 1: ") for event in workers.events if "its process" not in event]
     assert said == ["one", "two", "three \N{REPLACEMENT CHARACTER}", "y" * 2000, "z" * 2000 + "...", "last"]
-    assert str(failure).endswith(" ended with status 2; its last words: last")
+    assert str(failure).endswith(" ended with status 2; its last line of output: last")
 
 
 def test_the_last_words_are_waited_for() -> None:
@@ -548,7 +548,7 @@ def test_the_last_words_are_waited_for() -> None:
     try:
         supervisor.start()
         eventually(supervisor.failure)
-        assert str(supervisor.failure()).endswith("; its last words: last")
+        assert str(supervisor.failure()).endswith("; its last line of output: last")
     finally:
         supervisor.close()
 
@@ -558,7 +558,7 @@ def test_only_the_last_lines_are_kept(start: Start) -> None:
     failure = workers.wait_for_failure()
     assert workers.count("stage 1: line") == 1000
     kept = failure.__notes__[0].splitlines()
-    assert kept == ["the last lines that it wrote:", *(f"line {n}" for n in range(980, 1000))]
+    assert kept == ["its last lines of output:", *(f"line {n}" for n in range(980, 1000))]
 
 
 def test_a_flood_without_a_newline_blocks_nobody_and_is_not_kept(start: Start) -> None:
@@ -572,7 +572,7 @@ def test_a_flood_without_a_newline_blocks_nobody_and_is_not_kept(start: Start) -
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert str(failure).endswith("; its last words: done")
+    assert str(failure).endswith("; its last line of output: done")
     assert "stage 1: " + "x" * 2000 + "..." in workers.events
     assert most < 2 << 20  # of 32 MiB
 

@@ -77,5 +77,5 @@ def test_a_path_is_read_as_its_name() -> None:
     + [json.dumps(json.loads(OPTIONS.as_json()) | {"stage": 3})],
 )
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^the worker's options cannot be read: "):
+    with pytest.raises(ConfigError, match=r"^the worker's options are malformed: "):
         WorkerOptions.from_json(text)

@@ -144,7 +144,7 @@ def refusal(model: Path, workers: list[str], **other: Any) -> str:
 def test_another_model_is_named(serving: Serving, model: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", n_embd=32)
     said = refusal(other, serving.workers)
-    assert said.startswith(f"the worker of stage 1 at {serving.workers[0]} refused: model: this worker has ")
+    assert said.startswith(f"the worker of stage 1 at {serving.workers[0]} refused the connection: model: this worker has ")
     assert str(model) in said and str(other) in said
     serving.is_undisturbed()
 
@@ -154,7 +154,7 @@ def test_a_model_of_the_same_name_and_another_shape_is_seen(serving: Serving, mo
     before = config.read_text()
     try:
         config.write_text(json.dumps(json.loads(before) | {"layer_norm_epsilon": 1e-3}))
-        assert "refused: digest: this worker has " in refusal(model, serving.workers)
+        assert "refused the connection: digest: this worker has " in refusal(model, serving.workers)
     finally:
         config.write_text(before)
     serving.is_undisturbed()
@@ -162,21 +162,21 @@ def test_a_model_of_the_same_name_and_another_shape_is_seen(serving: Serving, mo
 
 def test_another_dtype_is_named(serving: Serving, model: Path) -> None:
     said = refusal(model, serving.workers, dtype="bfloat16")
-    assert "dtype: this worker has 'float32', and the caller 'bfloat16'; start both with the same" in said
+    assert "dtype: this worker has 'float32', but the caller has 'bfloat16'; start both with the same" in said
     serving.is_undisturbed()
 
 
 def test_another_number_of_stages_is_named(serving: Serving, model: Path) -> None:
     said = refusal(model, [*serving.workers, f"127.0.0.1:{free_port()}"])
-    assert "n_stages: this worker has 2, and the caller 3" in said
+    assert "n_stages: this worker has 2, but the caller has 3" in said
     with OrcaWorker(model, ("--stage", "1", "--of", "3", "--dtype", "float32")) as worker:
         said = refusal(model, [worker.listens().address, serving.workers[1]], control_secret="")
-        assert "n_stages: this worker has 3, and the caller 2" in said
+        assert "n_stages: this worker has 3, but the caller has 2" in said
     serving.is_undisturbed()
 
 
 def test_addresses_in_another_order_are_refused(serving: Serving, model: Path) -> None:
-    assert "refused: stage: this worker has " in refusal(model, serving.workers[::-1])
+    assert "refused the connection: stage: this worker has " in refusal(model, serving.workers[::-1])
     serving.is_undisturbed()
 
 
@@ -194,14 +194,14 @@ def test_a_port_that_nobody_listens_on_is_named(serving: Serving, model: Path) -
     nobody = f"127.0.0.1:{free_port()}"
     said = refusal(model, [nobody, f"127.0.0.1:{free_port()}"], deadlines=Deadlines(ready_seconds=1))
     assert said.startswith(f"the worker of stage 1 at {nobody} was not reached within ")
-    assert said.endswith("; is one started there?")
+    assert said.endswith("; is one running there?")
     serving.is_undisturbed()
 
 
 @pytest.mark.parametrize("secret", ["", "another secret, long enough"])
 def test_a_wrong_secret_and_a_missing_one_are_refused(serving: Serving, model: Path, secret: str) -> None:
     said = refusal(model, serving.workers, control_secret=secret)
-    assert "refused: the control plane's secret is wrong; give the server and all workers the same" in said
+    assert "the control plane's secret is wrong; give the server and all workers the same" in said
     assert SECRET not in said and (not secret or secret not in said)
     serving.is_undisturbed()
 
@@ -223,8 +223,11 @@ def test_rubbish_at_the_control_port_changes_nothing(serving: Serving) -> None:
 def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) -> None:
     ready = ("--ready-timeout", "3")
     line = serve_mistake((*serving.flags, *ready), seconds=60)
-    assert f"the worker of stage 1 at {serving.workers[0]} refused: an engine master has joined this " in line
-    assert line.endswith("end that one first")
+    assert (
+        f"{serving.workers[0]} refused the connection: an engine master has already joined this worker"
+        in line
+    )
+    assert line.endswith("stop it first")
     serving.is_undisturbed()
     serving.kill()
     serving.begin()  # with the same workers, which still run
@@ -235,8 +238,8 @@ def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) ->
     ("flags", "message"),
     [
         (("--stage", "3", "--of", "2"), "stage is 3; it must be a whole number from 1 to 2"),
-        (("--listen", "0.0.0.0:0"), "data_host is '0.0.0.0'; it must be one address"),
-        (("--listen", "0.0.0.0:0", "--data-host", "127.0.0.1"), "reached by others, and there is no secret"),
+        (("--listen", "0.0.0.0:0"), "data_host is '0.0.0.0'; it must be an address"),
+        (("--listen", "0.0.0.0:0", "--data-host", "127.0.0.1"), "and it has no secret"),
         (
             ("--listen", "here", "--data-host", "127.0.0.1"),
             "a worker's address is 'here'; it must be host:port",

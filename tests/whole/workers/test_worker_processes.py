@@ -60,9 +60,9 @@ def all_streamed(server: ServerProcess, known: Sequence[KnownStream]) -> list[st
 @pytest.mark.parametrize(
     ("n_stages", "tensor_parallel", "said"),
     [
-        (2, 1, "2 stages of 2 layers, 1 device each, in processes of their own"),
-        (4, 1, "4 stages of 1 layers, 1 device each, in processes of their own"),
-        (2, 2, "2 stages of 2 layers, 2 devices each, in processes of their own"),
+        (2, 1, "2 stages of 2 layers, 1 device each, each in its own process"),
+        (4, 1, "4 stages of 1 layers, 1 device each, each in its own process"),
+        (2, 2, "2 stages of 2 layers, 2 devices each, each in its own process"),
     ],
 )
 def test_worker_processes_say_what_one_process_says(
