@@ -1,4 +1,4 @@
-"""Child processes: started, talked to in lines of JSON, ended and reaped. No JAX.
+"""Child processes: starts, ends and reaps them, and exchanges lines of JSON. No JAX.
 
-Knows nothing else of the package. Start with child_process.py; json_child.py adds questions and answers.
+Imports nothing else of the package. Start with child_process.py; json_child.py adds questions and answers.
 """

@@ -1,4 +1,4 @@
-"""A child process: at the head of its own session, ended with all that it left there, and reaped once."""
+"""A child process in its own session: ended together with its process group, and reaped once."""
 
 import os
 import signal
@@ -10,15 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-LOOK_SECONDS = 0.03  # how soon an end is noticed
-DEATH_SECONDS = 5.0  # from SIGKILL to the end; a process that a device holds may take longer
+LOOK_SECONDS = 0.03  # interval of checks whether a process has ended
+DEATH_SECONDS = 5.0  # from SIGKILL to the end; a process blocked in a device driver may take longer
 
 
 class ChildProcess:
-    """One process. Its stdin and stdout are pipes, and `stderr` is as in subprocess.Popen.
+    """One process. Its stdin and stdout are pipes; `stderr` is as in subprocess.Popen.
 
-    It is reaped here alone, so that no signal can go to another process that got its number. Whoever it has
-    started and left in its process group ends with it. Raises OSError where it cannot be started.
+    Only this class reaps it, so no signal can reach another process that reuses its pid. When it ends, the
+    processes left in its process group are killed. Raises OSError if the process cannot be started.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=stderr,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C reaches its parent alone
+            start_new_session=True,  # Ctrl-C reaches only its parent
         )
         self.pid = self._popen.pid
         assert self._popen.stdin is not None and self._popen.stdout is not None
@@ -47,19 +47,19 @@ class ChildProcess:
         self.stdout = self._popen.stdout
 
     def kill(self) -> None:
-        """SIGKILL, also to one that is stopped; nothing if it was reaped."""
+        """Send SIGKILL, which also ends a stopped process; does nothing once it is reaped."""
         with self._lock:
             self._signal(signal.SIGKILL)
 
     def ask_to_end(self) -> None:
-        """The end of its stdin, and SIGTERM; one that is stopped goes on to hear of it."""
+        """Close its stdin and send SIGTERM, and SIGCONT so that a stopped process receives it."""
         with self._lock:
             self.stdin.close()
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
 
     def reap(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended within `seconds`; `status` is known then."""
+        """Wait up to `seconds` for its end; return whether it ended and set `status`."""
         deadline = time.monotonic() + seconds
         while not self._reap_now():
             if time.monotonic() >= deadline:
@@ -73,9 +73,9 @@ class ChildProcess:
                 try:
                     if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                         return False
-                except ChildProcessError:  # reaped by another part of the program; its status is lost
+                except ChildProcessError:  # another part of the program reaped it; its status is lost
                     pass
-                else:  # until `wait`, nobody else can have its number, nor its group's
+                else:  # until `wait`, no other process or group can get its number
                     self._signal(signal.SIGKILL)
                 self.status = self._popen.wait(DEATH_SECONDS)
                 self.stdin.close()

@@ -1,8 +1,7 @@
-"""A child process that takes and gives lines of JSON, with a deadline for each answer."""
+"""A child process that reads and writes lines of JSON, with a deadline for each answer."""
 
 import json
 import os
-import queue
 import tempfile
 import threading
 import time
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from orca_jax.processes.child_process import DEATH_SECONDS, ChildProcess
+from orca_jax.processes.line_queue import LIMIT_BYTES, LineQueue
 
 _TAIL_BYTES = 4000
 _READER_SECONDS = 5.0
 
 
 class ChildSilent(Exception):
-    """A child gave no answer in time, and was killed."""
+    """A child gave no answer in time, or too long a line, and was killed."""
 
 
 def _ignore(_: str) -> None:
@@ -28,9 +28,10 @@ def _ignore(_: str) -> None:
 class JsonChild:
     """A process whose answers are the lines of its stdout that hold a JSON object; a context manager.
 
-    Its other lines go to `on_other`. What it writes to stderr is kept for `last_words`, or with
-    `keep_stderr=False` goes where this process's does. When it is closed the process gets `grace_seconds` to
-    end by itself, as its stdin does. Raises OSError where it cannot be started. For one thread.
+    Its other lines go to `on_other`. Its stderr is kept for `last_words`, or with `keep_stderr=False` goes to
+    this process's stderr. `close` closes the child's stdin and gives it `grace_seconds` to end by itself.
+    Unread output is bounded: a child that writes more blocks until `receive`, `wait` or `close`. For use by
+    one thread. Raises OSError if the process cannot be started.
     """
 
     def __init__(
@@ -51,30 +52,35 @@ class JsonChild:
         except BaseException:
             self._close_stderr()
             raise
-        self._lines = queue.SimpleQueue[bytes]()
+        self._lines = LineQueue()
+        self._line_too_long = False
         self._writers: list[threading.Thread] = []
         self._reader = threading.Thread(target=self._read, name="orca-child-stdout", daemon=True)
         self._reader.start()
 
     def send(self, question: Mapping[str, Any], *, last: bool = False) -> None:
-        """Send a line without waiting for it to be read; after the last one its stdin ends."""
+        """Send a line without waiting for it to be read; closes the child's stdin after the last one."""
         line = json.dumps(question).encode() + b"\n"
-        # A thread, because a process that does not read would hold a long question for ever.
+        # A thread, because writing a long question blocks while the process does not read.
         writer = threading.Thread(target=self._write, args=(line, last), name="orca-child-stdin", daemon=True)
         self._writers.append(writer)
         writer.start()
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """Its next answer, or None when it has ended. Raises ChildSilent after `seconds`."""
+        """Return its next answer, or None when it has ended.
+
+        Raises ChildSilent, and kills the child, after `seconds` or a line above LIMIT_BYTES.
+        """
         deadline = time.monotonic() + seconds
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
+            except TimeoutError:
                 self._process.kill()
                 raise ChildSilent(f"no answer within {seconds:g} seconds") from None
-            if not line:
-                self._lines.put(b"")  # for whoever asks again
+            if line is None:
+                if self._line_too_long:
+                    raise ChildSilent(f"a line of its output has more than {LIMIT_BYTES} bytes")
                 return None
             try:
                 answer = json.loads(line)
@@ -87,19 +93,23 @@ class JsonChild:
     def ask(
         self, question: Mapping[str, Any], seconds: float, *, last: bool = False
     ) -> dict[str, Any] | None:
-        """`send`, and then `receive`."""
+        """Send a question and receive its answer."""
         self.send(question, last=last)
         return self.receive(seconds)
 
     def wait(self, seconds: float) -> int | None:
-        """Its status when it has ended; it is killed after `seconds`. None: not even that ends it."""
+        """Wait for its end and return its status; drops output that the queue has no room for.
+
+        Kills it after `seconds`, and returns None if that does not end it either.
+        """
+        self._lines.discard_overflow()
         if not self._process.reap(seconds):
             self._process.kill()
             self._process.reap(DEATH_SECONDS)
         return self._process.status
 
     def last_words(self) -> str:
-        """The end of what it wrote to stderr so far."""
+        """The end of its output on stderr so far."""
         if self._stderr is None:
             return ""
         size = os.fstat(self._stderr.fileno()).st_size
@@ -107,8 +117,9 @@ class JsonChild:
         return tail.decode(errors="replace")
 
     def close(self) -> None:
-        """End it and all that it left in its process group; nothing the second time."""
-        if not any(writer.is_alive() for writer in self._writers):  # else it does not read: no use to ask
+        """End it and its process group. Idempotent."""
+        self._lines.discard_overflow()
+        if not any(writer.is_alive() for writer in self._writers):  # otherwise it does not read its stdin
             with suppress(OSError):
                 self._process.stdin.close()
             self._process.reap(self._grace)
@@ -126,12 +137,16 @@ class JsonChild:
 
     def _read(self) -> None:
         with self._process.stdout as pipe, open(pipe.fileno(), "rb", closefd=False) as lines:
-            for line in lines:
+            while line := lines.readline(LIMIT_BYTES + 1):
+                if len(line) > LIMIT_BYTES:
+                    self._line_too_long = True
+                    self._process.kill()
+                    break
                 self._lines.put(line)
-        self._lines.put(b"")
+        self._lines.end()
 
     def _write(self, line: bytes, last: bool) -> None:
-        with suppress(OSError, ValueError):  # it has ended, which its reader tells
+        with suppress(OSError, ValueError):  # it has ended, which its reader reports
             view = memoryview(line)
             while view:
                 view = view[self._process.stdin.write(view) :]

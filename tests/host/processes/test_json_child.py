@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from orca_jax.processes import json_child
 from orca_jax.processes.json_child import ChildSilent, JsonChild
+from orca_jax.processes.line_queue import LIMIT_LINES, LineQueue
 
 SOON = 30.0  # seconds; what is waited for comes in milliseconds
 ECHO = """
@@ -122,3 +124,38 @@ def test_where_it_runs_and_with_which_variables(tmp_path: Path) -> None:
 def test_one_that_cannot_be_started(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         JsonChild([str(tmp_path / "nothing")])
+
+
+def wait_until_full(lines: LineQueue) -> None:
+    """Fails after some seconds."""
+    deadline = time.monotonic() + SOON
+    while len(lines._lines) < LIMIT_LINES:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(lines._lines) == LIMIT_LINES
+
+
+def test_a_child_that_writes_more_than_is_read_waits_and_still_ends() -> None:
+    n = 4 * LIMIT_LINES
+    code = f"for i in range({n}): print('{{}}' if i % 2 else 'x' * 200)\n"
+    others: list[str] = []
+    with child(code, on_other=others.append) as flood:
+        wait_until_full(flood._lines)
+        for _ in range(n // 2):
+            assert flood.receive(SOON) == {}
+        assert flood.receive(SOON) is None
+        assert len(others) == n // 2 and flood.wait(SOON) == 0
+    with child(code) as flood:
+        assert flood.wait(SOON) == 0, "its end does not wait for a reader"
+    with child(code + "import time; time.sleep(600)", grace_seconds=0.1) as flood:
+        assert flood.receive(SOON) == {}
+
+
+def test_a_line_too_long_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_child, "LIMIT_BYTES", 1000)
+    with child("import time; print('{}'); print('x' * 1001, flush=True); time.sleep(600)") as long:
+        assert long.receive(SOON) == {}
+        with pytest.raises(ChildSilent, match="a line of its output has more than 1000 bytes"):
+            long.receive(SOON)
+        assert long.wait(SOON) == -signal.SIGKILL
