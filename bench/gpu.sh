@@ -148,13 +148,13 @@ beside() {
         $(picture beside.png)
 }
 
-# over_floor NAME SECONDS PRESET INITIATION [XLA_FLAG]
+# over_floor NAME SECONDS PRESET PREFILL [XLA_FLAG]
 over_floor() {
     [ $# -lt 5 ] || under="env XLA_FLAGS=${XLA_FLAGS:+$XLA_FLAGS }$5"
     if [ -n "$cpu" ]; then
-        measure "$1" 200 bench.iteration --preset demo --rows 1,4 --context 64 --initiation 100 --repeat 6
+        measure "$1" 200 bench.iteration --preset demo --rows 1,4 --context 64 --prefill 100 --repeat 6
     else
-        measure "$1" "$2" bench.iteration --preset "$3" --rows 1,8,32 --context 512 --initiation "$4"
+        measure "$1" "$2" bench.iteration --preset "$3" --rows 1,8,32 --context 512 --prefill "$4"
     fi
     under=
 }

@@ -1,17 +1,17 @@
 """An iteration's time relative to its floor, by part, and the host's share of it.
 
-    python -m bench.iteration [--preset gpt2] [--rows 1,8,32] [--context 300] [--initiation 512]
+    python -m bench.iteration [--preset gpt2] [--rows 1,8,32] [--context 300] [--prefill 512]
 
 The floor is the sum over operations of bytes over bandwidth or operations over matrix rate, whichever is
-larger, both measured in the same run. The iteration is that of the whole engine: scheduler, engine master,
-worker, tokens back on the host; its time is from the end of one iteration to the end of the next, with and
-without overlap. The host's part is the time that it does not wait for the device; if both share cores, that
+larger, both measured in the same run. An iteration includes the whole engine: scheduler, engine master,
+worker, tokens back on the host. Its time is from the end of one iteration to the end of the next, with and
+without overlap. The host's part is the time that the host does not wait for the device; if both share cores, that
 includes time taken by the device's threads. The gap is how long the device idled between two iterations. The
-device's parts are timed one by one on the same arrays: the remainder is norms, cache writes and the gaps
-between kernels. "Increment" is decode and "initiation" is prefill, the paper's words.
+device's parts are timed one by one on the same arrays; the remainder is norms, cache writes and the gaps
+between kernels.
 
-Results are printed as they are measured, a line or two for each kind of iteration; the table comes last. The
-engine holds weights and the keys and values of the largest batch of --rows, and the parts are timed on those:
+Prints results as they are measured, a line or two for each kind of iteration, and the table last. The engine
+holds weights and the keys and values of the largest batch of --rows, and the parts are timed on those:
 for gpt3-13b in bfloat16 at --context 512, 25.7 GB of weights, and 14.7 GB of keys and values for 32 rows or
 68.8 GB for 128.
 """
@@ -57,8 +57,8 @@ from orca_jax.sharding.random_parameters import random_parameters
 
 # Targets over the floor: by rows of a decode batch, and of a prefill. For a GPU: 85 % of its bandwidth, 75 %
 # of its matrix rate.
-CPU_AIMS, CPU_INITIATION_AIM = {1: 1.3, 8: 1.5, 32: 1.5}, 1.4
-GPU_AIM, GPU_INITIATION_AIM = 1 / 0.85, 1 / 0.75
+CPU_AIMS, CPU_PREFILL_AIM = {1: 1.3, 8: 1.5, 32: 1.5}, 1.4
+GPU_AIM, GPU_PREFILL_AIM = 1 / 0.85, 1 / 0.75
 BLOCK_SIZE = 16
 
 
@@ -132,8 +132,8 @@ class Bench:
         return Scheduler(pool, self.engine, self.kv, config=serving, timeline=timeline), pool
 
     def steps(self, scheduler: Scheduler, n: int) -> Timed:
-        """Run `n` iterations of a loop in progress: each turn issues one, and one returns."""
-        before = len(self.watched.issued) - scheduler.n_scheduled - 1  # the last one that returned
+        """Run `n` iterations of a loop in progress; each turn issues one iteration and completes another."""
+        before = len(self.watched.issued) - scheduler.n_scheduled - 1  # the last iteration that returned
         host: list[float] = []
         for _ in range(n):
             waited, start = self.engine.waited, time.perf_counter()
@@ -145,7 +145,7 @@ class Bench:
         return Timed(np.diff(done).tolist(), host, gaps(self.watched.issued[measured], done))
 
     def memory(self) -> str:
-        """Bytes of weights, and of keys and values; and the device's peak use, if it reports that."""
+        """Bytes of weights, keys and values, and the device's peak use if it reports that."""
         weights, caches = (
             sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
             for tree in (self.parameters, self.worker._caches)
@@ -154,7 +154,7 @@ class Bench:
         stats = jax.devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in stats and "bytes_limit" in stats:
             text += f"; at most {stats['peak_bytes_in_use'] / 1e9:.1f} GB in use"
-            text += f" of the {stats['bytes_limit'] / 1e9:.1f} that JAX may take"
+            text += f" of the {stats['bytes_limit'] / 1e9:.1f} that JAX may use"
         return text
 
     def request(self, name: str, n_input: int, n_output: int) -> Request:
@@ -163,7 +163,7 @@ class Bench:
         sampling = SamplingParams(max_tokens=n_output, temperature=0, ignore_eos=True)
         return Request(name, tuple(prompt.tolist()), n_input + n_output, sampling, seed=0)
 
-    def increments(self, n_rows: int, repeat: int, *, overlap: bool) -> Timed:
+    def decodes(self, n_rows: int, repeat: int, *, overlap: bool) -> Timed:
         """Iterations of `n_rows` requests whose context is on average `context` tokens."""
         scheduler, pool = self.scheduler(n_rows, overlap=overlap)
         n_input = self.context - repeat // 2
@@ -181,7 +181,7 @@ class Bench:
             pass
         return times
 
-    def initiations(self, n_tokens: int, repeat: int, *, overlap: bool) -> Timed:
+    def prefills(self, n_tokens: int, repeat: int, *, overlap: bool) -> Timed:
         """Prefills of one request's `n_tokens` input tokens, one after the other."""
         scheduler, pool = self.scheduler(1, overlap=overlap)
         for i in range(repeat + 4):
@@ -195,17 +195,17 @@ class Bench:
 
     def measure(self, name: str, n_tokens: int, n_rows: int, aim: float | None, repeat: int) -> Measured:
         """One row of the table: decodes of `n_rows` if there is one token per row, else a prefill."""
-        increment = n_tokens == n_rows
-        kv_length = self.context if increment else n_tokens // n_rows
-        times, alone = (
-            self.increments(n_rows, repeat, overlap=overlap)
-            if increment
-            else self.initiations(n_tokens, repeat, overlap=overlap)
+        is_decode = n_tokens == n_rows
+        kv_length = self.context if is_decode else n_tokens // n_rows
+        times, sequential = (
+            self.decodes(n_rows, repeat, overlap=overlap)
+            if is_decode
+            else self.prefills(n_tokens, repeat, overlap=overlap)
             for overlap in (True, False)
         )
         print(
             f"{name}: {median(times.whole) * 1e3:.3f} ms (least {min(times.whole) * 1e3:.3f}), "
-            f"{median(alone.whole) * 1e3:.3f} without overlap, gap {median(times.gaps) * 1e3:.3f}",
+            f"{median(sequential.whole) * 1e3:.3f} without overlap, gap {median(times.gaps) * 1e3:.3f}",
             flush=True,
         )
         shape = IterationShape([n_tokens // n_rows] * n_rows, [kv_length] * n_rows)
@@ -228,7 +228,7 @@ class Bench:
             aim=aim,
             iteration=median(times.whole),
             fastest=min(times.whole),
-            without_overlap=median(alone.whole),
+            without_overlap=median(sequential.whole),
             gap=median(times.gaps),
             floor=floor(work, self.device),
             bound_by_bytes=floor(work, bytes_alone),
@@ -240,7 +240,7 @@ class Bench:
 
 
 def longest_request(n_rows: int, context: int, repeat: int) -> int:
-    """The tokens of a request that runs during all measured iterations, and while others are admitted."""
+    """The tokens of a request that runs while others are admitted and in all measured iterations."""
     return context - repeat // 2 + repeat + n_rows + 6
 
 
@@ -249,19 +249,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.iteration", description=__doc__)
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
     parser.add_argument("--rows", default="1,8,32", help="batch sizes for decode (default: 1,8,32)")
-    parser.add_argument("--context", type=int, default=300, help="tokens of context of each (default: 300)")
-    parser.add_argument("--initiation", default="512", help="tokens for prefill (default: 512)")
+    parser.add_argument(
+        "--context", type=int, default=300, help="average tokens of context per request (default: 300)"
+    )
+    parser.add_argument("--prefill", default="512", help="tokens of a prefill (default: 512)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU")
     parser.add_argument("--repeat", type=int, default=20, help="iterations of each kind (default: 20)")
     flags = parser.parse_args()
     on_cpu = jax.default_backend() == "cpu"
     dtype = jnp.dtype(flags.dtype or ("float32" if on_cpu else "bfloat16"))
     rows = [int(n) for n in flags.rows.split(",")]
-    initiations = [int(n) for n in flags.initiation.split(",") if n]
+    prefills = [int(n) for n in flags.prefill.split(",") if n]
     model = PRESETS[flags.preset]
     longest = longest_request(max(rows), flags.context, flags.repeat)
-    if max([longest, *(n + 1 for n in initiations)]) > model.n_positions:
-        parser.error(f"{flags.preset} has {model.n_positions} positions; these requests do not fit into them")
+    if max([longest, *(n + 1 for n in prefills)]) > model.n_positions:
+        parser.error(f"{flags.preset} has {model.n_positions} positions; these requests are longer")
     if flags.context <= flags.repeat // 2:
         parser.error("--context must be more than half of --repeat")
     bench = Bench(model, dtype, context=flags.context, most_rows=max(rows), longest=longest)
@@ -275,10 +277,10 @@ def main() -> None:
     measured: list[Measured] = []
     for n in rows:
         aim = CPU_AIMS.get(n) if on_cpu else GPU_AIM
-        measured.append(bench.measure(f"increment, {n} rows", n, n, aim, flags.repeat))
-    for n in initiations:
-        aim = CPU_INITIATION_AIM if on_cpu else GPU_INITIATION_AIM
-        measured.append(bench.measure(f"initiation, {n} tokens", n, 1, aim, max(5, flags.repeat // 4)))
+        measured.append(bench.measure(f"decode, {n} rows", n, n, aim, flags.repeat))
+    for n in prefills:
+        aim = CPU_PREFILL_AIM if on_cpu else GPU_PREFILL_AIM
+        measured.append(bench.measure(f"prefill, {n} tokens", n, 1, aim, max(5, flags.repeat // 4)))
     print(bench.memory())
     Console(width=170).print(table(measured))
     print(

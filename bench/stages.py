@@ -1,6 +1,6 @@
 """The cost of an iteration for each split of a model into stages and parts, compared with one device.
 
-    python -m bench.stages [--preset gpt2] [--splits 1x1,1x2,2x1,2x2,4x1] [--rows 1,8,32] [--initiation 128]
+    python -m bench.stages [--preset gpt2] [--splits 1x1,1x2,2x1,2x2,4x1] [--rows 1,8,32] [--prefill 128]
     python -m bench.stages --splits 2x1,2x1+processes,2x1+after     stages in separate processes
     python -m bench.stages --same-gpu [--preset gpt2]               two stages on one GPU against one stage
 
@@ -14,7 +14,7 @@ all are compared with its tokens.
 
     alone        a decode batch of so many rows, one batch in flight: seconds from issue to tokens
     in flight    the same with as many batches in flight as stages: seconds between two returns
-    initiation   prefill of one request's input tokens, alone
+    prefill      prefill of one request's input tokens, alone
     issue        the host's part of an iteration: building the batch and sending it to every stage
 """
 
@@ -73,8 +73,8 @@ class SplitResult:
     split: str
     device: str
     jax: str
-    initiation: float
-    increments: list[Measured]
+    prefill: float
+    decodes: list[Measured]
 
 
 class TimedEngine:
@@ -162,7 +162,7 @@ class SplitBench:
             for i, prompt in enumerate(prompts)
         ]
 
-    def increments(self, rows: int, repeat: int) -> Measured:
+    def decodes(self, rows: int, repeat: int) -> Measured:
         """Decodes of `rows` requests: one batch alone, then as many as there are stages."""
         n_output = repeat + 3
         scheduler, engine, pool = self.scheduler(rows, CONTEXT + n_output)
@@ -195,7 +195,7 @@ class SplitBench:
             tokens=[request.output_ids for request in requests[:rows]],
         )
 
-    def initiation(self, n_tokens: int, repeat: int) -> float:
+    def prefill(self, n_tokens: int, repeat: int) -> float:
         """Seconds from issue to the first token of one request of `n_tokens`."""
         scheduler, _, pool = self.scheduler(1, n_tokens + 1)
         times: list[float] = []
@@ -229,9 +229,9 @@ def run_split(flags: argparse.Namespace) -> SplitResult:
 
 def measure_split(flags: argparse.Namespace, bench: SplitBench) -> SplitResult:
     """Measure everything for one split."""
-    initiation = bench.initiation(flags.initiation, max(3, flags.repeat // 4))
-    increments = [bench.increments(rows, flags.repeat) for rows in numbers(flags.rows)]
-    return SplitResult(flags.one, bench.device, jax.__version__, initiation, increments)
+    prefill = bench.prefill(flags.prefill, max(3, flags.repeat // 4))
+    decodes = [bench.decodes(rows, flags.repeat) for rows in numbers(flags.rows)]
+    return SplitResult(flags.one, bench.device, jax.__version__, prefill, decodes)
 
 
 def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
@@ -249,21 +249,21 @@ def in_a_process(split: str, flags: argparse.Namespace) -> SplitResult:
     if done.returncode != 0:
         raise RuntimeError(f"{split} failed: {done.stderr[-2000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
-    return SplitResult(**result | {"increments": [Measured(**one) for one in result["increments"]]})
+    return SplitResult(**result | {"decodes": [Measured(**one) for one in result["decodes"]]})
 
 
 def table(results: list[SplitResult]) -> Table:
     """Milliseconds of each split, with the ratio to the first in parentheses."""
     first = results[0]
     made = Table(title="milliseconds (over the first split's)")
-    for column in ("split", "rows", "alone", "in flight", "tokens/s", "issue", "initiation", "same tokens"):
+    for column in ("split", "rows", "alone", "in flight", "tokens/s", "issue", "prefill", "same tokens"):
         made.add_column(column, justify="right")
 
     def ratio(value: float, against: float) -> str:
         return f"{value * 1e3:.2f} ({value / against:.2f})"
 
     for result in results:
-        for own, base in zip(result.increments, first.increments, strict=True):
+        for own, base in zip(result.decodes, first.decodes, strict=True):
             made.add_row(
                 result.split,
                 str(own.rows),
@@ -271,7 +271,7 @@ def table(results: list[SplitResult]) -> Table:
                 ratio(own.in_flight, base.in_flight),
                 f"{own.rows / own.in_flight:.0f}",
                 ratio(own.issue, base.issue),
-                ratio(result.initiation, first.initiation),
+                ratio(result.prefill, first.prefill),
                 f"{same_tokens(own, base)} of {own.rows}",
             )
     return made
@@ -304,7 +304,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
     parser.add_argument("--splits", help="default: 1x1,1x2,2x1,2x2,4x1; with --same-gpu 1x1,2x1")
     parser.add_argument("--rows", default="1,8,32", help="requests of a batch (default: 1,8,32)")
-    parser.add_argument("--initiation", type=int, default=128, help="input tokens (default: 128)")
+    parser.add_argument("--prefill", type=int, default=128, help="input tokens (default: 128)")
     parser.add_argument("--repeat", type=int, default=20, help="iterations of each kind (default: 20)")
     parser.add_argument("--same-gpu", action="store_true", help="every stage on the first device")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds per split (default: 900)")
@@ -319,9 +319,9 @@ def progress_line(result: SplitResult) -> str:
     """A line for a split that has just been measured, in milliseconds."""
     rows = (
         f"{one.rows} rows {one.alone * 1e3:.2f} alone, {one.in_flight * 1e3:.2f} in flight"
-        for one in result.increments
+        for one in result.decodes
     )
-    return f"{result.split}: {'; '.join(rows)}; initiation {result.initiation * 1e3:.2f} ms"
+    return f"{result.split}: {'; '.join(rows)}; prefill {result.prefill * 1e3:.2f} ms"
 
 
 def main() -> None:
@@ -340,16 +340,16 @@ def main() -> None:
     report = [
         asdict(result)
         | {
-            "increments": [
+            "decodes": [
                 asdict(own) | {"tokens": None, "same_tokens": same_tokens(own, base)}
-                for own, base in zip(result.increments, results[0].increments, strict=True)
+                for own, base in zip(result.decodes, results[0].decodes, strict=True)
             ]
         }
         for result in results
     ]
     print(
         json.dumps(
-            {"benchmark": "stages", "preset": flags.preset, "initiation": flags.initiation, "splits": report}
+            {"benchmark": "stages", "preset": flags.preset, "prefill": flags.prefill, "splits": report}
         )
     )
 

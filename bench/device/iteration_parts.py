@@ -1,4 +1,4 @@
-"""The device's parts of an iteration, each timed by itself, on the engine's own weights and caches."""
+"""Times the device's parts of an iteration one by one, on the engine's own weights and caches."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,6 +11,7 @@ import numpy as np
 from orca_jax.aot.measured_device import seconds
 from orca_jax.execution.attention_backend import AttentionPath
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, layer_parameters
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Matmul, activate
@@ -18,18 +19,18 @@ from orca_jax.model.sampler import greedy
 
 
 def filled(caches: Sequence[LayerCache]) -> list[LayerCache]:
-    """The same memory with random numbers in it: nothing is to be timed on the zeros of fresh caches."""
+    """Fill fresh caches with random numbers in place, because timings on zeros could differ."""
 
     @partial(jax.jit, donate_argnums=0, static_argnames="place")
     def fill(old: jax.Array, key: jax.Array, place: jax.sharding.Sharding) -> jax.Array:
         drawn = jax.random.normal(key, old.shape, old.dtype)
         return jax.lax.with_sharding_constraint(drawn, place)
 
-    def one(cache: LayerCache, key: jax.Array) -> LayerCache:
+    def fill_layer(cache: LayerCache, key: jax.Array) -> LayerCache:
         keys = jax.random.split(key)
         return LayerCache(*(fill(old, k, old.sharding) for old, k in zip(cache, keys, strict=True)))
 
-    return [one(cache, jax.random.key(i)) for i, cache in enumerate(caches)]
+    return [fill_layer(cache, jax.random.key(i)) for i, cache in enumerate(caches)]
 
 
 def time_parts(
@@ -44,11 +45,11 @@ def time_parts(
     kv_length: int,
     repeat: int,
 ) -> dict[str, float]:
-    """Seconds of each: `n_rows` requests of `kv_length` tokens, `n_tokens` query tokens together.
+    """Seconds per part, for `n_rows` requests of `kv_length` tokens with `n_tokens` query tokens in total.
 
-    `caches` are [n_blocks, K, B, D] each and are read alone; no iteration may run meanwhile.
+    `caches` are [n_blocks, K, B, D] each and are only read. No iteration may run at the same time.
     """
-    dtype = p["token_embedding"].dtype
+    dtype = p[TOKEN_EMBEDDING].dtype
     block_size = caches[0].keys.shape[2]
     n_blocks = -(-kv_length // block_size)
     assert n_rows * n_blocks <= caches[0].keys.shape[0]
@@ -62,22 +63,28 @@ def time_parts(
 
     @jax.jit
     def linear(p: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
-        for i in range(model.n_layers):
-            qkv = matmul(x, p[f"layers.{i}.qkv.weight"].reshape(-1, model.hidden_size))
-            x = x + matmul(qkv[:, : model.hidden_size], p[f"layers.{i}.out.weight"])
-            up = activate(matmul(x, p[f"layers.{i}.up.weight"]), model.layers[i].feed_forward.activation)
-            x = x + matmul(up, p[f"layers.{i}.down.weight"])
+        for i, layer in enumerate(model.layers):
+            y = x
+            for name, parameter in layer_parameters(model, i).items():
+                if parameter.use != "linear":
+                    continue
+                weight = p[f"layers.{i}.{name}"].reshape(parameter.stacked_shape)
+                y = matmul(y[:, : weight.shape[1]], weight)
+                if parameter.axes[0] == "F":
+                    y = activate(y, layer.feed_forward.activation)
+                elif parameter.axes[0] == "H":  # as in the model: without the residual, values vanish
+                    y = x = x + y
         return x
 
     @jax.jit
     def attention(qkv: jax.Array, caches: Sequence[LayerCache]) -> jax.Array:
         attend = path.bind(layout, tables, words)
         for cache in caches:
-            # One layer's result is the next one's queries, so that none runs beside another.
+            # Each layer's result is the next one's queries, so that no two run concurrently.
             qkv = qkv.at[:, 0].set(attend(qkv, cache))
         return qkv
 
-    head_weight = p["token_embedding"] if model.embedding.tied else p["head.weight"]
+    head_weight = p[TOKEN_EMBEDDING if model.embedding.tied else HEAD]
     head = jax.jit(lambda x, w: matmul(x, w).astype(jnp.float32))
     heads = x.reshape(n_tokens, 1, model.n_heads, model.head_size)
     qkv = jnp.broadcast_to(heads, (n_tokens, 3, model.n_heads, model.head_size))

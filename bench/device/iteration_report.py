@@ -1,4 +1,4 @@
-"""What `bench.iteration` says of a kind of iteration: a line as it is measured, and a table at the end."""
+"""The output of `bench.iteration`: a line for each kind of iteration, and a table at the end."""
 
 from dataclasses import dataclass
 
@@ -6,15 +6,15 @@ from rich.table import Table
 
 from orca_jax.planning.cost_model import OperationKind
 
-HIDDEN = 0.05  # of an iteration: a gap below it is none
+HIDDEN = 0.05  # fraction of an iteration; the host counts as hidden if the gap is below it
 PARTS: tuple[OperationKind, ...] = ("linear", "attention", "head", "sampler")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of iteration: seconds, its floor, and both by part; the host's part has no floor.
+    """One kind of iteration: its time and floor in seconds, in total and by part. The host has no floor.
 
-    `bound_by_bytes` is the part of the floor that reads and writes set.
+    `bound_by_bytes` is the part of the floor that comes from reads and writes.
     """
 
     name: str
@@ -30,14 +30,14 @@ class Measured:
 
 
 def table(rows: list[Measured]) -> Table:
-    """The measured rows, milliseconds; a part beside its own floor."""
-    made = Table(title="milliseconds (floor) of an iteration and its parts")
+    """The measured rows in milliseconds, each part with its floor."""
+    result = Table(title="milliseconds (floor) of an iteration and its parts")
     columns = ("iteration", "median", "fastest", "no overlap", "floor", "over floor", "aim", "gap", "host")
     for column in (*columns, *PARTS, "rest"):
-        made.add_column(column, justify="left" if column == "iteration" else "right")
+        result.add_column(column, justify="left" if column == "iteration" else "right")
     for row in rows:
         rest = row.iteration - row.gap - sum(row.parts[kind] for kind in PARTS)
-        made.add_row(
+        result.add_row(
             row.name,
             f"{row.iteration * 1e3:.2f}",
             f"{row.fastest * 1e3:.2f}",
@@ -50,15 +50,15 @@ def table(rows: list[Measured]) -> Table:
             *(f"{row.parts[kind] * 1e3:.2f} ({row.part_floors[kind] * 1e3:.2f})" for kind in PARTS),
             f"{rest * 1e3:.2f}",
         )
-    return made
+    return result
 
 
 def verdict(row: Measured) -> str:
-    """What bounds this kind of iteration on this machine, how far from it it is, and where that goes."""
+    """What bounds this kind of iteration, how far it is above its floor, and which part loses most."""
     bound = "memory bandwidth" if row.bound_by_bytes > 0.5 * row.floor else "the matrix rate"
     losses = {kind: row.parts[kind] - row.part_floors[kind] for kind in PARTS}
     losses["the gap between iterations"] = row.gap
-    losses["what is between the parts"] = row.iteration - row.gap - sum(row.parts[kind] for kind in PARTS)
+    losses["the rest"] = row.iteration - row.gap - sum(row.parts[kind] for kind in PARTS)
     most = max(losses, key=lambda kind: losses[kind])
     host = "hidden" if row.gap <= HIDDEN * row.iteration else "not hidden"
     aim = "" if row.aim is None else f", aim {row.aim:.2f}"
