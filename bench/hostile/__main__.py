@@ -1,10 +1,10 @@
-"""Attacks a real server while sixteen well-behaved streams run, and measures what those notice.
+"""Attacks a real server while sixteen well-behaved streams run, and measures their delays.
 
     python -m bench.hostile [--seconds 4] [--rounds 10] [--only NAME,NAME] [--tries 1] [--no-judge]
 
 Starts `orca serve` with the demo model. One more process runs the sixteen streams with a probe of /health and
-records their longest waits; another runs the attacker. First there is no attack, then each attack runs, then
-all of them run briefly, `--rounds` times. Shows the longest gap between two chunks of a stream, the longest
+records their longest waits; another runs the attacker. It measures without an attack first, then each attack,
+then all attacks briefly, `--rounds` times. Shows the longest gap between two chunks of a stream, the longest
 wait for a first chunk and for /health, the growth of the server's memory, descriptors and threads (after the
 attack, and the maximum in parentheses), and the answers that the attacker got; after each round the server's
 memory.
@@ -44,7 +44,7 @@ def run(names: list[str], flags: argparse.Namespace, progress: Progress) -> Repo
     report = Report(seconds)
     with Trial() as trial:
         n_steps = 1 + len(names) * (1 + n_rounds)
-        task = progress.add_task("nobody attacks", total=n_steps)
+        task = progress.add_task("no attack", total=n_steps)
         report.baseline = trial.quiet(seconds + 1.0)
         progress.advance(task)
         for name in names:

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from bench.hostile import bodies, connections, generations, rpc
-from bench.hostile.target import Target, Told
+from bench.hostile.target import Answers, Target
 
 Attack = Callable[[Target], Awaitable[None]]
 
@@ -33,7 +33,7 @@ class Order:
 
 
 def attacker(connection: Connection) -> None:
-    """For an OtherProcess: answers each Order with Told."""
+    """For an OtherProcess: answers each Order with Answers."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while True:
             try:
@@ -43,12 +43,12 @@ def attacker(connection: Connection) -> None:
             connection.send(runner.run(attack(order)))
 
 
-async def attack(order: Order) -> Told:
+async def attack(order: Order) -> Answers:
     """Run one attack, for at most its time plus GRACE_SECONDS."""
     target = Target(order.http, order.rpc, seconds=order.seconds, number=order.number)
     try:
         async with asyncio.timeout(order.seconds + GRACE_SECONDS):
             await ATTACKS[order.name](target)
     except TimeoutError:
-        target.told.note("had to be stopped")
-    return target.told
+        target.answers.note("had to be stopped")
+    return target.answers

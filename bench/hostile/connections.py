@@ -16,18 +16,18 @@ _LINES = b"X-Line: " + b"a" * 8000 + b"\r\n"
 async def _held(target: Target, n: int, use: Callable[[Streams], Awaitable[None]]) -> None:
     """Open `n` connections and `use` each; record the server's answer, or that there is none."""
 
-    async def one() -> None:
+    async def client() -> None:
         try:
             async with target.connection() as streams:
                 await use(streams)
                 async with asyncio.timeout(target.left):
                     await target.note_answer(streams[0])
         except TimeoutError:
-            target.told.note("left open")
+            target.answers.note("left open")
         except OSError as error:
             target.note_error(error)
 
-    await asyncio.gather(*(one() for _ in range(n)))
+    await asyncio.gather(*(client() for _ in range(n)))
 
 
 async def _send_for_ever(target: Target, streams: Streams, piece: bytes) -> None:
@@ -37,7 +37,7 @@ async def _send_for_ever(target: Target, streams: Streams, piece: bytes) -> None
     while target.left and n_sent < _MOST_SENT and not reader.at_eof():
         writer.write(piece)
         n_sent += len(piece)
-        target.told.n_bytes += len(piece)
+        target.answers.n_bytes += len(piece)
         try:
             async with asyncio.timeout(target.left):
                 await writer.drain()
@@ -130,17 +130,17 @@ async def short_connections(target: Target) -> None:
     rubbish = (b"", b"\x16\x03\x01\x02\x00\x01\x00", b"GET", b"\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     numbers = iter(range(1 << 62))
 
-    async def one() -> None:
+    async def client() -> None:
         number = next(numbers)
         try:
             async with target.connection() as (_, writer):
                 writer.write(rubbish[number % len(rubbish)])
                 writer.write(os.urandom(100) if number % 7 == 0 else b"")
-                target.told.note("opened")
+                target.answers.note("opened")
         except OSError as error:
             target.note_error(error)
 
-    await target.repeat(8, one)
+    await target.repeat(8, client)
 
 
 async def pipelining(target: Target) -> None:
@@ -165,7 +165,7 @@ async def slow_readers(target: Target) -> None:
     body = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True, "logprobs": 20}
     request = target.post(COMPLETIONS, body)
 
-    async def one() -> None:
+    async def client() -> None:
         connection = socket.socket()
         try:
             connection.setblocking(False)
@@ -176,16 +176,16 @@ async def slow_readers(target: Target) -> None:
                 await loop.sock_connect(connection, (target.host, target.port))
                 await loop.sock_sendall(connection, request)
                 head = await loop.sock_recv(connection, 16)
-            target.told.note(head.split(b" ")[1].decode() if b" " in head else "closed without an answer")
+            target.answers.note(head.split(b" ")[1].decode() if b" " in head else "closed without an answer")
             await asyncio.sleep(target.left)
         except TimeoutError:
-            target.told.note("no answer")
+            target.answers.note("no answer")
         except OSError as error:
             target.note_error(error)
         finally:
             connection.close()
 
-    await asyncio.gather(*(one() for _ in range(64)))
+    await asyncio.gather(*(client() for _ in range(64)))
 
 
 async def metrics_hammered(target: Target) -> None:

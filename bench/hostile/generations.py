@@ -61,11 +61,11 @@ async def quadratic_grammars(target: Target) -> None:
     r"""Eight at once of 8 KB of `\/`, all different."""
     numbers = itertools.count()
 
-    async def one() -> None:
+    async def attempt() -> None:
         body = {"prompt": "a", "max_tokens": 1, "guided_grammar": "\\/" * 4085 + f"{next(numbers)}"}
         await target.ask(target.post(COMPLETIONS, body))
 
-    await target.repeat(8, one)
+    await target.repeat(8, attempt)
 
 
 async def costly_grammars(target: Target) -> None:
@@ -78,7 +78,7 @@ async def distinct_grammars(target: Target) -> None:
     """Requests that each have a new large grammar, with an output that makes it grow."""
     numbers = itertools.count(1_000_000 * target.number)
 
-    async def one() -> None:
+    async def attempt() -> None:
         number = next(numbers)
         some: list[dict[str, Any]] = [
             {"guided_regex": f"{number}(a{{1,{900 + number % 99}}}){{1,1000}}"},
@@ -91,7 +91,7 @@ async def distinct_grammars(target: Target) -> None:
         body = {"prompt": "a", "max_tokens": 24, "temperature": 2, "ignore_eos": True, **grammar}
         await target.ask(target.post(COMPLETIONS, body))
 
-    await target.repeat(8, one)
+    await target.repeat(8, attempt)
 
 
 async def stop_strings(target: Target) -> None:
@@ -105,14 +105,14 @@ async def bad_words(target: Target) -> None:
     """256 bad words, different for each request: one as long as allowed, and all together as allowed."""
     numbers = itertools.count()
 
-    async def one() -> None:
+    async def attempt() -> None:
         number = next(numbers)
         length = (32, 1024, 32)[number % 3]
         words = [f"{number} {i} {'the a ' * 200}"[:length] for i in range(256)]
         body = {"prompt": "the", "max_tokens": 64, "n": 1 + 7 * (number % 2), "bad_words": words}
         await target.ask(target.post(COMPLETIONS, body))
 
-    await target.repeat(8, one)
+    await target.repeat(8, attempt)
 
 
 async def full_queue(target: Target) -> None:

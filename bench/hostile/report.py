@@ -15,7 +15,7 @@ from bench.hostile.trial import Cost
 
 ALLOWED_SECONDS = 0.25  # how much longer a neighbour may wait than without an attacker
 
-# Answers that no attacker may get, whatever it does, besides HTTP's 5xx other than 503.
+# Answers that no attack may cause, in addition to HTTP's 5xx other than 503.
 FAULTS = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "had to be stopped")
 
 # How far the last quarter's median may be above the second quarter's if nothing leaks, as in
@@ -39,27 +39,29 @@ class Report:
     traceback: str = ""
 
     def complaints(self, cost: Cost) -> list[str]:
-        """What one attack did that it must not."""
+        """The forbidden effects of one attack."""
         assert self.baseline is not None
         complaints: list[str] = []
-        if cost.held:
-            complaints.append(f"the server was held for over {cost.seconds:.0f} s and had to be ended")
+        if cost.blocked:
+            complaints.append(f"the server was blocked for over {cost.seconds:.0f} s and had to be killed")
         for what, wait, usual in (
             ("a stream's gap", cost.waits.between, self.baseline.waits.between),
             ("/health", cost.waits.health, self.baseline.waits.health),
         ):
             if wait > usual + ALLOWED_SECONDS:
                 complaints.append(f"{what} was {wait:.3f} s, without an attacker {usual:.3f} s")
-        if cost.told is not None:
-            faults = [what for what in cost.told.n if what in FAULTS or what[0] == "5"]
+        if cost.answers is not None:
+            faults = [what for what in cost.answers.n if what in FAULTS or what[0] == "5"]
             faults = [what for what in faults if what not in ("503", OUTPUT_FAILED)]
-            complaints += [f"{what} was told: {cost.told.messages.get(what, '')}" for what in faults]
+            complaints += [
+                f"the attacker got {what}: {cost.answers.messages.get(what, '')}" for what in faults
+            ]
         if cost.waits.n_wrong:
             complaints.append(f"{cost.waits.n_wrong} failures of neighbours, first: {cost.waits.wrong[0]}")
         return [f"{cost.name}: {complaint}" for complaint in complaints]
 
     def failures(self) -> list[str]:
-        """Everything that must not happen but did."""
+        """Everything that happened but must not."""
         failures = [
             complaint for cost in (*self.costs, *self.round_costs) for complaint in self.complaints(cost)
         ]
@@ -76,25 +78,30 @@ class Report:
             return []
         second, last = self.rounds[n // 4 : n // 2], self.rounds[3 * n // 4 :]
         growth: list[str] = []
-        rss, rss_end = (median(one.rss for one in some) for some in (second, last))
+        rss, rss_end = (median(footprint.rss for footprint in some) for some in (second, last))
         if rss_end > RSS_GROWTH * rss + RSS_SLACK:
             growth.append(f"memory grew from {rss / 1e6:.0f} to {rss_end / 1e6:.0f} MB over the rounds")
-        files, files_end = (median(one.files for one in some) for some in (second, last))
+        files, files_end = (median(footprint.files for footprint in some) for some in (second, last))
         if files_end > files + FILES_SLACK:
             growth.append(f"open descriptors grew from {files:.0f} to {files_end:.0f} over the rounds")
-        threads, threads_end = (median(one.threads for one in some) for some in (second, last))
+        threads, threads_end = (median(footprint.threads for footprint in some) for some in (second, last))
         if threads_end > threads + THREADS_SLACK:
             growth.append(f"threads grew from {threads:.0f} to {threads_end:.0f} over the rounds")
         return growth
 
 
-def answers(cost: Cost) -> str:
+def answers_text(cost: Cost) -> str:
     """The attacker's answers: statuses with their counts, and one message."""
-    if cost.told is None:
+    if cost.answers is None:
         return ""
-    counts = ", ".join(f"{what} x {n}" for what, n in cost.told.n.most_common(5))
+    counts = ", ".join(f"{what} x {n}" for what, n in cost.answers.n.most_common(5))
     message = next(
-        (cost.told.messages[what] for what, _ in cost.told.n.most_common() if what in cost.told.messages), ""
+        (
+            cost.answers.messages[what]
+            for what, _ in cost.answers.n.most_common()
+            if what in cost.answers.messages
+        ),
+        "",
     )
     return f"{counts}: {message}" if message else counts
 
@@ -106,7 +113,7 @@ def attack_table(report: Report) -> Table:
     )
     columns = (
         *("attack", "longest gap", "first chunk", "/health", "streams"),
-        *("memory, MB", "descriptors", "threads", "the attacker was told"),
+        *("memory, MB", "descriptors", "threads", "answers to the attacker"),
     )
     for column in columns:
         table.add_column(column, justify="left" if column in (columns[0], columns[-1]) else "right")
@@ -128,7 +135,7 @@ def _cells(report: Report, cost: Cost) -> Sequence[str]:
         grown,
         f"{cost.after.files - cost.before.files:+d} ({cost.most.files - cost.before.files:+d})",
         f"{cost.after.threads - cost.before.threads:+d} ({cost.most.threads - cost.before.threads:+d})",
-        answers(cost),
+        answers_text(cost),
     )
 
 
@@ -137,8 +144,8 @@ def round_table(report: Report) -> Table:
     table = Table(title="the server after each round of all attacks")
     for column in ("round", "memory, MB", "descriptors", "threads"):
         table.add_column(column, justify="right")
-    for number, one in enumerate(report.rounds, 1):
-        table.add_row(str(number), f"{one.rss / 1e6:.0f}", str(one.files), str(one.threads))
+    for number, footprint in enumerate(report.rounds, 1):
+        table.add_row(str(number), f"{footprint.rss / 1e6:.0f}", str(footprint.files), str(footprint.threads))
     return table
 
 
@@ -155,8 +162,8 @@ def summary(report: Report) -> dict[str, Any]:
         "baseline": None if report.baseline is None else _figures(report.baseline),
         "attacks": {cost.name: _figures(cost) for cost in report.costs},
         "rounds": [
-            {"rss_mb": round(one.rss / 1e6, 1), "files": one.files, "threads": one.threads}
-            for one in report.rounds
+            {"rss_mb": round(footprint.rss / 1e6, 1), "files": footprint.files, "threads": footprint.threads}
+            for footprint in report.rounds
         ],
         "longest_in_rounds": {
             "between": round(max((cost.waits.between for cost in report.round_costs), default=0.0), 3),
@@ -177,6 +184,6 @@ def _figures(cost: Cost) -> dict[str, Any]:
         "most_rss_mb": round((cost.most.rss - cost.before.rss) / 1e6, 1),
         "files": cost.after.files - cost.before.files,
         "threads": cost.after.threads - cost.before.threads,
-        "told": {} if cost.told is None else dict(cost.told.n),
-        "held": cost.held,
+        "answers": {} if cost.answers is None else dict(cost.answers.n),
+        "blocked": cost.blocked,
     }

@@ -15,7 +15,7 @@ from bench.hostile.target import Target
 from server.rpc.generation_pb2 import GenerateRequest, ModelsRequest, SamplingParams, TokenIds
 from server.rpc.generation_pb2_grpc import GenerationStub
 
-# Each channel has its own connection, and sends what its user asks for, however large.
+# Each channel has its own connection and no limit on what it sends.
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_metadata_size", 1 << 26),
@@ -36,10 +36,10 @@ async def watch_streams(target: Target) -> None:
         call = stub.Watch(HealthCheckRequest(), timeout=target.left)
         try:
             async for _ in call:
-                target.told.note("told a status")
+                target.answers.note("a status")
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                target.told.note("left open")
+                target.answers.note("left open")
             else:
                 target.note_error(error)
 
@@ -58,24 +58,24 @@ async def huge_metadata(target: Target) -> None:
     async with _channel(target) as channel:
         models = GenerationStub(channel).Models
 
-        async def one() -> None:
+        async def attempt() -> None:
             metadata = [(f"x-{i}", "a" * 4000) for i in range(next(sizes) // 4000)]
             try:
                 await models(ModelsRequest(), metadata=metadata, timeout=target.left or 1e-3)
-                target.told.note("OK")
+                target.answers.note("OK")
             except grpc.aio.AioRpcError as error:
                 target.note_error(error)
 
-        await target.repeat(4, one)
+        await target.repeat(4, attempt)
 
 
 async def reused_ids(target: Target) -> None:
-    """Four ids for 32 clients that cancel at once what they have started."""
+    """Four request ids shared by 32 clients, each of which cancels its call at once."""
     numbers = itertools.count()
     async with _channel(target) as channel:
         generate = GenerationStub(channel).Generate
 
-        async def one() -> None:
+        async def attempt() -> None:
             request = GenerateRequest(
                 request_id=f"mine-{next(numbers) % 4}",
                 token_ids=TokenIds(ids=[1, 2, 3]),
@@ -84,14 +84,14 @@ async def reused_ids(target: Target) -> None:
             call = generate(request, timeout=target.left or 1e-3)
             try:
                 if await call.initial_metadata():
-                    target.told.note("accepted, and cancelled")
+                    target.answers.note("accepted, and cancelled")
                     call.cancel()
                 else:
-                    target.told.note((await call.code()).name, await call.details() or "")
+                    target.answers.note((await call.code()).name, await call.details() or "")
             except grpc.aio.AioRpcError as error:
                 target.note_error(error)
 
-        await target.repeat(32, one)
+        await target.repeat(32, attempt)
 
 
 async def four_million_integers(target: Target) -> None:
@@ -108,15 +108,15 @@ async def four_million_integers(target: Target) -> None:
     async with _channel(target) as channel:
         generate = GenerationStub(channel).Generate
 
-        async def one() -> None:
+        async def attempt() -> None:
             try:
                 async for _ in generate(next(requests), timeout=target.left or 1e-3):
                     pass
-                target.told.note("OK")
+                target.answers.note("OK")
             except grpc.aio.AioRpcError as error:
                 target.note_error(error)
 
-        await target.repeat(2, one)
+        await target.repeat(2, attempt)
 
 
 async def silent_rpc_connections(target: Target) -> None:
@@ -125,7 +125,7 @@ async def silent_rpc_connections(target: Target) -> None:
     greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     words = (b"", greeting[:10], greeting, greeting + os.urandom(64), os.urandom(64))
 
-    async def one(number: int) -> None:
+    async def attempt(number: int) -> None:
         try:
             async with asyncio.timeout(target.left):
                 reader, writer = await asyncio.open_connection(host, int(port))
@@ -133,15 +133,15 @@ async def silent_rpc_connections(target: Target) -> None:
                     writer.write(words[number % len(words)])
                     while await reader.read(4096):
                         pass
-                    target.told.note("closed by the server")
+                    target.answers.note("closed by the server")
                 finally:
                     writer.transport.abort()
         except TimeoutError:
-            target.told.note("left open")
+            target.answers.note("left open")
         except OSError as error:
             target.note_error(error)
 
-    await asyncio.gather(*(one(number) for number in range(300)))
+    await asyncio.gather(*(attempt(number) for number in range(300)))
 
 
 ATTACKS = (watch_streams, huge_metadata, reused_ids, four_million_integers, silent_rpc_connections)

@@ -23,18 +23,18 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass(slots=True)
-class Told:
-    """The attacker's answers: how often each, and the first message of each kind. It sent `n_bytes`."""
+class Answers:
+    """Counts the answers to the attacker by kind, with each kind's first message. It sent `n_bytes`."""
 
     n: Counter[str] = field(default_factory=Counter[str])
     messages: dict[str, str] = field(default_factory=dict[str, str])
     n_bytes: int = 0
 
-    def note(self, what: str, message: str = "") -> None:
+    def note(self, kind: str, message: str = "") -> None:
         """Add an answer."""
-        self.n[what] += 1
+        self.n[kind] += 1
         if message:
-            self.messages.setdefault(what, message[:_SHORT])
+            self.messages.setdefault(kind, message[:_SHORT])
 
 
 class Target:
@@ -44,7 +44,7 @@ class Target:
         self.host, self.port = http
         self.rpc = rpc
         self.number = number
-        self.told = Told()
+        self.answers = Answers()
         self._end = time.monotonic() + seconds
 
     @property
@@ -52,22 +52,22 @@ class Target:
         """Remaining seconds; 0 when the attack is over."""
         return max(0.0, self._end - time.monotonic())
 
-    async def repeat(self, n: int, what: Callable[[], Awaitable[object]]) -> None:
-        """Repeat `what` until the time is over, `n` concurrently; whatever is not done then is cancelled."""
+    async def repeat(self, n: int, action: Callable[[], Awaitable[object]]) -> None:
+        """Repeat `action` until the time is over, `n` concurrently; then cancel the unfinished ones."""
 
-        async def one() -> None:
+        async def attempt() -> None:
             while self.left:
                 before = time.monotonic()
-                await what()
+                await action()
                 if time.monotonic() - before < 1e-3:  # refused at once: leave the processor to the server
                     await asyncio.sleep(_REST_SECONDS)
 
-        tasks = [asyncio.create_task(one()) for _ in range(n)]
+        tasks = [asyncio.create_task(attempt()) for _ in range(n)]
         _, pending = await asyncio.wait(tasks, timeout=self.left)
         for task in pending:
             task.cancel()
         if pending:
-            self.told.n["not answered yet"] += len(pending)
+            self.answers.n["not answered yet"] += len(pending)
             await asyncio.wait(pending)
         for task in tasks:
             if not task.cancelled():
@@ -79,7 +79,7 @@ class Target:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Streams]:
-        """A connection, simply closed at the end. Raises OSError."""
+        """A connection, aborted at the end. Raises OSError."""
         async with asyncio.timeout(self.left + 1.0):
             reader, writer = await asyncio.open_connection(self.host, self.port, local_addr=(ADDRESS, 0))
         try:
@@ -92,7 +92,7 @@ class Target:
         try:
             async with self.connection() as (reader, writer):
                 writer.write(request)
-                self.told.n_bytes += len(request)
+                self.answers.n_bytes += len(request)
                 await self.note_answer(reader)
         except OSError as error:
             self.note_error(error)
@@ -101,7 +101,7 @@ class Target:
         """Record the answer's status and the start of its body; reads to the end of the connection."""
         answer = await reader.read(1 << 16)
         if not answer:
-            self.told.note("closed without an answer")
+            self.answers.note("closed without an answer")
             return
         while more := await reader.read(1 << 16):
             if len(answer) < _MOST_KEPT:  # head and body may arrive separately
@@ -109,16 +109,16 @@ class Target:
         status = answer.split(b" ", 2)[1].decode(errors="replace") if b" " in answer else "no HTTP"
         if status == "500" and b'"output_failed"' in answer:
             status = OUTPUT_FAILED
-        self.told.note(status, "" if status == "200" else message_of(answer))
+        self.answers.note(status, "" if status == "200" else message_of(answer))
 
     def note_error(self, error: Exception) -> None:
         """Record a connection or a call that failed."""
         if isinstance(error, grpc.aio.AioRpcError):
-            self.told.note(error.code().name, error.details() or "")
+            self.answers.note(error.code().name, error.details() or "")
         elif isinstance(error, TimeoutError):
-            self.told.note("no answer")
+            self.answers.note("no answer")
         else:
-            self.told.note("connection refused or reset", str(error))
+            self.answers.note("connection refused or reset", str(error))
 
     async def flood(self, n: int, requests: Sequence[bytes]) -> None:
         """Send `requests` in turn, repeatedly, `n` concurrently."""

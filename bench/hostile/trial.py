@@ -8,7 +8,7 @@ from typing import Self
 from bench.hostile.attacker import GRACE_SECONDS, Order, attacker
 from bench.hostile.footprint import Footprint, Watched
 from bench.hostile.neighbours import Waits, neighbours
-from bench.hostile.target import Told
+from bench.hostile.target import Answers
 from bench.other_process import OtherProcess
 from bench.server.server_process import ServerProcess
 
@@ -22,10 +22,10 @@ _ASK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one attack, or of a period without one (`told` None).
+    """The cost of one attack, or of a period without one (`answers` None).
 
     `seconds` is from its beginning until the neighbours were served as before. If that took longer than
-    SETTLE_SECONDS, `held` is set, and later attacks were measured on a new server.
+    SETTLE_SECONDS, `blocked` is set, and later attacks were measured on a new server.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Cost:
     before: Footprint
     most: Footprint
     after: Footprint
-    told: Told | None
-    held: bool
+    answers: Answers | None
+    blocked: bool
 
 
 class Trial:
@@ -102,7 +102,7 @@ class Trial:
             time.sleep(seconds)
             waits = self._waits()
         return Cost(
-            "(nobody)", waits, seconds, watched.before, watched.most, self.footprint(), None, held=False
+            "(no attack)", waits, seconds, watched.before, watched.most, self.footprint(), None, blocked=False
         )
 
     def attack(self, name: str, seconds: float, number: int = 0) -> Cost:
@@ -111,17 +111,19 @@ class Trial:
         with Watched(self.server.pid) as watched:
             self._waits()
             start = time.monotonic()
-            told: Told = self._attacker.ask(order, seconds=seconds + GRACE_SECONDS + _ASK_SECONDS)
+            answers: Answers = self._attacker.ask(order, seconds=seconds + GRACE_SECONDS + _ASK_SECONDS)
             waits, settled = self._settled()
             took = time.monotonic() - start
-        cost = Cost(name, waits, took, watched.before, watched.most, self.footprint(), told, held=not settled)
+        cost = Cost(
+            name, waits, took, watched.before, watched.most, self.footprint(), answers, blocked=not settled
+        )
         if not settled:
             self._stop(kill=True)
             self._start()
         return cost
 
     def _settled(self) -> tuple[Waits, bool]:
-        """All waits until nobody waited long for a second; and whether that happened."""
+        """All waits until no wait was long for a second, and whether that happened in time."""
         waits = self._waits()
         deadline = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < deadline:
@@ -136,14 +138,14 @@ class Trial:
         return self._neighbours.ask(None, seconds=_ASK_SECONDS)
 
 
-def longer(one: Waits, other: Waits) -> Waits:
+def longer(first: Waits, second: Waits) -> Waits:
     """The longer of each wait."""
     return Waits(
-        max(one.between, other.between),
-        max(one.first, other.first),
-        max(one.health, other.health),
-        one.n_streams + other.n_streams,
-        one.n_probes + other.n_probes,
-        one.n_wrong + other.n_wrong,
-        (*one.wrong, *other.wrong)[:5],
+        max(first.between, second.between),
+        max(first.first, second.first),
+        max(first.health, second.health),
+        first.n_streams + second.n_streams,
+        first.n_probes + second.n_probes,
+        first.n_wrong + second.n_wrong,
+        (*first.wrong, *second.wrong)[:5],
     )

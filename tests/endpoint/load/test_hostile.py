@@ -16,7 +16,7 @@ from bench.hostile.attacker import ATTACKS, Order, attack
 from bench.hostile.footprint import Footprint, Watched
 from bench.hostile.neighbours import N_STREAMS, Waits, neighbours
 from bench.hostile.report import Report, attack_table, round_table, summary
-from bench.hostile.target import Told, message_of
+from bench.hostile.target import Answers, message_of
 from bench.hostile.trial import Cost, longer
 from bench.other_process import OtherProcess
 from tests.endpoint.harness import Server, serving, until
@@ -34,16 +34,16 @@ def address(server: Server) -> tuple[str, int]:
 @pytest.mark.parametrize("name", QUICK)
 def test_an_attack_ends_in_time_and_records_the_responses(server: Server, name: str) -> None:
     start = time.monotonic()
-    told = asyncio.run(attack(Order(name, address(server), server.grpc_address, seconds=0.5)))
+    answers = asyncio.run(attack(Order(name, address(server), server.grpc_address, seconds=0.5)))
     assert time.monotonic() - start < 8
-    assert told.n.total() > 0
-    assert "had to be stopped" not in told.n
+    assert answers.n.total() > 0
+    assert "had to be stopped" not in answers.n
     until(server.at_rest, "rest")
 
 
 def test_each_attack_has_a_description() -> None:
     assert len(ATTACKS) >= 25
-    assert all(one.__doc__ for one in ATTACKS.values())
+    assert all(cost_with.__doc__ for cost_with in ATTACKS.values())
 
 
 def waits_until(clients: OtherProcess, enough: Callable[[Waits], bool]) -> Waits:
@@ -70,10 +70,10 @@ def test_neighbours_notice_only_a_blocked_loop() -> None:
         settled(clients, server)
         quiet = waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS and waits.n_probes >= 10)
         server.call(lambda: time.sleep(HELD_SECONDS))
-        held = waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS)
-    assert quiet.n_wrong == held.n_wrong == 0, (quiet.wrong, held.wrong)
+        blocked = waits_until(clients, lambda waits: waits.n_streams >= N_STREAMS)
+    assert quiet.n_wrong == blocked.n_wrong == 0, (quiet.wrong, blocked.wrong)
     assert max(quiet.between, quiet.health) < 0.8 * HELD_SECONDS
-    for wait in (held.between, held.health):
+    for wait in (blocked.between, blocked.health):
         assert 0.8 * HELD_SECONDS <= wait < HELD_SECONDS + 1.0
 
 
@@ -90,10 +90,10 @@ def test_neighbours_notice_an_unfinished_wait() -> None:
 
 def holds(connection: Connection) -> None:
     """A process that, for each number it reads, holds that many more bytes and one more open file."""
-    held: list[object] = []
+    blocked: list[object] = []
     with suppress(EOFError):
         while True:
-            held += [os.urandom(connection.recv()), open(os.devnull, "rb")]  # noqa: SIM115
+            blocked += [os.urandom(connection.recv()), open(os.devnull, "rb")]  # noqa: SIM115
             connection.send(None)
 
 
@@ -118,43 +118,49 @@ def test_the_message_of_a_response() -> None:
 
 WAITS = Waits(0.02, 0.1, 0.01, 50, 100, 0, ())
 SIZE = Footprint(500 << 20, 20, 30)
-QUIET = Cost("(nobody)", WAITS, 4.0, SIZE, SIZE, SIZE, None, held=False)
+QUIET = Cost("(no attack)", WAITS, 4.0, SIZE, SIZE, SIZE, None, blocked=False)
 
 
-def one(told: Told | None = None, *, held: bool = False, **waits: object) -> Cost:
-    return replace(QUIET, name="bad", told=told or Told(), held=held, waits=replace(WAITS, **waits))  # pyright: ignore[reportArgumentType]
+def cost_with(answers: Answers | None = None, *, blocked: bool = False, **waits: object) -> Cost:
+    return replace(
+        QUIET, name="bad", answers=answers or Answers(), blocked=blocked, waits=replace(WAITS, **waits)
+    )  # pyright: ignore[reportArgumentType]
 
 
-def reported(*costs: Cost, rounds: list[Footprint] | None = None) -> Report:
+def report_of(*costs: Cost, rounds: list[Footprint] | None = None) -> Report:
     return Report(4.0, baseline=QUIET, costs=list(costs), rounds=rounds or [])
 
 
-def told(what: str) -> Told:
-    made = Told()
-    made.note(what, "a message")
-    return made
+def answered(kind: str) -> Answers:
+    answers = Answers()
+    answers.note(kind, "a message")
+    return answers
 
 
 @pytest.mark.parametrize(
-    ("cost", "said"),
+    ("cost", "message"),
     [
-        (one(between=0.3), "a stream's gap was 0.300 s"),
-        (one(health=0.27), "/health was 0.270 s"),
-        (one(n_wrong=2, wrong=("refused",)), "2 failures of neighbours, first: refused"),
-        (one(held=True), "held"),
-        (one(told("500")), "500 was told: a message"),
-        (one(told("INTERNAL")), "INTERNAL was told"),
+        (cost_with(between=0.3), "a stream's gap was 0.300 s"),
+        (cost_with(health=0.27), "/health was 0.270 s"),
+        (cost_with(n_wrong=2, wrong=("refused",)), "2 failures of neighbours, first: refused"),
+        (cost_with(blocked=True), "blocked"),
+        (cost_with(answered("500")), "the attacker got 500: a message"),
+        (cost_with(answered("INTERNAL")), "the attacker got INTERNAL"),
     ],
 )
-def test_a_violation_is_reported(cost: Cost, said: str) -> None:
-    (failure,) = reported(cost).failures()
-    assert failure.startswith("bad: ") and said in failure
-    assert summary(reported(cost))["passed"] is False
+def test_a_violation_is_reported(cost: Cost, message: str) -> None:
+    (failure,) = report_of(cost).failures()
+    assert failure.startswith("bad: ") and message in failure
+    assert summary(report_of(cost))["passed"] is False
 
 
 def test_allowed_behaviour_is_not_reported() -> None:
-    costs = [one(between=0.26, first=9.0, health=0.25), one(told("503")), one(told("400"))]
-    report = reported(*costs, rounds=[SIZE] * 10)
+    costs = [
+        cost_with(between=0.26, first=9.0, health=0.25),
+        cost_with(answered("503")),
+        cost_with(answered("400")),
+    ]
+    report = report_of(*costs, rounds=[SIZE] * 10)
     assert report.failures() == []
     assert summary(report)["passed"] is True
     assert attack_table(report).row_count == 4 and round_table(report).row_count == 10
@@ -162,11 +168,11 @@ def test_allowed_behaviour_is_not_reported() -> None:
 
 def test_growth_over_rounds_is_reported_but_a_constant_level_is_not() -> None:
     growing = [replace(SIZE, rss=SIZE.rss + (i * 30 << 20)) for i in range(10)]
-    (failure,) = reported(rounds=growing).failures()
+    (failure,) = report_of(rounds=growing).failures()
     assert "memory grew" in failure
     level = [replace(SIZE, rss=SIZE.rss + (min(i, 2) * 30 << 20)) for i in range(10)]
-    assert reported(rounds=level).failures() == []
-    (failure,) = reported(rounds=[replace(SIZE, files=20 + 10 * i) for i in range(10)]).failures()
+    assert report_of(rounds=level).failures() == []
+    (failure,) = report_of(rounds=[replace(SIZE, files=20 + 10 * i) for i in range(10)]).failures()
     assert "descriptors grew" in failure
-    (failure,) = reported(rounds=[replace(SIZE, threads=20 + 10 * i) for i in range(10)]).failures()
+    (failure,) = report_of(rounds=[replace(SIZE, threads=20 + 10 * i) for i in range(10)]).failures()
     assert "threads grew" in failure
