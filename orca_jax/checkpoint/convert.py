@@ -25,6 +25,7 @@ from orca_jax.families.hf_config import hf_config_of, read_hf_config
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import shown
+from orca_jax.request.tokenizer_config import MORE_TEMPLATES
 
 Format = Literal["safetensors", "orbax"]
 
@@ -165,3 +166,8 @@ def _copy_beside(directory: Path, place: Path) -> None:
         for path in sorted(directory.glob(pattern)):
             if path.is_file() and path.name not in _NOT_COPIED:
                 shutil.copyfile(path, place / path.name)
+    more = directory / MORE_TEMPLATES
+    if more.is_dir():
+        (place / MORE_TEMPLATES).mkdir(exist_ok=True)
+        for path in sorted(more.glob("*.jinja")):
+            shutil.copyfile(path, place / MORE_TEMPLATES / path.name)

@@ -14,6 +14,8 @@ from orca_jax.families.strict_json import shown
 
 _HUB_JSON = ["*.json"]
 _HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]
+# Every folder but additional_chat_templates: the patterns match names that do not begin with "add".
+_HUB_FOLDERS = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -60,7 +62,7 @@ def find_directory(path_or_name: str | Path, *, weights: bool = True) -> Path:
     try:
         return Path(
             snapshot_download(
-                name, allow_patterns=_HUB_FILES if weights else _HUB_JSON, ignore_patterns=["*/*"]
+                name, allow_patterns=_HUB_FILES if weights else _HUB_JSON, ignore_patterns=_HUB_FOLDERS
             )
         )
     except Exception as error:  # the hub's client raises its own, the network's, and the disk's

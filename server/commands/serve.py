@@ -15,9 +15,10 @@ from server.commands.endpoints import Endpoints
 from server.commands.loading import load
 from server.commands.notes import Notes
 from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
-from server.gateway.chat_template import ChatTemplate, load_chat_template
+from server.gateway.chat_template import Templates
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
+from server.gateway.template_files import load_chat_template
 from server.metrics.access_log import configure_access_log
 from server.metrics.metrics import Metrics
 from server.process.interpreter import settle
@@ -95,7 +96,7 @@ async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Not
     notes(f"{n_ended} requests had to be ended" if n_ended else "all requests are done")
 
 
-def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ChatTemplate | None]":
+def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, Templates | None]":
     """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration."""
     file = settings.endpoint.chat_template
     if file is not None:

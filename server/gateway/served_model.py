@@ -10,7 +10,7 @@ from orca_jax.errors import InvalidPrompt, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.orca import Orca
-from server.gateway.chat_template import ChatTemplate
+from server.gateway.chat_template import Templates
 
 
 class CompileCounts(Protocol):
@@ -45,7 +45,7 @@ class ServedModel:
     config: ModelConfig
     serving: ServingConfig
     tokenizer: Tokenizer | None = None
-    chat_template: ChatTemplate | None = None
+    chat_template: Templates | None = None
     compiles: Callable[[], CompileCounts] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

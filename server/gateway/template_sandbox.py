@@ -4,10 +4,10 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -20,6 +20,14 @@ class Refusal(jinja2.TemplateError):
     """Raised by a template on purpose, or because it exceeded a limit."""
 
 
+class Compiled(NamedTuple):
+    """A template, its variables, and whether it goes through the parts of a message's content."""
+
+    template: jinja2.Template
+    variables: frozenset[str]
+    reads_parts: bool
+
+
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of Hugging Face's chat templates. Each loop iteration and each call checks the time."""
 
@@ -30,12 +38,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.filters["in_steps"] = _in_steps
 
-    def template(self, source: str) -> jinja2.Template:
+    def compiled(self, source: str) -> Compiled:
         """Compile `source`. Raises TemplateSyntaxError, and any error of Python's compiler."""
         tree = self.parse(source)
-        for loop in list(tree.find_all(nodes.For)):
+        loops = list(tree.find_all(nodes.For))
+        variables = frozenset(meta.find_undeclared_variables(tree)) - self.globals.keys()
+        reads_parts = any(_is_content(loop.iter) for loop in loops)
+        for loop in loops:
             loop.iter = nodes.Filter(loop.iter, "in_steps", [], [], None, None, lineno=loop.lineno)
-        return self.from_string(tree)
+        return Compiled(self.from_string(tree), variables, reads_parts)
 
     # A template cannot use the names of the first three parameters for keyword arguments.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +67,15 @@ def run(template: jinja2.Template, variables: dict[str, Any], max_seconds: float
 
     ticking: dict[str, Callable[[], None]] = {_TICK: tick}
     return template.generate(variables | ticking)
+
+
+def _is_content(items: nodes.Node) -> bool:
+    """Whether a loop goes through `message.content`, `message["content"]` or a variable named after it."""
+    if isinstance(items, nodes.Getattr):
+        return items.attr == "content"
+    if isinstance(items, nodes.Getitem):
+        return isinstance(items.arg, nodes.Const) and items.arg.value == "content"
+    return isinstance(items, nodes.Name) and "content" in items.name
 
 
 class _Generation(Extension):

@@ -10,7 +10,7 @@ from server.gateway.side_threads import run_for_request
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
-from server.http.fields.chat import ChatMessage
+from server.http.fields.conversation import ConversationFields, Messages
 from server.http.fields.strict import FirstFault, Strict
 from server.http.generation.conversation import text_of
 from server.http.generation.state import GatewayOf
@@ -21,12 +21,12 @@ _ONE_OF = {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
 _MODEL = Field(description="default: the served model")
 
 
-class TokenizeRequest(Strict, json_schema_extra=_ONE_OF):
-    """POST /tokenize: either `prompt` or `messages`."""
+class TokenizeRequest(ConversationFields, json_schema_extra=_ONE_OF):
+    """POST /tokenize: either `prompt` or `messages`, the latter with the fields of a chat request."""
 
     model: Annotated[str | None, _MODEL] = None
     prompt: Annotated[str, Field(description="a text")] = ""
-    messages: Annotated[list[ChatMessage], FirstFault(), Field(min_length=1, default_factory=list)]
+    messages: Annotated[Messages, Field(min_length=1, default_factory=list)]
     add_special_tokens: Annotated[
         bool | None,
         Field(description="default: true for prompt, false for messages: the chat template adds its own"),
@@ -69,7 +69,7 @@ async def tokenize(gateway: GatewayOf, body: TokenizeRequest, request: Request) 
         if param == "prompt":
             tokens = model.encode(body.prompt, param=param, add_special_tokens=special is not False)
         else:
-            text = text_of(model, body.messages)
+            text = text_of(model, body)
             tokens = model.encode(text, param=param, add_special_tokens=special is True)
         longest = model.service.most_output(0)
         whole = {"tokens": tokens, "count": len(tokens), "max_model_len": longest}

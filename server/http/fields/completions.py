@@ -31,6 +31,9 @@ class CompletionRequest(GenerationRequest):
     ] = None
     max_completion_tokens: Annotated[int | None, ranged("an alias of max_tokens", 0, 1 << 30)] = None
     echo: Annotated[bool | None, Field(description="return the prompt before the output")] = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="an extension: tokenize texts with special tokens; default true")
+    ] = None
     logprobs: Annotated[
         int | None,
         BeforeValidator(_none_for_false, json_schema_input_type=int | Literal[False] | None),
@@ -43,7 +46,6 @@ class CompletionRequest(GenerationRequest):
 
     best_of: Annotated[int | None, NotBuilt(1, same_as="n")] = None
     suffix: Annotated[str | None, NotBuilt()] = None
-    add_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

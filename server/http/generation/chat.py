@@ -44,9 +44,9 @@ async def create_chat_completion(
     def read() -> tuple[SamplingParams, list[int]]:
         body.sampling(longest=service.most_output(1))  # reject invalid parameters before the expensive work
         check_number(1, body.n_choices, options, model)
-        text = text_of(model, body.messages)
-        # The chat template writes the special tokens, so the tokenizer must not add any.
-        prompt = model.encode(text, param="messages", add_special_tokens=False)
+        text = text_of(model, body, use_tools=body.tool_choice != "none")
+        # The chat template writes the special tokens, so by default the tokenizer does not add any.
+        prompt = model.encode(text, param="messages", add_special_tokens=bool(body.add_special_tokens))
         longest = service.most_output(len(prompt))
         if longest < 1:  # `check` below rejects the prompt
             longest = max(body.min_tokens or 0, 1)

@@ -1,34 +1,76 @@
 """Turns a conversation into prompt text with the model's chat template."""
 
-from collections.abc import Sequence
+import json
+from typing import Any
 
-from orca_jax.errors import NotSupported
+from orca_jax.errors import InvalidRequest, NotSupported
+from server.gateway.chat_template import ChatTemplate
 from server.gateway.served_model import ServedModel
-from server.http.fields.chat import ChatMessage
+from server.http.fields.conversation import ChatMessage, ConversationFields, ToolCall
 
 
-def text_of(model: ServedModel, messages: Sequence[ChatMessage]) -> str:
-    """The prompt text for `messages`, special tokens included. Raises NotSupported and BadConversation.
+def text_of(model: ServedModel, conversation: ConversationFields, *, use_tools: bool = True) -> str:
+    """The prompt text of a conversation, special tokens included; without `use_tools` its tools are left out.
 
-    Call it in `run_for_request`: its cost grows with the messages.
+    Raises NotSupported, InvalidRequest and its subclass BadConversation. Call it in `run_for_request`: its
+    cost grows with the messages.
     """
+    conversation.check_conversation()
     if model.tokenizer is None:
         message = f"{model.name} has no tokenizer, so it reads no messages; give token ids to /v1/completions"
         raise NotSupported(message, param="messages")
-    template = model.chat_template
-    if template is None:
+    templates = model.chat_template
+    if templates is None:
         message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
         raise NotSupported(f"{message}--chat-template FILE", param="messages")
-    conversation = [_plain(message) for message in messages]
-    return template.render(conversation)
+    tools = (conversation.tools or None) if use_tools else None
+    template = templates.choose(conversation.chat_template, has_tools=tools is not None)
+    continues = bool(conversation.continue_final_message)
+    begins_reply = conversation.add_generation_prompt
+    return template.render(
+        [_plain(message, i, template) for i, message in enumerate(conversation.messages)],
+        tools=tools,
+        documents=conversation.documents or None,
+        add_generation_prompt=not continues if begins_reply is None else begins_reply,
+        continue_final_message=continues,
+        variables=conversation.chat_template_kwargs,
+    )
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
-    """A message for the template: parts joined by line breaks, and the role "developer" as "system".
+def _plain(message: ChatMessage, index: int, template: ChatTemplate) -> dict[str, Any]:
+    """A message for the template, as a JSON object without null fields.
 
-    "developer" is OpenAI's newer name for that role, which chat templates do not know.
+    A content of several parts stays a list only if the template reads lists; otherwise the texts are joined
+    by line breaks. The role "developer" becomes "system" unless the template knows it: it is OpenAI's newer
+    name for that role.
     """
-    role = "system" if message.role == "developer" else message.role
-    content = "\n".join(part.text or "" for part in message.content)
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content, **name}
+    plain = message.model_dump(exclude_none=True, exclude={"tool_calls", "content"})
+    if message.role == "developer" and not template.knows_developer:
+        plain["role"] = "system"
+    content: str | list[Any] | None = message.content
+    if isinstance(content, list):
+        texts = [part.text or "" for part in content]
+        content = "\n".join(texts)
+        if template.reads_parts:
+            content = [{"type": "text", "text": text} for text in texts]
+    if content is not None:
+        plain["content"] = content
+    if message.tool_calls:
+        path = f"messages.{index}.tool_calls"
+        plain["tool_calls"] = [_call(call, f"{path}.{i}") for i, call in enumerate(message.tool_calls)]
+    return plain
+
+
+def _call(call: ToolCall, path: str) -> dict[str, Any]:
+    """A tool call with its arguments as an object, which templates expect; OpenAI's API has them as text."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            path = f"{path}.function.arguments"
+            raise InvalidRequest(f"{path} is not the text of a JSON object", param=path)
+    plain = call.model_dump(exclude_none=True, exclude={"function"})
+    return {**plain, "function": {"name": call.function.name, "arguments": arguments}}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from orca_jax.checkpoint import locate as checkpoint_module
 from orca_jax.checkpoint import safetensors_reader as safetensors_file
@@ -293,6 +294,9 @@ def test_a_hub_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     name, options = asked[0]
     assert name == "openai-community/gpt2"
     assert options["allow_patterns"] == ["*.json", "*.safetensors", "*.jinja"]
+    files = ["config.json", "additional_chat_templates/rag.jinja", "chat_template.jinja"]
+    folders = ["onnx/model.safetensors", "a/b.json", "addition.bin", "assets/x.json", "adapter/config.json"]
+    assert [*filter_repo_objects([*files, *folders], **options)] == files
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,8 @@ def test_there_and_back(
     first = write_checkpoint(tmp_path / "first", config, tensors, n_files=2)
     write_json(first / "tokenizer.json", {"model": {"vocab": {"a": 0}}})
     (first / "chat_template.jinja").write_text("{{ messages }}")
+    (first / "additional_chat_templates").mkdir()
+    (first / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     (first / "pytorch_model.bin").write_bytes(b"not to be copied")
 
     told: list[tuple[int, int]] = []
@@ -84,7 +86,8 @@ def test_there_and_back(
     for name, value in tensors.items():
         assert back[name].dtype == value.dtype
         assert back[name].tobytes() == value.tobytes(), name
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+    templates = ("chat_template.jinja", "additional_chat_templates/rag.jinja")
+    for name in ("config.json", "tokenizer.json", *templates):
         for place in ("orbax", "back"):
             assert json_or_text(tmp_path / place / name) == json_or_text(first / name)
     assert not (tmp_path / "orbax" / "pytorch_model.bin").exists()

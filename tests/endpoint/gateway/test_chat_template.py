@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from orca_jax.errors import CorruptFile
 from server.gateway import chat_template
-from server.gateway.chat_template import BadConversation, ChatTemplate, load_chat_template
+from server.gateway.chat_template import BadConversation, BadTemplateVariable, ChatTemplate, UnknownTemplate
+from server.gateway.template_files import load_chat_template
 from tests.places import ROOT
 
 DEMO = ROOT / "orca_jax" / "demo_model"
@@ -114,9 +115,9 @@ def test_messages_are_data(contents: list[str]) -> None:
 
 
 def load_demo() -> ChatTemplate:
-    template = load_chat_template(DEMO, None)
-    assert template is not None
-    return template
+    templates = load_chat_template(DEMO, None)
+    assert templates is not None
+    return templates.choose()
 
 
 def test_the_demo_models_template_is_the_one_that_its_script_exports() -> None:
@@ -185,7 +186,7 @@ def test_a_long_output_is_rejected_while_it_grows(monkeypatch: pytest.MonkeyPatc
         "{% for i in range(100000) %}{% for i in range(100000) %}a{% endfor %}{% endfor %}"
     )
     with pytest.raises(BadConversation, match="more than 1000 characters"):
-        forever.render([])
+        forever.render([turn("a")])
 
 
 @pytest.mark.parametrize(
@@ -195,9 +196,9 @@ def test_a_long_output_is_rejected_while_it_grows(monkeypatch: pytest.MonkeyPatc
         ("{{ x", "the template, line 1: "),
         ("{% for x in y %}", "the template, line 1: Unexpected end of template"),
         ("{{ x | no_such_filter }}", "the template, line 1: No filter named 'no_such_filter'"),
-        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "the template is no usable template: SyntaxError"),
-        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "the template is no usable template: RecursionError"),
-        ("x" * 1_000_001, "the template has 1000001 characters; at most 1000000"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "the template is not a usable template: SyntaxError"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "the template is not a usable template: RecursionError"),
+        ("x" * 1_000_001, "the template has 1000001 characters; at most 1000000 are allowed"),
     ],
 )
 def test_an_invalid_template(source: str, message: str) -> None:
@@ -220,8 +221,8 @@ def checkpoint(directory: Path, **files: Any) -> Path:
 
 
 def rendered(directory: Path | None, file: Path | None = None) -> str | None:
-    template = load_chat_template(directory, file)
-    return None if template is None else template.render([turn("x")])
+    templates = load_chat_template(directory, file)
+    return None if templates is None else templates.choose().render([turn("x")])
 
 
 def test_where_the_template_is_found(tmp_path: Path) -> None:
@@ -234,13 +235,55 @@ def test_where_the_template_is_found(tmp_path: Path) -> None:
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     checkpoint(tmp_path, tokenizer_config={"chat_template": several})
     assert rendered(tmp_path) == "default"
-    checkpoint(tmp_path, tokenizer_config={"chat_template": several[:1]})
-    assert rendered(tmp_path) is None
     checkpoint(tmp_path, chat_template="own\n")
     assert rendered(tmp_path) == "own"
     (tmp_path / "mine").write_text("{{ messages[0].role }}")
     assert rendered(tmp_path, tmp_path / "mine") == "user"
     assert rendered(None, tmp_path / "mine") == "user"
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    several = [{"name": name, "template": name} for name in ("default", "tool_use", "rag")]
+    checkpoint(tmp_path, tokenizer_config={"chat_template": several})
+
+    def shown(name: str | None = None, *, has_tools: bool = False) -> str:
+        templates = load_chat_template(tmp_path, None)
+        assert templates is not None
+        return templates.choose(name, has_tools=has_tools).render([turn("x")])
+
+    assert [shown(), shown(has_tools=True), shown("rag")] == ["default", "tool_use", "rag"]
+    assert shown("rag", has_tools=True) == "rag"
+    with pytest.raises(UnknownTemplate, match="'other'; chat_template must be one of default, rag, tool_use"):
+        shown("other")
+    # Files replace what tokenizer_config.json has.
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("rag in a file")
+    assert shown("rag") == "rag in a file"
+    with pytest.raises(UnknownTemplate, match="'default'; chat_template must be one of rag"):
+        shown()
+    checkpoint(tmp_path, chat_template="own")
+    assert [shown(), shown(has_tools=True), shown("rag")] == ["own", "own", "rag in a file"]
+    (more / "rag.jinja").write_text("{{")
+    with pytest.raises(CorruptFile, match=r"additional_chat_templates/rag\.jinja, line 1"):
+        load_chat_template(tmp_path, None)
+    for i in range(65):
+        (more / f"{i}.jinja").write_text("")
+    with pytest.raises(CorruptFile, match="66 additional chat templates; 64 are allowed"):
+        load_chat_template(tmp_path, None)
+
+
+def test_a_template_names_its_variables() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ style }}{% set x = 1 %}{{ x }}{{ namespace(a=tone).a }}")
+    assert template.render([turn("a")], variables={"style": "s", "tone": None}) == "s1None"
+    with pytest.raises(
+        BadTemplateVariable, match=r"has 'mood', .*; its variables: bos_token, style, tone"
+    ) as caught:
+        template.render([turn("a")], variables={"mood": 1})
+    assert caught.value.param == "chat_template_kwargs.mood"
+    for name in ("x", "namespace", "messages", "add_generation_prompt", "chat_template", "each step", "self"):
+        with pytest.raises(BadTemplateVariable):
+            template.render([turn("a")], variables={name: 1})
 
 
 def test_special_tokens(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from orca_jax.request.request import Request
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import Tokenizer
 from tests.endpoint.harness import CONFIG, MODEL, Server, serving, serving_model
+from tests.endpoint.http_client import connected
 from tests.endpoint.openai_client import by_seed, client_of, letters_by_seed
 from tests.host.engines import orca, simulated
 
@@ -187,6 +188,125 @@ def test_an_invalid_field_is_rejected_by_name(
         ask(client, [USER], extra_body=fault)
     assert caught.value.param == param
     assert server.gateway.n_live == 0
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+RENDERED = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}{% for d in documents or [] %}[{{ d.text }}]{% endfor %}
+{%- for m in messages %}<{{ m.role }}>
+    {%- if m.content is string %}{{ m.content }}{% else %}
+        {%- for part in m.content %}({{ part.text }}){% endfor %}{% endif %}
+    {%- if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}
+    {%- if m.reasoning_content %}~{{ m.reasoning_content }}{% endif %}{{ m.tool_call_id or "" }}
+{%- endfor %}{% if add_generation_prompt %}<reply{{ " style=" + style if style }}>{% endif %}"""
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"b": 1, "a": "é"}'}}
+
+
+@pytest.mark.parametrize(
+    "messages, fields, prompt",
+    [
+        ([USER], {}, "<user>Hi<reply>"),
+        ([USER], {"chat_template_kwargs": {"style": "calm"}}, "<user>Hi<reply style=calm>"),
+        ([USER], {"add_generation_prompt": False}, "<user>Hi"),
+        ([USER], {"chat_template": "default", "add_generation_prompt": None}, "<user>Hi<reply>"),
+        (
+            [USER, {"role": "assistant", "content": "Yes, "}],
+            {"continue_final_message": True},
+            "<user>Hi<assistant>Yes, ",
+        ),
+        ([USER], {"documents": [{"text": "one"}, {"text": "two"}]}, "[one][two]<user>Hi<reply>"),
+        (
+            [USER],
+            {"tools": [TOOL]},
+            '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+            "<user>Hi<reply>",
+        ),
+        ([USER], {"tools": [TOOL], "tool_choice": "none"}, "<user>Hi<reply>"),
+        ([USER], {"tools": []}, "<user>Hi<reply>"),
+        (
+            [
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+            ],
+            {},
+            '<assistant>[{"id": "1", "type": "function", "function": {"name": "weather", '
+            '"arguments": {"b": 1, "a": "é"}}}]<tool>sunny1<reply>',
+        ),
+        ([{"role": "assistant", "content": "a", "reasoning_content": "b"}], {}, "<assistant>a~b<reply>"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": t} for t in ("one", "two")]}],
+            {},
+            "<user>(one)(two)<reply>",
+        ),
+    ],
+)
+def test_fields_of_the_template(messages: list[Any], fields: dict[str, Any], prompt: str) -> None:
+    prompts = Prompts()
+    with serving(prompts, chat_template=RENDERED) as server, client_of(server) as client:
+        ask(client, messages, extra_body=fields)
+        assert prompts.last == prompt
+        tokenized = {key: value for key, value in fields.items() if key != "tool_choice"}
+        if tokenized == fields:
+            with connected(server) as http:
+                answer = http.post("/tokenize", json={"messages": messages, **fields})
+            assert bytes(answer.json()["tokens"]).decode() == prompt
+
+
+@pytest.mark.parametrize(
+    "messages, fields, param, message",
+    [
+        ([USER], {"chat_template": "rag"}, "chat_template", "no chat template 'rag'.*one of default"),
+        ([USER], {"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood", "its variables: style"),
+        (
+            [USER],
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs.messages",
+            "is a field of the request",
+        ),
+        ([USER], {"chat_template_kwargs": {"style": 5}}, "messages", "template fails .* TypeError"),
+        (
+            [USER],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "both true",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [CALL]}],
+            {"continue_final_message": True},
+            "continue_final_message",
+            "no content to continue",
+        ),
+        ([USER], {"tools": [{"type": "function"}]}, "tools.0.function", "it must be an object"),
+        ([USER], {"tools": [{"type": "code", "function": {"name": "a"}}]}, "tools.0.type", "'function'"),
+        ([USER], {"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "a text"),
+        ([USER], {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "not built"),
+        ([{"role": "user"}], {}, "messages.0.content", "content is missing"),
+        ([{"role": "assistant"}], {}, "messages.0.content", "content is missing"),
+        (
+            [{"role": "user", "content": "a", "tool_calls": [CALL]}],
+            {},
+            "messages.0.tool_calls",
+            "this message's role is user",
+        ),
+        ([{"role": "user", "content": "a", "tool_call_id": "1"}], {}, "messages.0.tool_call_id", "role tool"),
+        *[
+            (
+                [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}],
+                {},
+                "messages.0.tool_calls.0.function.arguments",
+                "not the text of a JSON object",
+            )
+            for arguments in ("[]", "{", "5", "[" * 5000)
+        ],
+    ],
+)
+def test_bad_fields_of_the_template(
+    messages: list[Any], fields: dict[str, Any], param: str, message: str
+) -> None:
+    with serving(chat_template=RENDERED) as server, client_of(server) as client:
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            ask(client, messages, extra_body=fields)
+        assert caught.value.param == param
 
 
 def test_messages_that_the_template_rejects_are_a_client_error() -> None:

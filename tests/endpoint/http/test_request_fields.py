@@ -13,8 +13,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from server.http.fields.both import StreamOptions
-from server.http.fields.chat import ChatCompletionRequest, ChatMessage, ContentPart
+from server.http.fields.chat import ChatCompletionRequest
 from server.http.fields.completions import CompletionRequest
+from server.http.fields.conversation import ChatMessage, ContentPart
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import JsonSchema, ResponseFormat
 from tests.endpoint.harness import serving
@@ -93,7 +94,7 @@ VALUES: list[Any] = [
     0.5,
     "x",
     "image_url",
-    "tool",
+    "function",
     [],
     ["x"],
     [5],
@@ -238,6 +239,13 @@ WRONG: dict[str, list[Any]] = {
     "logprobs": ["1", 1.5, []],
     "messages": ["Hi", {"role": "user", "content": "Hi"}, 5, None],
     "top_logprobs": ["1", 1.5, True],
+    "tools": ["x", {"type": "function"}, 5],
+    "documents": ["x", {"text": "a"}, 5],
+    "add_generation_prompt": [0, 1, "true"],
+    "continue_final_message": [0, 1, "true"],
+    "add_special_tokens": [0, 1, "true"],
+    "chat_template": [1, True, ["default"], {}],
+    "chat_template_kwargs": [1, "a=b", ["a"], True],
 }
 
 

@@ -103,7 +103,7 @@ def test_special_tokens(body: dict[str, Any], tokens: Sequence[int]) -> None:
         ("/tokenize", {"messages": [{"role": "user", "content": "a" * 513}]}, "messages", "messages has"),
         (
             "/tokenize",
-            {"messages": [{"role": "tool", "content": "a"}]},
+            {"messages": [{"role": "function", "content": "a"}]},
             "messages.0.role",
             "messages.0.role is not built yet",
         ),

@@ -1,0 +1,66 @@
+"""tokenizer_config.json and special_tokens_map.json: the special tokens by name, and chat templates."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orca_jax.errors import CorruptFile
+
+MORE_TEMPLATES = "additional_chat_templates"  # a folder next to these files, of NAME.jinja
+
+_MAX_BYTES = 16_000_000  # tokenizer_config.json may list every added token
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """`special_tokens` maps names such as `bos_token` to text. `chat_template` is unchecked JSON."""
+
+    path: Path
+    special_tokens: dict[str, str]
+    chat_template: object
+
+
+def read_tokenizer_config(directory: Path) -> TokenizerConfig:
+    """What the files in `directory` say; both may be missing. Raises CorruptFile, which names the file."""
+    path = directory / "tokenizer_config.json"
+    map_path = directory / "special_tokens_map.json"
+    config = _read_object(path)
+    tokens = _special_tokens(_read_object(map_path), map_path) | _special_tokens(config, path)
+    return TokenizerConfig(path, tokens, config.get("chat_template"))
+
+
+def _special_tokens(config: dict[str, Any], path: Path) -> dict[str, str]:
+    tokens = dict[str, str]()
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+        elif value is not None:
+            raise CorruptFile(f"{path}: {name} must be a text, or an object with a text as its 'content'")
+    return tokens
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise CorruptFile(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_BYTES:
+        raise CorruptFile(f"{path} has more than {_MAX_BYTES} bytes")
+    try:
+        value = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise CorruptFile(f"{path} is not UTF-8: a wrong byte at {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        message = f"{path} is not usable JSON: {type(error).__name__}: {str(error)[:200]}"
+        raise CorruptFile(message) from error
+    if not isinstance(value, dict):
+        raise CorruptFile(f"{path} holds {type(value).__name__}, not a JSON object")
+    return value

@@ -1,0 +1,142 @@
+"""The request fields that describe a conversation: its messages and how the chat template renders them."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WrapValidator
+
+from orca_jax.errors import InvalidRequest
+from server.http.fields.not_built import NotBuilt
+from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.validation import shown
+
+
+class ContentPart(Strict):
+    """A part of a message's content."""
+
+    type: Annotated[
+        Literal["text", "refusal", "image_url", "input_audio", "video_url", "file"], NotBuilt("text")
+    ]
+    text: str | None = None
+
+    refusal: Annotated[str | None, NotBuilt()] = None
+    image_url: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    input_audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    video_url: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    file: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    prompt_cache_breakpoint: Annotated[dict[str, Any] | None, NotBuilt()] = None
+
+
+def _text_or_parts(content: Any, parts: Callable[[Any], Any]) -> Any:
+    return content if isinstance(content, str) else parts(content)
+
+
+Content = Annotated[
+    Annotated[list[ContentPart], FirstFault()],
+    WrapValidator(_text_or_parts, json_schema_input_type=str | list[ContentPart]),
+]
+
+
+class CalledFunction(Strict):
+    """The function of a tool call."""
+
+    name: str
+    arguments: Annotated[
+        str | dict[str, Any], Field(description="a JSON object, or its text as OpenAI's API has it")
+    ]
+
+
+class ToolCall(Strict):
+    """A tool call of an earlier reply."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Strict):
+    """A message. The template sees the role `developer` as `system` unless it mentions that role."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        NotBuilt("system", "developer", "user", "assistant", "tool"),
+    ]
+    content: Annotated[
+        Content | None, Field(description="a text, or parts of type text; null with tool_calls")
+    ] = None
+    name: Annotated[str | None, Field(description="passed to the chat template")] = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCall], FirstFault()] | None, Field(description="of an assistant's message")
+    ] = None
+    tool_call_id: Annotated[str | None, Field(description="of a tool's message")] = None
+    reasoning_content: Annotated[
+        str | None, Field(description="an extension: the reasoning of an assistant's message")
+    ] = None
+
+    refusal: Annotated[str | None, NotBuilt()] = None
+    audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    annotations: Annotated[list[Any] | None, NotBuilt([])] = None
+    function_call: Annotated[dict[str, Any] | None, NotBuilt()] = None
+
+
+Messages = Annotated[list[ChatMessage], FirstFault()]
+
+
+class ConversationFields(Strict):
+    """The fields of every route that renders a conversation, as in vLLM and Hugging Face's tokenizers."""
+
+    messages: Annotated[Messages, Field(min_length=1)]
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        Field(description='{"type": "function", "function": {"name": ..., ...}}, for the chat template'),
+    ] = None
+    documents: Annotated[
+        list[dict[str, Any]] | None, Field(description="an extension: documents for the chat template")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        Field(description="an extension: begin the reply; default true, or false to continue a message"),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="an extension: the reply continues the last message")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        Field(description="an extension: tokenize with special tokens; default false: the template has them"),
+    ] = None
+    chat_template: Annotated[
+        str | None, Field(description="an extension: name of one of the model's chat templates")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="an extension: variables of the chat template")
+    ] = None
+
+    def check_conversation(self) -> None:
+        """Raise InvalidRequest, which names the field, for what the types above cannot say."""
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "add_generation_prompt and continue_final_message are both true; set one of them"
+            raise InvalidRequest(message, param="continue_final_message")
+        for i, message in enumerate(self.messages):
+            if message.content is None and not (message.role == "assistant" and message.tool_calls):
+                text = f"messages.{i}.content is missing; give a text, or with tool_calls null"
+                raise InvalidRequest(text, param=f"messages.{i}.content")
+            for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+                if getattr(message, field) and message.role != role:
+                    path = f"messages.{i}.{field}"
+                    text = f"{path} is for the role {role}, and this message's role is {message.role}"
+                    raise InvalidRequest(f"{text}; leave it out", param=path)
+        for i, tool in enumerate(self.tools or ()):
+            _check_tool(tool, f"tools.{i}")
+
+
+def _check_tool(tool: dict[str, Any], path: str) -> None:
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    for field, value, is_valid, rule in (
+        ("type", tool.get("type"), tool.get("type") == "function", "'function'"),
+        ("function", function, isinstance(function, dict), "an object with a name"),
+        ("function.name", name, isinstance(name, str) and name != "", "a text"),
+    ):
+        if not is_valid:
+            message = f"{path}.{field} is {shown(value)}; it must be {rule}"
+            raise InvalidRequest(message, param=f"{path}.{field}")
