@@ -305,6 +305,7 @@ def test_a_server_past_its_deadline_is_not_waited_for() -> None:
 # All of it.
 
 
+@pytest.mark.long
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [(5, 3), (20, 6), (9, 1)]
     lines = [{"arrival": 0.05 * i, "n_input": n, "n_output": m} for i, (n, m) in enumerate(lengths)]

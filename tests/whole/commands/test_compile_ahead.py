@@ -193,7 +193,9 @@ def compiles(server: ServerProcess) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "stages", [(), ("--worker-processes", "--pipeline-parallel", "2")], ids=["here", "processes"]
+    "stages",
+    [(), pytest.param(("--worker-processes", "--pipeline-parallel", "2"), marks=pytest.mark.long)],
+    ids=["here", "processes"],
 )
 def test_orca_compile_and_then_orca_serve(two_layers: Path, tmp_path: Path, stages: tuple[str, ...]) -> None:
     flags = (str(two_layers), *SIZE_FLAGS, *stages, "--compile-cache", str(tmp_path / "programs"))

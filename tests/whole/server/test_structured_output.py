@@ -58,6 +58,7 @@ def complete(results: list[GenerationResult]) -> list[GenerationResult]:
     return [one for one in results if one.finish_reason is FinishReason.STOP]
 
 
+@pytest.mark.long
 def test_random_schemas_are_kept(llm: LLM) -> None:
     schemas = [top_schema(random.Random(i)) for i in range(N_SCHEMAS)]
     results = llm.generate(
@@ -162,6 +163,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_a_hostile_grammar_is_refused_or_ends_alone_and_disturbs_nobody(llm: LLM) -> None:
     """Each within a bounded time, beside streams that get every token they would get alone."""
     plain = [SamplingParams(max_tokens=400, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]

@@ -71,6 +71,7 @@ def assert_same(found: list[GenerationResult], expected: list[GenerationResult])
                 np.testing.assert_allclose([p for _, p in told.top], [p for _, p in exact.top], atol=1e-4)
 
 
+@pytest.mark.long
 def test_two_processes_say_what_one_says_and_a_kill_changes_nothing(
     model: Path, expected: list[GenerationResult]
 ) -> None:

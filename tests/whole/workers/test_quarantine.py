@@ -20,6 +20,7 @@ PROMPTS = [[5 + i, 60, 70 + i] for i in range(4)]
 STARTED = re.compile(r"stage (\d): its process \(pid (\d+)\) was started")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "at_token"), [(1, 0), (2, 5)])
 def test_a_request_that_workers_die_of_ends_alone(tmp_path: Path, stage: int, at_token: int) -> None:
     model = write_model(tmp_path)

@@ -61,7 +61,9 @@ def all_streamed(server: ServerProcess, known: Sequence[KnownStream]) -> list[st
     ("n_stages", "tensor_parallel", "said"),
     [
         (2, 1, "2 stages of 2 layers, 1 device each, each in its own process"),
-        (4, 1, "4 stages of 1 layers, 1 device each, each in its own process"),
+        pytest.param(
+            *(4, 1, "4 stages of 1 layers, 1 device each, each in its own process"), marks=pytest.mark.long
+        ),
         (2, 2, "2 stages of 2 layers, 2 devices each, each in its own process"),
     ],
 )
