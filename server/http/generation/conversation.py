@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from orca_jax.errors import InvalidRequest, NotSupported
-from server.gateway.chat_template import ChatTemplate
+from server.gateway.chat_template import ChatTemplate, Templates
 from server.gateway.served_model import ServedModel
 from server.http.fields.conversation import ChatMessage, ConversationFields, ToolCall
 
@@ -15,7 +15,6 @@ def text_of(model: ServedModel, conversation: ConversationFields, *, use_tools: 
     Raises NotSupported, InvalidRequest and its subclass BadConversation. Call it in `run_for_request`: its
     cost grows with the messages.
     """
-    conversation.check_conversation()
     if model.tokenizer is None:
         message = f"{model.name} has no tokenizer, so it reads no messages; give token ids to /v1/completions"
         raise NotSupported(message, param="messages")
@@ -23,6 +22,12 @@ def text_of(model: ServedModel, conversation: ConversationFields, *, use_tools: 
     if templates is None:
         message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
         raise NotSupported(f"{message}--chat-template FILE", param="messages")
+    return rendered(templates, conversation, use_tools=use_tools)
+
+
+def rendered(templates: Templates, conversation: ConversationFields, *, use_tools: bool = True) -> str:
+    """The text of a conversation. Raises InvalidRequest and its subclass BadConversation."""
+    conversation.check_conversation()
     tools = (conversation.tools or None) if use_tools else None
     template = templates.choose(conversation.chat_template, has_tools=tools is not None)
     continues = bool(conversation.continue_final_message)
