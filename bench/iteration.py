@@ -5,9 +5,9 @@
 The floor is the sum over operations of bytes over bandwidth or operations over matrix rate, whichever is
 larger, both measured in the same run. An iteration includes the whole engine: scheduler, engine master,
 worker, tokens back on the host. Its time is from the end of one iteration to the end of the next, with and
-without overlap. The host's part is the time that the host does not wait for the device; if both share cores, that
-includes time taken by the device's threads. The gap is how long the device idled between two iterations. The
-device's parts are timed one by one on the same arrays; the remainder is norms, cache writes and the gaps
+without overlap. The host's part is the time that the host does not wait for the device; if both share cores,
+that includes time taken by the device's threads. The gap is how long the device idled between two iterations.
+The device's parts are timed one by one on the same arrays; the remainder is norms, cache writes and the gaps
 between kernels.
 
 Prints results as they are measured, a line or two for each kind of iteration, and the table last. The engine

@@ -115,7 +115,7 @@ class House:
             assert self.scheduler.step() is True
         return self.engine.log[n_before:]
 
-    def told(self) -> list[list[tuple[str, int | None, FinishReason | None]]]:
+    def delivered(self) -> list[list[tuple[str, int | None, FinishReason | None]]]:
         return [
             [(req.request_id, token_id, reason) for req, token_id, reason in some] for some in self.deliveries
         ]

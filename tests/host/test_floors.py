@@ -141,7 +141,7 @@ def room_of(module: str) -> str:
 def broken_rules(sources: Mapping[str, str]) -> list[str]:
     """What is wrong with these files (path from the repository's root, to text), one line each."""
     modules = {module_of(path): path for path in sources}
-    found = list[str]()
+    violations = list[str]()
     graph = dict[str, set[str]]()
     for path, text in sorted(sources.items()):
         here = module_of(path)
@@ -149,16 +149,16 @@ def broken_rules(sources: Mapping[str, str]) -> list[str]:
         for item in imports(ast.parse(text), modules):
             where = f"{path}:{item.line}"
             if reason := _why_not(path, here, item):
-                found.append(f"{where}: {reason}")
+                violations.append(f"{where}: {reason}")
             lazy = item.inside is not None and path == "orca_jax/__init__.py"
             if not lazy and item.target in modules and item.target != here:
                 edges.add(item.target)  # a circle that only the type checker sees is one too
-        found += _about_the_file(path, text)
+        violations += _about_the_file(path, text)
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        found.append("import cycle: " + " -> ".join(error.args[1]))
-    return found
+        violations.append("import cycle: " + " -> ".join(error.args[1]))
+    return violations
 
 
 def _why_not(path: str, here: str, item: Import) -> str | None:
@@ -229,8 +229,8 @@ def test_the_house_keeps_its_rules() -> None:
     paths = [path for top in SOURCES for path in sorted((ROOT / top).rglob("*.py"))]
     assert paths
     sources = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
-    found = broken_rules(sources)
-    assert not found, "\n".join(found)
+    violations = broken_rules(sources)
+    assert not violations, "\n".join(violations)
 
 
 def rooms() -> dict[str, list[str]]:
@@ -246,9 +246,9 @@ def rooms() -> dict[str, list[str]]:
 
 
 def test_no_room_is_crowded() -> None:
-    found = rooms()
-    assert len(found) <= MAX_ROOMS, sorted(found)
-    crowded = {room: len(files) for room, files in found.items() if len(files) > MAX_FILES}
+    result = rooms()
+    assert len(result) <= MAX_ROOMS, sorted(result)
+    crowded = {room: len(files) for room, files in result.items() if len(files) > MAX_FILES}
     assert not crowded
 
 
@@ -366,9 +366,9 @@ def test_a_broken_rule_is_found(path: str, text: str, complaint: str) -> None:
         "sharding/mesh",
     )
     around = {f"orca_jax/{name}.py": "" for name in modules}
-    found = broken_rules({**around, path: text})
-    assert len(found) == 1, found
-    assert complaint in found[0]
+    result = broken_rules({**around, path: text})
+    assert len(result) == 1, result
+    assert complaint in result[0]
 
 
 def test_a_cycle_is_found() -> None:
@@ -377,8 +377,8 @@ def test_a_cycle_is_found() -> None:
         "orca_jax/model/b.py": "if TYPE_CHECKING:\n    from orca_jax.model import c",
         "orca_jax/model/c.py": "from orca_jax.model.a import x",
     }
-    (found,) = broken_rules(circle)
-    assert found.startswith("import cycle")
+    (result,) = broken_rules(circle)
+    assert result.startswith("import cycle")
     assert broken_rules({**circle, "orca_jax/model/c.py": ""}) == []
 
 

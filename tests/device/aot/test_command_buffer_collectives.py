@@ -16,32 +16,32 @@ from orca_jax.launch import precompile
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def collective_flags(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What each stage that is made is told of it."""
-    found: list[bool] = []
+    flags: list[bool] = []
 
     def make(*args: Any, command_buffer_collectives: bool, **more: Any) -> Stage:
-        found.append(command_buffer_collectives)
+        flags.append(command_buffer_collectives)
         return Stage(*args, **more, command_buffer_collectives=command_buffer_collectives)
 
     monkeypatch.setattr(worker, "Stage", make)
-    return found
+    return flags
 
 
-def test_each_stage_of_an_engine_is_told(told: list[bool]) -> None:
+def test_each_stage_of_an_engine_is_told(collective_flags: list[bool]) -> None:
     with orca_jax.LLM(pipeline_parallel=2, n_slots=1024, command_buffer_collectives=True):
-        assert told == [True, True]
+        assert collective_flags == [True, True]
     with orca_jax.LLM(n_slots=1024):
-        assert told == [True, True, False]
+        assert collective_flags == [True, True, False]
 
 
 def test_programs_compiled_ahead_are_those(
-    told: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    collective_flags: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precompile, "compile_all", lambda programs, on_program: None)  # for minutes
     kept = str(tmp_path)
     orca_jax.compile_model("demo", n_slots=1024, command_buffer_collectives=True, compile_cache=kept)
-    assert told == [True]
+    assert collective_flags == [True]
 
 
 def test_workers_elsewhere_are_told_by_whoever_starts_them() -> None:

@@ -32,22 +32,22 @@ def of_one_layer(program: dict[str, Any]) -> list[set[str]]:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_kernel_compiles_for_every_head_size_and_dtype(size: tuple[int, str, int, int, int]) -> None:
     head_size, _, _, n_heads, n_kv_heads = size
-    found = figures(size)  # it raises where shared memory would not do
-    assert found.registers <= 168  # of a thread: 384 of them share 65,536
+    result = figures(size)  # it raises where shared memory would not do
+    assert result.registers <= 168  # of a thread: 384 of them share 65,536
     # Registers are spilled outside the loops over keys. Heads of 256 have none to spare: jax 0.10 reloads two
     # in the loop that a row's last slot is for.
     most = 2 if head_size == 256 else 0
-    assert sum(loop.n_spills for loop in found.key_loops) <= most, found
+    assert sum(loop.n_spills for loop in result.key_loops) <= most, result
     if head_size <= 128:
-        assert found.spill_stores <= 80, found
-    if head_size == 128 and found.key_loops:  # of tiles and of rows: 128 keys that every query sees
-        assert len(found.key_loops) == 4
-        assert sorted(loop.n_instructions for loop in found.key_loops)[1] <= 520
-    assert found.descriptors
-    assert not [(one, broken) for one in found.descriptors if (broken := one.broken_rules())]
+        assert result.spill_stores <= 80, result
+    if head_size == 128 and result.key_loops:  # of tiles and of rows: 128 keys that every query sees
+        assert len(result.key_loops) == 4
+        assert sorted(loop.n_instructions for loop in result.key_loops)[1] <= 520
+    assert result.descriptors
+    assert not [(one, broken) for one in result.descriptors if (broken := one.broken_rules())]
     # What knows no rows is never longer than the rows it is for: a query's group, a tile's part, and tops.
     row, padded = 2 * head_size, -(-n_heads // n_kv_heads // 8) * 8
-    assert set(found.plain_copies) <= {row, row * (n_heads // n_kv_heads), row * 64, 4 * 64, 4 * padded}
+    assert set(result.plain_copies) <= {row, row * (n_heads // n_kv_heads), row * 64, 4 * 64, 4 * padded}
 
 
 def test_gpt3_13b_calls_the_kernel_once_a_layer_and_xla_fuses_the_rest() -> None:

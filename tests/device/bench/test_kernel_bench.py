@@ -48,8 +48,8 @@ def test_the_oracle_is_attention_by_its_definition() -> None:
 
 def test_errors_are_relative_to_the_whole_and_never_pass_nan() -> None:
     true = np.array([3.0, 4.0])
-    found = errors(np.array([3.0, 4.5]), true)
-    assert found.relative == pytest.approx(0.1) and found.largest == pytest.approx(0.5)
+    errors_found = errors(np.array([3.0, 4.5]), true)
+    assert errors_found.relative == pytest.approx(0.1) and errors_found.largest == pytest.approx(0.5)
     assert errors(np.array([3.0, np.nan]), true).relative == float("inf")
 
 
@@ -70,10 +70,10 @@ def test_a_drawn_batch_has_numbers_where_a_row_has_keys_and_nowhere_else() -> No
 
 
 def test_a_sound_attention_is_found_sound() -> None:
-    found = check(FORM, jax.jit(static), 5)
-    assert 0 < found["relative"] < 1e-2
-    assert found["finite"] and found["padding_zero"]
-    assert found["n_equal"] == found["n_runs"] > 1
+    actual = check(FORM, jax.jit(static), 5)
+    assert 0 < actual["relative"] < 1e-2
+    assert actual["finite"] and actual["padding_zero"]
+    assert actual["n_equal"] == actual["n_runs"] > 1
 
 
 def test_an_unsound_attention_is_found_out() -> None:
@@ -85,9 +85,9 @@ def test_an_unsound_attention_is_found_out() -> None:
         out = compiled(*arrays).at[-1].set(1)  # padding
         return out.at[0, 0].add(0.5 + next(calls) % 2)  # and one head of a token, differently each time
 
-    found = check(FORM, unsound, 5)
-    assert found["largest"] > 0.4
-    assert not found["padding_zero"] and found["n_equal"] < found["n_runs"]
+    actual = check(FORM, unsound, 5)
+    assert actual["largest"] > 0.4
+    assert not actual["padding_zero"] and actual["n_equal"] < actual["n_runs"]
     assert not check(FORM, lambda *arrays: compiled(*arrays).at[0].set(jnp.nan), 5)["finite"]
 
 
@@ -150,9 +150,9 @@ def test_our_own_is_timed_and_held_against_float64(
     program = pooled(case, subject, n_cores=2)
     sets = list(program.shapes.sets) * program.n_calls
     run = jax.jit(chain(program.call)).lower(program.shapes.q, program.shapes.shared, sets).compile()
-    found = timed(case, program, run, 5)
-    assert 0 < found["error"] < 1e-2
-    assert 0 < found["least"] <= found["seconds"] <= found["most"]
+    actual = timed(case, program, run, 5)
+    assert 0 < actual["error"] < 1e-2
+    assert 0 < actual["least"] <= actual["seconds"] <= actual["most"]
     arrays = program.make(7)
     last, first = run(arrays.q, arrays.shared, arrays.sets)
     assert 0.5 < float(np.asarray(last, np.float32).std()) < 1  # a chain keeps a query's spread
@@ -168,8 +168,8 @@ def test_a_peer_s_arrays_are_those_it_was_compiled_for() -> None:
 
     program = replace(program, call=attend)
     arrays = program.make(2)
-    for made, said in ((arrays.q, program.shapes.q), (arrays.sets[0][0], program.shapes.sets[0][0])):
-        assert (made.shape, made.dtype) == (said.shape, said.dtype)
+    for made, shape in ((arrays.q, program.shapes.q), (arrays.sets[0][0], program.shapes.sets[0][0])):
+        assert (made.shape, made.dtype) == (shape.shape, shape.dtype)
     _, first = jax.jit(chain(program.call))(arrays.q, arrays.shared, arrays.sets)
     assert sampled_errors(case, program, arrays, first, seed=1).relative < 1e-2
 
@@ -333,8 +333,8 @@ def words_of(task: Task) -> dict[str, Any]:
     if task.section == "ceilings":
         return {"values": {"bandwidth": 4e12, "read_bandwidth": 4.2e12, "matrix_rate": 8e14}}
     if task.section == "correctness":
-        found = Found(1e-3, 1e-2, finite=True, padding_zero=True, n_runs=5, n_equal=5, poisoned=4)
-        return {"values": asdict(found)}
+        actual = Found(1e-3, 1e-2, finite=True, padding_zero=True, n_runs=5, n_equal=5, poisoned=4)
+        return {"values": asdict(actual)}
     if task.section == "launches":
         return {"values": {"split_attention_kernel": {"launches": 1.0, "us": 7.5}}}
     if task.subject == "decode_attention":

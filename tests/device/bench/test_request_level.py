@@ -88,8 +88,8 @@ def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: i
                 break
         assert len(pool) == 0 and built.kv.n_free_blocks == built.kv.n_blocks
         for request in played[-1]:
-            told = [token_id for req, token_id, _ in deliveries if req is request]
-            assert told == request.output_ids and len(told) == request.sampling.max_tokens
+            delivered = [token_id for req, token_id, _ in deliveries if req is request]
+            assert delivered == request.output_ids and len(delivered) == request.sampling.max_tokens
         if isinstance(scheduler, RequestLevelScheduler):
             work = {work for record in scheduler.iterations for work in record.rows}
             assert work == set(RowWork), "rows of every kind are in the test"

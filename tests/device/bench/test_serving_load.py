@@ -41,14 +41,14 @@ def load(until: float, reach: float = 0.0) -> tuple[Load, list[System]]:
 
 def test_every_rate_is_played_on_every_system() -> None:
     climbed, systems = load(until=math.inf)
-    told: list[tuple[str, int, int]] = []
-    climbed.climb(shared(), systems, [1000.0, 400.0], lambda *args: told.append(args))
+    progress: list[tuple[str, int, int]] = []
+    climbed.climb(shared(), systems, [1000.0, 400.0], lambda *args: progress.append(args))
     assert [(one.system.label, one.rate) for one in climbed.playings] == [
         (label, rate) for rate in (400.0, 1000.0) for label in ("orca(2)", "orca(1)", "ft(2, 1)")
     ]
     # Eight requests arrive in 0.02 seconds at 400 a second, twenty at 1,000.
     assert [one.figures.n_requests for one in climbed.playings] == [8] * 3 + [20] * 3
-    assert told[-1] == ("ft(2, 1) at 1e+03 req/s", 20, 20)
+    assert progress[-1] == ("ft(2, 1) at 1e+03 req/s", 20, 20)
     tokens = {one.rate: one.figures.tokens_s * one.figures.seconds for one in climbed.playings}
     for one in climbed.playings:
         assert one.figures.tokens_s * one.figures.seconds == pytest.approx(tokens[one.rate])
@@ -78,9 +78,9 @@ def test_one_request_alone_and_both_where_scheduling_makes_no_difference() -> No
     trace = uniform_trace(8, n_input=(2, 4), n_output=(3, 5), vocab_size=2048, rate=1.0)
     alone, own = own_execution(shared(), shared().orca(2), trace, silent)
     assert 0 < own < alone
-    found = honesty(shared(), trace, 2, 2, silent)
-    assert [one.case for one in found] == ["max_bs 1", "equal requests, max_bs 2"]
-    for one in found:
+    result = honesty(shared(), trace, 2, 2, silent)
+    assert [one.case for one in result] == ["max_bs 1", "equal requests, max_bs 2"]
+    for one in result:
         assert len(one.overlap) == len(one.no_overlap) == 2
         assert min(one.overlap + one.no_overlap) > 0
     assert at_rest()

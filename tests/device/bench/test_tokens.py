@@ -32,11 +32,11 @@ def test_choices_are_held_against_the_reference(
     other = dict(tokens.BareEngine(SMALL, tokens.Sizes(max_batch_size=1, n_slots=512)).parameters[0])
     other["layers.0.out.weight"] = other["layers.0.out.weight"].at[:, :16].set(0)
     truth = Reference(SMALL, other)
-    found = Agreement()
+    actual = Agreement()
     for request in requests:
-        looked(truth, request, CPU_SHARE, found)
-    assert found.choices == 2 * len(requests) and not found.holds(CPU_SHARE)
-    assert found.off > 3 * CPU_SHARE
+        looked(truth, request, CPU_SHARE, actual)
+    assert actual.choices == 2 * len(requests) and not actual.holds(CPU_SHARE)
+    assert actual.off > 3 * CPU_SHARE
 
 
 def test_nothing_that_was_looked_at_is_no_proof() -> None:

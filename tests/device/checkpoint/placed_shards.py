@@ -79,13 +79,13 @@ def check(directory: Path, data: st.DataObject) -> None:
             }
         )
     for source in (place, orbax):
-        told: list[tuple[int, int]] = []
+        progress: list[tuple[int, int]] = []
         loaded = load_checkpoint(
             source,
             dtype=np.float32,
             vocab_multiple=8,
             placements=placements,
-            on_bytes=lambda done, total, told=told: told.append((done, total)),
+            on_bytes=lambda done, total, progress=progress: progress.append((done, total)),
         )
         assert len(loaded.stages) == len(placements)
         for placement, stage in zip(placements, loaded.stages, strict=True):
@@ -95,8 +95,8 @@ def check(directory: Path, data: st.DataObject) -> None:
                 expected = np.asarray(whole.parameters[name])
                 for shard in value.addressable_shards:
                     np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
-        assert len(told) == len({name for placement in placements for name in placement})
-        assert not told or told[-1][0] == told[-1][1]
+        assert len(progress) == len({name for placement in placements for name in placement})
+        assert not progress or progress[-1][0] == progress[-1][1]
 
 
 if __name__ == "__main__":

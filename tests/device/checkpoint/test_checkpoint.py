@@ -215,12 +215,12 @@ def test_padded_vocabulary(tmp_path: Path) -> None:
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     tensors = gpt2_tensors()
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     directory = write_checkpoint(tmp_path, GPT2, tensors)
-    load_checkpoint(directory, dtype=np.float32, on_bytes=lambda done, total: told.append((done, total)))
+    load_checkpoint(directory, dtype=np.float32, on_bytes=lambda done, total: progress.append((done, total)))
     total = sum(value.nbytes for value in tensors.values())
-    assert len(told) == len(tensors)
-    assert told == sorted(told) and {of for _, of in told} == {total} and told[-1][0] == total
+    assert len(progress) == len(tensors)
+    assert progress == sorted(progress) and {of for _, of in progress} == {total} and progress[-1][0] == total
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:

@@ -90,10 +90,10 @@ def test_mutated_headers(tmp_path: Path, data: st.DataObject) -> None:
         content = content[: data.draw(st.integers(0, len(content)))]
     path.write_bytes(content)
     try:
-        found = read_header(path)
+        result = read_header(path)
     except CheckpointError:
         return
-    for tensor in found.values():  # what is let through lies inside the file
+    for tensor in result.values():  # what is let through lies inside the file
         assert 0 <= tensor.offset <= tensor.offset + tensor.n_bytes <= len(content)
 
 

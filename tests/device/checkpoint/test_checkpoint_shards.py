@@ -29,14 +29,14 @@ def whole(shape: tuple[int, ...]) -> Box:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """GPT-2 and OPT, each as safetensors and as Orbax's of small chunks."""
     directory = tmp_path_factory.mktemp("sources")
-    found: list[Path] = []
+    paths: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(orbax_store, "_CHUNK_BYTES", 40)
         for name, config, tensors in (("gpt2", GPT2, gpt2_tensors()), ("opt", OPT, opt_tensors())):
             place = write_checkpoint(directory / name, config, tensors, n_files=2)
             convert_checkpoint(place, directory / f"{name}-orbax")
-            found += [place, directory / f"{name}-orbax"]
-    return found
+            paths += [place, directory / f"{name}-orbax"]
+    return paths
 
 
 @settings(max_examples=150)
@@ -70,8 +70,8 @@ def test_a_run_of_merged_axes_as_boxes(case: tuple[tuple[int, ...], int, int]) -
     first, end = sorted((one, other))
     values = np.arange(np.prod(sizes)).reshape(sizes)
     pieces = [values[tuple(slice(a, b) for a, b in box)].ravel() for box in runs(sizes, first, end)]
-    found = np.concatenate([np.arange(0), *pieces]) if first < end else np.arange(0)
-    np.testing.assert_array_equal(found, np.arange(first, end))
+    result = np.concatenate([np.arange(0), *pieces]) if first < end else np.arange(0)
+    np.testing.assert_array_equal(result, np.arange(first, end))
 
 
 def test_only_the_parts_own_bytes_are_read(sources: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,11 @@ from tests.device.model.golden import NAMES, load_golden
 
 def read(directory: Path) -> Tensors:
     """All tensors, by safetensors' own library."""
-    found: Tensors = {}
+    result: Tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="np") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            result |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return result
 
 
 @pytest.mark.parametrize("stored", ["F32", "BF16", "F16"])
@@ -67,10 +67,10 @@ def test_there_and_back(
     (first / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
     (first / "pytorch_model.bin").write_bytes(b"not to be copied")
 
-    told: list[tuple[int, int]] = []
-    to = convert_checkpoint(first, tmp_path / "orbax", on_bytes=lambda done, of: told.append((done, of)))
+    progress: list[tuple[int, int]] = []
+    to = convert_checkpoint(first, tmp_path / "orbax", on_bytes=lambda done, of: progress.append((done, of)))
     assert to == "orbax"
-    assert told[-1][0] == told[-1][1] == sum(value.nbytes for value in tensors.values())
+    assert progress[-1][0] == progress[-1][1] == sum(value.nbytes for value in tensors.values())
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "orbax")
     loaded = load_checkpoint(first, dtype=np.float32)

@@ -67,9 +67,9 @@ def describe(directory: Path, **more: Any) -> None:
     (directory / "orca.json").write_text(json.dumps({"model": MODEL, **more}))
 
 
-def assert_equal(found: dict[str, jax.Array], expected: dict[str, jax.Array], dtype: Any = "f4") -> None:
-    assert list(found) == list(parameter_shapes(CONFIG))
-    for name, value in found.items():
+def assert_equal(result: dict[str, jax.Array], expected: dict[str, jax.Array], dtype: Any = "f4") -> None:
+    assert list(result) == list(parameter_shapes(CONFIG))
+    for name, value in result.items():
         assert value.dtype == np.dtype(dtype)
         np.testing.assert_array_equal(np.asarray(value), np.asarray(expected[name].astype(dtype)), name)
 
@@ -355,9 +355,9 @@ def test_the_place_above_is_named(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("victim", ["manifest.ocdbt", "d/*", "ocdbt.process_0/d/*"])
 @pytest.mark.parametrize("half", [False, True])
 def test_files_that_are_missing_or_cut(copy: Path, victim: str, half: bool) -> None:
-    found = [path for path in copy.glob(victim) if path.is_file()]
-    assert found
-    for path in found:
+    result = [path for path in copy.glob(victim) if path.is_file()]
+    assert result
+    for path in result:
         if half:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         else:

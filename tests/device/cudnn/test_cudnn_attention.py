@@ -211,14 +211,14 @@ def test_xla_is_told_what_jaxs_own_attention_tells_it(dtype: str, n_queries: int
 
 def test_sizes_that_cudnn_has_none_for() -> None:
     assert unsupported(128, 16, "bfloat16", 8, 8) is None
-    for sizes, said in {
+    for sizes, message in {
         (100, 16, "bfloat16", 8, 8): "head size is 100",
         (264, 16, "bfloat16", 8, 8): "up to 256",
         (128, 24, "bfloat16", 8, 8): "powers of two",
         (128, 16, "float32", 8, 8): "float32",
         (128, 16, "float16", 8, 3): "8 heads are not a multiple of its 3",
     }.items():
-        assert said in str(unsupported(*sizes))
+        assert message in str(unsupported(*sizes))
 
 
 def test_a_device_that_has_no_such_call_refuses() -> None:

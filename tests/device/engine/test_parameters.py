@@ -83,8 +83,8 @@ def bad_words() -> tuple[tuple[int, ...], ...]:
 
 
 def request(name: str) -> Request:
-    said = {"max_tokens": N_OUTPUT, "ignore_eos": True, **ASKED[name]}
-    sampling = SamplingParams(**said)
+    fields = {"max_tokens": N_OUTPUT, "ignore_eos": True, **ASKED[name]}
+    sampling = SamplingParams(**fields)
     ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else {EOS})
     rules = ConstraintRules(
         vocab_size=MODEL.vocab_size,
@@ -124,80 +124,80 @@ def raw_logits(tokens: list[int]) -> np.ndarray:
 
 def slow(name: str, raw: np.ndarray, output: list[int]) -> np.ndarray:
     """The logits [V] that a token is chosen from, one step after the other."""
-    said = request(name).sampling
+    params = request(name).sampling
     logits = raw.copy()
-    for token, bias in said.logit_bias.items():
+    for token, bias in params.logit_bias.items():
         logits[token] += bias
     for token in {*PROMPT, *output}:
-        factor = said.repetition_penalty
+        factor = params.repetition_penalty
         logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
     for token, count in Counter(output).items():
-        logits[token] -= said.frequency_penalty * count + said.presence_penalty
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty
     banned = set[int]()
-    if len(output) < said.min_tokens:
+    if len(output) < params.min_tokens:
         banned |= {EOS}
     if name == "bad_words":
         known = [*PROMPT, *output]
         banned |= {word[-1] for word in bad_words() if known[len(known) - len(word) + 1 :] == [*word[:-1]]}
-    if said.allowed_token_ids is not None:
-        banned |= set(range(MODEL.vocab_size)) - set(said.allowed_token_ids)
+    if params.allowed_token_ids is not None:
+        banned |= set(range(MODEL.vocab_size)) - set(params.allowed_token_ids)
     logits[list(banned)] = -np.inf
     return logits
 
 
-def slowly_kept(said: SamplingParams, logits: np.ndarray) -> set[int]:
+def kept_by_hand(params: SamplingParams, logits: np.ndarray) -> set[int]:
     """The tokens that may be drawn; a hair more than that, for sums in float32."""
-    p = np.exp((logits - logits.max()) / said.temperature)
+    p = np.exp((logits - logits.max()) / params.temperature)
     order = np.argsort(-p)
-    if said.top_k:
-        p[order[said.top_k :]] = 0
+    if params.top_k:
+        p[order[params.top_k :]] = 0
     p /= p.sum()
-    enough = int(np.searchsorted(np.cumsum(p[order]), min(said.top_p + 1e-4, 1.0))) + 1
+    enough = int(np.searchsorted(np.cumsum(p[order]), min(params.top_p + 1e-4, 1.0))) + 1
     p[order[enough:]] = 0
-    return set(np.flatnonzero((p > 0) & (p >= (said.min_p - 1e-4) * p.max())).tolist())
+    return set(np.flatnonzero((p > 0) & (p >= (params.min_p - 1e-4) * p.max())).tolist())
 
 
 @pytest.mark.parametrize("name", ASKED)
 def test_each_choice_is_that_of_a_slow_computation(name: str) -> None:
-    found = alone(name)
-    raw = raw_logits([*PROMPT, *found.output_ids])
+    result = alone(name)
+    raw = raw_logits([*PROMPT, *result.output_ids])
     n_sure = 0
-    for i, token in enumerate(found.output_ids):
-        logits = slow(name, raw[len(PROMPT) + i - 1], found.output_ids[:i])
-        if found.sampling.temperature > 0:
-            assert token in slowly_kept(found.sampling, logits), i
+    for i, token in enumerate(result.output_ids):
+        logits = slow(name, raw[len(PROMPT) + i - 1], result.output_ids[:i])
+        if result.sampling.temperature > 0:
+            assert token in kept_by_hand(result.sampling, logits), i
             continue
         best, second = np.sort(logits)[:-3:-1]
         if best - second < MARGIN:
             break
         assert token == logits.argmax(), i
         n_sure += 1
-    assert found.sampling.temperature > 0 or n_sure >= min(9, len(found.output_ids))
+    assert result.sampling.temperature > 0 or n_sure >= min(9, len(result.output_ids))
 
 
 def test_no_parameter_is_ignored() -> None:
     plain = alone("nothing").output_ids
-    for name, said in ASKED.items():
-        if said["temperature"] == 0 and name != "nothing":
+    for name, fields in ASKED.items():
+        if fields["temperature"] == 0 and name != "nothing":
             assert alone(name).output_ids != plain, name
-    drawn = [name for name, said in ASKED.items() if said["temperature"] > 0]
+    drawn = [name for name, fields in ASKED.items() if fields["temperature"] > 0]
     assert len({tuple(alone(name).output_ids) for name in drawn}) == len(drawn)
-    found = alone("min_tokens")
-    assert (len(found.output_ids), found.output_ids[-1]) == (10, EOS), "the ninth token and not before"
-    found = alone("stop_token_ids")
-    assert found.output_ids[-1] == 31 and found.finish_reason is FinishReason.STOP
-    assert 31 not in found.output_ids[:-1]
+    result = alone("min_tokens")
+    assert (len(result.output_ids), result.output_ids[-1]) == (10, EOS), "the ninth token and not before"
+    result = alone("stop_token_ids")
+    assert result.output_ids[-1] == 31 and result.finish_reason is FinishReason.STOP
+    assert 31 not in result.output_ids[:-1]
 
 
 def test_logprobs_are_the_models_own() -> None:
-    found = alone("logprobs")
-    exact = log_softmax(raw_logits([*PROMPT, *found.output_ids]), axis=-1)
-    assert found.prompt_logprobs is not None
-    told = [*found.prompt_logprobs, *found.logprobs]
-    assert len(told) == len(PROMPT) + N_OUTPUT - 1
-    for i, one in enumerate(told):
+    result = alone("logprobs")
+    exact = log_softmax(raw_logits([*PROMPT, *result.output_ids]), axis=-1)
+    assert result.prompt_logprobs is not None
+    logprobs = [*result.prompt_logprobs, *result.logprobs]
+    assert len(logprobs) == len(PROMPT) + N_OUTPUT - 1
+    for i, one in enumerate(logprobs):
         n_top = 2 if i < len(PROMPT) - 1 else 4
-        assert one.token_id == [*PROMPT, *found.output_ids][i + 1]
+        assert one.token_id == [*PROMPT, *result.output_ids][i + 1]
         np.testing.assert_allclose(one.logprob, exact[i, one.token_id], atol=1e-4)
         ids, values = zip(*one.top, strict=True)
         np.testing.assert_allclose(values, np.sort(exact[i])[::-1][:n_top], atol=1e-4)
@@ -212,8 +212,8 @@ def test_sixteen_requests_with_a_parameter_each_get_what_they_get_alone(n_stages
         expected = alone(one.request_id)
         assert one.output_ids == expected.output_ids, one.request_id
         assert one.finish_reason is expected.finish_reason
-        found, wanted = ([o.logprob for o in r.logprobs] for r in (one, expected))
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        result, wanted = ([o.logprob for o in r.logprobs] for r in (one, expected))
+        np.testing.assert_allclose(result, wanted, atol=1e-4)
 
 
 def test_a_request_that_runs_again_remembers_what_it_has_said() -> None:

@@ -82,7 +82,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """Every forward pass of a worker, and every reading of tokens by the host."""
-    found = Recorded()
+    result = Recorded()
     forward, choose, fetch = Worker.forward, Worker.choose, DeviceTokens.fetch
     stage, iteration = 0, -1
     iteration_of: dict[int, int] = {}
@@ -93,7 +93,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         if self.stage.part.first:
             stage, iteration = 0, iteration + 1
         stage += 1
-        found.calls.append(("forward", iteration, stage))
+        result.calls.append(("forward", iteration, stage))
         return forward(self, flat, arrived)
 
     def recording_choose(self: Worker, last: Last, message: ControlMessage, *others: Any) -> DeviceTokens:
@@ -103,13 +103,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
         return tokens
 
     def recording_fetch(self: DeviceTokens) -> Any:
-        found.calls.append(("fetch", iteration_of[id(self)], 0))
+        result.calls.append(("fetch", iteration_of[id(self)], 0))
         return fetch(self)
 
     monkeypatch.setattr(Worker, "forward", recording_forward)
     monkeypatch.setattr(Worker, "choose", recording_choose)
     monkeypatch.setattr(DeviceTokens, "fetch", recording_fetch)
-    return found
+    return result
 
 
 def in_flight(iterations: Sequence[IterationRecord], now: float) -> int:

@@ -197,9 +197,9 @@ def test_any_logits_and_any_parameters_give_a_token_and_disturb_no_neighbour(
     at = data.draw(st.integers(0, N_ROWS - 1))
     others = neighbours()
     acts, allows, cut = programs
-    told = choose(arrays([*others[:at], poison, *others[at:]]), acts=acts, allows=allows, cut=cut)
+    choice = choose(arrays([*others[:at], poison, *others[at:]]), acts=acts, allows=allows, cut=cut)
     calm = choose(arrays([*others[:at], others[0], *others[at:]]), acts=acts, allows=allows, cut=cut)
-    adjusted, best, drawn, of_drawn, top_ids, of_top = map(np.asarray, told)
+    adjusted, best, drawn, of_drawn, top_ids, of_top = map(np.asarray, choice)
     if acts:
         assert np.isfinite(adjusted).all()
     for tokens in (best, drawn, top_ids):
@@ -210,7 +210,7 @@ def test_any_logits_and_any_parameters_give_a_token_and_disturb_no_neighbour(
         assert drawn[at] == best[at]
     assert not np.isnan(of_drawn).any() and not np.isnan(of_top).any()
     assert (of_drawn <= 1e-5).all() and (of_top <= 1e-5).all()
-    for mine, theirs in zip(told, calm, strict=True):
+    for mine, theirs in zip(choice, calm, strict=True):
         np.testing.assert_array_equal(np.delete(mine, at, axis=0), np.delete(theirs, at, axis=0))
 
 
@@ -281,10 +281,12 @@ def results_beside(prompt: list[int] | None, asked: SamplingParams) -> list[Gene
             result = poison.result(SOON)
         except OutputFailed:  # as where its grammar allows no token of this model
             return results
-        told = [*(result.logprobs or ()), *(result.prompt_logprobs or ())]
+        logprobs = [*(result.logprobs or ()), *(result.prompt_logprobs or ())]
         assert all(0 <= token_id < VOCAB for token_id in result.token_ids) and result.token_ids
-        assert not any(math.isnan(value) for one in told for value in (one.logprob, *(v for _, v in one.top)))
-        assert all(0 <= token_id < VOCAB for one in told for token_id, _ in one.top)
+        assert not any(
+            math.isnan(value) for one in logprobs for value in (one.logprob, *(v for _, v in one.top))
+        )
+        assert all(0 <= token_id < VOCAB for one in logprobs for token_id, _ in one.top)
         if asked.allowed_token_ids is not None:
             assert set(result.token_ids) <= set(asked.allowed_token_ids)
     return results

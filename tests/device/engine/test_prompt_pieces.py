@@ -117,17 +117,17 @@ def play(
     return requests, policy.n_pieces if isinstance(policy, PiecesPolicy) else 0
 
 
-def assert_same(found: Request, whole: Request) -> None:
-    assert (found.output_ids, found.finish_reason) == (whole.output_ids, whole.finish_reason)
-    assert (found.prompt_logprobs is None) == (whole.prompt_logprobs is None)
-    for ours, theirs in ((found.logprobs, whole.logprobs), (found.prompt_logprobs, whole.prompt_logprobs)):
+def assert_same(result: Request, whole: Request) -> None:
+    assert (result.output_ids, result.finish_reason) == (whole.output_ids, whole.finish_reason)
+    assert (result.prompt_logprobs is None) == (whole.prompt_logprobs is None)
+    for ours, theirs in ((result.logprobs, whole.logprobs), (result.prompt_logprobs, whole.prompt_logprobs)):
         assert_same_logprobs(ours or [], theirs or [])
 
 
-def assert_same_logprobs(found: Sequence[TokenLogprobs], whole: Sequence[TokenLogprobs]) -> None:
-    assert [one.token_id for one in found] == [one.token_id for one in whole]
-    np.testing.assert_allclose([o.logprob for o in found], [o.logprob for o in whole], atol=1e-3)
-    for ours, theirs in zip(found, whole, strict=True):
+def assert_same_logprobs(result: Sequence[TokenLogprobs], whole: Sequence[TokenLogprobs]) -> None:
+    assert [one.token_id for one in result] == [one.token_id for one in whole]
+    np.testing.assert_allclose([o.logprob for o in result], [o.logprob for o in whole], atol=1e-3)
+    for ours, theirs in zip(result, whole, strict=True):
         np.testing.assert_allclose([v for _, v in ours.top], [v for _, v in theirs.top], atol=1e-3)
 
 

@@ -38,7 +38,7 @@ def model(head_size: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    ("device", "head_size", "dtype", "path", "said"),
+    ("device", "head_size", "dtype", "path", "message"),
     [
         pytest.param(CPU, 64, "float32", Native(), "native", marks=needs_native),
         (CPU, 72, "float32", FOLLOW, "real lengths: the native attention is for heads of 16 to 256"),
@@ -57,11 +57,11 @@ def model(head_size: int) -> ModelConfig:
     ],
 )
 def test_the_choice_by_device_and_model(
-    device: SimpleNamespace, head_size: int, dtype: str, path: object, said: str
+    device: SimpleNamespace, head_size: int, dtype: str, path: object, message: str
 ) -> None:
     choice = choose_attention(device, model(head_size), n_heads=4, block_size=16, dtype=dtype)
     assert choice.path == path
-    assert said in choice.description
+    assert message in choice.description
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: obje
 
 
 @pytest.mark.parametrize(
-    ("device", "head_size", "block_size", "forced", "said"),
+    ("device", "head_size", "block_size", "forced", "message"),
     [
         (CPU, 64, 16, "kernel", "cpu is no Hopper GPU"),
         (A100, 64, 16, "kernel", "8.0"),
@@ -97,9 +97,9 @@ def test_it_can_be_forced(device: SimpleNamespace, forced: Attention, path: obje
     ],
 )
 def test_what_cannot_run_is_refused(
-    device: SimpleNamespace, head_size: int, block_size: int, forced: Attention, said: str
+    device: SimpleNamespace, head_size: int, block_size: int, forced: Attention, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"attention is '{forced}'.*{said}"):
+    with pytest.raises(ConfigError, match=f"attention is '{forced}'.*{message}"):
         choose_attention(
             device, model(head_size), n_heads=4, block_size=block_size, dtype="bfloat16", forced=forced
         )
@@ -149,7 +149,7 @@ def test_the_engine_has_the_same_tokens_with_the_kernel_interpreted() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["interpreted"] == found["static"]
-    assert [len(found["static"][str(i)]) for i in range(len(LENGTHS))] == [n for _, n in LENGTHS]
-    assert len({token for ids in found["static"].values() for token in ids}) > 3  # not one token over again
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["interpreted"] == result["static"]
+    assert [len(result["static"][str(i)]) for i in range(len(LENGTHS))] == [n for _, n in LENGTHS]
+    assert len({token for ids in result["static"].values() for token in ids}) > 3  # not one token over again

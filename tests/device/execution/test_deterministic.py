@@ -97,12 +97,12 @@ def test_no_bit_depends_on_what_else_runs(
 def test_without_it_bits_do_depend_on_it() -> None:
     """Else this file could not tell the difference."""
     plain = engine(1, deterministic=False)
-    found = set[str]()
+    result = set[str]()
     for n in (1, 2, 10):
         requests = [request(1, str(i)) for i in range(n)]
         plain.run(requests, list(range(n)))
-        found |= {repr(one.logprobs) for one in requests}
-    assert len(found) > 1
+        result |= {repr(one.logprobs) for one in requests}
+    assert len(result) > 1
 
 
 @pytest.mark.parametrize("n_stages", [1, 2])

@@ -42,10 +42,10 @@ def array(length: int) -> jax.Array:
 def test_what_is_compiled_in_parallel_is_what_is_called(counter: CompileCounter) -> None:
     program = powers()
     forms = [(length, n) for length in range(1, 9) for n in range(1, 5)]
-    told: list[tuple[int, int, str]] = []
+    calls: list[tuple[int, int, str]] = []
     compile_all(
         [ToCompile(f"{length}**{n}", partial(program.compile, like(length), n=n)) for length, n in forms],
-        lambda *progress: told.append(progress),
+        lambda *progress: calls.append(progress),
     )
     assert counter.counts().programs == len(forms)
     arrays = {length: array(length) for length, _ in forms}
@@ -53,9 +53,9 @@ def test_what_is_compiled_in_parallel_is_what_is_called(counter: CompileCounter)
     for length, n in forms:
         np.testing.assert_array_equal(program(arrays[length], n=n), np.arange(length, dtype=np.float32) ** n)
     assert counter.counts().programs == before, "nothing was compiled at a call"
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
-    assert told[-1][:2] == (len(forms), len(forms)) and {total for _, total, _ in told} == {len(forms)}
-    assert {name for _, _, name in told} == {f"{length}**{n}" for length, n in forms}
+    assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
+    assert calls[-1][:2] == (len(forms), len(forms)) and {total for _, total, _ in calls} == {len(forms)}
+    assert {name for _, _, name in calls} == {f"{length}**{n}" for length, n in forms}
 
 
 def test_a_form_that_was_left_out_is_compiled_at_its_call(counter: CompileCounter) -> None:

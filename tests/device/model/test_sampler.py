@@ -17,7 +17,7 @@ N_DRAWS = 20_000
 N_TOGETHER = 2000  # rows of one call
 plain = jax.jit(lambda *rows: sample(*rows, cut=False))
 full = jax.jit(lambda *rows: sample(*rows, cut=True))
-told = jax.jit(logprobs, static_argnums=2)
+compiled_logprobs = jax.jit(logprobs, static_argnums=2)
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def check_logprobs(logits: np.ndarray, n_top: int) -> None:
     order = np.argsort(-logits, axis=1, kind="stable")[:, :n_top]
     tokens = np.random.default_rng(vocab).integers(0, vocab, n).astype(np.int32)
     tokens[0] = vocab - 1
-    chosen, ids, top = map(np.asarray, told(logits, tokens, n_top))
+    chosen, ids, top = map(np.asarray, compiled_logprobs(logits, tokens, n_top))
     assert ids.shape == top.shape == (n, n_top) and ids.dtype == np.int32 and top.dtype == np.float32
     np.testing.assert_allclose(chosen, expected[np.arange(n), tokens], rtol=2e-6, atol=2e-6)
     there = min(n_top, vocab)

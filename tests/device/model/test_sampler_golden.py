@@ -89,21 +89,21 @@ def run(rows: Sequence[GoldenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def differences(rows: Sequence[GoldenRow], golden: Sequence[GoldenRow]) -> list[tuple[int, str]]:
     """Where what our functions make of `rows`, together, is not what Hugging Face makes of `golden`."""
-    found: list[tuple[int, str]] = []
+    result: list[tuple[int, str]] = []
     for i, (row, adjusted, allowed, kept) in enumerate(zip(golden, *run(rows), strict=True)):
         left = np.isfinite(row.final)
         scaled = allowed / np.float32(rows[i].temperature)
         if not np.allclose(adjusted, row.adjusted, rtol=1e-5, atol=1e-6):
-            found.append((i, "adjusted"))
+            result.append((i, "adjusted"))
         if not np.array_equal(np.isfinite(allowed), row.allowed):
-            found.append((i, "allowed"))
+            result.append((i, "allowed"))
         # A bias of 100 can leave less than a float32 of weight (e to the -87) for all the other tokens.
         weighty = scaled > scaled.max() - FAINT
         if not np.array_equal(kept > 0, left & weighty):
-            found.append((i, "kept"))
+            result.append((i, "kept"))
         if not np.allclose(scaled[left], row.final[left], rtol=1e-5, atol=1e-6):
-            found.append((i, "final"))
-    return found
+            result.append((i, "final"))
+    return result
 
 
 def alone(processor: str, vocab: int) -> list[GoldenRow]:
@@ -131,12 +131,12 @@ def test_the_comparison_finds_a_processor_that_is_left_out(processor: str) -> No
     for vocab in VOCABULARIES:
         rows = load_golden_rows(vocab)
         without = [replace(row, **{processor: NEUTRAL[processor]}) for row in rows]
-        found = {i for i, _ in differences(without, rows)}
+        result = {i for i, _ in differences(without, rows)}
         asking = {i for i, row in enumerate(rows) if processor in row.processors}
-        assert found <= asking
-        assert len(found) > 0.3 * len(asking), (vocab, processor)
-        assert any(rows[i].processors == (processor,) for i in found)
-        assert any(len(rows[i].processors) > 1 for i in found)
+        assert result <= asking
+        assert len(result) > 0.3 * len(asking), (vocab, processor)
+        assert any(rows[i].processors == (processor,) for i in result)
+        assert any(len(rows[i].processors) > 1 for i in result)
 
 
 def test_the_words_of_the_file_end_prompts_and_outputs_in_every_way() -> None:

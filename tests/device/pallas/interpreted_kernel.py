@@ -139,8 +139,8 @@ class Compared:
         error = np.abs(got - want)[:end] / (1 + np.abs(want[:end]))
         if error.size:
             token, head, column = np.unravel_index(error.argmax(), error.shape)
-            found = f"{error.max():.2g} at token {token}, head {head}, column {column}"
-            assert error.max() < TOLERANCE[sizes.dtype], f"the error is {found}"
+            result = f"{error.max():.2g} at token {token}, head {head}, column {column}"
+            assert error.max() < TOLERANCE[sizes.dtype], f"the error is {result}"
             self.worst = max(self.worst, float(error.max()))
         self.n_batches += 1
 

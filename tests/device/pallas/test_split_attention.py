@@ -76,9 +76,9 @@ def test_the_kernel_interpreted_is_the_reference(name: str) -> None:
     )
     again = f"again: PJRT_NPROC=16 JAX_PLATFORMS=cpu python {shlex.join(command[1:])}"
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{again}"
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["batches"] > 1
-    if told["n_cores"] > 2:  # some rows were cut for them
-        assert told["rows_merged"] > 0
-    if told["n_cores"] == 5:
-        assert told["tiles_merged"] > 0
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert record["batches"] > 1
+    if record["n_cores"] > 2:  # some rows were cut for them
+        assert record["rows_merged"] > 0
+    if record["n_cores"] == 5:
+        assert record["tiles_merged"] > 0

@@ -88,13 +88,13 @@ def test_every_query_sees_every_key_once_and_what_was_cut_is_merged(
             across = [head] if tile else range(head * plan.group, (head + 1) * plan.group)
             computed[token : token + n, across] += 1
     assert not parts, "parts that nobody merges"
-    for (tile, token, _), found in ranges.items():
-        found.sort()
+    for (tile, token, _), actual in ranges.items():
+        actual.sort()
         row = int(np.searchsorted(row_start, token, side="right")) - 1
         last = 0 if token >= row_start[-1] else int(kv_length[row])
         if tile and last:
             last += token + queries[tile, token, 0] - int(row_start[row + 1])
-        assert [0, *(end for _, end in found)] == [*(begin for begin, _ in found), last]
+        assert [0, *(end for _, end in actual)] == [*(begin for begin, _ in actual), last]
     assert (computed == 1).all()
 
 

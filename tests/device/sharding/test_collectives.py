@@ -71,7 +71,7 @@ CASES += [("pre-norm", 2, "only", 64), (OTHER, 2, "only", 8)]
 @pytest.mark.parametrize(("name", "tensor", "where", "bucket"), CASES)
 def test_a_layer_has_two_sums_and_nothing_else(name: str, tensor: int, where: str, bucket: int) -> None:
     one, two = (
-        Counter(found.kind for found in of_stage(name, where, n_layers, tensor, bucket))
+        Counter(result.kind for result in of_stage(name, where, n_layers, tensor, bucket))
         for n_layers in (1, 2)
     )
     assert two - one == {"all-reduce": 2}
@@ -86,9 +86,9 @@ def test_one_device_has_nobody_to_tell(where: str) -> None:
 
 def test_a_sum_is_of_the_hidden_array_and_no_more() -> None:
     bucket = 8
-    sums = [found for found in of_stage("pre-norm", "middle", 1, 4, bucket) if found.kind == "all-reduce"]
+    sums = [result for result in of_stage("pre-norm", "middle", 1, 4, bucket) if result.kind == "all-reduce"]
     # The CPU sums in float32 what is bfloat16; a GPU does not.
-    assert {found.n_bytes // (bucket * MODEL.hidden_size) for found in sums} <= {2, 4}
+    assert {result.n_bytes // (bucket * MODEL.hidden_size) for result in sums} <= {2, 4}
 
 
 def test_the_choice_of_a_token_needs_no_collective() -> None:

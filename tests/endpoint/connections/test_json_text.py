@@ -123,8 +123,8 @@ TOO_MUCH = {
 }
 
 
-@pytest.mark.parametrize("data, status, said", TOO_MUCH.values(), ids=TOO_MUCH)
-def test_bodies_that_would_hold_the_gil_are_rejected(data: bytes, status: int, said: str) -> None:
-    with pytest.raises(HTTPException, match=said) as caught:
+@pytest.mark.parametrize("data, status, message", TOO_MUCH.values(), ids=TOO_MUCH)
+def test_bodies_that_would_hold_the_gil_are_rejected(data: bytes, status: int, message: str) -> None:
+    with pytest.raises(HTTPException, match=message) as caught:
         parse(data)
     assert caught.value.status_code == status

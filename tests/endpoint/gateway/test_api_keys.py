@@ -51,8 +51,8 @@ def test_without_keys_everyone_is_admitted(environ: dict[str, str]) -> None:
     assert not keys and not keys.required
     for authorization in (None, "", "Bearer x", "Basic eDp5"):
         keys.check(authorization)
-    told = ("ORCA_API_KEYS is empty and counts as not set",)
-    assert keys.notes == (told if environ else ())
+    notes = ("ORCA_API_KEYS is empty and counts as not set",)
+    assert keys.notes == (notes if environ else ())
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,9 @@ def test_the_chat_template_makes_the_prompt(
 
 def test_a_reply_can_be_sent_back_as_a_message(client: OpenAI, prompts: Prompts) -> None:
     first = ask(client, [USER], seed=0)
-    said = first.choices[0].message
-    ask(client, [USER, said.model_dump(), USER])
-    assert prompts.last == f"<user>Hi<assistant>{said.content}<user>Hi<assistant>"
+    reply = first.choices[0].message
+    ask(client, [USER, reply.model_dump(), USER])
+    assert prompts.last == f"<user>Hi<assistant>{reply.content}<user>Hi<assistant>"
 
 
 def test_only_the_template_adds_special_tokens() -> None:

@@ -75,19 +75,19 @@ def events(text: str) -> list[Any]:
 
 def test_a_completions_logprobs(client: OpenAI) -> None:
     (choice,) = complete(client, logprobs=2).choices
-    told = choice.logprobs
+    logprobs = choice.logprobs
     assert choice.text == "abc"
-    assert told.tokens == ["a", "b", "c"]
-    assert told.text_offset == [0, 1, 2]
-    assert told.token_logprobs == pytest.approx([HALF] * 3)
-    assert [list(top) for top in told.top_logprobs] == [["a", "b"], ["b", "c"], ["c", "d"]]
-    assert all(list(top.values()) == pytest.approx([HALF, QUARTER]) for top in told.top_logprobs)
+    assert logprobs.tokens == ["a", "b", "c"]
+    assert logprobs.text_offset == [0, 1, 2]
+    assert logprobs.token_logprobs == pytest.approx([HALF] * 3)
+    assert [list(top) for top in logprobs.top_logprobs] == [["a", "b"], ["b", "c"], ["c", "d"]]
+    assert all(list(top.values()) == pytest.approx([HALF, QUARTER]) for top in logprobs.top_logprobs)
 
 
 def test_logprobs_0_returns_the_token_itself(client: OpenAI) -> None:
-    told = complete(client, logprobs=0).choices[0].logprobs
-    assert told.token_logprobs == pytest.approx([HALF] * 3)
-    assert told.top_logprobs == [
+    logprobs = complete(client, logprobs=0).choices[0].logprobs
+    assert logprobs.token_logprobs == pytest.approx([HALF] * 3)
+    assert logprobs.top_logprobs == [
         {"a": pytest.approx(HALF)},
         {"b": pytest.approx(HALF)},
         {"c": pytest.approx(HALF)},
@@ -101,8 +101,8 @@ def test_a_less_likely_token_comes_after_the_most_likely_ones(
         return TokenLogprobs(token_id, -9.0, tuple((ord("x") + i, -1.0 - i) for i in range(n_top)))
 
     monkeypatch.setattr(simulated_engine, "simulated_logprobs", unlikely)
-    told = complete(client, logprobs=2, max_tokens=1).choices[0].logprobs
-    assert list(told.top_logprobs[0].items()) == [("x", -1.0), ("y", -2.0), ("a", -9.0)]
+    logprobs = complete(client, logprobs=2, max_tokens=1).choices[0].logprobs
+    assert list(logprobs.top_logprobs[0].items()) == [("x", -1.0), ("y", -2.0), ("a", -9.0)]
     chat = client.chat.completions.create(
         model="test", messages=[USER], max_tokens=1, logprobs=True, top_logprobs=2
     )
@@ -117,9 +117,9 @@ def test_a_logprob_of_minus_infinity_becomes_a_number(
         return TokenLogprobs(token_id, -math.inf, ((token_id + 1, -math.inf),) * n_top)
 
     monkeypatch.setattr(simulated_engine, "simulated_logprobs", nothing)
-    told = complete(client, logprobs=1, max_tokens=1, echo=True).choices[0].logprobs
-    assert told.token_logprobs == [None, -9999.0]
-    assert told.top_logprobs == [None, {"b": -9999.0, "a": -9999.0}]
+    logprobs = complete(client, logprobs=1, max_tokens=1, echo=True).choices[0].logprobs
+    assert logprobs.token_logprobs == [None, -9999.0]
+    assert logprobs.top_logprobs == [None, {"b": -9999.0, "a": -9999.0}]
     for stream in complete(client, logprobs=1, max_tokens=1, stream=True):
         assert stream.choices[0].logprobs.token_logprobs == [-9999.0]
     answer = client.chat.completions.create(model="test", messages=[USER], max_tokens=1, logprobs=True)
@@ -238,8 +238,8 @@ def test_a_stream_has_the_logprobs_of_a_complete_response(
             or chunk["finish_reason"] == "length"
         )
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        told = [value for chunk in chunks if chunk["logprobs"] for value in chunk["logprobs"][name]]
-        assert told == whole["logprobs"][name]
+        logprobs = [value for chunk in chunks if chunk["logprobs"] for value in chunk["logprobs"][name]]
+        assert logprobs == whole["logprobs"][name]
     chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
     scripts.tokens[ord("<")] = tokens
     chat |= {name: body[name] for name in ("max_tokens", "stop", "ignore_eos")}
@@ -249,9 +249,9 @@ def test_a_stream_has_the_logprobs_of_a_complete_response(
         for event in events(http.post("/v1/chat/completions", json={**chat, "stream": True}).text)
     ]
     del scripts.tokens[ord("<")]
-    told = [each for chunk in streamed if chunk["logprobs"] for each in chunk["logprobs"]["content"]]
-    assert told == answer["logprobs"]["content"]
-    shown = bytes(itertools.chain.from_iterable(each["bytes"] or [] for each in told))
+    logprobs = [each for chunk in streamed if chunk["logprobs"] for each in chunk["logprobs"]["content"]]
+    assert logprobs == answer["logprobs"]["content"]
+    shown = bytes(itertools.chain.from_iterable(each["bytes"] or [] for each in logprobs))
     assert shown.decode("utf-8", "replace").startswith(answer["message"]["content"])
 
 
@@ -262,12 +262,12 @@ def test_chat_logprobs(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="test", messages=[USER], max_tokens=2, logprobs=True, top_logprobs=2
     )
-    told = answer.choices[0].logprobs
+    logprobs = answer.choices[0].logprobs
     assert answer.choices[0].message.content == "ab"
-    assert told and told.content and told.refusal is None
-    assert [(one.token, one.bytes) for one in told.content] == [("a", [97]), ("b", [98])]
-    assert [one.logprob for one in told.content] == pytest.approx([HALF] * 2)
-    (first, second), _ = (one.top_logprobs for one in told.content)
+    assert logprobs and logprobs.content and logprobs.refusal is None
+    assert [(one.token, one.bytes) for one in logprobs.content] == [("a", [97]), ("b", [98])]
+    assert [one.logprob for one in logprobs.content] == pytest.approx([HALF] * 2)
+    (first, second), _ = (one.top_logprobs for one in logprobs.content)
     assert [(one.token, one.bytes) for one in (first, second)] == [("a", [97]), ("b", [98])]
     assert [first.logprob, second.logprob] == pytest.approx([HALF, QUARTER])
 
@@ -277,9 +277,9 @@ def test_chat_logprobs_without_top_logprobs(client: OpenAI, scripts: Scripts) ->
     answer = client.chat.completions.create(
         model="test", messages=[USER], max_tokens=4, logprobs=True, extra_body={"ignore_eos": True}
     )
-    told = answer.choices[0].logprobs
-    assert told and told.content
-    assert [(one.token, one.bytes, one.top_logprobs) for one in told.content] == [
+    logprobs = answer.choices[0].logprobs
+    assert logprobs and logprobs.content
+    assert [(one.token, one.bytes, one.top_logprobs) for one in logprobs.content] == [
         (r"bytes:\xc3", [0xC3], []),
         (r"bytes:\xa9", [0xA9], []),
         (f"token_id:{END}", None, []),
@@ -299,10 +299,12 @@ def test_openais_stream_accumulator_accepts_logprobs() -> None:
             model="test", messages=[USER], max_tokens=9, logprobs=True, top_logprobs=1
         ) as stream,
     ):
-        told = stream.get_final_completion().choices[0].logprobs  # with several choices it takes some twice
-    assert told and told.content
-    assert [one.token for one in told.content] == [*"abcd"]
-    assert [one.top_logprobs[0].token for one in told.content] == [*"abcd"]
+        logprobs = (
+            stream.get_final_completion().choices[0].logprobs
+        )  # with several choices it takes some twice
+    assert logprobs and logprobs.content
+    assert [one.token for one in logprobs.content] == [*"abcd"]
+    assert [one.top_logprobs[0].token for one in logprobs.content] == [*"abcd"]
 
 
 # Echo
@@ -324,30 +326,30 @@ def test_echo_returns_the_prompt_before_every_choice(
     answer = complete(client, prompt, echo=True, n=n)
     assert [choice.text for choice in answer.choices] == [text + "abc" for text in texts for _ in range(n)]
     assert answer.usage.completion_tokens == 3 * n * len(texts)
-    said = [""] * len(answer.choices)
+    texts = [""] * len(answer.choices)
     first = dict[int, str]()
     for chunk in complete(client, prompt, echo=True, n=n, stream=True):
         (choice,) = chunk.choices
         first.setdefault(choice.index, choice.text)
-        said[choice.index] += choice.text
-    assert said == [choice.text for choice in answer.choices]
+        texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in answer.choices]
     assert all(first[i].startswith(text) for i, text in enumerate(t for t in texts for _ in range(n)))
 
 
 def test_echo_logprobs_begin_with_the_prompts(client: OpenAI) -> None:
     (choice,) = complete(client, "é?", echo=True, logprobs=1, max_tokens=2).choices
     assert choice.text == "é?ab"
-    told = choice.logprobs
-    assert told.tokens == [r"bytes:\xc3", r"bytes:\xa9", "?", "a", "b"]
-    assert told.text_offset == [0, 0, 1, 2, 3]
-    assert told.token_logprobs == [None, *[pytest.approx(HALF)] * 4]
-    assert told.top_logprobs[0] is None
-    assert [list(top) for top in told.top_logprobs[1:]] == [[r"bytes:\xa9"], ["?"], ["a"], ["b"]]
+    logprobs = choice.logprobs
+    assert logprobs.tokens == [r"bytes:\xc3", r"bytes:\xa9", "?", "a", "b"]
+    assert logprobs.text_offset == [0, 0, 1, 2, 3]
+    assert logprobs.token_logprobs == [None, *[pytest.approx(HALF)] * 4]
+    assert logprobs.top_logprobs[0] is None
+    assert [list(top) for top in logprobs.top_logprobs[1:]] == [[r"bytes:\xa9"], ["?"], ["a"], ["b"]]
 
 
 def test_a_prompt_of_one_token_has_no_logprob(client: OpenAI) -> None:
-    told = complete(client, "x", echo=True, logprobs=1, max_tokens=1).choices[0].logprobs
-    assert (told.tokens, told.token_logprobs) == (["x", "a"], [None, pytest.approx(HALF)])
+    logprobs = complete(client, "x", echo=True, logprobs=1, max_tokens=1).choices[0].logprobs
+    assert (logprobs.tokens, logprobs.token_logprobs) == (["x", "a"], [None, pytest.approx(HALF)])
 
 
 def test_the_prompt_does_not_wait_for_output_text() -> None:
@@ -423,8 +425,8 @@ def test_without_a_tokenizer_tokens_are_numbers() -> None:
         assert choice.logprobs.text_offset == [0] * 5
         assert list(choice.logprobs.top_logprobs[1]) == ["token_id:6"]
         chunks = [chunk.choices[0] for chunk in complete(client, [5, 6], stream=True, **body)]
-        told = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.tokens]
-        assert told == choice.logprobs.tokens
+        logprobs = [token for chunk in chunks if chunk.logprobs for token in chunk.logprobs.tokens]
+        assert logprobs == choice.logprobs.tokens
 
 
 def test_special_tokens_have_names_and_no_bytes() -> None:

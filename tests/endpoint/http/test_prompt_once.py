@@ -58,14 +58,14 @@ def test_it_is_computed_once_and_returned_with_every_choice(client: httpx2.Clien
 
 
 def test_in_a_stream_every_choice_begins_with_it(client: httpx2.Client, seen: Seen) -> None:
-    told: dict[int, list[str]] = {i: [] for i in range(2 * N)}
+    texts: dict[int, list[str]] = {i: [] for i in range(2 * N)}
     lines = client.post("/v1/completions", json={**BODY, "stream": True}).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
     for (choice,) in (chunk["choices"] for chunk in chunks):
         if choice["logprobs"] is not None:
-            told[choice["index"]] += choice["logprobs"]["tokens"]
+            texts[choice["index"]] += choice["logprobs"]["tokens"]
     assert asked_for(seen, chunks[0]["id"]) == [2, *[None] * (N - 1)] * 2
-    assert told == {i: list(f"{PROMPTS[i // N]}abc") for i in range(2 * N)}
+    assert texts == {i: list(f"{PROMPTS[i // N]}abc") for i in range(2 * N)}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -209,7 +209,7 @@ def test_every_sampling_parameter_is_tried_outside_its_range() -> None:
 def test_a_value_out_of_range_is_rejected_with_its_name_and_range(
     client: httpx2.Client, path: str, name: str
 ) -> None:
-    values, said = OUTSIDE[name]
+    values, message = OUTSIDE[name]
     more: dict[str, Any] = {"max_tokens": None} if name == "max_completion_tokens" else {}
     if (name, path) == ("logprobs", CHAT):
         name, more = "top_logprobs", {"logprobs": True}
@@ -218,7 +218,7 @@ def test_a_value_out_of_range_is_rejected_with_its_name_and_range(
         assert response.status_code == 400, f"{value!r:.50}"
         error = error_of(response)
         assert error["param"] == name
-        assert name in error["message"] and re.search(said, error["message"]), error["message"]
+        assert name in error["message"] and re.search(message, error["message"]), error["message"]
 
 
 CHOICE = {"guided_choice": ["a"]}
@@ -227,7 +227,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
-    "fields, param, said",
+    "fields, param, message",
     [
         ({**CHOICE, "guided_regex": "a"}, "guided_choice", "guided_regex and guided_choice are both given"),
         ({**CHOICE, "guided_json": {}}, "guided_choice", "one grammar"),
@@ -250,12 +250,12 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
     ],
 )
 def test_contradicting_fields_are_rejected(
-    client: httpx2.Client, path: str, fields: dict[str, Any], param: str, said: str
+    client: httpx2.Client, path: str, fields: dict[str, Any], param: str, message: str
 ) -> None:
     response = ask(client, path, **fields)
     assert response.status_code == 400
     error = error_of(response)
-    assert error["param"] == param and said in error["message"], error["message"]
+    assert error["param"] == param and message in error["message"], error["message"]
 
 
 def test_response_format_text_is_compatible_with_a_grammar(client: httpx2.Client) -> None:

@@ -96,8 +96,8 @@ def test_many_scrapes_at_once(server: Server) -> None:
         return {family.name for family in text_string_to_metric_families(text)}
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(scrape, range(32)))
-    assert "orca_asyncio_tasks" in found[0] and found == [found[0]] * 32
+        result = list(pool.map(scrape, range(32)))
+    assert "orca_asyncio_tasks" in result[0] and result == [result[0]] * 32
 
 
 def test_the_models(server: Server, client: httpx2.Client) -> None:

@@ -81,13 +81,13 @@ def test_usage_in_each_chunk(options: dict[str, bool] | None, usages: list[Any])
 
 def test_each_chat_choice_begins_once_and_has_its_own_seed() -> None:
     asked: Any = {"model": "test", "messages": HI, "n": 3, "seed": 4, "max_tokens": 20}
-    said = {0: "", 1: "", 2: ""}
+    texts = {0: "", 1: "", 2: ""}
     roles = list[int]()
     with serving(by_seed, seconds=0.002) as server, client_of(server) as client:
         for chunk in client.chat.completions.create(**asked, stream=True):
             (choice,) = chunk.choices
-            said[choice.index] += choice.delta.content or ""
+            texts[choice.index] += choice.delta.content or ""
             if choice.delta.role:
                 roles.append(choice.index)
-    assert said == {i: letters_by_seed(b"<user>Hi<assistant>", 4 + i, 20) for i in range(3)}
+    assert texts == {i: letters_by_seed(b"<user>Hi<assistant>", 4 + i, 20) for i in range(3)}
     assert sorted(roles) == [0, 1, 2]

@@ -197,9 +197,9 @@ def test_characters_are_never_split(text: str) -> None:
 def cut(text: str, stops: list[str]) -> str:
     """The text before the stop string that completes first; of several, the longest."""
     for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            return text[: end - len(max(found, key=len))]
+        result = [stop for stop in stops if text[:end].endswith(stop)]
+        if result:
+            return text[: end - len(max(result, key=len))]
     return text
 
 

@@ -102,8 +102,8 @@ def test_probes_are_logged_only_when_they_fail(lines: list[str]) -> None:
         client.get("/ready")
         client.get("/version")
         until(lambda: len(lines) == 2, "the line of /version")
-    said = [json.loads(line) for line in lines]
-    assert [(each["path"], each["status"]) for each in said] == [("/ready", 503), ("/version", 200)]
+    records = [json.loads(line) for line in lines]
+    assert [(each["path"], each["status"]) for each in records] == [("/ready", 503), ("/version", 200)]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -132,16 +132,16 @@ def of_engine(samples: Scrape, name: str, **labels: str) -> float:
 
 def histogram(samples: Scrape, name: str) -> dict[float, float]:
     """Cumulative counts by upper bound, after checking the invariants of every histogram."""
-    found: dict[float, float] = {}
+    result: dict[float, float] = {}
     for (sample, labels), value in samples.items():
         if sample == f"orca_{name}_bucket":
             assert dict(labels)["model_name"] == "test"
-            found[float(dict(labels)["le"])] = value
-    bounds = sorted(found)
-    assert [found[bound] for bound in bounds] == sorted(found.values()), f"{name} does not grow"
+            result[float(dict(labels)["le"])] = value
+    bounds = sorted(result)
+    assert [result[bound] for bound in bounds] == sorted(result.values()), f"{name} does not grow"
     assert bounds[-1] == math.inf
-    assert found[math.inf] == of_engine(samples, f"{name}_count")
-    return found
+    assert result[math.inf] == of_engine(samples, f"{name}_count")
+    return result
 
 
 def totals(samples: Scrape, name: str) -> tuple[float, float]:
@@ -430,8 +430,8 @@ def test_worker_metrics_depend_on_the_engines_workers() -> None:
         (RemoteStandIn(), ENGINE | RECOVERABLE | REMOTE),
     ):
         _, metrics = observed(engine)
-        found = {name for name in families(metrics) if name.startswith("orca_")}
-        assert found - SERVER.keys() - {"orca_asyncio_tasks"} == expected.keys()
+        result = {name for name in families(metrics) if name.startswith("orca_")}
+        assert result - SERVER.keys() - {"orca_asyncio_tasks"} == expected.keys()
     _, metrics = observed(RemoteStandIn())
     assert (ENGINE | RECOVERABLE | REMOTE).items() <= families(metrics).items()
 
@@ -443,12 +443,12 @@ def test_the_names_and_types_of_all_metrics() -> None:
     service, metrics = observed(simulated())
     metrics.http_request("/health", "GET", 200)
     metrics.grpc_request("Generate", "OK")
-    found = families(metrics)
-    ours = {name: kind for name, kind in found.items() if name.startswith("orca_")}
+    result = families(metrics)
+    ours = {name: kind for name, kind in result.items() if name.startswith("orca_")}
     created = {"orca_http_requests_created": "gauge", "orca_grpc_requests_created": "gauge"}
     assert ours == ENGINE | SERVER | created
-    assert found["process_resident_memory_bytes"] == "gauge"
-    assert "python_info" in found and "python_gc_collections" in found
+    assert result["process_resident_memory_bytes"] == "gauge"
+    assert "python_info" in result and "python_gc_collections" in result
     text = metrics.render().decode()
     for line in text.splitlines():
         name = line.split("{")[0].split(" ")[0]
@@ -459,9 +459,9 @@ def test_the_names_and_types_of_all_metrics() -> None:
 
 def test_before_the_model_is_loaded_there_are_only_server_metrics() -> None:
     _, metrics = asyncio.run(_metrics())
-    found = families(metrics)
-    assert SERVER.keys() <= found.keys()
-    assert not ENGINE.keys() & found.keys()
+    result = families(metrics)
+    assert SERVER.keys() <= result.keys()
+    assert not ENGINE.keys() & result.keys()
 
 
 def test_the_content_type_is_that_of_the_text_format() -> None:
@@ -523,9 +523,9 @@ def test_the_phases_of_a_server_and_its_version(gated: GatedEngine) -> None:
         seen.append(phases(metrics))
         return seen
 
-    found = asyncio.run(live())
+    result = asyncio.run(live())
     names = ("loading", "ready", "failed", "recovering", "draining")
-    assert found == [{name: float(name == current) for name in names} for current in names]
+    assert result == [{name: float(name == current) for name in names} for current in names]
 
 
 def test_tasks_on_the_event_loop_are_counted() -> None:

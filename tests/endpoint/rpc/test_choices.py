@@ -25,10 +25,10 @@ def seeded(request: Request, index: int) -> int:
 
 
 def by_index(messages: list[pb.GenerateResponse]) -> dict[int, list[pb.GenerateResponse]]:
-    found: dict[int, list[pb.GenerateResponse]] = {}
+    result: dict[int, list[pb.GenerateResponse]] = {}
     for message in messages:
-        found.setdefault(message.index, []).append(message)
-    return found
+        result.setdefault(message.index, []).append(message)
+    return result
 
 
 def tokens(messages: list[pb.GenerateResponse]) -> list[int]:

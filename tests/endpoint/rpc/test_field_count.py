@@ -87,9 +87,12 @@ def test_too_many_fields_are_rejected_unparsed(data: bytes, monkeypatch: pytest.
 def test_packed_numbers_are_one_field() -> None:
     with serving() as server, grpc.insecure_channel(server.grpc_address) as channel:
         call = channel.unary_stream(GENERATE)
-        for ids, said in (([5] * 200_000, "200000 tokens"), ([5] * 1_000_001, "1000001 token ids; 1000000")):
+        for ids, message in (
+            ([5] * 200_000, "200000 tokens"),
+            ([5] * 1_000_001, "1000001 token ids; 1000000"),
+        ):
             data = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)).SerializeToString()
             with pytest.raises(grpc.RpcError) as caught:
                 list(call(data, timeout=30))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert said in (caught.value.details() or "")
+            assert message in (caught.value.details() or "")

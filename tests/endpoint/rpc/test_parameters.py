@@ -232,7 +232,7 @@ def test_too_many_grammars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # Log-probabilities
 
 
-def told(messages: Any) -> list[TokenLogprobs]:
+def logprobs_of(messages: Any) -> list[TokenLogprobs]:
     return [
         TokenLogprobs(one.token_id, one.logprob, tuple((top.token_id, top.logprob) for top in one.top))
         for one in messages
@@ -253,7 +253,7 @@ def expected(token_ids: list[int], n_top: int) -> list[TokenLogprobs]:
 
 
 def output_logprobs(got: Answer) -> list[TokenLogprobs]:
-    return told(one for message in got.messages for one in message.logprobs)
+    return logprobs_of(one for message in got.messages for one in message.logprobs)
 
 
 @pytest.mark.parametrize("n_top", [0, 1, 20])
@@ -277,7 +277,7 @@ def test_prompt_logprobs_are_sent_once_and_first() -> None:
     with serving(counting, seconds=0.002) as server, client(server) as stub:
         got = answer(stub, asking("ABCD", max_tokens=20, prompt_logprobs=3))
     assert len(got.messages) > 1
-    assert told(got.messages[0].prompt_logprobs) == expected([*b"BCD"], 3)
+    assert logprobs_of(got.messages[0].prompt_logprobs) == expected([*b"BCD"], 3)
     assert not any(message.prompt_logprobs for message in got.messages[1:])
     assert output_logprobs(got) == []
 

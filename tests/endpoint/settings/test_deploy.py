@@ -25,9 +25,9 @@ SECRET = "0123456789abcdef"
 
 def objects() -> dict[tuple[str, str], Any]:
     """Every object of the manifests, by kind and name."""
-    found = [one for path in MANIFESTS for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
-    by_name = {(one["kind"], one["metadata"]["name"]): one for one in found}
-    assert len(by_name) == len(found), "two objects of the same name"
+    result = [one for path in MANIFESTS for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
+    by_name = {(one["kind"], one["metadata"]["name"]): one for one in result}
+    assert len(by_name) == len(result), "two objects of the same name"
     return by_name
 
 
@@ -40,8 +40,8 @@ WORKER_POD, SERVER_POD = (one["spec"]["template"]["spec"] for one in (WORKERS, S
 def as_kubelet(text: str, variables: Mapping[str, str]) -> str:
     """A container's argument after Kubernetes's own substitution, before any shell sees it."""
 
-    def value(found: re.Match[str]) -> str:
-        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+    def value(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
 
     return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
 
@@ -224,8 +224,8 @@ def test_the_documented_commands_are_valid() -> None:
 def test_the_documented_deadlines_are_the_servers() -> None:
     rows = re.findall(r"^\| `--([a-z-]+)` \| ([0-9.]+) \|", WORKERS_MD, re.MULTILINE)
     defaults = serve_settings(cli.parser().parse_args(["serve"]), {})
-    said = {name.replace("-", "_"): float(value) for name, value in rows}
-    assert len(said) == 7
-    for name, value in said.items():
+    documented = {name.replace("-", "_"): float(value) for name, value in rows}
+    assert len(documented) == 7
+    for name, value in documented.items():
         source = defaults.pipeline if hasattr(defaults.pipeline, name) else defaults.endpoint
         assert getattr(source, name) == value, name

@@ -127,8 +127,8 @@ def test_help_states_each_default_once_and_groups_flags(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["serve", "--help"]) == 0
-    told = capsys.readouterr().out
-    groups = re.split(r"\n\n(?=[a-z ]+:\n)", told)
+    stdout = capsys.readouterr().out
+    groups = re.split(r"\n\n(?=[a-z ]+:\n)", stdout)
     titles = [group.split(":")[0] for group in groups[1:]]
     assert titles == ["options", "model and engine", "addresses", "security", "limits", "logging", "workers"]
     for option in SERVE_OPTIONS:
@@ -145,7 +145,7 @@ def test_help_states_each_default_once_and_groups_flags(
         r"--access-log \{text,json,off\} +log each request .* \(default: text\)",
         r"ORCA_MAX_QUEUE=64",
     ):
-        assert re.search(line, told), line
+        assert re.search(line, stdout), line
 
 
 def test_generate_waits_instead_of_rejecting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,17 +172,17 @@ def as_flag(name: str, value: Any) -> str:
 
 LAYERS = st.fixed_dictionaries({name: st.sets(st.sampled_from(range(3))) for name in VALUES}).map(
     # A certificate and its key are set in the same layers: one alone is an error.
-    lambda said: said | {"ssl_keyfile": said["ssl_certfile"]}
+    lambda sources: sources | {"ssl_keyfile": sources["ssl_certfile"]}
 )
 
 
-@given(said=LAYERS, dashes=st.booleans(), random=st.randoms(use_true_random=False))
+@given(sources=LAYERS, dashes=st.booleans(), random=st.randoms(use_true_random=False))
 def test_the_highest_layer_wins(
-    said: dict[str, set[int]], dashes: bool, random: Any, tmp_path_factory: Any
+    sources: dict[str, set[int]], dashes: bool, random: Any, tmp_path_factory: Any
 ) -> None:
-    values = {name: random.sample(VALUES[name], 3) for name in said}
+    values = {name: random.sample(VALUES[name], 3) for name in sources}
     values["port"], values["grpc_port"] = [0, 1111, 2222], [4444, None, 0]
-    layers = [{name: values[name][i] for name in said if i in said[name]} for i in range(3)]
+    layers = [{name: values[name][i] for name in sources if i in sources[name]} for i in range(3)]
     flags, variables, lines = layers
     arguments = [as_flag(name, flags[name]) for name in flags if name != "model"]
     arguments += [flags["model"]] if "model" in flags else []
@@ -194,13 +194,13 @@ def test_the_highest_layer_wins(
     file = tmp_path_factory.getbasetemp() / "layers.yaml"
     file.write_text(yaml.safe_dump(document, allow_unicode=True), encoding="utf-8")
     by_variable = random.random() < 0.5
-    found = settings(
+    result = settings(
         *arguments,
         environ=environ | ({"ORCA_CONFIG": str(file)} if by_variable else {}),
         file=None if by_variable else file,
     )
-    assert flat(found) == flat(settings()) | lines | variables | flags
-    assert found.notes == ()
+    assert flat(result) == flat(settings()) | lines | variables | flags
+    assert result.notes == ()
 
 
 def test_the_flag_for_the_file_wins_over_the_variable(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def test_the_flag_for_the_file_wins_over_the_variable(tmp_path: Path) -> None:
 
 def test_none_in_a_higher_layer_unsets_a_value(yaml_file: Path) -> None:
     yaml_file.write_text("dtype: float16\nseed: 5\ngrpc-port: 9\nmodel: gpt2\n")
-    found = settings("--grpc-port", "none", "none", environ={"ORCA_DTYPE": "None"}, file=yaml_file)
-    assert (found.model, found.engine.dtype, found.engine.seed, found.endpoint.grpc_port) == (
+    result = settings("--grpc-port", "none", "none", environ={"ORCA_DTYPE": "None"}, file=yaml_file)
+    assert (result.model, result.engine.dtype, result.engine.seed, result.endpoint.grpc_port) == (
         None,
         None,
         5,
@@ -226,12 +226,12 @@ def test_api_keys_from_file_and_variable(tmp_path: Path, yaml_file: Path) -> Non
     (tmp_path / "keys").write_text("of-the-file\n")
     yaml_file.write_text(f"api_key_file: {tmp_path / 'keys'}\n")
     (tmp_path / "keys").chmod(0o644)
-    found = settings(environ={"ORCA_API_KEYS": "of-the-variable"}, file=yaml_file)
-    found.api_keys.check("Bearer of-the-file")
-    found.api_keys.check("Bearer of-the-variable")
-    assert repr(found.api_keys) == "ApiKeys(2)"
-    assert "of-the" not in repr(found)
-    assert [note for note in found.notes if "others can read it" in note]
+    result = settings(environ={"ORCA_API_KEYS": "of-the-variable"}, file=yaml_file)
+    result.api_keys.check("Bearer of-the-file")
+    result.api_keys.check("Bearer of-the-variable")
+    assert repr(result.api_keys) == "ApiKeys(2)"
+    assert "of-the" not in repr(result)
+    assert [note for note in result.notes if "others can read it" in note]
     (tmp_path / "keys").write_text("")
     assert "has no API key" in refused(file=yaml_file)
 
@@ -244,9 +244,9 @@ def test_the_control_secret_from_a_file_or_the_variable(tmp_path: Path) -> None:
     both = settings("--control-secret-file", str(tmp_path / "secret"), environ=by_variable)
     assert both.control_secret == "of-the-file-0123456789"
     assert "0123456789" not in repr(both) and both.notes == ()
-    said = refused("--control-secret-file", str(tmp_path / "short"))
-    assert "holds a control secret of 9 characters; it needs at least 16" in said
-    assert "too-short" not in said
+    message = refused("--control-secret-file", str(tmp_path / "short"))
+    assert "holds a control secret of 9 characters; it needs at least 16" in message
+    assert "too-short" not in message
     assert "the control secret:" in refused("--control-secret-file", str(tmp_path / "nowhere"))
 
 
@@ -275,8 +275,8 @@ def test_the_control_secret_from_a_file_or_the_variable(tmp_path: Path) -> None:
 )
 def test_valid_contents_of_a_file(text: str, name: str, value: Any, yaml_file: Path) -> None:
     yaml_file.write_text(text, encoding="utf-8")
-    found = flat(settings(file=yaml_file))[name]
-    assert (found, type(found)) == (value, type(value))
+    result = flat(settings(file=yaml_file))[name]
+    assert (result, type(result)) == (value, type(value))
 
 
 @pytest.mark.parametrize(
@@ -323,9 +323,9 @@ def test_valid_contents_of_a_file(text: str, name: str, value: Any, yaml_file: P
 )
 def test_an_error_in_a_file(text: str | bytes, message: str, yaml_file: Path) -> None:
     yaml_file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    told = refused(file=yaml_file)
-    assert message in told
-    assert str(yaml_file) in told
+    error = refused(file=yaml_file)
+    assert message in error
+    assert str(yaml_file) in error
 
 
 YAML_PIECES = st.sampled_from([*"\n:-?{}[]&*!|>'\"%@ ", "port", "none", "1"])
@@ -406,8 +406,8 @@ def kubernetes(service: str) -> dict[str, str]:
 
 
 def test_a_colliding_kubernetes_variable_is_explained() -> None:
-    told = refused(environ=kubernetes("ORCA"))
-    assert told == (
+    message = refused(environ=kubernetes("ORCA"))
+    assert message == (
         "ORCA_PORT is 'tcp://10.0.0.1:8000', as Kubernetes sets it in pods for a Service called 'orca'; set "
         "ORCA_PORT or --port to a number, rename the Service, or set the pod's enableServiceLinks to false"
     )
@@ -418,11 +418,11 @@ def test_a_colliding_kubernetes_variable_is_explained() -> None:
 
 @pytest.mark.parametrize("service", ["ORCA", "ORCA_GRPC", "ORCA_SERVE", "ORCA_2"])
 def test_other_kubernetes_variables_are_ignored(service: str) -> None:
-    found = settings("--port", "80", "--grpc-port", "81", environ=kubernetes(service))
-    assert (found.endpoint.port, found.endpoint.grpc_port, found.notes) == (80, 81, ())
+    result = settings("--port", "80", "--grpc-port", "81", environ=kubernetes(service))
+    assert (result.endpoint.port, result.endpoint.grpc_port, result.notes) == (80, 81, ())
     set_by_hand = kubernetes(service) | {"ORCA_PORT": "82", "ORCA_GRPC_PORT": "83"}
-    found = settings(environ=set_by_hand)
-    assert (found.endpoint.port, found.endpoint.grpc_port, found.notes) == (82, 83, ())
+    result = settings(environ=set_by_hand)
+    assert (result.endpoint.port, result.endpoint.grpc_port, result.notes) == (82, 83, ())
 
 
 # The command line
@@ -463,9 +463,9 @@ def test_other_kubernetes_variables_are_ignored(service: str) -> None:
     ],
 )
 def test_an_error_on_the_command_line(arguments: list[str], message: str) -> None:
-    told = refused(*arguments)
-    assert message in told
-    assert "\n" not in told
+    text = refused(*arguments)
+    assert message in text
+    assert "\n" not in text
 
 
 # Field types that no setting has yet, or that need tests of their own

@@ -154,8 +154,8 @@ class Job:
         os.close(self._events)
 
 
-def _name(told: dict[str, Any]) -> str:
-    arguments = told["arguments"]
+def _name(start: dict[str, Any]) -> str:
+    arguments = start["arguments"]
     return arguments[arguments.index("--stage") + 1] if arguments[0] == "worker" else "server"
 
 
@@ -175,8 +175,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 Start = Callable[..., Job]
 
 
-def _parsed(told: dict[str, Any], secret: Path) -> argparse.Namespace:
-    args = cli.parser().parse_args(told["arguments"])
+def _parsed(start: dict[str, Any], secret: Path) -> argparse.Namespace:
+    args = cli.parser().parse_args(start["arguments"])
     args.control_secret_file = secret  # the job's own directory is gone
     return args
 
@@ -238,19 +238,19 @@ def test_a_lost_worker_is_restarted_and_a_signal_drains(start: Start) -> None:
 
 def test_a_usage_error_ends_the_job_at_once(start: Start) -> None:
     job = start("the/model", **{"1": "2"})
-    status, said = job.end()
+    status, output = job.end()
     assert status == 1
-    assert "the worker of stage 1 on alpha ended with status 2" in said
+    assert "the worker of stage 1 on alpha ended with status 2" in output
     assert len(job.events_of("started", "1")) == 1
     assert list(job.home.iterdir()) == []
 
 
 def test_a_worker_that_is_always_lost_ends_the_job(start: Start) -> None:
     job = start("the/model", **{"3": "1 " * 50})
-    status, said = job.end()
+    status, output = job.end()
     assert status == 1
     assert len(job.events_of("started", "3")) == 1 + MAX_RESTARTS
-    assert said.count("the worker of stage 3 on gamma ended with status 1") == 1 + MAX_RESTARTS
+    assert output.count("the worker of stage 3 on gamma ended with status 1") == 1 + MAX_RESTARTS
 
 
 def test_when_the_server_ends_the_job_ends_with_its_status(start: Start) -> None:
@@ -261,6 +261,6 @@ def test_when_the_server_ends_the_job_ends_with_its_status(start: Start) -> None
 
 
 def test_a_model_must_be_named(start: Start) -> None:
-    status, said = start().end()
+    status, output = start().end()
     assert status != 0
-    assert "usage: sbatch" in said
+    assert "usage: sbatch" in output

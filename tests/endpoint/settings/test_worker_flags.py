@@ -19,21 +19,21 @@ def options(*arguments: str) -> WorkerOptions:
 
 
 def test_stages_count_from_one_in_flags_and_from_zero_inside() -> None:
-    found = options("--listen", "127.0.0.1:7000", "--dtype", "bfloat16", "gpt2", "--seed", "4")
-    engine = found.engine
-    assert (found.stage, found.n_stages, engine.model, engine.dtype, engine.seed) == (
+    result = options("--listen", "127.0.0.1:7000", "--dtype", "bfloat16", "gpt2", "--seed", "4")
+    engine = result.engine
+    assert (result.stage, result.n_stages, engine.model, engine.dtype, engine.seed) == (
         0,
         2,
         "gpt2",
         "bfloat16",
         4,
     )
-    assert (engine.parallel.link, engine.parallel.coordinator, found.forward_ahead) == (
+    assert (engine.parallel.link, engine.parallel.coordinator, result.forward_ahead) == (
         "transfer",
         None,
         True,
     )
-    assert engine.control_secret == "a secret of theirs" and "a secret" not in repr(found)
+    assert engine.control_secret == "a secret of theirs" and "a secret" not in repr(result)
     assert not options("--listen", "127.0.0.1:7000", "--no-forward-ahead").forward_ahead
     assert not engine.sizes.command_buffer_collectives
     collectives = options("--listen", "a:1", "--command-buffer-collectives")

@@ -84,10 +84,10 @@ def test_what_is_told_of_the_environment_has_no_secrets(monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("VLLM_API_KEY", "hidden")
     monkeypatch.setenv("HOME", "/nowhere")
-    told = told_variables()
-    assert told["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert "VLLM_API_KEY" not in told
-    assert "HOME" not in told
+    variables = told_variables()
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert "VLLM_API_KEY" not in variables
+    assert "HOME" not in variables
 
 
 def test_rates_and_normalized_latency_by_hand() -> None:

@@ -15,28 +15,30 @@ TRUE = MeasuredCost(0.02, 1e-3, 5e-6, 2e-8, SIZES)
 
 def iterations(cost: MeasuredCost, n: int, noise: float = 0.0) -> list[Measured]:
     rng = np.random.default_rng(4)
-    found: list[Measured] = []
+    result: list[Measured] = []
     for _ in range(n):
         n_rows = int(rng.integers(1, 9))
         inputs = [int(rng.integers(2, 20)) if rng.random() < 0.3 else 1 for _ in range(n_rows)]
         sums = IterationShape(inputs, [q + int(rng.integers(0, 100)) for q in inputs]).sums()
         bucket = bucket_for(sums.n_tokens, SIZES)
-        found.append(Measured(sums, bucket, cost.seconds(sums, bucket) * (1 + noise * rng.standard_normal())))
-    return found
+        result.append(
+            Measured(sums, bucket, cost.seconds(sums, bucket) * (1 + noise * rng.standard_normal()))
+        )
+    return result
 
 
 def test_what_is_linear_is_found_again():
-    found = fit(iterations(TRUE, 200), SIZES)
-    assert (found.constant, found.per_token, found.per_key, found.per_pair) == pytest.approx(
+    result = fit(iterations(TRUE, 200), SIZES)
+    assert (result.constant, result.per_token, result.per_key, result.per_pair) == pytest.approx(
         (0.02, 1e-3, 5e-6, 2e-8), rel=1e-6
     )
-    assert error_of(found, iterations(TRUE, 50)) < 1e-9
+    assert error_of(result, iterations(TRUE, 50)) < 1e-9
 
 
 def test_noise_leaves_the_sum_of_all_iterations():
     noisy = iterations(TRUE, 400, noise=0.2)
-    found = fit(noisy, SIZES)
-    assert sum(found.seconds(one.sums, one.bucket) for one in noisy) == pytest.approx(
+    result = fit(noisy, SIZES)
+    assert sum(result.seconds(one.sums, one.bucket) for one in noisy) == pytest.approx(
         sum(one.seconds for one in noisy)
     )
 
@@ -63,9 +65,9 @@ def test_seconds_go_from_the_return_before_or_from_the_issue_after_a_pause():
             IterationRecord(3, 9.2, ("C",), (True,), (3,), 8, returned=10.0),
         ],
     )
-    found = measured(records)
-    assert [one.seconds for one in found] == pytest.approx([1.9, 3.0, 2.0, 0.8])
-    assert [one.sums for one in found] == [
+    result = measured(records)
+    assert [one.seconds for one in result] == pytest.approx([1.9, 3.0, 2.0, 0.8])
+    assert [one.sums for one in result] == [
         IterationSums(1, 4, 4, 10),
         IterationSums(2, 3, 5 + 2, 5 + 3),
         IterationSums(2, 2, 6 + 3, 6 + 3),

@@ -83,24 +83,25 @@ def test_of_the_baseline_one_sees_what_is_fed_and_who_waits(tmp_path: Path) -> N
     )
     path = tmp_path / "timeline.json"
     write_timeline({"ft(2, 2)": records, "again": records}, path)
-    told = json.loads(path.read_text())["traceEvents"]
+    events = json.loads(path.read_text())["traceEvents"]
     slices = [
-        (e["tid"], e["name"], e["ts"], e["dur"]) for e in told if e["ph"] == "X" and e["pid"] == REQUESTS
+        (e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and e["pid"] == REQUESTS
     ]
     assert slices == [
         (0, "initiation", 0, 1e6), (0, "increment", 1e6, 1e6), (0, "waits for its batch", 2e6, 2e6),
         (1, "initiation", 0, 1e6), (1, "input, token by token", 1e6, 1e6), (1, "increment", 2e6, 2e6),
     ]  # fmt: skip
-    assert {e["pid"]: e["args"]["name"] for e in told if e["name"] == "process_name"} == {
+    assert {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"} == {
         1: "ft(2, 2): engine", 2: "ft(2, 2): requests", 3: "again: engine", 4: "again: requests"
     }  # fmt: skip
     assert (
-        len(told) % 2 == 0
-        and [e | {"pid": e["pid"] + 2} for e in told[2 : len(told) // 2]] == (told[len(told) // 2 + 2 :])
+        len(events) % 2 == 0
+        and [e | {"pid": e["pid"] + 2} for e in events[2 : len(events) // 2]]
+        == (events[len(events) // 2 + 2 :])
     )
     works = [
         {work.value: e["args"][work.value] for work in RowWork}
-        for e in told
+        for e in events
         if e["ph"] == "X" and e["pid"] == ENGINE
     ]
     assert works == [

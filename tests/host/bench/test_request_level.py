@@ -48,7 +48,7 @@ class House:
     n_slots: int = 4 * MAX_LENGTH
     ahead: bool = False
     duration: Callable[[IterationShape], float] = lambda _: 1.0
-    told: list[tuple[float, Delivery]] = field(default_factory=list)
+    delivered: list[tuple[float, Delivery]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -77,7 +77,7 @@ class House:
         )
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
-        self.told += [(self.clock.now(), delivery) for delivery in deliveries]
+        self.delivered += [(self.clock.now(), delivery) for delivery in deliveries]
 
     def play(self, requests: Sequence[Request], arrivals: Sequence[float] = ()) -> None:
         """To the end of them all."""
@@ -122,14 +122,14 @@ def test_a_batch_of_unequal_requests_worked_by_hand():
     assert {record.request_ids for record in iterations} == {("A", "B", "C")}
     assert house.times() == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     # All is told when the longest is done: each one's tokens, the end with the last of them.
-    assert [(time, req.request_id, reason) for time, (req, _, reason) in house.told] == [
+    assert [(time, req.request_id, reason) for time, (req, _, reason) in house.delivered] == [
         *[(5, "A", None)] * 2, (5, "A", FinishReason.LENGTH),
         (5, "B", FinishReason.LENGTH),
         *[(5, "C", None)] * 3, (5, "C", FinishReason.LENGTH),
     ]  # fmt: skip
     for request in requests:
-        told = [token_id for _, (req, token_id, _) in house.told if req is request]
-        assert told == request.output_ids
+        delivered = [token_id for _, (req, token_id, _) in house.delivered if req is request]
+        assert delivered == request.output_ids
         assert (request.state, request.finish_reason) == (RequestState.FINISHED, FinishReason.LENGTH)
     records = {record.request_id: record for record in house.timeline.requests}
     assert [(records[name].n_input, records[name].n_output) for name in "ABC"] == [(2, 3), (4, 1), (3, 4)]
@@ -180,7 +180,7 @@ def test_microbatches_through_two_stages(mbs: int, times: list[tuple[float, floa
     house = House(max_bs=2, mbs=mbs, n_workers=2, duration=lambda _: 2.0)
     house.play([make_request("A", 1, 2), make_request("B", 1, 2)])
     assert house.times() == times
-    assert {time for time, _ in house.told} == {times[-1][1]}
+    assert {time for time, _ in house.delivered} == {times[-1][1]}
 
 
 def test_no_more_microbatches_than_stages_are_in_flight_and_each_has_its_turn():
@@ -290,7 +290,7 @@ def test_what_holds_of_every_trace(case: tuple[House, list[Request], list[float]
             assert mine == [FED] * n_fed + [GENERATING] * n_output + [DONE] * n_done
         assert min(iterations[i].issued for i in numbers) >= ended, "a batch began before the last ended"
         ended = max(iterations[i].returned or math.inf for i in numbers)
-        assert {time for time, (req, _, _) in house.told if req in batch} == {ended}
+        assert {time for time, (req, _, _) in house.delivered if req in batch} == {ended}
         taken += names
     assert taken == [request.request_id for request in requests], "first come, first served"
     most = most_tokens_at_once([len(request.prompt_ids) for request in requests], house.mbs)

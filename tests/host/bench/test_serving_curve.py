@@ -70,12 +70,12 @@ def test_the_baseline_s_rows_for_nothing_and_its_waiting():
         iterations=5, late_joining=0, early_finished=0, rows=9, fed_rows=2, done_rows=2,
         waited_for_batch=2.0, waited_to_begin=2.5,
     )  # fmt: skip
-    told = json.loads(json.dumps(as_json(records)))
-    assert [one["rows"] for one in told["iterations"]] == ["gf", "gf", "dg", "dg", "g"]
-    assert told["iterations"][0] == {
+    decoded = json.loads(json.dumps(as_json(records)))
+    assert [one["rows"] for one in decoded["iterations"]] == ["gf", "gf", "dg", "dg", "g"]
+    assert decoded["iterations"][0] == {
         "issued": 0, "returned": 1, "requests": "A B", "input_lengths": [3, 3], "bucket": 6, "rows": "gf"
     }  # fmt: skip
-    assert told["requests"][2] == {
+    assert decoded["requests"][2] == {
         "id": "C", "n_input": 3, "n_output": 1, "arrived": 1.5, "scheduled": 4.0, "first_token": 5.0,
         "finished": 5.0,
     }  # fmt: skip

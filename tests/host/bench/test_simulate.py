@@ -94,8 +94,8 @@ def test_control_messages_make_every_stage_but_the_first_wait():
     partition = Partition(model=SMALL, n_stages=3, n_devices=2)
     sums = IterationShape([1], [1]).sums()
     plain = Places(partition, Cluster(device=SLOW))(sums)
-    told = Places(partition, Cluster(device=SLOW, control_messages=True))(sums)
-    waited = [after - before for before, after in zip(plain, told, strict=True)]
+    cost = Places(partition, Cluster(device=SLOW, control_messages=True))(sums)
+    waited = [after - before for before, after in zip(plain, cost, strict=True)]
     assert waited == pytest.approx([0, 0, 18e-6, 0, 18e-6], abs=1e-12)
 
 
@@ -202,12 +202,12 @@ def test_throughput_counts_the_ends_between_the_first_and_the_last_tenth():
         figures.ends.append(end)
         figures.normalized.append(float(i))
     figures.n_tokens, figures.n_iterations, figures.n_rows = 580, 4, 10
-    found = figures.served(rate=1.0, first_arrival=10.0)
-    assert found.req_s == pytest.approx(7 / 60)  # from that at 11 to that at 71
-    assert (found.n_requests, found.seconds, found.mean_batch) == (10, 290.0, 2.5)
-    assert (found.normalized_median, found.tokens_s) == (4.5, 2.0)
+    result = figures.served(rate=1.0, first_arrival=10.0)
+    assert result.req_s == pytest.approx(7 / 60)  # from that at 11 to that at 71
+    assert (result.n_requests, result.seconds, result.mean_batch) == (10, 290.0, 2.5)
+    assert (result.normalized_median, result.tokens_s) == (4.5, 2.0)
     half = served([figures], rate=1.0, first_arrival=10.0, scale=2.0)
-    assert (half.req_s, half.normalized_median) == (2 * found.req_s, found.normalized_median)
+    assert (half.req_s, half.normalized_median) == (2 * result.req_s, result.normalized_median)
 
 
 def test_one_batch_alone_has_a_throughput_too():
@@ -273,8 +273,8 @@ def test_slower_devices_are_the_same_simulation_with_a_slower_clock(mbs: int | N
     slow = replace(system, cluster=replace(system.cluster, slowness=2.0))
     workload = paper_workload(60, rate=0.2)
     apart = Workload(workload.n_inputs, workload.n_outputs, 2 * workload.arrivals)
-    found, expected = serve(slow, apart, rate=0.1).record(), serve(system, workload, rate=0.2).slower(2.0)
-    assert found == pytest.approx(expected.record())
+    result, expected = serve(slow, apart, rate=0.1).record(), serve(system, workload, rate=0.2).slower(2.0)
+    assert result == pytest.approx(expected.record())
 
 
 def test_a_model_that_does_not_fit_is_refused():

@@ -43,9 +43,10 @@ def test_a_seed_says_the_whole_trace() -> None:
 
 def test_the_traces_are_those_that_were_measured_before_there_were_arrivals() -> None:
     trace = paper_trace(48, vocab_size=50257)
-    told = repr([(r.prompt_ids, r.n_output) for r in trace]).encode()
+    trace_bytes = repr([(r.prompt_ids, r.n_output) for r in trace]).encode()
     assert (
-        hashlib.sha256(told).hexdigest() == "36348918efab34067d4d970385a2295f97d8ec7c7fd68fd419b09c34b404219e"
+        hashlib.sha256(trace_bytes).hexdigest()
+        == "36348918efab34067d4d970385a2295f97d8ec7c7fd68fd419b09c34b404219e"
     )
 
 

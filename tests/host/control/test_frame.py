@@ -151,10 +151,10 @@ VERSION_4 = [
 
 @pytest.mark.parametrize("data", VERSION_4)
 def test_a_peer_of_the_wire_before_is_refused_by_version(data: bytes):
-    said = (
+    message = (
         "the frame has protocol version 4, and this side uses 5; run the same version of orca_jax everywhere"
     )
-    with pytest.raises(BadFrame, match=said):
+    with pytest.raises(BadFrame, match=message):
         decode_frame(data)
 
 

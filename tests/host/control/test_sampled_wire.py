@@ -18,12 +18,12 @@ VOCAB = 97
 
 def records(n: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    found: Any = np.zeros(n, LOGPROBS)
-    found["token_id"] = rng.integers(0, VOCAB, n)
-    found["logprob"] = rng.normal(-5, 2, n)
-    found["top_ids"] = rng.integers(0, VOCAB, found["top_ids"].shape)
-    found["top_logprobs"] = rng.normal(-5, 2, found["top_logprobs"].shape)
-    return found
+    result: Any = np.zeros(n, LOGPROBS)
+    result["token_id"] = rng.integers(0, VOCAB, n)
+    result["logprob"] = rng.normal(-5, 2, n)
+    result["top_ids"] = rng.integers(0, VOCAB, result["top_ids"].shape)
+    result["top_logprobs"] = rng.normal(-5, 2, result["top_logprobs"].shape)
+    return result
 
 
 def test_tokens_alone_take_four_bytes_each() -> None:
@@ -126,9 +126,9 @@ def test_records_that_nobody_asked_for_are_refused() -> None:
 def test_a_record_tells_as_many_of_the_likeliest_as_were_asked_for() -> None:
     one: Any = records(1, 0)
     one["top_logprobs"][0, 2:] = -np.inf  # of a vocabulary of two
-    told = token_logprobs(one[0], 20)
-    assert told.token_id == one["token_id"][0] and told.logprob == one["logprob"][0]
+    logprobs = token_logprobs(one[0], 20)
+    assert logprobs.token_id == one["token_id"][0] and logprobs.logprob == one["logprob"][0]
     ids, values = one["top_ids"][0], one["top_logprobs"][0]
-    assert told.top == ((ids[0], values[0]), (ids[1], values[1]))
+    assert logprobs.top == ((ids[0], values[0]), (ids[1], values[1]))
     assert token_logprobs(one[0], 1).top == ((ids[0], values[0]),)
     assert token_logprobs(one[0], 0).top == ()

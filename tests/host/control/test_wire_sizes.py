@@ -56,9 +56,9 @@ def decodes(n: int) -> ControlMessage:
 def numbers(pattern: str) -> list[int]:
     """The numbers of the one place in the document that this matches, with spaces for line ends."""
     text = " ".join((ROOT / "docs" / "workers.md").read_text("utf-8").split())
-    found = re.findall(pattern, text)
-    assert len(found) == 1, f"{pattern}: {found}"
-    return [int(number.replace(",", "")) for number in np.ravel(found[0]).tolist()]
+    result = re.findall(pattern, text)
+    assert len(result) == 1, f"{pattern}: {result}"
+    return [int(number.replace(",", "")) for number in np.ravel(result[0]).tolist()]
 
 
 def test_a_control_message_takes_what_the_document_says() -> None:

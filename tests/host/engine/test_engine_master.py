@@ -101,7 +101,7 @@ def run(master, kv, batch, lengths=None):
     samples = [r.begin_iteration(n) for r, n in rows]
     returned = waited_for(master, iteration)
     for r, is_sampled, token_id in zip(batch, samples, returned.token_ids, strict=True):
-        r.n_in_flight = r.n_pieces = 0
+        r.n_in_flight = r.n_partial = 0
         r.state = RequestState.INCREMENT if is_sampled else RequestState.INITIATION
         if is_sampled:
             r.output_ids.append(token_id)
@@ -250,9 +250,9 @@ def allowed_by(r):
 def as_lists(message):
     names = ("row", "initiation", "token_index", "input_length", "kv_length", "token_on_device")
     names += ("block_table", "token_ids", "earlier_ids", "n_prompt", "next_token", "bias")
-    found = {name: getattr(message, name).tolist() for name in names}
-    found |= {name: message.sampling[name].tolist() for name in message.sampling.dtype.names}
-    return found
+    result = {name: getattr(message, name).tolist() for name in names}
+    result |= {name: message.sampling[name].tolist() for name in message.sampling.dtype.names}
+    return result
 
 
 def constrained_or_not(*args, constrained, **kwargs):

@@ -148,10 +148,10 @@ def test_frames_go_both_ways_in_order(ends: ExitStack) -> None:
 
 def test_a_worker_calls_the_next_one(ends: ExitStack) -> None:
     second = listen(ends, SECOND)
-    told = list[object]()
+    reported = list[object]()
 
     def deliver(data: bytes | None, why: str) -> bool:
-        told.append((data, why))
+        reported.append((data, why))
         return True
 
     forward = ControlLine(
@@ -162,7 +162,7 @@ def test_a_worker_calls_the_next_one(ends: ExitStack) -> None:
     forward.send(b"on")
     second.report(b"there is no master yet")
     assert second.receive(SOON) == b"on"
-    assert told == []
+    assert reported == []
 
 
 def test_large_frames_pass_and_larger_ones_break_the_line(
@@ -186,7 +186,7 @@ def test_large_frames_pass_and_larger_ones_break_the_line(
     assert f"{most + 1} bytes" in arrival.why
     eventually(lambda: rejoined(channel, worker))
     worker.report(large + b"x")
-    eventually(lambda: (found := channel.receive(SOON)) is not None and "allowed" in found.why)
+    eventually(lambda: (result := channel.receive(SOON)) is not None and "allowed" in result.why)
 
 
 def rejoined(channel: Channel, worker: Listening) -> bool:
@@ -234,9 +234,9 @@ def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: 
     channel = join(ends, worker)
     with pytest.raises(
         WorkerRefused, match=r"stage 1 at 127\.0\.0\.1:\d+ refused the connection: .*secret is wrong"
-    ) as found:
+    ) as result:
         join(ends, worker, secret=secret)
-    assert SECRET not in str(found.value)
+    assert SECRET not in str(result.value)
     assert works(channel, worker)
 
 
@@ -258,9 +258,9 @@ def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: 
 def test_other_terms_are_refused_by_name(ends: ExitStack, change: dict[str, object], named: str) -> None:
     worker = listen(ends)
     channel = join(ends, worker)
-    with pytest.raises(WorkerRefused) as found:
+    with pytest.raises(WorkerRefused) as result:
         join(ends, worker, terms=(replace(FIRST, **change),))  # pyright: ignore[reportArgumentType]
-    assert named in str(found.value)
+    assert named in str(result.value)
     assert works(channel, worker)
 
 
@@ -311,8 +311,8 @@ def test_a_caller_of_the_wire_before_is_refused_by_version(ends: ExitStack) -> N
         with pytest.raises(grpc.RpcError):
             list(call)
     assert call.code() is grpc.StatusCode.FAILED_PRECONDITION
-    said = "protocol_version: this worker has 5, but the caller has 4; start both with the same value"
-    assert call.details() == said
+    message = "protocol_version: this worker has 5, but the caller has 4; start both with the same value"
+    assert call.details() == message
     assert works(join(ends, worker), worker)
 
 
@@ -637,35 +637,35 @@ def test_a_refusal_is_told_at_once_whoever_else_is_missing(ends: ExitStack) -> N
     other = listen(ends, replace(SECOND, dtype="bfloat16"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        closed_port = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(WorkerRefused, match=r"stage 2 at .* refused the connection: dtype"):
             ControlChannel(
-                [nobody, other.address], [FIRST, SECOND], secret=SECRET, seconds=10 * SOON, limits=LIMITS
+                [closed_port, other.address], [FIRST, SECOND], secret=SECRET, seconds=10 * SOON, limits=LIMITS
             )
 
 
 def test_whoever_waits_is_told_for_whom(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_channel, "_FIRST_NOTICE_SECONDS", 0.0)
-    first, told = listen(ends), list[str]()
+    first, reported = listen(ends), list[str]()
 
     def enough() -> EngineError | None:
-        return EngineError("enough") if told else None
+        return EngineError("enough") if reported else None
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        closed_port = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(EngineError, match="enough"):
             ControlChannel(
-                [first.address, nobody],
+                [first.address, closed_port],
                 [FIRST, SECOND],
                 secret=SECRET,
                 seconds=SOON,
                 limits=LIMITS,
                 failure=enough,
-                on_wait=told.append,
+                on_wait=reported.append,
             )
-    (line,) = told
-    assert "the worker of stage 2 at" in line and nobody in line
+    (line,) = reported
+    assert "the worker of stage 2 at" in line and closed_port in line
 
 
 def test_nobody_listens(ends: ExitStack) -> None:

@@ -409,7 +409,7 @@ def doubled(n: int, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "text"),
     [
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"guided_regex": r"\bword"}, "lookarounds not supported"),
@@ -439,9 +439,9 @@ def doubled(n: int, name: str) -> str:
         ({"guided_grammar": "start: p::0x0\np::_: /a/ p::incr(_)"}, "parameter"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_its_field(fields: dict[str, Any], said: str) -> None:
+def test_what_is_no_grammar_is_refused_by_its_field(fields: dict[str, Any], text: str) -> None:
     message = refused(COMPILER, **fields)
-    assert said in message
+    assert text in message
     assert len(message) < 400 and "\n" not in message
 
 
@@ -450,7 +450,7 @@ STARS = "start: r0\n" + "".join(f"r{i}: ((((((r{i + 1})*)*)*)*)*)*\n" for i in r
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "text"),
     [
         ({"guided_regex": "a" * 4097}, "4096"),
         ({"guided_regex": "a?" * 2000}, "too large"),
@@ -485,9 +485,9 @@ STARS = "start: r0\n" + "".join(f"r{i}: ((((((r{i + 1})*)*)*)*)*)*\n" for i in r
         ({"guided_grammar": STARS}, "items"),
     ],
 )
-def test_a_hostile_grammar_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_a_hostile_grammar_is_refused(fields: dict[str, Any], text: str) -> None:
     message = refused(COMPILER, **fields)
-    assert said in message
+    assert text in message
     assert len(message) < 400 and "\n" not in message
 
 

@@ -272,16 +272,16 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
         )
     nothing = {"token_ids": 0, "positions": 0, "slot_of_token": n_slots, "take_last": 0, "last_row": 0}
     no_blocks = [0] * message.block_table.shape[1]
-    nobody = dict.fromkeys(rows[0], 0) | {"row": n_rows, "block_table": no_blocks}
-    nobody |= {"top_p": 1.0, "repetition": 1.0}
+    padding = dict.fromkeys(rows[0], 0) | {"row": n_rows, "block_table": no_blocks}
+    padding |= {"top_p": 1.0, "repetition": 1.0}
     n_tokens = len(tokens)
     while len(tokens) < bucket:
         tokens.append(nothing)
     while len(rows) < min(bucket, max_bs):
-        rows.append(nobody)
+        rows.append(padding)
         row_start.append(n_tokens)
     columns = {name: [token[name] for token in tokens] for name in nothing}
-    columns |= {name: [row[name] for row in rows] for name in nobody}
+    columns |= {name: [row[name] for row in rows] for name in padding}
     return columns | {"row_start": row_start}
 
 
@@ -299,8 +299,8 @@ def test_every_field_against_a_slow_computation(drawn):
     assert set(parts) == set(expected)
     for name, array in parts.items():
         assert array.dtype == np.int32
-        found = array.view(np.float32) if name in REALS else array
-        assert found.tolist() == expected[name], name
+        result = array.view(np.float32) if name in REALS else array
+        assert result.tolist() == expected[name], name
     rows = message.sampling
     assert flat.programs.adjust == any(flags & 1 for flags in rows["flags"])
     assert flat.programs.allow == any(flags & 2 for flags in rows["flags"])

@@ -57,11 +57,11 @@ def test_projections_stand_on_both_sides_of_the_layers():
         ffn_size=16,
         vocab_multiple=8,
     )
-    found = operations(model, IterationShape([1], [1]), weight_bytes=2, kv_bytes=2)
-    assert found[0] == Operation("embed", 2 * (2 + 4 + 4), 4)
-    assert found[1] == Operation("linear", 2 * (2 * 4 + 2 + 4), 2 * 2 * 4)
-    assert found[-3] == Operation("linear", 2 * (4 * 2 + 4 + 2), 2 * 4 * 2)
-    assert found[-2] == Operation("head", 2 * (16 * 2 + 2) + 4 * 16, 2 * 2 * 16)  # 10 ids padded to 16
+    result = operations(model, IterationShape([1], [1]), weight_bytes=2, kv_bytes=2)
+    assert result[0] == Operation("embed", 2 * (2 + 4 + 4), 4)
+    assert result[1] == Operation("linear", 2 * (2 * 4 + 2 + 4), 2 * 2 * 4)
+    assert result[-3] == Operation("linear", 2 * (4 * 2 + 4 + 2), 2 * 4 * 2)
+    assert result[-2] == Operation("head", 2 * (16 * 2 + 2) + 4 * 16, 2 * 2 * 16)  # 10 ids padded to 16
     assert parameter_count(model) == 16 * 2 + 8 * 4 + 2 * 4 * 2 + (12 * 16 + 9 * 4 + 16) + 8
 
 

@@ -390,7 +390,7 @@ def test_line_13_a_request_finishes_at_max_tokens_or_at_its_stop_token():
     assert (a.finish_reason, b.finish_reason) == (FinishReason.LENGTH, FinishReason.STOP)
     assert (a.state, b.state) == (FINISHED, FINISHED)
     assert len(house.pool) == 0
-    assert house.told() == [
+    assert house.delivered() == [
         [("A", 9, None), ("B", 9, None)],
         [("A", 9, FinishReason.LENGTH), ("B", STOP_TOKEN, FinishReason.STOP)],
     ]
@@ -476,7 +476,7 @@ def test_a_free_worker_hears_that_a_waiting_request_is_asked_to_end():
     assert house.steps(1) == ["interrupted"]
     house.engine.on_wait = lambda _: False
     assert house.steps(1) == ["return A"]
-    assert house.told()[0] == [("B", None, FinishReason.TIMEOUT)]
+    assert house.delivered()[0] == [("B", None, FinishReason.TIMEOUT)]
 
 
 def test_an_arrival_while_the_pool_is_looked_at_is_not_missed():
@@ -520,7 +520,7 @@ def test_a_waiting_request_that_is_asked_to_end_never_runs():
     assert house.scheduler.step() is True  # it ended something
     assert house.engine.log == []
     assert (a.state, a.finish_reason) == (FINISHED, FinishReason.CANCELLED)
-    assert house.told() == [[("A", None, FinishReason.CANCELLED)]]
+    assert house.delivered() == [[("A", None, FinishReason.CANCELLED)]]
     assert house.scheduler.n_rsrv == 0
     assert house.scheduler.step() is False
 
@@ -547,7 +547,7 @@ def test_a_running_request_that_is_asked_to_end_ends_when_it_returns_and_its_tok
     assert (a.state, a.finish_reason, a.output_ids) == (FINISHED, FinishReason.CANCELLED, [])
     assert (b.state, b.output_ids) == (INCREMENT, [9])
     assert house.scheduler.n_rsrv == 18
-    assert house.told() == [[("A", None, FinishReason.CANCELLED), ("B", 9, None)]]
+    assert house.delivered() == [[("A", None, FinishReason.CANCELLED), ("B", 9, None)]]
 
 
 def test_a_running_request_is_not_touched_before_it_returns():
@@ -615,7 +615,7 @@ def test_after_a_failure_everything_live_ends_with_an_error_and_all_is_given_bac
     house.scheduler.fail_all()
     assert [req.finish_reason for req in requests] == [FinishReason.ERROR] * 5
     assert [req.state for req in requests] == [FINISHED] * 5
-    assert house.told() == [[(name, None, FinishReason.ERROR) for name in "ABCDE"]]
+    assert house.delivered() == [[(name, None, FinishReason.ERROR) for name in "ABCDE"]]
     assert (house.scheduler.n_rsrv, house.scheduler.n_scheduled, len(house.pool)) == (0, 0, 0)
     assert (house.kv.n_free_blocks, house.kv.n_free_rows) == (64, 4)
     house.engine.on_issue = lambda _: None
@@ -657,8 +657,8 @@ def test_a_sink_that_raises_ends_its_own_request_alone():
     b.sink = BrokenSink()
     house.add("C", n_output=1)
     house.scheduler.step()
-    told = [("A", 9, FinishReason.LENGTH), ("B", 9, FinishReason.ERROR), ("C", 9, FinishReason.LENGTH)]
-    assert house.told() == [told]
+    deliveries = [("A", 9, FinishReason.LENGTH), ("B", 9, FinishReason.ERROR), ("C", 9, FinishReason.LENGTH)]
+    assert house.delivered() == [deliveries]
     assert b.failure == "ValueError: broken"
     assert (house.scheduler.n_rsrv, len(house.pool)) == (0, 0)
 
@@ -694,13 +694,13 @@ def test_what_was_admitted_goes_back_to_initiation_with_row_blocks_and_reservati
     house.steps(3)
     before = [(req.row, house.kv.blocks_of(req.row).tolist()) for req in (a, b, c, d)]
     outputs = [list(req.output_ids) for req in (a, b, c, d)]
-    told = house.told()
+    deliveries = house.delivered()
     lose(house)
     assert [(req.row, house.kv.blocks_of(req.row).tolist()) for req in (a, b, c, d)] == before
     assert [req.state for req in (a, b, c, d, e)] == [INITIATION] * 5
     assert [req.output_ids for req in (a, b, c, d)] == outputs
     assert (house.scheduler.n_rsrv, house.scheduler.n_scheduled, e.row) == (32, 0, -1)
-    assert house.told() == told, "nothing is delivered by it"
+    assert house.delivered() == deliveries, "nothing is delivered by it"
 
 
 def test_a_request_that_runs_again_puts_in_all_its_tokens_and_gets_the_next_one():
@@ -715,7 +715,7 @@ def test_a_request_that_runs_again_puts_in_all_its_tokens_and_gets_the_next_one(
     assert (a.output_ids, a.state, a.n_iterations) == ([9, 9, 8], INCREMENT, 3)
     assert a.n_to_compute == 1
     house.steps(1)
-    assert house.told() == [
+    assert house.delivered() == [
         [("A", 9, None)],
         [("A", 9, None)],
         [("A", 8, None)],
@@ -758,7 +758,7 @@ def test_a_request_that_costs_another_loss_alone_is_ended_and_the_others_go_on()
     assert b.failure is not None and b.failure.startswith(
         "a worker was lost 2 times while this request ran, "
     )
-    assert house.told()[-1] == [("B", None, FinishReason.ERROR)]
+    assert house.delivered()[-1] == [("B", None, FinishReason.ERROR)]
     assert house.steps(2) == ["issue C", "return C", "issue AC", "return AC"]
     assert (len(a.output_ids), len(c.output_ids), house.scheduler.n_rsrv) == (4, 4, 0)
 
@@ -827,11 +827,11 @@ def test_what_was_asked_to_end_ends_when_it_is_lost():
     house.pool.add(c := make_request("C"))
     house.steps(1)
     house.pool.end_named("B", FinishReason.TIMEOUT)
-    n_told = len(house.told())
+    n_deliveries = len(house.delivered())
     lose(house)
     assert a.finish_reason is FinishReason.CANCELLED
     assert b.finish_reason is FinishReason.TIMEOUT
-    assert house.told()[n_told:] == [[("B", None, FinishReason.TIMEOUT)]]
+    assert house.delivered()[n_deliveries:] == [[("B", None, FinishReason.TIMEOUT)]]
     assert (c.state, house.scheduler.n_rsrv) == (INITIATION, 9)
     assert house.pool.take_ending() == []
 
@@ -849,7 +849,7 @@ def test_a_request_that_was_running_when_asked_to_end_ends_when_it_is_lost():
         house.scheduler.step()
     house.scheduler.run_again()
     assert (a.state, a.row, a.output_ids) == (FINISHED, -1, [])
-    assert house.told() == [[("A", None, FinishReason.CANCELLED)]]
+    assert house.delivered() == [[("A", None, FinishReason.CANCELLED)]]
     assert house.scheduler.step() is False
 
 
@@ -869,7 +869,7 @@ def test_an_end_that_is_asked_for_while_nothing_can_run_is_told_at_once():
     assert house.scheduler.end_asked() is False
     house.pool.end_named("B", FinishReason.TIMEOUT)
     assert house.scheduler.end_asked() is True
-    assert house.told() == [[("B", None, FinishReason.TIMEOUT)]]
+    assert house.delivered() == [[("B", None, FinishReason.TIMEOUT)]]
 
 
 # The paper's figures.

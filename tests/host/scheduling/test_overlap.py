@@ -20,7 +20,7 @@ def test_the_next_iteration_is_issued_before_the_one_before_it_returns():
     assert house.scheduler.n_scheduled == 1 and not house.pool.n_waiting
     assert house.steps(1) == ["return A"], "its length is known: not an iteration too many"
     assert house.scheduler.step() is False
-    assert house.told() == [
+    assert house.delivered() == [
         [("A", 9, None)], [("A", 9, None)], [("A", 9, None)], [("A", 9, FinishReason.LENGTH)]
     ]  # fmt: skip
 
@@ -51,13 +51,13 @@ def test_one_that_stops_leaves_with_its_last_batch_and_its_slots_are_nobody_else
     house.engine.tokens["A"] = STOP_TOKEN
     row = a.row
     assert house.steps(1) == ["issue A", "return A"]
-    assert house.told()[-1] == [("A", STOP_TOKEN, FinishReason.STOP)]
+    assert house.delivered()[-1] == [("A", STOP_TOKEN, FinishReason.STOP)]
     assert (a.state, a.row, a.n_in_flight, house.scheduler.leaving) == (FINISHED, row, 1, [a])
     assert (house.scheduler.n_rsrv, house.kv.n_free_blocks, len(house.pool)) == (9, 0, 1)
     assert house.steps(1) == ["return A"], "B may not begin yet"
     assert (a.row, a.output_ids, house.scheduler.leaving) == (-1, [9, STOP_TOKEN], [])
     assert house.scheduler.n_rsrv == 0
-    assert len(house.told()) == 2, "what was computed for nothing is told to nobody"
+    assert len(house.delivered()) == 2, "what was computed for nothing is told to nobody"
     assert house.steps(1) == ["issue B"]
 
 
@@ -67,7 +67,7 @@ def test_one_that_is_cancelled_leaves_in_the_same_way():
     house.steps(2)
     house.pool.end_named("A", FinishReason.CANCELLED)
     assert house.steps(1) == ["issue B", "return AB"], "it runs ahead no more"
-    assert house.told()[-1] == [("A", None, FinishReason.CANCELLED), ("B", 9, None)]
+    assert house.delivered()[-1] == [("A", None, FinishReason.CANCELLED), ("B", 9, None)]
     assert (a.state, a.row, b.n_in_flight) == (FINISHED, -1, 1)
 
 
@@ -76,7 +76,7 @@ def test_one_that_is_cancelled_after_it_was_issued_once_more():
     a = house.add("A")
     house.engine.on_wait = lambda _: (house.pool.end_named("A", FinishReason.CANCELLED), False)[1]
     assert house.steps(2) == ["issue A", "issue A", "return A"]
-    assert house.told() == [[("A", None, FinishReason.CANCELLED)]]
+    assert house.delivered() == [[("A", None, FinishReason.CANCELLED)]]
     assert house.scheduler.leaving == [a] and a.row >= 0
     assert house.steps(1) == ["return A"]
     assert a.row == -1 and house.scheduler.step() is False

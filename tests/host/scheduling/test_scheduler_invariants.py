@@ -326,11 +326,11 @@ class Player:
     def check_rest(self) -> None:
         assert self.pool_is_at_rest()
         assert not self.simulation.refused
-        told: dict[str, list[Delivery]] = {req.request_id: [] for req in self.requests}
+        by_request: dict[str, list[Delivery]] = {req.request_id: [] for req in self.requests}
         for delivery in self.simulation.deliveries:
-            told[delivery[0].request_id].append(delivery)
+            by_request[delivery[0].request_id].append(delivery)
         for request, arrival in zip(self.requests, self.trace.arrivals, strict=True):
-            deliveries = told[request.request_id]
+            deliveries = by_request[request.request_id]
             tokens = [token_id for _, token_id, _ in deliveries if token_id is not None]
             assert request.state is RequestState.FINISHED
             assert tokens == request.output_ids
@@ -350,7 +350,7 @@ class Player:
                 case reason:
                     assert reason is (FinishReason.STOP if stops else FinishReason.LENGTH)
                     assert len(tokens) == n_full
-        assert Counter(r.request_id for r in self.simulation.timeline.requests) == Counter(list(told))
+        assert Counter(r.request_id for r in self.simulation.timeline.requests) == Counter(list(by_request))
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 3, 4])

@@ -136,7 +136,7 @@ def test_jax_holds_what_it_is_told_once() -> None:
     hold_memory(environ, 0.9)
     hold_memory(environ, 0.5)
     assert held_fraction(environ) == 0.9
-    said = {"XLA_CLIENT_MEM_FRACTION": ".6"}
-    hold_memory(said, 0.9)
-    assert (said, held_fraction(said)) == ({"XLA_CLIENT_MEM_FRACTION": ".6"}, 0.6)
+    variables = {"XLA_CLIENT_MEM_FRACTION": ".6"}
+    hold_memory(variables, 0.9)
+    assert (variables, held_fraction(variables)) == ({"XLA_CLIENT_MEM_FRACTION": ".6"}, 0.6)
     assert held_fraction({SHARE: "much"}) is None and held_fraction({SHARE: "1.5"}) is None

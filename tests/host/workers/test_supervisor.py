@@ -533,8 +533,15 @@ sys.exit(2)
 """
     workers = start(code)
     failure = workers.wait_for_failure()
-    said = [event.removeprefix("stage 1: ") for event in workers.events if "its process" not in event]
-    assert said == ["one", "two", "three \N{REPLACEMENT CHARACTER}", "y" * 2000, "z" * 2000 + "...", "last"]
+    messages = [event.removeprefix("stage 1: ") for event in workers.events if "its process" not in event]
+    assert messages == [
+        "one",
+        "two",
+        "three \N{REPLACEMENT CHARACTER}",
+        "y" * 2000,
+        "z" * 2000 + "...",
+        "last",
+    ]
     assert str(failure).endswith(" ended with status 2; its last line of output: last")
 
 

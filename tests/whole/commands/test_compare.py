@@ -133,8 +133,8 @@ def test_rounds_go_in_turn_and_the_warm_up_does_not_count() -> None:
         for engine, missing in ((ours, 0), (other, 1)):
             engine.start({"missing": missing})
             assert engine.about["flags"] == {"missing": missing}
-        found = play_in_turn([ours, other], {"late": late}, 3, Progress(disable=True))
-    (rounds,) = found.values()
+        result = play_in_turn([ours, other], {"late": late}, 3, Progress(disable=True))
+    (rounds,) = result.values()
     assert [len(rounds.played[name]) for name in (OURS, "b")] == [3, 3]
     assert all(one.seconds >= 0.02 and min(one.latency) >= 0 for one in rounds.played[OURS])
     assert rounds.missing(OURS) == 0
@@ -142,7 +142,7 @@ def test_rounds_go_in_turn_and_the_warm_up_does_not_count() -> None:
     agreed = rounds.agreement("b")
     assert agreed is not None
     assert (agreed.requests, agreed.of, agreed.tokens) == (0, 2, 0.75)
-    (line,) = warnings(found)
+    (line,) = warnings(result)
     assert line.startswith("! b, late: 2 of 8 tokens did not come")
 
 
@@ -179,20 +179,20 @@ def test_the_table_and_the_record_have_pairwise_ratios() -> None:
     for name, rates in ((OURS, (100.0, 50.0)), ("b", (50.0, 20.0))):
         rounds.played[name] = [Played(100 / rate, (100 / rate,), (100,)) for rate in rates]
         rounds.warm[name] = Played(1.0, (1.0,), (100,), None if name == "b" else ((1,) * 100,))
-    found = {"paper": rounds}
+    result = {"paper": rounds}
     console = Console(width=200)
-    with console.capture() as said:
-        console.print(table(found))
-    row = next(line for line in said.get().splitlines() if "│ b" in line)
+    with console.capture() as captured:
+        console.print(table(result))
+    row = next(line for line in captured.get().splitlines() if "│ b" in line)
     assert "35.0 (20.0 to 50.0)" in row
     assert "2.25" in row  # rates: 2 and 2.5
     assert "0.45" in row  # latencies: 10 over 20 and 20 over 50 ms
     assert "not told" in row
-    told = summary(found)["paper"]
-    assert told["b"]["ours_over_theirs"] == {"tokens_per_second": 2.25, "median_normalized_latency": 0.45}
-    assert told["b"]["normalized_latency_ms"]["p99"] == [20.0, 50.0]
-    assert told[OURS]["requests_per_second"] == [1.0, 0.5]
-    assert [(one["engine"], one["round"], one["seconds"]) for one in raw(found)] == [
+    figures = summary(result)["paper"]
+    assert figures["b"]["ours_over_theirs"] == {"tokens_per_second": 2.25, "median_normalized_latency": 0.45}
+    assert figures["b"]["normalized_latency_ms"]["p99"] == [20.0, 50.0]
+    assert figures[OURS]["requests_per_second"] == [1.0, 0.5]
+    assert [(one["engine"], one["round"], one["seconds"]) for one in raw(result)] == [
         *((OURS, 1, 1.0), (OURS, 2, 2.0), ("b", 1, 2.0), ("b", 2, 5.0))
     ]
 
@@ -209,8 +209,8 @@ class Stub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         answers = {"/v1/models": {"data": [{"id": "stub-model"}]}, "/version": {"version": "9.9"}}
-        found = answers.get(self.path)
-        self._answer(200 if found else 404, json.dumps(found or {}).encode(), "application/json")
+        result = answers.get(self.path)
+        self._answer(200 if result else 404, json.dumps(result or {}).encode(), "application/json")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -273,9 +273,9 @@ def test_a_server_is_sent_what_it_takes_and_what_it_gives_is_counted() -> None:
     assert played.latency[1] <= played.seconds - 0.05 + 1e-6
     rounds = Rounds(trace, played={OURS: [played], "stub": [played]}, warm={OURS: played, "stub": played})
     console = Console(width=200)
-    with console.capture() as said:
+    with console.capture() as captured:
         console.print(table({"paper": rounds}))
-    assert any("│ stub" in line and " !" in line for line in said.get().splitlines())
+    assert any("│ stub" in line and " !" in line for line in captured.get().splitlines())
     assert "! stub, paper: 5 of 10 tokens did not come" in warnings({"paper": rounds})[1]
 
 

@@ -102,17 +102,17 @@ def test_what_is_asked_uses_every_parameter() -> None:
     ids=str,
 )
 def test_after_ready_nothing_is_compiled(two_layers: Path, how: dict[str, Any]) -> None:
-    told: list[tuple[int, int, str]] = []
+    calls: list[tuple[int, int, str]] = []
     with LLM(
         two_layers,
         compile_ahead=True,
         on_compile="error",
-        on_program=lambda *progress: told.append(progress),
+        on_program=lambda *progress: calls.append(progress),
         **SIZES,
         **how,
     ) as llm:
         ready = llm.compiles
-        assert told[-1][0] == told[-1][1] > 12
+        assert calls[-1][0] == calls[-1][1] > 12
         ask_everything(llm)
         assert llm.compiles == ready
 

@@ -49,8 +49,8 @@ def test_a_mistake_is_one_line(
     places = {"model": tiny_directory, "empty": tmp_path / "empty"}
     target = destination.format(**places) if "{" in destination else str(tmp_path / destination)
     assert cli.main(["convert", source.format(**places), target]) == 2
-    told = capfd.readouterr().err
-    assert words in told and told.startswith("orca: error: ") and told.count("\n") == 1
+    stderr = capfd.readouterr().err
+    assert words in stderr and stderr.startswith("orca: error: ") and stderr.count("\n") == 1
     assert not (tmp_path / "new").exists()
 
 

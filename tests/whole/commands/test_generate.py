@@ -132,8 +132,8 @@ def test_a_schema_and_a_grammar_may_come_from_a_file(
     assert getattr(params(flags[0], f"@{tmp_path}/file"), name) == value
     for place, message in (("none", "No such file"), ("", "Is a directory")):
         assert cli.main(["generate", "x", flags[0], f"@{tmp_path}/{place}"]) == 2
-        told = capsys.readouterr().err
-        assert f"argument {flags[0]}: {tmp_path}" in told and message in told
+        stderr = capsys.readouterr().err
+        assert f"argument {flags[0]}: {tmp_path}" in stderr and message in stderr
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
             "are both given; an output",
         ),
         (["generate", "x", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["generate", "x", "--tensor-parallel", "8"], "n_heads 4 is no multiple of it; 1, 2, 4 split"),
+        (["generate", "x", "--tensor-parallel", "8"], "n_heads 4 is not a multiple of it; 1, 2, 4 split"),
         (["generate", "x", "--model", "/no/such/place"], "there is no directory /no/such/place"),
         (["generate"], "give a PROMPT, '-' to read one from stdin, or --input FILE.jsonl"),
         (["generate", "-", "-"], "stdin; give it only once"),
@@ -199,11 +199,11 @@ def test_a_mistake_is_told_in_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin(b"", is_terminal=True))
     assert cli.main(arguments) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("orca: error: ")
-    assert message in told.err
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    captured = capsys.readouterr()
+    assert captured.err.startswith("orca: error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 # Text
@@ -214,27 +214,27 @@ def test_text_goes_to_stdout_and_notes_to_stderr(
 ) -> None:
     arguments = ["generate", "ab", "cd", "--max-tokens", "9", "--seed", "5", "--ignore-eos"]
     assert cli.main(arguments) == 0
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, ignore_eos=True)
     first, second = tiny.generate(["ab", "cd"], params)
-    assert told.out == f"{first.text}\n\n{second.text}\n"
-    assert "[1 of 2]" in told.err
-    assert "[2 of 2]" in told.err
-    assert told.err.count("2 + 9 tokens") == 2
-    assert told.err.count("finish reason length, seed 5") == 2
+    assert captured.out == f"{first.text}\n\n{second.text}\n"
+    assert "[1 of 2]" in captured.err
+    assert "[2 of 2]" in captured.err
+    assert captured.err.count("2 + 9 tokens") == 2
+    assert captured.err.count("finish reason length, seed 5") == 2
 
 
 def test_outputs_are_shown_one_after_another(lent: Lent, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "ab", "cd", "--n", "2", "--max-tokens", "7", "--seed", "5", "--ignore-eos"]
     assert cli.main(arguments) == 0
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     params = SamplingParams(n=2, max_tokens=7, temperature=0.8, seed=5, ignore_eos=True)
     results = lent.generate(["ab", "cd"], params)
     assert len({result.text for result in results}) == 4
-    assert told.out == "\n".join(f"{result.text}\n" for result in results)
+    assert captured.out == "\n".join(f"{result.text}\n" for result in results)
     for i in range(1, 5):
-        assert f"[{i} of 4]" in told.err
-    assert told.err.count("seed 5") == told.err.count("seed 6") == 2
+        assert f"[{i} of 4]" in captured.err
+    assert captured.err.count("seed 5") == captured.err.count("seed 6") == 2
 
 
 def test_logprobs_stand_in_tables_beside_the_text(
@@ -243,22 +243,22 @@ def test_logprobs_stand_in_tables_beside_the_text(
     monkeypatch.setenv("COLUMNS", "200")
     arguments = ["generate", "ab", "--max-tokens", "3", "--temperature", "0", "--ignore-eos"]
     assert cli.main([*arguments, "--logprobs", "2", "--prompt-logprobs", "0", "--n", "2"]) == 0
-    told = capsys.readouterr()
+    captured = capsys.readouterr()
     params = SamplingParams(
         max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=0, seed=0
     )
     (result,) = lent.generate("ab", params)
-    assert told.out == f"{result.text}\n\n{result.text}\n"
+    assert captured.out == f"{result.text}\n\n{result.text}\n"
     assert result.logprobs is not None and result.prompt_logprobs is not None
-    rows = [line.split() for line in told.err.splitlines()]
+    rows = [line.split() for line in captured.err.splitlines()]
     (prompt,) = result.prompt_logprobs
     percent = f"{100 * math.exp(prompt.logprob):.1f}"
     assert rows.count([str(prompt.token_id), "'b'", f"{prompt.logprob:.3f}", percent]) == 1, "told once"
     for one in result.logprobs:
         logprob, percent = f"{one.logprob:.3f}", f"{100 * math.exp(one.logprob):.1f}"
-        found = [row for row in rows if str(one.token_id) in row[:1] and logprob in row]
-        assert len(found) >= 2, "in each of the two outputs"
-        assert all(row.count(percent) >= 2 for row in found), "its own, and as the likeliest"
+        actual = [row for row in rows if str(one.token_id) in row[:1] and logprob in row]
+        assert len(actual) >= 2, "in each of the two outputs"
+        assert all(row.count(percent) >= 2 for row in actual), "its own, and as the likeliest"
 
 
 def test_a_table_writes_what_would_be_obeyed_or_not_be_seen() -> None:
@@ -347,10 +347,10 @@ def test_a_terminal_shows_how_much_of_the_checkpoint_is_read(
     assert "Loading" not in capsys.readouterr().err
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal then
     assert cli.main(arguments) == 0
-    told = capsys.readouterr()
-    assert "Loading the model" in told.err
-    assert "2.0/4.0 MB" in told.err
-    assert "Loading" not in told.out
+    captured = capsys.readouterr()
+    assert "Loading the model" in captured.err
+    assert "2.0/4.0 MB" in captured.err
+    assert "Loading" not in captured.out
 
 
 # Files
@@ -416,9 +416,9 @@ def test_a_file_with_every_kind_of_bad_line(
         assert message in bad["error"]["message"]
         assert "text" not in bad
         assert after.items() >= wanted.items()
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert f"{2 * len(BAD_LINES) + 1} lines, {len(BAD_LINES)} with errors" in told.err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"{2 * len(BAD_LINES) + 1} lines, {len(BAD_LINES)} with errors" in captured.err
 
 
 def test_flags_are_the_lines_defaults(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -502,7 +502,7 @@ def test_several_outputs_are_the_records_choices(lent: Lent, tmp_path: Path) -> 
     )
     results = lent.generate("ab", params)
 
-    def told(logprobs: list[TokenLogprobs] | None, n_top: int) -> list[dict[str, Any]]:
+    def as_json(logprobs: list[TokenLogprobs] | None, n_top: int) -> list[dict[str, Any]]:
         assert logprobs is not None
         return [
             {"token_id": t, "logprob": pytest.approx(value, rel=1e-4), "top": tops(top[:n_top])}
@@ -522,11 +522,11 @@ def test_several_outputs_are_the_records_choices(lent: Lent, tmp_path: Path) -> 
                 "token_ids": result.token_ids,
                 "finish_reason": "length",
                 "seed": 4 + i,
-                "logprobs": told(result.logprobs, 2),
+                "logprobs": as_json(result.logprobs, 2),
             }
             for i, result in enumerate(results)
         ],
-        "prompt_logprobs": told(results[0].prompt_logprobs, 1),
+        "prompt_logprobs": as_json(results[0].prompt_logprobs, 1),
     }
     assert one == {
         "line": 2,
@@ -536,7 +536,7 @@ def test_several_outputs_are_the_records_choices(lent: Lent, tmp_path: Path) -> 
         "token_ids": results[0].token_ids,
         "finish_reason": "length",
         "seed": 4,
-        "logprobs": told(results[0].logprobs, 0),
+        "logprobs": as_json(results[0].logprobs, 0),
     }
     assert (bad["error"]["param"], "choices" in bad) == ("max_tokens", False)
     lent.generate([1], SamplingParams(max_tokens=2))
@@ -654,7 +654,7 @@ def test_a_reader_that_leaves(tiny_directory: Path, tmp_path: Path, environment:
         assert process.stderr is not None
         assert b'"line": 1' in process.stdout.readline()
         process.stdout.close()
-        told = process.stderr.read()
+        stderr = process.stderr.read()
         assert process.wait(SOON) == 1
-    assert b"Traceback" not in told
-    assert b"Broken" not in told
+    assert b"Traceback" not in stderr
+    assert b"Broken" not in stderr

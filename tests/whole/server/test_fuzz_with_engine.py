@@ -147,13 +147,13 @@ class Neighbour:
     def _ask(self) -> None:
         while not self._over.wait(0.5) and not self.wrong:
             try:
-                told = plain(self._llm)
+                expected = plain(self._llm)
             except Exception as error:
                 self.wrong.append(repr(error))
                 return
             self.n += 1
-            if told != self._right:
-                self.wrong.append(f"{told} instead of {self._right}")
+            if expected != self._right:
+                self.wrong.append(f"{expected} instead of {self._right}")
 
 
 def plain(llm: LLM) -> list[int]:

@@ -51,12 +51,12 @@ def exact(llm: LLM, client: httpx2.Client) -> np.ndarray:
 
 
 def body(**fields: Any) -> dict[str, Any]:
-    said = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.9, "seed": 3, "ignore_eos": True}
-    return said | {"logprobs": N_TOP} | fields
+    given_fields = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.9, "seed": 3, "ignore_eos": True}
+    return given_fields | {"logprobs": N_TOP} | fields
 
 
-def params_of(said: dict[str, Any]) -> Any:
-    from_json = {name: value for name, value in said.items() if name != "prompt"}
+def params_of(fields: dict[str, Any]) -> Any:
+    from_json = {name: value for name, value in fields.items() if name != "prompt"}
     return SamplingParams(**from_json)
 
 
@@ -66,9 +66,9 @@ def ids_of(llm: LLM, client: httpx2.Client) -> list[int]:
     return [*ids, *result.token_ids]
 
 
-def streamed(client: httpx2.Client, path: str, said: dict[str, Any]) -> list[dict[str, Any]]:
+def streamed(client: httpx2.Client, path: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
     """The first choice of each chunk."""
-    with client.stream("POST", path, json={**said, "stream": True}) as answer:
+    with client.stream("POST", path, json={**fields, "stream": True}) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line)["choices"][0] for line in lines[:-1]]
@@ -77,11 +77,13 @@ def streamed(client: httpx2.Client, path: str, said: dict[str, Any]) -> list[dic
 def test_completions_with_echo(llm: LLM, client: httpx2.Client, exact: np.ndarray) -> None:
     ids = ids_of(llm, client)
     choice = client.post("/v1/completions", json=body(echo=True)).json()["choices"][0]
-    told = choice["logprobs"]
-    assert len(told["tokens"]) == len(ids) == len(exact) + 1
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
-    np.testing.assert_allclose(told["token_logprobs"][1:], exact[np.arange(len(exact)), ids[1:]], atol=1e-4)
-    for top, row in zip(told["top_logprobs"][1:], exact, strict=True):
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(ids) == len(exact) + 1
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    np.testing.assert_allclose(
+        logprobs["token_logprobs"][1:], exact[np.arange(len(exact)), ids[1:]], atol=1e-4
+    )
+    for top, row in zip(logprobs["top_logprobs"][1:], exact, strict=True):
         likeliest = sorted(top.values(), reverse=True)[:N_TOP]
         np.testing.assert_allclose(likeliest, np.sort(row)[::-1][:N_TOP], atol=1e-4)
     assert choice["text"].startswith(PROMPT)
@@ -89,33 +91,33 @@ def test_completions_with_echo(llm: LLM, client: httpx2.Client, exact: np.ndarra
     # Offsets by brute force: what the bytes before a token make, in whole characters.
     assert llm.tokenizer is not None
     data = [llm.tokenizer.token_bytes(i) for i in ids]
-    for i, offset in enumerate(told["text_offset"]):
+    for i, offset in enumerate(logprobs["text_offset"]):
         whole = b"".join(data[:i]).decode("utf-8", "ignore")
         assert offset == len(whole), i
-    assert len(set(told["text_offset"])) < len(ids), "some characters have several tokens"
+    assert len(set(logprobs["text_offset"])) < len(ids), "some characters have several tokens"
 
     chunks = streamed(client, "/v1/completions", body(echo=True))
     assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         parts = [one for chunk in chunks if chunk["logprobs"] for one in chunk["logprobs"][name]]
-        assert parts == told[name], name
+        assert parts == logprobs[name], name
 
 
 def test_chat(llm: LLM, client: httpx2.Client, exact: np.ndarray) -> None:
     ids = ids_of(llm, client)
     n_output = 24
-    said = {key: value for key, value in body().items() if key not in ("prompt", "logprobs")}
-    said |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": N_TOP}
-    choice = client.post("/v1/chat/completions", json=said).json()["choices"][0]
-    told = choice["logprobs"]["content"]
-    assert len(told) == n_output
+    logprobs = {key: value for key, value in body().items() if key not in ("prompt", "logprobs")}
+    logprobs |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": N_TOP}
+    choice = client.post("/v1/chat/completions", json=logprobs).json()["choices"][0]
+    logprobs = choice["logprobs"]["content"]
+    assert len(logprobs) == n_output
     rows = exact[-n_output:]
-    for one, row, token_id in zip(told, rows, ids[-n_output:], strict=True):
+    for one, row, token_id in zip(logprobs, rows, ids[-n_output:], strict=True):
         np.testing.assert_allclose(one["logprob"], row[token_id], atol=1e-4)
         likeliest = [top["logprob"] for top in one["top_logprobs"]]
         np.testing.assert_allclose(likeliest, np.sort(row)[::-1][:N_TOP], atol=1e-4)
-    text = b"".join(bytes(one["bytes"] or []) for one in told).decode("utf-8", "replace")
+    text = b"".join(bytes(one["bytes"] or []) for one in logprobs).decode("utf-8", "replace")
     assert text == choice["message"]["content"]
-    chunks = streamed(client, "/v1/chat/completions", said)
+    chunks = streamed(client, "/v1/chat/completions", logprobs)
     parts = [one for chunk in chunks if chunk["logprobs"] for one in chunk["logprobs"]["content"]]
-    assert parts == told
+    assert parts == logprobs

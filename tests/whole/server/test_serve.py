@@ -68,10 +68,13 @@ def stream(server: ServerProcess, started: threading.Semaphore, max_tokens: int 
 def test_it_serves_both_endpoints_and_ends_in_order(options: tuple[str, ...]) -> None:
     with ServerProcess(options) as server:
         server.wait_until_ready()
-        said = server.stderr()
-        assert "attention  pure JAX, following the real lengths" in said and "1 stage on 1 device" in said
+        stderr = server.stderr()
+        assert "attention  pure JAX, following the real lengths" in stderr and "1 stage on 1 device" in stderr
         assert (
-            "max_bs     4 requests" in said and "float32" in said and "buckets" in said and "n_slots" in said
+            "max_bs     4 requests" in stderr
+            and "float32" in stderr
+            and "buckets" in stderr
+            and "n_slots" in stderr
         )
         # The first request that the banner prints works as it is printed.
         (command,) = [line for line in server.stderr().splitlines() if line.startswith("curl")]
@@ -272,7 +275,7 @@ def test_a_signal_while_the_model_loads_ends_it_at_once() -> None:
         (["--api-key-file", "no-keys"], "no-keys"),
         (["--config", "no.yaml"], "no.yaml"),
         (["--host", "203.0.113.7"], "203.0.113.7"),
-        (["--pipeline-parallel", "5"], "pipeline_parallel is 5, and the model's n_layers is 4"),
+        (["--pipeline-parallel", "5"], "pipeline_parallel is 5, but the model's n_layers is 4"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(arguments: list[str], message: str) -> None:

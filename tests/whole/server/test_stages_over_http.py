@@ -100,7 +100,7 @@ def test_the_devices_must_be_there() -> None:
     server = ServerProcess(flags, variables=devices)
     try:
         assert server.wait(SOON) == 2
-        said = server.stderr()
-        assert "needs 4 devices; JAX has 2" in said and "Traceback" not in said
+        stderr = server.stderr()
+        assert "needs 4 devices; JAX has 2" in stderr and "Traceback" not in stderr
     finally:
         server.kill()

@@ -58,17 +58,17 @@ def expected(model: Path) -> Iterator[list[GenerationResult]]:
         yield llm.generate(PROMPTS, asked())
 
 
-def assert_same(found: list[GenerationResult], expected: list[GenerationResult]) -> None:
-    for i, (one, wanted) in enumerate(zip(found, expected, strict=True)):
+def assert_same(result: list[GenerationResult], expected: list[GenerationResult]) -> None:
+    for i, (one, wanted) in enumerate(zip(result, expected, strict=True)):
         assert (one.text, one.finish_reason) == (wanted.text, wanted.finish_reason), ASKED[i]
         for of in ("logprobs", "prompt_logprobs"):
             mine: list[TokenLogprobs] | None = getattr(one, of)
             theirs: list[TokenLogprobs] | None = getattr(wanted, of)
             assert (mine is None) == (theirs is None) == (getattr(asked()[i], of) is None)
-            for told, exact in zip(mine or [], theirs or [], strict=True):
-                assert told.token_id == exact.token_id
-                np.testing.assert_allclose(told.logprob, exact.logprob, atol=1e-4)
-                np.testing.assert_allclose([p for _, p in told.top], [p for _, p in exact.top], atol=1e-4)
+            for ours, exact in zip(mine or [], theirs or [], strict=True):
+                assert ours.token_id == exact.token_id
+                np.testing.assert_allclose(ours.logprob, exact.logprob, atol=1e-4)
+                np.testing.assert_allclose([p for _, p in ours.top], [p for _, p in exact.top], atol=1e-4)
 
 
 @pytest.mark.long
@@ -81,7 +81,7 @@ def test_two_processes_say_what_one_says_and_a_kill_changes_nothing(
 
     def pids() -> list[int]:
         """Of the processes that were started, in their order."""
-        return [int(found[1]) for line in events if (found := STARTED.search(line))]
+        return [int(match[1]) for line in events if (match := STARTED.search(line))]
 
     with LLM(model, worker_processes=True, pipeline_parallel=2, on_event=events.append, **SIZES) as llm:
         assert_same(llm.generate(PROMPTS, asked()), expected)

@@ -53,7 +53,7 @@ def test_killed_and_stopped_workers_lose_no_token_and_double_none(
         first = worker_pids(server)
         report = make_faults(server, known, signals, seed=3)
         assert not report.failures, "\n".join(report.failures)
-        said = server.stderr()
+        stderr = server.stderr()
         last = worker_pids(server)
         assert server.stop() == 0
         until(lambda: not any(map(is_there, {*first, *last})), "the workers' end", 10)
@@ -61,7 +61,7 @@ def test_killed_and_stopped_workers_lose_no_token_and_double_none(
     assert report.n_streams >= len(known) and report.n_sure >= 0.75 * len(known)
     for number, fault in zip(signals, report.faults, strict=True):
         check_fault(number, fault)
-    assert said.count("the workers are up again after") == len(signals)
+    assert stderr.count("the workers are up again after") == len(signals)
     assert "Traceback" not in server.stderr()
 
 

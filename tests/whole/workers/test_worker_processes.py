@@ -58,7 +58,7 @@ def all_streamed(server: ServerProcess, known: Sequence[KnownStream]) -> list[st
 
 
 @pytest.mark.parametrize(
-    ("n_stages", "tensor_parallel", "said"),
+    ("n_stages", "tensor_parallel", "message"),
     [
         (2, 1, "2 stages of 2 layers, 1 device each, each in its own process"),
         pytest.param(
@@ -68,12 +68,12 @@ def all_streamed(server: ServerProcess, known: Sequence[KnownStream]) -> list[st
     ],
 )
 def test_worker_processes_say_what_one_process_says(
-    model: Path, known: list[KnownStream], n_stages: int, tensor_parallel: int, said: str
+    model: Path, known: list[KnownStream], n_stages: int, tensor_parallel: int, message: str
 ) -> None:
     split = ("--pipeline-parallel", str(n_stages), "--tensor-parallel", str(tensor_parallel))
     with ServerProcess((str(model), "--worker-processes", *split, *SIZES)) as server:
         server.wait_until_ready(SOON)
-        assert said in server.stderr()
+        assert message in server.stderr()
         pids = worker_pids(server)
         assert len(set(pids)) == n_stages and all(map(is_there, pids))
         assert all_streamed(server, known) == []

@@ -105,17 +105,17 @@ class OrcaWorker:
     @property
     def address(self) -> str:
         """Where it listens."""
-        found = _TAKES.search(self.stderr())
-        assert found is not None, self.stderr()
-        return found[1]
+        match = _TAKES.search(self.stderr())
+        assert match is not None, self.stderr()
+        return match[1]
 
     def mistake(self) -> str:
         """It ends with status 2, and this is the last line that it says."""
         assert self.process.wait(SOON) == 2, self.stderr()
-        said = self.stderr()
-        assert "Traceback" not in said, said
-        last = said.splitlines()[-1]
-        assert last.startswith("orca: error: "), said
+        text = self.stderr()
+        assert "Traceback" not in text, text
+        last = text.splitlines()[-1]
+        assert last.startswith("orca: error: "), text
         return last
 
     def __enter__(self) -> Self:
@@ -143,10 +143,10 @@ def serve_mistake(flags: Sequence[str], *, seconds: float = SOON) -> str:
     server = ServerProcess(flags)
     try:
         assert server.wait(seconds) in (1, 2), server.stderr()
-        said = server.stderr()
-        assert "Traceback" not in said, said
-        (line,) = [line for line in said.splitlines() if line.startswith("orca: error: ")]
-        assert said.splitlines()[-1] == line, said
+        text = server.stderr()
+        assert "Traceback" not in text, text
+        (line,) = [line for line in text.splitlines() if line.startswith("orca: error: ")]
+        assert text.splitlines()[-1] == line, text
         return line
     finally:
         server.kill()
