@@ -29,7 +29,7 @@ from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
-from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
 from orca_jax.sharding.partition import split_model
 
@@ -72,9 +72,11 @@ class Row:
         return self.planned / self.compiled - 1
 
 
-def wanted(gpu: str, model: ModelConfig, n_stages: int, tensor: int, n_slots: int | None = None) -> Wanted:
+def target(
+    gpu: str, model: ModelConfig, n_stages: int, tensor: int, n_slots: int | None = None
+) -> PlanTarget:
     """The plan's question, with defaults for everything else."""
-    return Wanted(
+    return PlanTarget(
         config=model,
         device=GPUS[gpu],
         sizes=Sizes(n_slots=n_slots),
@@ -86,7 +88,7 @@ def wanted(gpu: str, model: ModelConfig, n_stages: int, tensor: int, n_slots: in
 
 def compare(gpu: str, name: str, plan: Plan) -> Iterator[Row]:
     """The distinct stages of a plan that fits."""
-    asked = plan.wanted
+    asked = plan.target
     n_stages, tensor = asked.parallel.pipeline_parallel, asked.parallel.tensor_parallel
     devices = described_devices(gpu, asked.parallel.n_devices)
     parts = split_model(asked.model, devices, asked.parallel)
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, n_stages, tensor in partitions:
             if name not in flags.models.split(","):
                 continue
-            plan = make_plan(wanted(gpu, PRESETS[name], n_stages, tensor))
+            plan = make_plan(target(gpu, PRESETS[name], n_stages, tensor))
             if not plan.fits:
                 problem = plan.stages[0].problem or plan.stages[-1].problem
                 console.out(f"{gpu}, {name}, {n_stages} x {tensor}: {problem}; {plan.hint}")
@@ -159,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             if flags.layers is not None:
                 fewer = replace(PRESETS[name], layers=PRESETS[name].layers[: flags.layers * n_stages])
-                plan = make_plan(wanted(gpu, fewer, n_stages, tensor, plan.serving.n_slots))
+                plan = make_plan(target(gpu, fewer, n_stages, tensor, plan.serving.n_slots))
             for row in compare(gpu, name, plan):
                 rows.append(row)
                 console.out(json.dumps(vars(row)))

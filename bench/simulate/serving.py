@@ -9,7 +9,7 @@ from bench.simulate.figures import Served, StreamedFigures
 from bench.simulate.places import Partition, Places
 from bench.simulate.workload import Workload
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
-from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.timeline import Timeline
@@ -60,7 +60,7 @@ class System:
         """The plan for the partition, by formula."""
         device = replace(self.cluster.device, attention="kernel")
         return make_plan(
-            Wanted(
+            PlanTarget(
                 config=self.partition.model,
                 device=device,
                 sizes=Sizes(

@@ -2,7 +2,8 @@
 
     python -m orca_jax.aot.memory_plan < question.json
 
-is run by planning/ask_xla.py: a question in JSON on stdin, the answer as the last line of stdout.
+planning/ask_xla.py runs this command: it reads a question in JSON from stdin and prints the answer as the
+last line of stdout.
 """
 
 import json
@@ -68,7 +69,14 @@ def compiled_memory(
     assert memory is not None
     return CompiledMemory(
         arguments=memory.argument_size_in_bytes,
-        temporaries=needed + result_bytes(model, part.layers, serving, dtype.itemsize),
+        temporaries=needed
+        + result_bytes(
+            model,
+            part.layers,
+            dtype.itemsize,
+            n_tokens=serving.max_batch_tokens,
+            n_rows=min(serving.max_batch_size, serving.max_batch_tokens),
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from orca_jax.config import Attention, ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.known_devices import MODEST_KV_BYTES
 from orca_jax.planning.stage_memory import StageRoom, stage_weight_bytes
 from orca_jax.planning.stage_memory import slot_bytes as stage_slot_bytes
@@ -60,13 +61,11 @@ def stage_room(
     )
 
 
-def check_slots(
-    config: ModelConfig, room: StageRoom, serving: ServingConfig, *, n_rows: int, n_devices: int
-) -> None:
-    """Check that `n_slots` fit into a stage's `room`. Raises ConfigError."""
-    memory = room.memory(config, serving, n_rows)
-    what = f"the keys and values of n_slots = {serving.n_slots}"
-    _refuse(what, serving.n_slots * memory.slot, room.kv_bytes(memory), n_devices)
+def check_slots(config: ModelConfig, room: StageRoom, shape: EngineShape, *, n_devices: int) -> None:
+    """Check that the shape's slots fit into a stage's `room`. Raises ConfigError."""
+    memory = room.memory(config, shape)
+    what = f"the keys and values of n_slots = {shape.n_slots}"
+    _refuse(what, shape.n_slots * memory.slot, room.kv_bytes(memory), n_devices)
 
 
 def check_weights(config: ModelConfig, itemsize: int, part: StagePart, *, n_devices: int) -> None:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.config import Attention, OnCompile, ServingConfig
+from orca_jax.config import Attention, OnCompile
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.start_order import StartOrder
 from orca_jax.errors import BadFrame
@@ -145,23 +145,16 @@ class JaxStageDevice:
         model = self._model
         self._compiles.watch(None, model.on_compile)
         dtype = next(iter(model.parameters.values())).dtype
-        serving = ServingConfig(
-            max_batch_size=shape.max_rows,
-            n_slots=shape.n_slots,
-            max_batch_tokens=shape.max_tokens,
-            block_size=shape.block_size,
-            deterministic=shape.deterministic,
-        )
         assert shape.vocab_size == model.config.vocab_size, "the model's digest was compared"
         room = stage_room(
             model.config,
             dtype,
             model.part,
             n_devices=model.n_devices,
-            block_size=serving.block_size,
+            block_size=shape.block_size,
             attention=model.attention,
         )
-        check_slots(model.config, room, serving, n_rows=shape.n_rows, n_devices=model.n_devices)
+        check_slots(model.config, room, shape, n_devices=model.n_devices)
         worker = Worker(
             model.config,
             model.parameters,

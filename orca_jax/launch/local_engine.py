@@ -1,5 +1,5 @@
 # pyright: standard
-"""Composition: an engine of given weights, whose workers are all in this process."""
+"""Composition: an engine with given weights, whose workers all run in this process."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,9 +29,9 @@ def chosen_sizes(
     n_devices: int,
     attention: Attention | None = None,
 ) -> ServingConfig:
-    """The sizes of an engine of these stages: what is asked for, and for the rest what fits.
+    """The sizes of an engine of these stages: the given ones, and defaults that fit.
 
-    The arguments are those of `stage_room`. Raises ConfigError for what does not fit.
+    The other arguments are as in `stage_room`. Raises ConfigError if the given sizes do not fit.
     """
     rooms = [
         stage_room(
@@ -49,12 +49,12 @@ def chosen_sizes(
     serving = serving_config(config, sizes, rooms, coarse_buckets=not on_cpu)
     shape = engine_shape(config, serving, n_workers=len(parts))
     for room in rooms:
-        check_slots(config, room, serving, n_rows=shape.n_rows, n_devices=n_devices)
+        check_slots(config, room, shape, n_devices=n_devices)
     return serving
 
 
 class LocalEngine(NamedTuple):
-    """An engine, the K/V manager of its caches, a line that says which attention it runs, and its workers."""
+    """An engine, the K/V manager of its caches, a description of its attention, and its workers."""
 
     engine: EngineMaster
     kv: KVManager
@@ -74,12 +74,12 @@ def build_engine(
     compile_ahead: bool = False,
     on_program: OnProgram | None = None,
 ) -> LocalEngine:
-    """An engine of a worker for each of `parts`, with that stage's `parameters`. Raises ConfigError.
+    """Build an engine with a worker for each of `parts` and its `parameters`. Raises ConfigError.
 
-    `buckets` are those of `serving` unless given, ascending; `attention` is the
-    Workers'. `workers` of the same model, parts and sizes that no engine uses any more may be handed in: they
-    keep their compiled programs, and their own attention. With `compile_ahead` every program is compiled
-    before this returns, and `on_program` told; without, each when it is first needed.
+    `buckets`, ascending, replace the default buckets of `serving`. `attention` is passed to the workers.
+    `workers` of the same model, parts and sizes may be reused once no engine uses them: they keep their
+    compiled programs and their attention. With `compile_ahead` every program is compiled now and reported to
+    `on_program`; otherwise each is compiled on first use.
     """
     n_workers = len(parts)
     shape = engine_shape(model, serving, n_workers=n_workers)
@@ -93,7 +93,7 @@ def build_engine(
                 part,
                 command_buffer_collectives=serving.command_buffer_collectives,
                 attention=attention,
-                caches=not compile_ahead,  # what XLA tries out while it compiles has their room
+                caches=not compile_ahead,  # leaves their memory to XLA's autotuning during compilation
             )
             for part, own in zip(parts, parameters, strict=True)
         ]

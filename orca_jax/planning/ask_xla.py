@@ -1,6 +1,6 @@
-"""What is asked of a process that knows JAX and XLA, by one that need not: its memory plan, or a CPU's rates.
+"""Asks a child process that imports JAX for XLA's memory plan or for a CPU's rates.
 
-A process of its own, because a compiler may take long or end in a crash, and must not look for a GPU.
+A separate process, because the compiler may take long or crash, and must not look for a GPU.
 """
 
 import os
@@ -20,18 +20,18 @@ from orca_jax.processes.json_child import ChildSilent, JsonChild
 _MODULE = "orca_jax.aot.memory_plan"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 _MEASURE_SECONDS = 120.0
-_END_SECONDS = 10.0  # from the end of its stdout to its own
+_END_SECONDS = 10.0  # from the end of the child's stdout to its exit
 
 
 class NoAnswer(EngineError):
-    """XLA cannot tell: no compiler for that device is installed, it failed, or it took too long."""
+    """XLA gave no answer: no compiler for that device is installed, it failed, or it took too long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryQuestion:
-    """A model on devices of a kind, with the sizes that its programs are compiled for.
+    """A model, its devices, and the sizes that its programs are compiled for.
 
-    `n_rows` are the places of all admitted requests.
+    `n_rows` is how many requests may be admitted at a time.
     """
 
     device: str
@@ -43,9 +43,9 @@ class MemoryQuestion:
 
 
 def ask_memory(question: MemoryQuestion, seconds: float) -> tuple[int, ...]:
-    """Temporaries of each stage's programs as XLA plans them, in bytes of each device.
+    """XLA's planned temporaries of each stage's programs, in bytes per device.
 
-    It compiles each stage that is unlike the others; nothing is run. Raises NoAnswer.
+    XLA compiles each distinct stage and runs nothing. Raises NoAnswer.
     """
     if question.device != CPU and not any(map(find_spec, _PLUGINS)):
         raise NoAnswer("no CUDA plugin for JAX is installed (pip install 'orca_jax[cuda]')")
@@ -56,14 +56,15 @@ def ask_memory(question: MemoryQuestion, seconds: float) -> tuple[int, ...]:
     )
     temporaries = cast("Sequence[int]", answer.get("temporaries", ()))
     if len(temporaries) != question.parallel.pipeline_parallel:
-        raise NoAnswer("XLA's answer makes no sense")
+        message = f"XLA's answer has temporaries of {len(temporaries)} stages instead of "
+        raise NoAnswer(message + f"{question.parallel.pipeline_parallel}")
     return tuple(temporaries)
 
 
 def ask_rates(dtype: str) -> tuple[float, float]:
-    """This CPU's memory bandwidth in bytes, and its rate of matrix products in operations, a second.
+    """Measure this CPU's memory bandwidth in bytes/s, and its matrix rate in floating-point operations/s.
 
-    Measured now, which takes some seconds. Raises NoAnswer.
+    Takes a few seconds. Raises NoAnswer.
     """
     answer = _ask({"measure": dtype}, _MEASURE_SECONDS, {})
     return float(answer["bandwidth"]), float(answer["matrix_rate"])
@@ -75,9 +76,9 @@ def _ask(question: Mapping[str, Any], seconds: float, environment: Mapping[str, 
         try:
             answer = child.ask(question, seconds, last=True)
         except ChildSilent as error:
-            raise NoAnswer(f"XLA did not finish within {seconds:g} seconds") from error
+            raise NoAnswer(f"XLA did not finish: {error}") from error
         if answer is None:
             status = child.wait(_END_SECONDS)
-            lines = child.last_words().strip().splitlines() or ["it said nothing"]
+            lines = child.last_words().strip().splitlines() or ["it printed no error"]
             raise NoAnswer(f"XLA's compiler ended with status {status}: {lines[-1][:300]}")
     return answer

@@ -1,11 +1,11 @@
-"""What one iteration must move and compute: one truth for benchmarks' floors, `orca plan` and simulation.
+"""The least memory traffic and arithmetic of an iteration, for benchmark floors, `orca plan` and simulation.
 
-Counts what cannot be avoided on one device: each weight read once, each activation written and read once
-between operations, each key and value in reach read once. Norms, activation functions and residual sums
-are taken to be fused into the matrix products beside them, and cost nothing here.
+On one device each weight is read once, each activation is written and read once between operations, and each
+visible key and value is read once. Norms, activation functions and residual sums count as fused into the
+adjacent matrix products and cost nothing.
 
-A model may be cut (ORCA 4.1): into stages of `layers`, and each layer over `n_shards` devices. Then it is
-counted what one device of the stage does, and what it sends to the others.
+A model may be split (ORCA 4.1) into stages of `layers`, and each layer over `n_shards` devices. The counts
+are then those of one device of the stage, including what it sends to the others.
 """
 
 import math
@@ -28,12 +28,12 @@ from orca_jax.families.parameters import (
 
 OperationKind = Literal["embed", "linear", "attention", "head", "sampler"]
 
-LOGIT_BYTES = 4  # logits are float32, whatever the weights are
+LOGIT_BYTES = 4  # logits are always float32
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of an iteration: bytes to and from memory, and floating-point operations."""
+    """An operation's memory traffic in bytes, and its floating-point operations."""
 
     kind: OperationKind
     n_bytes: float
@@ -42,18 +42,18 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a device can do: `bandwidth` in bytes, `matrix_rate` in floating-point operations, a second."""
+    """A device's rates: `bandwidth` in bytes/s and `matrix_rate` in floating-point operations/s."""
 
     bandwidth: float
     matrix_rate: float
 
 
 class IterationSums(NamedTuple):
-    """All that an iteration's cost depends on: sums over the requests of its batch.
+    """Sums over the requests of a batch, which determine an iteration's cost.
 
-    `n_rows` requests, `n_tokens` that go in, `n_keys` in the cache after they were written, and `n_seen`
-    pairs of a query and a key that it sees. The bytes of an operation, and its floating-point operations, are
-    a constant and multiples of these.
+    There are `n_rows` requests, `n_tokens` input tokens, `n_keys` tokens in the cache after the iteration
+    writes, and `n_seen` pairs of a query and a key it attends to. An operation's bytes and floating-point
+    operations are linear in these.
     """
 
     n_rows: int
@@ -66,8 +66,8 @@ class IterationSums(NamedTuple):
 class IterationShape:
     """The requests of one iteration, one entry each.
 
-    `input_lengths`: tokens that go in (all known tokens in the initiation phase, one in the increment
-    phase). `kv_lengths`: tokens in the cache after they were written, the input ones included.
+    `input_lengths` counts input tokens: all known tokens in prefill, one in decode. `kv_lengths` counts
+    tokens in the cache, including the input tokens.
     """
 
     input_lengths: Sequence[int]
@@ -78,7 +78,7 @@ class IterationShape:
         assert all(1 <= q <= k for q, k in pairs), "a row's input tokens are the last of its kv_length"
 
     def sums(self) -> IterationSums:
-        """Those of its requests."""
+        """The sums over these requests."""
         pairs = zip(self.input_lengths, self.kv_lengths, strict=True)
         return IterationSums(
             n_rows=len(self.input_lengths),
@@ -89,7 +89,7 @@ class IterationShape:
 
 
 def keys_seen(n_input: int, kv_length: int) -> int:
-    """Keys that the queries of one request see: each up to its own position, kv_length the last of them."""
+    """Query-key pairs of one request: each query attends up to its own position; the last one to all keys."""
     return n_input * (kv_length - n_input) + n_input * (n_input + 1) // 2
 
 
@@ -102,12 +102,12 @@ def operations(
     layers: range | None = None,
     n_shards: int = 1,
 ) -> list[Operation]:
-    """The operations of one iteration in the order they run, on one of the `n_shards` devices of a stage.
+    """The operations of one iteration in order, on one of the `n_shards` devices of a stage.
 
-    `weight_bytes` is the size of one element of weights and activations, `kv_bytes` of one element of the
-    K/V cache. Per layer of the stage's `layers` (by default all): its linear operations, and attention before
-    the one that takes its result; before the model's first the embedding, after its last head (one row a
-    request) and sampler.
+    `weight_bytes` is the size of an element of weights and activations, `kv_bytes` of an element of the KV
+    cache. Each of the stage's `layers` (default: all) has its linear operations, with attention before the
+    one that consumes its result. The embedding precedes the model's first layer; the head (one row a request)
+    and the sampler follow its last.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = _sums(shape)
@@ -124,28 +124,28 @@ def operations(
                 yield _attention(product.n_in, sums, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
             yield linear(product)
 
-    found: list[Operation] = []
+    result: list[Operation] = []
     if layers.start == 0:
-        # A token's row of each table is read, their sum is written.
+        # Reads a token's row of each table and writes their sum.
         n_embed_bytes = weight_bytes * sums.n_tokens * (sum(stage.tables) + model.hidden_size)
         n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
-        found.append(Operation("embed", n_embed_bytes, n_embed_flops))
-        found += map(linear, stage.before)
+        result.append(Operation("embed", n_embed_bytes, n_embed_flops))
+        result += map(linear, stage.before)
     for products, count in stage.layers:
-        found += [*layer(products)] * count
+        result += [*layer(products)] * count
     if stage.head is not None:
-        found += map(linear, stage.after)
+        result += map(linear, stage.after)
         own_vocab, n_in = stage.head
         n_logit_bytes = LOGIT_BYTES * sums.n_rows * own_vocab
         n_head_bytes = weight_bytes * n_in * (own_vocab + sums.n_rows) + n_logit_bytes
-        found.append(Operation("head", n_head_bytes, 2 * sums.n_rows * n_in * own_vocab))
-        vocab = model.padded_vocab_size  # each device chooses from all logits
-        found.append(Operation("sampler", LOGIT_BYTES * sums.n_rows * vocab, sums.n_rows * vocab))
-    return found
+        result.append(Operation("head", n_head_bytes, 2 * sums.n_rows * n_in * own_vocab))
+        vocab = model.padded_vocab_size  # each device samples from all logits
+        result.append(Operation("sampler", LOGIT_BYTES * sums.n_rows * vocab, sums.n_rows * vocab))
+    return result
 
 
 class _Product(NamedTuple):
-    """A linear operation on one device; `n_weights` counts the bias too."""
+    """A linear operation on one device; `n_weights` includes the bias."""
 
     n_in: int
     n_out: int
@@ -154,10 +154,10 @@ class _Product(NamedTuple):
 
 
 class _StageProducts(NamedTuple):
-    """What a stage multiplies by.
+    """The matrices of a stage on one device.
 
-    A token's row is read of `tables`, by their widths. `layers` has neighbours that are alike as one, with
-    their number. `head` is [own vocabulary, in].
+    `tables` are the embedding tables' widths. `layers` groups equal neighbouring layers, each group with its
+    count. `head` is [own vocabulary, in].
     """
 
     tables: tuple[int, ...]
@@ -209,10 +209,10 @@ def shared_bytes(
     layers: range | None = None,
     n_shards: int = 1,
 ) -> float:
-    """Bytes that each device of a stage sends to the others of it in one iteration.
+    """Bytes that each device of a stage sends to the stage's other devices in one iteration.
 
-    Two sums over the devices a layer (behind `out` and `down`) and one behind the embedding, each by a ring,
-    in which a device sends 2 (n - 1) / n of the array; behind the head the logits are put side by side.
+    A layer has two all-reduces (after `out` and `down`), and the embedding one. Each uses a ring, in which a
+    device sends 2 (n - 1) / n of the array. After the head, an all-gather joins the logits.
     """
     layers = range(model.n_layers) if layers is None else layers
     n_sums = 2 * len(layers) + (layers.start == 0)
@@ -232,23 +232,23 @@ def _sums(shape: IterationShape | IterationSums) -> IterationSums:
 
 
 def _attention(hidden: int, sums: IterationSums, *, weight_bytes: int, kv_bytes: int) -> Operation:
-    """Split attention of one layer: queries in, keys and values written, all in reach read, results out."""
+    """One layer of split attention: queries in, keys and values written, visible ones read, results out."""
     n_kv_bytes = 2 * hidden * kv_bytes * (sums.n_tokens + sums.n_keys)
-    # A key and a query: 2 operations an element; a weight and a value: 2 more.
+    # 2 operations per element for a query and a key, 2 more for a weight and a value.
     n_bytes = n_kv_bytes + 2 * sums.n_tokens * hidden * weight_bytes
     return Operation("attention", n_bytes, 4 * hidden * sums.n_seen)
 
 
 def floor(operations: Iterable[Operation], device: Device) -> float:
-    """Seconds below which these operations cannot run one after the other on `device`.
+    """The least seconds in which `device` can run these operations one after the other.
 
-    The sum over operations of the larger of bytes over bandwidth and operations over the matrix rate.
+    It sums max(bytes / bandwidth, operations / matrix rate).
     """
     return sum(max(op.n_bytes / device.bandwidth, op.n_flops / device.matrix_rate) for op in operations)
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Elements of all weights, the padded rows of the vocabulary included."""
+    """The number of elements of all weights, including the vocabulary's padding."""
     return stage_elements(model, range(model.n_layers), 1)
 
 

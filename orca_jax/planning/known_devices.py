@@ -1,7 +1,7 @@
-"""The devices that `orca plan` knows by name: what each can do, and where that is written.
+"""The devices that `orca plan` knows by name: their figures and sources.
 
-Figures are the data sheets', for dense matrices. A real device stays below its sheet, so a floor that is
-computed from these is lower than one from measured rates.
+Figures come from data sheets, for dense matrices. A real device stays below its data sheet, so a floor
+computed from these figures is lower than one from measured rates.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from orca_jax.planning.cost_model import Device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownDevice:
-    """One device. `memory` is in bytes; `bandwidth` to it, and the links, are in bytes a second.
+    """A device. `memory` is in bytes; `bandwidth` (to that memory) and the links are in bytes/s.
 
-    `matrix_rates` are floating-point operations a second by dtype. `inside` is what one device can send to
-    the others of its machine, `between` what it can send to another machine, each in one direction; a machine
-    has `per_machine` of them. `attention` is what runs there (execution/attention_backend.py chooses it).
+    `matrix_rates` are floating-point operations/s by dtype. In one direction, a device can send `inside` to
+    the other devices of its machine, and `between` to another machine; a machine has `per_machine` devices.
+    `attention` is the kind that runs there (execution/attention_backend.py chooses it).
     """
 
     name: str
@@ -31,25 +31,26 @@ class KnownDevice:
     attention: Attention
 
     def rates(self, dtype: Dtype) -> Device:
-        """For the cost model."""
+        """The rates for the cost model."""
         return Device(bandwidth=self.bandwidth, matrix_rate=self.matrix_rates[dtype])
 
 
 # NVIDIA A100 Tensor Core GPU data sheet (1758950-r4), SXM: 1,555 GB/s (40 GB) and 2,039 GB/s (80 GB); 312
-# TFLOPS in bfloat16 and float16, 156 in TF32, which is how XLA multiplies float32 by default; NVLink 600 GB/s
-# both ways together. Azure's ND A100 v4, the machine of ORCA 6: eight of them and eight 200 Gb/s links
-# of HDR InfiniBand, one for each GPU.
+# TFLOPS in bfloat16 and float16, 156 in TF32, XLA's default for float32; NVLink 600 GB/s in both directions
+# together. Azure's ND A100 v4, the machine of ORCA 6: eight GPUs, each with a 200 Gb/s link of HDR
+# InfiniBand.
 _AMPERE: Mapping[Dtype, float] = {"bfloat16": 312e12, "float16": 312e12, "float32": 156e12}
 # NVIDIA H100 and H200 Tensor Core GPU data sheets, SXM: 3.35 and 4.8 TB/s; 989.5 TFLOPS in bfloat16 and
-# float16 and 494.7 in TF32 (the sheets' 1,979 and 989 are with sparsity); NVLink 900 GB/s both ways together.
-# NVIDIA DGX H100/H200: eight GPUs, a 400 Gb/s ConnectX-7 for each.
+# float16 and 494.7 in TF32 (the sheets' 1,979 and 989 are with sparsity); NVLink 900 GB/s in both directions
+# together. NVIDIA DGX H100/H200: eight GPUs, a 400 Gb/s ConnectX-7 for each.
 _HOPPER: Mapping[Dtype, float] = {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12}
 # NVIDIA L40S data sheet: 864 GB/s; 362.05 TFLOPS in bfloat16 and float16 and 183 in TF32; no NVLink, PCIe 4.0
-# with 64 GB/s both ways together. NVIDIA's reference architecture 2-8-5-200: eight GPUs, 200 Gb/s for each.
+# with 64 GB/s in both directions together. NVIDIA's reference architecture 2-8-5-200: eight GPUs, each with
+# 200 Gb/s.
 _ADA: Mapping[Dtype, float] = {"bfloat16": 362.05e12, "float16": 362.05e12, "float32": 183e12}
 # NVIDIA HGX and DGX B200 data sheets, of eight GPUs: 64 TB/s; for one 2.25 PFLOPS in bfloat16 and float16 and
-# 1.1 in TF32 (the sheets' 4.5 and 2.2 are with sparsity); NVLink 1.8 TB/s both ways together; a 400 Gb/s
-# ConnectX-7 for each.
+# 1.1 in TF32 (the sheets' 4.5 and 2.2 are with sparsity); NVLink 1.8 TB/s in both directions together; a 400
+# Gb/s ConnectX-7 for each.
 _BLACKWELL: Mapping[Dtype, float] = {"bfloat16": 2250e12, "float16": 2250e12, "float32": 1100e12}
 
 GPUS: Mapping[str, KnownDevice] = {
@@ -116,16 +117,16 @@ GPUS: Mapping[str, KnownDevice] = {
 }
 CPU = "cpu"
 
-# What an engine takes unless somebody says more or less: of a GPU's memory this share, for CUDA, NCCL and the
-# programs themselves need some too; of a CPU's, which others need, so much for keys and values in all.
+# Defaults of what an engine may use: this fraction of a GPU's memory, because CUDA, NCCL and the programs
+# themselves need some; of a CPU's memory, which other processes need, these bytes for the whole KV cache.
 MEMORY_FRACTION = 0.9
 MODEST_KV_BYTES = 2 << 30
 
 
 def cpu_device(*, memory: int, bandwidth: float, matrix_rate: float) -> KnownDevice:
-    """This machine's CPU, of which somebody measured the rates, in whatever dtype.
+    """This machine's CPU with measured rates, used for every dtype.
 
-    Its parts and stages share its memory and its cores: links cost what the memory does.
+    All stages and shards share its memory and cores, so a link is as fast as the memory.
     """
     return KnownDevice(
         name=CPU,
@@ -140,7 +141,7 @@ def cpu_device(*, memory: int, bandwidth: float, matrix_rate: float) -> KnownDev
 
 
 def gpu_named(name: str) -> KnownDevice:
-    """The GPU of that name. Raises ConfigError."""
+    """Raises ConfigError for an unknown name."""
     if name not in GPUS:
         raise ConfigError(f"device is {name!r}; it must be one of {', '.join([*GPUS, CPU])}")
     return GPUS[name]

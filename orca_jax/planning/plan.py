@@ -1,7 +1,7 @@
-"""What a model needs on given devices, and what to expect of them: memory, slots, floors (`orca plan`).
+"""`orca plan`: a model's memory, slots and time floors on given devices.
 
-Pure arithmetic on the cost model and on the stages' memory. The sizes are chosen by the same code as an
-engine's (sizes.py), so that a plan says what `orca serve` would do there.
+It is arithmetic on the cost model and the stages' memory. The same code as an engine's (sizes.py) chooses the
+sizes, so a plan shows what `orca serve` would do.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ from typing import Literal
 from orca_jax.config import Dtype, ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import IterationShape, Operation, hop_bytes, operations, shared_bytes
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
-from orca_jax.planning.sizes import n_rows, serving_config
+from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.planning.stage_memory import (
     ITEMSIZE,
@@ -28,16 +29,16 @@ from orca_jax.scheduling.kv_manager import round_up
 MAX_BS = 4096  # ServingConfig's bound
 _MOST_STAGES = 64
 
-Phase = Literal["increment", "initiation"]
+Phase = Literal["decode", "prefill"]  # the paper's increment and initiation
 Bound = Literal["latency", "slots", "limit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """What is planned for: a model on devices of a kind, and the sizes that are asked for.
+class PlanTarget:
+    """A model, its devices and the requested sizes.
 
-    `context` is what a request has in the cache on average, in tokens, for the floors. `temporaries` are
-    XLA's own, of each stage, where it was asked: bytes of each device. Checked when made: raises ConfigError.
+    The floors assume that a request has `context` tokens in the cache on average. `temporaries` is XLA's own
+    figure for each stage, if it was asked, in bytes per device. Raises ConfigError if invalid.
     """
 
     config: ModelConfig
@@ -58,30 +59,30 @@ class Wanted:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of weights, keys and values."""
+        """The bytes of an element of weights, keys and values."""
         return ITEMSIZE[self.dtype]
 
     @property
     def model(self) -> ModelConfig:
-        """The model as it lies on the devices."""
+        """The model with its vocabulary padded for its devices."""
         return shared_vocabulary(self.config, self.parallel.tensor_parallel)
 
     @property
     def stages(self) -> list[range]:
-        """The layers of each."""
+        """The layers of each stage."""
         return stage_layers(self.config.n_layers, self.parallel.pipeline_parallel)
 
     @property
     def budget(self) -> int:
-        """Bytes of each device that the engine may take."""
+        """The bytes of each device that the engine may use."""
         fraction = self.sizes.memory_fraction
-        if self.device.name == CPU:  # which is all the devices
+        if self.device.name == CPU:  # one CPU stands for all devices
             each = self.device.memory // self.parallel.n_devices
             return int(each * (1.0 if fraction is None else fraction))
         return int(self.device.memory * (MEMORY_FRACTION if fraction is None else fraction))
 
     def rooms(self) -> list[StageRoom]:
-        """What each stage's devices have left beside the weights."""
+        """Each stage's memory after loading the weights."""
         modest = None
         if self.device.name == CPU and self.sizes.memory_fraction is None:
             modest = MODEST_KV_BYTES // self.parallel.n_devices
@@ -105,9 +106,9 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """One stage: its layers, what lies on each of its devices, and the slots that this leaves room for.
+    """A stage's layers, its memory per device, and the slots that fit.
 
-    `problem` says what does not fit; None where all does.
+    `problem` says what does not fit, or is None.
     """
 
     layers: range
@@ -118,10 +119,11 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IterationFloor:
-    """What no iteration of this kind can be faster than.
+    """The least time of an iteration of one kind.
 
-    `seconds` are those from the first stage's start to the last one's end, `interval` the slowest stage's:
-    with a batch for each stage one comes out every `interval`. `bound` says what takes most of the time.
+    `seconds` runs from the first stage's start to the last stage's end. `interval` is the slowest stage's
+    time: with a batch in every stage, one iteration finishes every `interval`. `bound` names what takes most
+    of the time.
     """
 
     phase: Phase
@@ -135,10 +137,10 @@ class IterationFloor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
-    """The largest `max_bs` whose increment iteration stays within `budget` seconds at its floor.
+    """The largest `max_bs` whose decode iteration stays within `budget` seconds at its floor; 0 if none does.
 
-    0 where not even one request does. `bound` says what keeps it from being larger: the latency, the slots
-    for that many requests of `context` tokens, or the limit of what can be set.
+    `bound` says what prevents a larger one: the latency, the slots for that many requests of `context`
+    tokens, or the limit of the setting.
     """
 
     budget: float
@@ -149,9 +151,9 @@ class Recommendation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All of it. `serving` are the sizes that an engine would choose; `hint` is a split that would fit."""
+    """A plan. `serving` has the sizes that an engine would choose; `hint` suggests a split that fits."""
 
-    wanted: Wanted
+    target: PlanTarget
     serving: ServingConfig
     stages: tuple[StagePlan, ...]
     floors: tuple[IterationFloor, ...]
@@ -160,60 +162,60 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage does."""
+        """Whether every stage fits."""
         return all(stage.problem is None for stage in self.stages)
 
 
-def make_plan(wanted: Wanted, *, latency_budget: float | None = None) -> Plan:
-    """The plan; with `latency_budget`, in seconds, a `max_bs` is recommended too. Raises ConfigError."""
-    serving = serving_config(wanted.config, wanted.sizes, wanted.rooms())
-    stages = _stage_plans(wanted, serving)
+def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Plan:
+    """Make a plan; with `latency_budget`, in seconds, also recommend a `max_bs`. Raises ConfigError."""
+    serving = serving_config(target.config, target.sizes, target.rooms())
+    stages = _stage_plans(target, serving)
     sizes = _batch_sizes(serving.max_batch_size)
-    floors = [iteration_floor(wanted, "increment", size) for size in sizes]
+    floors = [iteration_floor(target, "decode", size) for size in sizes]
     floors += [
-        iteration_floor(wanted, "initiation", size)
+        iteration_floor(target, "prefill", size)
         for size in sizes
-        if size * wanted.context <= serving.max_batch_tokens
+        if size * target.context <= serving.max_batch_tokens
     ]
     fits = all(stage.problem is None for stage in stages)
     return Plan(
-        wanted=wanted,
+        target=target,
         serving=serving,
         stages=tuple(stages),
         floors=tuple(floors),
-        hint=None if fits else _split_that_fits(wanted),
-        recommendation=None if latency_budget is None else recommend(wanted, latency_budget),
+        hint=None if fits else _split_that_fits(target),
+        recommendation=None if latency_budget is None else recommend(target, latency_budget),
     )
 
 
-def iteration_floor(wanted: Wanted, phase: Phase, batch_size: int) -> IterationFloor:
-    """The floor of an iteration of `batch_size` requests of `wanted.context` tokens in one phase."""
-    context, size = wanted.context, wanted.itemsize
-    n_input = 1 if phase == "increment" else context
+def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> IterationFloor:
+    """The floor of an iteration of `batch_size` requests of `target.context` tokens in one phase."""
+    context, size = target.context, target.itemsize
+    n_input = 1 if phase == "decode" else context
     shape = IterationShape([n_input] * batch_size, [context] * batch_size)
-    device, n_shards = wanted.device, wanted.parallel.tensor_parallel
-    rates = device.rates(wanted.dtype)
+    device, n_shards = target.device, target.parallel.tensor_parallel
+    rates = device.rates(target.dtype)
     times: list[float] = []
     parts = {"bandwidth": 0.0, "matrix rate": 0.0, "links": 0.0}
-    for layers in wanted.stages:
-        found: Sequence[Operation] = operations(
-            wanted.model, shape, weight_bytes=size, kv_bytes=size, layers=layers, n_shards=n_shards
+    for layers in target.stages:
+        stage_operations: Sequence[Operation] = operations(
+            target.model, shape, weight_bytes=size, kv_bytes=size, layers=layers, n_shards=n_shards
         )
-        shared = shared_bytes(wanted.model, shape, weight_bytes=size, layers=layers, n_shards=n_shards)
+        shared = shared_bytes(target.model, shape, weight_bytes=size, layers=layers, n_shards=n_shards)
         links = shared / (device.inside if n_shards <= device.per_machine else device.between)
         total = links
-        for op in found:
+        for op in stage_operations:
             moved, computed = op.n_bytes / rates.bandwidth, op.n_flops / rates.matrix_rate
             total += max(moved, computed)
             parts["bandwidth" if moved >= computed else "matrix rate"] += max(moved, computed)
         parts["links"] += links
         times.append(total)
-    for i in range(1, wanted.parallel.pipeline_parallel):
+    for i in range(1, target.parallel.pipeline_parallel):
         same_machine = (i * n_shards - 1) // device.per_machine == i * n_shards // device.per_machine
-        hop = hop_bytes(wanted.model, shape, weight_bytes=size)
+        hop = hop_bytes(target.model, shape, weight_bytes=size)
         times.append(hop / (device.inside if same_machine else device.between))
         parts["links"] += times[-1]
-    interval = max(times)  # a link is a stage of its own: the devices go on meanwhile
+    interval = max(times)  # a link counts as a stage: devices compute during transfers
     bound = max(parts, key=lambda name: parts[name])
     assert bound == "bandwidth" or bound == "matrix rate" or bound == "links"
     return IterationFloor(
@@ -227,11 +229,11 @@ def iteration_floor(wanted: Wanted, phase: Phase, batch_size: int) -> IterationF
     )
 
 
-def recommend(wanted: Wanted, budget: float) -> Recommendation:
+def recommend(target: PlanTarget, budget: float) -> Recommendation:
     """The largest `max_bs` within `budget` seconds (ORCA 4.2 leaves it to the operator). Raises ConfigError.
 
-    An iteration that has an initiation in it takes longer; the budget is for the time between two tokens of
-    a request while nobody new comes.
+    The budget is for the time between two tokens of a request while no request is in prefill: an iteration
+    with a prefill takes longer.
     """
     if not budget > 0:
         raise ConfigError(f"latency_budget is {budget:g} seconds; it must be above 0")
@@ -239,91 +241,97 @@ def recommend(wanted: Wanted, budget: float) -> Recommendation:
     def obstacle(size: int) -> Bound | None:
         if size > MAX_BS:
             return "limit"
-        if iteration_floor(wanted, "increment", size).seconds > budget:
+        if iteration_floor(target, "decode", size).seconds > budget:
             return "latency"
-        return None if _holds(wanted, size) else "slots"
+        return None if _holds(target, size) else "slots"
 
-    low, high = 0, MAX_BS + 1  # low is possible, high is not; each obstacle stays one for larger sizes
+    low, high = 0, MAX_BS + 1  # low is possible, high is not; every obstacle also applies to larger sizes
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if obstacle(middle) is None else (low, middle)
     bound = obstacle(high)
     assert bound is not None
-    seconds = iteration_floor(wanted, "increment", low).seconds if low else 0.0
+    seconds = iteration_floor(target, "decode", low).seconds if low else 0.0
     return Recommendation(budget=budget, max_bs=low, seconds=seconds, bound=bound)
 
 
-def _holds(wanted: Wanted, max_bs: int) -> bool:
-    """Whether there are slots for as many requests of `context` tokens as keep every stage busy."""
-    asked = wanted.sizes
-    if asked.max_batch_tokens is not None and asked.max_batch_tokens < max_bs:
+def _holds(target: PlanTarget, max_bs: int) -> bool:
+    """Whether the slots suffice for the requests of `context` tokens that keep every stage busy."""
+    requested = target.sizes
+    if requested.max_batch_tokens is not None and requested.max_batch_tokens < max_bs:
         return False
-    n_workers = wanted.parallel.pipeline_parallel
-    needed = n_workers * max_bs * round_up(wanted.context, asked.block_size)
-    if asked.n_slots is not None and asked.n_slots < needed:
+    n_workers = target.parallel.pipeline_parallel
+    needed = n_workers * max_bs * round_up(target.context, requested.block_size)
+    if requested.n_slots is not None and requested.n_slots < needed:
         return False
-    rows = n_rows(max_bs, n_workers=n_workers)
-    before = serving_config(wanted.config, asked, wanted.rooms())
-    after = serving_config(wanted.config, replace(asked, max_batch_size=max_bs), wanted.rooms())
-    for room in wanted.rooms():
-        plain = replace(room, temporaries=None)
-        if room.temporaries is not None:  # XLA told them for other sizes: the difference is by arithmetic
-            both = (plain.memory(wanted.model, one, rows).temporaries for one in (after, before))
-            room = replace(room, temporaries=max(0, room.temporaries + next(both) - next(both)))
-        if room.slots(room.memory(wanted.model, after, rows)) < needed:
+    before = _shape(target, serving_config(target.config, requested, target.rooms()))
+    after = _shape(
+        target, serving_config(target.config, replace(requested, max_batch_size=max_bs), target.rooms())
+    )
+    for room in target.rooms():
+        if room.temporaries is not None:  # XLA's figure is for other sizes: add the difference by arithmetic
+            plain = replace(room, temporaries=None)
+            growth = plain.memory(target.model, after).temporaries
+            growth -= plain.memory(target.model, before).temporaries
+            room = replace(room, temporaries=max(0, room.temporaries + growth))
+        if room.slots(room.memory(target.model, after)) < needed:
             return False
     return True
 
 
+def _shape(target: PlanTarget, serving: ServingConfig) -> EngineShape:
+    return engine_shape(target.config, serving, n_workers=target.parallel.pipeline_parallel)
+
+
 def _batch_sizes(max_bs: int) -> list[int]:
-    """Powers of two up to `max_bs`, and that."""
+    """The powers of two below `max_bs`, and `max_bs`."""
     sizes = [1 << i for i in range(max_bs.bit_length()) if 1 << i < max_bs]
     return [*sizes, max_bs]
 
 
-def _stage_plans(wanted: Wanted, serving: ServingConfig) -> list[StagePlan]:
-    rows = n_rows(serving.max_batch_size, n_workers=wanted.parallel.pipeline_parallel)
-    whole = round_up(wanted.config.n_positions, serving.block_size)
-    needed = max(whole, wanted.sizes.n_slots or 0)
+def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
+    shape = _shape(target, serving)
+    whole = round_up(target.config.n_positions, serving.block_size)
+    needed = max(whole, target.sizes.n_slots or 0)
     plans: list[StagePlan] = []
-    for i, room in enumerate(wanted.rooms()):
-        memory = room.memory(wanted.model, serving, rows)
+    for i, room in enumerate(target.rooms()):
+        memory = room.memory(target.model, shape)
         slots = room.slots(memory)
         problem = None
         if slots < needed:
-            what = "n_slots" if needed > whole else "one request of the model's full length"
+            use = "n_slots" if needed > whole else "one request of the model's full length"
             problem = (
                 f"stage {i + 1} needs {_gib(memory.weights)} of weights, {_gib(memory.tables)} of tables, "
                 f"{_gib(memory.temporaries)} of temporaries and {_gib(needed * memory.slot)} for the "
-                f"{needed} slots of {what} on each device, and may take {_gib(wanted.budget)}"
+                f"{needed} slots of {use} on each device, and may use {_gib(target.budget)}"
             )
         plans.append(StagePlan(layers=room.layers, memory=memory, slots=slots, problem=problem))
     return plans
 
 
-def _fits(wanted: Wanted, n_stages: int, n_devices: int) -> bool:
-    parallel = replace(wanted.parallel, pipeline_parallel=n_stages, tensor_parallel=n_devices)
-    other = replace(wanted, parallel=parallel, temporaries=None)
+def _fits(target: PlanTarget, n_stages: int, n_devices: int) -> bool:
+    parallel = replace(target.parallel, pipeline_parallel=n_stages, tensor_parallel=n_devices)
+    other = replace(target, parallel=parallel, temporaries=None)
     serving = serving_config(other.config, other.sizes, other.rooms())
     return all(stage.problem is None for stage in _stage_plans(other, serving))
 
 
-def _split_that_fits(wanted: Wanted) -> str:
-    """What to change so that it fits, by arithmetic."""
-    config, device = wanted.config, wanted.device
+def _split_that_fits(target: PlanTarget) -> str:
+    """Suggest, by arithmetic, a change that makes the model fit."""
+    config, device = target.config, target.device
     if device.name == CPU:
-        return "stages and parts share a CPU's memory, so no split helps; use a smaller model or more memory"
+        return "all stages share the CPU's memory, so no split helps; use a smaller model or more memory"
     common = gcd(config.n_heads, *config.ffn_sizes)
     tensors = [n for n in range(1, device.per_machine + 1) if common % n == 0]
     most = min(config.n_layers, _MOST_STAGES)
-    n_stages, n_devices = wanted.parallel.pipeline_parallel, wanted.parallel.tensor_parallel
-    pipeline = next((n for n in range(1, most + 1) if _fits(wanted, n, n_devices)), None)
-    tensor = next((n for n in tensors if _fits(wanted, n_stages, n)), None)
+    n_stages, n_devices = target.parallel.pipeline_parallel, target.parallel.tensor_parallel
+    pipeline = next((n for n in range(1, most + 1) if _fits(target, n, n_devices)), None)
+    tensor = next((n for n in tensors if _fits(target, n_stages, n)), None)
     ways = [f"--pipeline-parallel {pipeline}"] * (pipeline is not None)
     ways += [f"--tensor-parallel {tensor}"] * (tensor is not None)
     if ways:
         return f"use {' or '.join(ways)}"
-    both = [(p * t, -t, p, t) for t in tensors for p in range(1, most + 1) if _fits(wanted, p, t)]
+    both = [(p * t, -t, p, t) for t in tensors for p in range(1, most + 1) if _fits(target, p, t)]
     if both:
         *_, p, t = min(both)
         return f"use --pipeline-parallel {p} --tensor-parallel {t}"

@@ -1,4 +1,4 @@
-"""Which layers each stage has (ORCA 4.1, Figure 6: inter-layer and intra-layer parallelism)."""
+"""The split of a model's layers into stages (ORCA 4.1, Figure 6: inter- and intra-layer parallelism)."""
 
 import math
 
@@ -8,9 +8,9 @@ from orca_jax.families.model_config import ModelConfig
 
 
 def stage_layers(n_layers: int, n_stages: int) -> list[range]:
-    """The same number of layers for each stage; where that leaves some over, one more for the first ones.
+    """Split the layers evenly; the first stages get the remaining layers, one each.
 
-    The last stage has the head as well, so it is the last to get one more.
+    The last stage also has the head, so it is the last to get one more.
     """
     each, over = divmod(n_layers, n_stages)
     stops = [each * (i + 1) + min(i + 1, over) for i in range(n_stages)]
@@ -18,23 +18,23 @@ def stage_layers(n_layers: int, n_stages: int) -> list[range]:
 
 
 def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Whether the model can be cut into so many stages, each over so many devices. Raises ConfigError."""
+    """Raise ConfigError if the model cannot be split into these stages, each over these devices."""
     n_stages, n_devices = parallel.pipeline_parallel, parallel.tensor_parallel
     if n_stages > config.n_layers:
         raise ConfigError(
-            f"pipeline_parallel is {n_stages}, and the model's n_layers is {config.n_layers}; each stage "
-            "needs a layer"
+            f"pipeline_parallel is {n_stages}, but the model's n_layers is {config.n_layers}; each stage "
+            "needs at least one layer"
         )
     for name, value in (("n_heads", config.n_heads), *(("ffn_size", size) for size in config.ffn_sizes)):
         if value % n_devices:
             raise ConfigError(
-                f"tensor_parallel is {n_devices}, and the model's {name} {value} is no multiple of it; "
+                f"tensor_parallel is {n_devices}, but the model's {name} {value} is not a multiple of it; "
                 f"{_divisors(config)} split it evenly"
             )
 
 
 def split_summary(n_layers: int, parallel: ParallelConfig) -> str:
-    """A line that says how a model is split."""
+    """Describe the split in one line."""
     n_stages, n_devices = parallel.pipeline_parallel, parallel.tensor_parallel
     stages = "1 stage" if n_stages == 1 else f"{n_stages} stages"
     devices = "1 device" if n_devices == 1 else f"{n_devices} devices"

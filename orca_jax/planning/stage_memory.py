@@ -1,38 +1,37 @@
-"""The memory of one stage, by arithmetic: what lies on each of its devices.
+"""The memory on each device of a stage, by arithmetic.
 
-One truth for `orca plan` and for the engine's choice of `n_slots`. Weights, tables and slots are exact. What
-a running program needs besides is XLA's to decide; here it is estimated from what XLA was seen to keep
-(docs/plan.md), and `orca plan` asks XLA where it can.
-
-T is the tokens of the largest bucket, R the rows of a batch, n the devices of the stage.
+`orca plan` and the engine's choice of `n_slots` share this code. Weights, tables and slots are exact. XLA
+decides how much memory a running program needs for temporaries; here they are estimated from observed memory
+plans (docs/plan.md), and `orca plan` asks XLA where it can.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orca_jax.config import Attention, ServingConfig
+from orca_jax.config import Attention
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_elements
+from orca_jax.iteration.shape import EngineShape
 
 Source = Literal["arithmetic", "compiled"]
 
-ITEMSIZE: dict[str, int] = {  # of a config.Dtype
+ITEMSIZE: dict[str, int] = {  # by config.Dtype
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
 }
 _TABLE_BYTES = 8  # execution/sampling.py: an int32 and a float32 for each token of the vocabulary ...
 _LAST_TOKEN_BYTES = 4  # ... and an int32, for each row
-_SCORED = 128  # execution/stage.py: tokens of a prompt that are scored at a time
+_SCORED = 128  # execution/stage.py: prompt tokens scored at a time
 _LOGIT_BYTES = 4
-# Iterations whose results are on a device at a time: one that runs, and one whose tokens are on their way.
+# Iterations whose results are on a device at a time: the running one, and one whose tokens are in transfer.
 _KEPT = 2
-# model/attention.py's static shapes: query tokens of a tile (cudnn/tiles.py has as many), and keys gathered
+# model/attention.py's static shapes: query tokens of a tile (the same in cudnn/tiles.py), and keys gathered
 # for all tiles at once.
 _TILE_QUERIES, _TILE_KEYS = 64, 256
-_GATHERED = 2.5  # such gathered arrays, of keys or of values, that XLA keeps at a time
-# pallas/work_list/bounds.py: queries of a tile that the kernel may cut, the heads of a device up to which it
-# does so, and how many parts there is room for: two of each core of a Hopper GPU.
+_GATHERED = 2.5  # gathered arrays, of keys or of values, that XLA keeps at a time
+# pallas/work_list/bounds.py: queries of a tile that the kernel may split, the most heads per device for which
+# it splits, and the number of parts it has room for: two per SM of a Hopper GPU.
 _CUT_QUERIES, _CUT_HEADS, _CUT_PARTS = 128, 16, 2 * 132
 
 
@@ -40,9 +39,9 @@ _CUT_QUERIES, _CUT_HEADS, _CUT_PARTS = 128, 16, 2 * 132
 class StageMemory:
     """Bytes on each of a stage's devices.
 
-    `tables` are what the choice of tokens keeps by row. `temporaries` are what programs need while they run,
-    with the results that later programs take from them. `slot` is one token's keys and values in the stage's
-    layers. `source` is where `temporaries` come from.
+    `tables` are the sampler's tables, which have a row per request. `temporaries` are what programs need
+    while they run, including results that later programs read. `slot` is one token's keys and values in the
+    stage's layers. `source` says how `temporaries` was determined.
     """
 
     weights: int
@@ -53,7 +52,7 @@ class StageMemory:
 
     @property
     def fixed(self) -> int:
-        """What is not for keys and values."""
+        """All memory except the KV cache."""
         return self.weights + self.tables + self.temporaries
 
 
@@ -61,34 +60,31 @@ def stage_memory(
     config: ModelConfig,
     layers: range,
     n_devices: int,
-    serving: ServingConfig,
+    shape: EngineShape,
     *,
-    n_rows: int,
     itemsize: int,
     attention: Attention,
 ) -> StageMemory:
-    """That of the stage of these layers on `n_devices`, by arithmetic.
+    """The memory of a stage with these layers on `n_devices`, by arithmetic.
 
-    `serving` says the sizes of a batch (`n_slots` does not matter here), `n_rows` how many requests may be
-    admitted, `itemsize` is in bytes, of an element of weights, keys and values.
+    It depends on the shape's rows and tokens, not on its number of blocks. `itemsize` is the bytes of an
+    element of weights, keys and values.
     """
     return StageMemory(
         weights=stage_weight_bytes(config, layers, n_devices, itemsize),
-        tables=table_bytes(config, layers, n_rows),
-        temporaries=temporary_bytes(
-            config, layers, n_devices, serving, itemsize=itemsize, attention=attention
-        ),
+        tables=table_bytes(config, layers, shape.n_rows),
+        temporaries=temporary_bytes(config, layers, n_devices, shape, itemsize=itemsize, attention=attention),
         slot=slot_bytes(config, layers, n_devices, itemsize),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRoom:
-    """What a stage's devices have left, their weights loaded; bytes are those of each device.
+    """The memory left on a stage's devices after loading its weights, in bytes per device.
 
-    `free` is for all else, None where the devices do not say. `modest` is what keys and values take at most
-    unless somebody says more: on a machine whose memory is not this engine's alone; else None. One of both is
-    there. `temporaries` are XLA's own, where it was asked.
+    `free` is None if the devices do not report it. `modest` bounds the KV cache on a machine whose memory the
+    engine shares with others; None means no such bound. At least one of the two is set. `temporaries` is
+    XLA's own figure, if it was asked.
     """
 
     layers: range
@@ -99,14 +95,13 @@ class StageRoom:
     modest: int | None = None
     temporaries: int | None = None
 
-    def memory(self, config: ModelConfig, serving: ServingConfig, n_rows: int) -> StageMemory:
-        """What the stage needs for batches of these sizes."""
+    def memory(self, config: ModelConfig, shape: EngineShape) -> StageMemory:
+        """The memory that the stage needs in an engine of this shape."""
         memory = stage_memory(
             config,
             self.layers,
             self.n_devices,
-            serving,
-            n_rows=n_rows,
+            shape,
             itemsize=self.itemsize,
             attention=self.attention,
         )
@@ -115,34 +110,34 @@ class StageRoom:
         return replace(memory, temporaries=self.temporaries, source="compiled")
 
     def kv_bytes(self, memory: StageMemory) -> int | None:
-        """What is free for keys and values beside tables and temporaries; None where nobody knows."""
+        """The bytes left for the KV cache; None if the devices do not report their memory."""
         return None if self.free is None else max(0, self.free - memory.tables - memory.temporaries)
 
     def slots(self, memory: StageMemory) -> int:
-        """The slots that fit."""
+        """The number of slots that fit."""
         budgets = [n for n in (self.kv_bytes(memory), self.modest) if n is not None]
-        assert budgets, "a device that does not say what it has gets a modest share"
+        assert budgets, "a device that does not report its memory has a `modest` bound"
         return min(budgets) // memory.slot
 
 
 def shared_vocabulary(config: ModelConfig, n_devices: int) -> ModelConfig:
-    """The model as it lies on that many devices: its vocabulary padded so that they share it evenly."""
+    """The model with its vocabulary padded so that `n_devices` share it evenly."""
     rows = -(-config.padded_vocab_size // n_devices) * n_devices
     return config if rows == config.padded_vocab_size else replace(config, vocab_multiple=rows)
 
 
 def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Of each device: its share of what is split, and all of the rest."""
+    """Weights per device: its share of the split ones, and all others."""
     return itemsize * stage_elements(config, layers, n_devices)
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
-    """Of one slot on each device: the keys and values of its heads in these layers (ORCA 4.2)."""
+    """One slot per device: the keys and values of the device's heads in these layers (ORCA 4.2)."""
     return 2 * len(layers) * config.attention.kv_width // n_devices * itemsize
 
 
 def table_bytes(config: ModelConfig, layers: range, n_rows: int) -> int:
-    """What the last stage keeps for the choice of tokens, on each device; of others the last tokens."""
+    """The last stage's sampler tables per device; the other stages keep only the last tokens."""
     if layers.stop != config.n_layers:
         return n_rows * _LAST_TOKEN_BYTES
     return n_rows * (config.vocab_size * _TABLE_BYTES + _LAST_TOKEN_BYTES)
@@ -152,47 +147,51 @@ def temporary_bytes(
     config: ModelConfig,
     layers: range,
     n_devices: int,
-    serving: ServingConfig,
+    shape: EngineShape,
     *,
     itemsize: int,
     attention: Attention,
 ) -> int:
-    """What the largest program needs while it runs, and the results of iterations that are kept meanwhile."""
-    n_tokens, n_rows = serving.max_batch_tokens, min(serving.max_batch_size, serving.max_batch_tokens)
+    """The largest program's memory while it runs, plus the results of iterations that are kept meanwhile."""
+    n_tokens, n_rows = _largest_batch(shape)
     cpu = attention in ("native", "follow_lengths")
-    # The residual stream, the feed-forward layer's inner array, and the product behind it. A GPU's programs
-    # apply the activation function in place.
+    # The residual stream, the feed-forward layer's inner array, and its output. A GPU's programs apply the
+    # activation function in place.
     inner = max(config.layers[i].feed_forward.size for i in layers) // n_devices * (2 if cpu else 1)
     needed = n_tokens * itemsize * (2 * config.hidden_size + inner)
-    if attention == "cudnn" and serving.deterministic:
-        attention = "static"  # as execution/attention_backend.py has it
-    if attention == "kernel" and not serving.deterministic:
+    if attention == "cudnn" and shape.deterministic:
+        attention = "static"  # as in execution/attention_backend.py
+    if attention == "kernel" and not shape.deterministic:
         needed = max(needed, _kernel_bytes(config, n_devices, n_tokens, itemsize))
     if attention == "cudnn":
-        needed = max(needed, _cudnn_attention_bytes(config, n_devices, serving, n_rows, itemsize))
+        needed = max(needed, _cudnn_attention_bytes(config, n_devices, shape, itemsize))
     if attention == "static":
         starts, work = _static_attention_bytes(config, len(layers), n_devices, n_tokens, n_rows, itemsize)
         needed = starts + max(needed, work)
     if layers.stop == config.n_layers:
-        # The full sampler keeps the rows' weights. Scoring has the product, and candidates for the likeliest;
-        # a CPU's sorts whole rows with their indices.
+        # The full sampler keeps the rows' weights. Scoring keeps the logits and candidates for the most
+        # likely tokens; on a CPU it sorts whole rows with their indices.
         full = n_rows * config.vocab_size * _LOGIT_BYTES
         scored = _SCORED * config.vocab_size * (4 * _LOGIT_BYTES if cpu else itemsize + 1)
         needed = max(needed, full, scored)
-    return needed + result_bytes(config, layers, serving, itemsize)
+    return needed + result_bytes(config, layers, itemsize, n_tokens=n_tokens, n_rows=n_rows)
 
 
-def result_bytes(config: ModelConfig, layers: range, serving: ServingConfig, itemsize: int) -> int:
-    """What is kept of iterations between their programs: hidden states, and of the last stage the logits."""
-    n_tokens, n_rows = serving.max_batch_tokens, min(serving.max_batch_size, serving.max_batch_tokens)
+def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens: int, n_rows: int) -> int:
+    """Results kept between an iteration's programs: hidden states and, on the last stage, logits."""
     logits = n_rows * config.vocab_size * _LOGIT_BYTES if layers.stop == config.n_layers else 0
     return _KEPT * (n_tokens * config.hidden_size * itemsize + logits)
 
 
-def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: int) -> int:
-    """Of attention by the kernel, one layer's work: its queries, keys, values and result, and tiles' parts.
+def _largest_batch(shape: EngineShape) -> tuple[int, int]:
+    """The most tokens and rows of one iteration."""
+    return shape.max_tokens, min(shape.max_rows, shape.max_tokens)
 
-    A part in 16 bits has what its rounding took away beside it; in 32 bits it has not.
+
+def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: int) -> int:
+    """One layer of attention by the kernel: its queries, keys, values and result, and the tiles' parts.
+
+    A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error.
     """
     around = n_tokens * itemsize * (config.hidden_size + 4 * config.hidden_size // n_devices)
     if n_tokens <= _CUT_QUERIES or config.n_heads // n_devices > _CUT_HEADS:
@@ -200,14 +199,12 @@ def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: 
     return around + _CUT_PARTS * _CUT_QUERIES * config.head_size * 4
 
 
-def _cudnn_attention_bytes(
-    config: ModelConfig, n_devices: int, serving: ServingConfig, n_rows: int, itemsize: int
-) -> int:
-    """Of attention by cuDNN, one layer's work: of each tile its queries and both results, and the near keys.
+def _cudnn_attention_bytes(config: ModelConfig, n_devices: int, shape: EngineShape, itemsize: int) -> int:
+    """One layer of attention by cuDNN: each tile's queries, both results and near keys.
 
-    For the near keys XLA keeps their values side by side, and a weight for each query and head.
+    For the near keys XLA keeps a contiguous copy of their values, and a weight per query and head.
     """
-    n_tokens, block = serving.max_batch_tokens, serving.block_size
+    (n_tokens, n_rows), block = _largest_batch(shape), shape.block_size
     width, heads = config.hidden_size // n_devices, config.n_heads // n_devices
     queries = min(_TILE_QUERIES, n_tokens)
     n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
@@ -219,9 +216,9 @@ def _cudnn_attention_bytes(
 def _static_attention_bytes(
     config: ModelConfig, n_layers: int, n_devices: int, n_tokens: int, n_rows: int, itemsize: int
 ) -> tuple[int, int]:
-    """Of attention by static shapes: what every layer's loop starts from, and the work of one layer.
+    """Attention by static shapes: the initial state of every layer's loop, and the work of one layer.
 
-    XLA fills the starting sums of all layers before the first. A layer's work is the keys and values that are
+    XLA fills the initial sums of all layers before the first layer. A layer's work is the keys and values
     gathered for all tiles at once, and their scores.
     """
     width, heads = config.hidden_size // n_devices, config.n_heads // n_devices

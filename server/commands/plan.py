@@ -17,7 +17,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named
-from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
 from orca_jax.planning.stage_layers import split_summary
 from server.commands.notes import Notes
@@ -35,17 +35,17 @@ def run(args: argparse.Namespace) -> int:
     notes, flags = Notes(), read_flags(args, PlanFlags)
     budget = None if flags.latency_budget is None else seconds_of(flags.latency_budget)
     config = orca_jax.find_config(args.model)
-    wanted = _wanted(config, flags, notes)
-    plan = make_plan(wanted, latency_budget=budget)
+    target = _target(config, flags, notes)
+    plan = make_plan(target, latency_budget=budget)
     why_arithmetic = "XLA was not run" if plan.fits else "XLA is not run for a plan that does not fit"
     if flags.compile and plan.fits:
         try:
-            with notes.console.status(f"Compiling for {wanted.device.name} with XLA"):
+            with notes.console.status(f"Compiling for {target.device.name} with XLA"):
                 temporaries = ask_memory(_question(plan), _positive("compile_timeout", flags.compile_timeout))
         except NoAnswer as error:
             why_arithmetic = str(error)
         else:
-            plan = make_plan(replace(wanted, temporaries=temporaries), latency_budget=budget)
+            plan = make_plan(replace(target, temporaries=temporaries), latency_budget=budget)
     name = "the demo model" if args.model is None else str(args.model)
     if flags.json:
         print(json.dumps(as_json(name, plan, why_arithmetic)))
@@ -70,7 +70,7 @@ def seconds_of(text: str) -> float:
     )
 
 
-def _wanted(config: ModelConfig, flags: PlanFlags, notes: Notes) -> Wanted:
+def _target(config: ModelConfig, flags: PlanFlags, notes: Notes) -> PlanTarget:
     sizes = Sizes(
         max_batch_size=flags.max_batch_size,
         n_slots=flags.n_slots,
@@ -78,7 +78,7 @@ def _wanted(config: ModelConfig, flags: PlanFlags, notes: Notes) -> Wanted:
         memory_fraction=flags.memory_fraction,
     )
     dtype: Dtype = flags.dtype or ("float32" if flags.device == CPU else "bfloat16")
-    return Wanted(
+    return PlanTarget(
         config=config,
         device=_device(flags, dtype, notes),
         sizes=sizes,
@@ -121,36 +121,36 @@ def _positive(name: str, value: float) -> float:
 
 
 def _question(plan: Plan) -> MemoryQuestion:
-    wanted = plan.wanted
+    target = plan.target
     return MemoryQuestion(
-        device=wanted.device.name,
-        model=wanted.model,
+        device=target.device.name,
+        model=target.model,
         serving=plan.serving,
-        dtype=wanted.dtype,
-        parallel=wanted.parallel,
-        n_rows=n_rows(plan.serving.max_batch_size, n_workers=wanted.parallel.pipeline_parallel),
+        dtype=target.dtype,
+        parallel=target.parallel,
+        n_rows=n_rows(plan.serving.max_batch_size, n_workers=target.parallel.pipeline_parallel),
     )
 
 
 def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
     """The plan for `--json`: bytes per device, times in seconds, layers and stages counted from 1."""
-    wanted, device = plan.wanted, plan.wanted.device
-    compiled = wanted.temporaries is not None
+    target, device = plan.target, plan.target.device
+    compiled = target.temporaries is not None
     return {
         "model": name,
-        "parameters": parameter_count(wanted.config),
-        "dtype": wanted.dtype,
+        "parameters": parameter_count(target.config),
+        "dtype": target.dtype,
         "device": {
             "name": device.name,
             "memory": device.memory,
-            "budget": wanted.budget,
+            "budget": target.budget,
             "bandwidth": device.bandwidth,
-            "matrix_rate": device.matrix_rates[wanted.dtype],
+            "matrix_rate": device.matrix_rates[target.dtype],
             "inside_machine": device.inside,
             "between_machines": device.between,
         },
-        "pipeline_parallel": wanted.parallel.pipeline_parallel,
-        "tensor_parallel": wanted.parallel.tensor_parallel,
+        "pipeline_parallel": target.parallel.pipeline_parallel,
+        "tensor_parallel": target.parallel.tensor_parallel,
         "fits": plan.fits,
         "problems": [stage.problem for stage in plan.stages if stage.problem is not None],
         "hint": plan.hint,
@@ -164,7 +164,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
             {
                 "stage": i + 1,
                 "layers": [stage.layers.start + 1, stage.layers.stop],
-                "devices": wanted.parallel.tensor_parallel,
+                "devices": target.parallel.tensor_parallel,
                 "weights": stage.memory.weights,
                 "tables": stage.memory.tables,
                 "temporaries": stage.memory.temporaries,
@@ -173,7 +173,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
             }
             for i, stage in enumerate(plan.stages)
         ],
-        "context": wanted.context,
+        "context": target.context,
         "floors": [asdict(floor) for floor in plan.floors],
         "recommendation": None if plan.recommendation is None else asdict(plan.recommendation),
     }
@@ -181,17 +181,17 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
 
 def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
     console = _console()
-    wanted, device, serving = plan.wanted, plan.wanted.device, plan.serving
-    split = split_summary(wanted.config.n_layers, wanted.parallel)
-    n = parameter_count(wanted.config)
+    target, device, serving = plan.target, plan.target.device, plan.serving
+    split = split_summary(target.config.n_layers, target.parallel)
+    n = parameter_count(target.config)
     size = f"{n / 1e9:,.2f} billion" if n >= 1e9 else f"{n / 1e6:,.1f} million"
-    console.out(f"{name}: {size} parameters, {wanted.dtype}")
+    console.out(f"{name}: {size} parameters, {target.dtype}")
     console.out(
         f"{split}: {device.name} with {device.memory / _GIB:.1f} GiB, "
-        f"{wanted.budget / _GIB:.1f} GiB of it usable on each; {device.bandwidth / 1e9:,.0f} GB/s, "
-        f"{device.matrix_rates[wanted.dtype] / 1e12:,.4g} TFLOP/s"
+        f"{target.budget / _GIB:.1f} GiB of it usable on each; {device.bandwidth / 1e9:,.0f} GB/s, "
+        f"{device.matrix_rates[target.dtype] / 1e12:,.4g} TFLOP/s"
     )
-    source = "XLA's memory plan" if wanted.temporaries is not None else f"arithmetic ({why_arithmetic})"
+    source = "XLA's memory plan" if target.temporaries is not None else f"arithmetic ({why_arithmetic})"
     table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")
     for column in (
         *("stage", "layers", "weights, GiB", "tables, MiB", "temporaries, MiB", "per slot, KiB"),
@@ -232,7 +232,7 @@ def _console() -> Console:
 
 
 def _floors(plan: Plan) -> Table:
-    title = f"Floors, the least time of an iteration, with {plan.wanted.context:,} tokens per request"
+    title = f"Floors, the least time of an iteration, with {plan.target.context:,} tokens per request"
     table = Table(title=title, title_justify="left")
     for column in (
         *("phase", "requests", "tokens", "iteration, ms", "interval, ms", "output tokens/s", "bound by"),
@@ -258,7 +258,7 @@ def _recommended(plan: Plan) -> str:
         return f"no max_bs keeps a decode iteration within {best.budget * 1e3:g} ms, not even 1"
     why = {
         "latency": "one more would exceed it",
-        "slots": f"slots for more requests of {plan.wanted.context:,} tokens do not fit",
+        "slots": f"slots for more requests of {plan.target.context:,} tokens do not fit",
         "limit": "this is the maximum",
     }[best.bound]
     return (

@@ -6,7 +6,7 @@ from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.ask_xla import MemoryQuestion, ask_memory, ask_rates
 from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
-from orca_jax.planning.plan import Plan, Wanted, make_plan
+from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
 from tests.device.aot.without_gpu import needs_plugin
 
@@ -18,7 +18,7 @@ def planned(
 ) -> tuple[Plan, tuple[int, ...]]:
     """A plan by arithmetic, and what XLA says the temporaries of its stages are."""
     plan = make_plan(
-        Wanted(
+        PlanTarget(
             config=PRESETS[name],
             device=device,
             sizes=Sizes(),
@@ -29,7 +29,7 @@ def planned(
     )
     question = MemoryQuestion(
         device=device.name,
-        model=plan.wanted.model,
+        model=plan.target.model,
         serving=plan.serving,
         dtype=dtype,
         parallel=ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor),

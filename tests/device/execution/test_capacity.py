@@ -20,7 +20,7 @@ from orca_jax.families.parameters import stage_parameters
 from orca_jax.families.presets import PRESETS
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters
-from orca_jax.planning.sizes import engine_shape, n_rows, serving_config
+from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import shared_vocabulary, stage_memory, stage_weight_bytes
 from orca_jax.sharding.device_group import TENSOR
@@ -62,8 +62,7 @@ def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int,
             model,
             part.layers,
             tensor,
-            SERVING,
-            n_rows=n_rows(SERVING.max_batch_size, n_workers=n_stages),
+            shape,
             itemsize=4,
             attention="follow_lengths",
         )
@@ -114,12 +113,12 @@ def gpu_part(stats: Mapping[str, int] | None) -> StagePart:
     return StagePart(part.layers, Group(), first=True, last=True)  # pyright: ignore[reportArgumentType]
 
 
-def free(monkeypatch: pytest.MonkeyPatch, said: float | None, held: str = "") -> int | None:
+def free(monkeypatch: pytest.MonkeyPatch, reported: float | None, held: str = "") -> int | None:
     """What a GPU that holds 90 of 100 GB has free with 26 GB in use; `held` is what its environment says."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", held)
     part = gpu_part({"bytes_limit": int(90e9), "bytes_in_use": int(26e9)})
-    room = stage_room(PRESETS["gpt3-13b"], jnp.dtype("bfloat16"), part, n_devices=1, memory_fraction=said)
+    room = stage_room(PRESETS["gpt3-13b"], jnp.dtype("bfloat16"), part, n_devices=1, memory_fraction=reported)
     assert room.modest is None and room.attention == "kernel"
     return room.free
 
@@ -138,28 +137,29 @@ def test_n_slots_fill_a_gpu() -> None:
     part = gpu_part({"bytes_limit": 60_000_000_000, "bytes_in_use": 25_707_253_760})
     room = stage_room(model, jnp.dtype("bfloat16"), part, n_devices=1)
     serving = serving_config(model, Sizes(), [room])
-    memory = room.memory(model, serving, 64)
+    shape = engine_shape(model, serving, n_workers=1)
+    memory = room.memory(model, shape)
     left = 60_000_000_000 - memory.fixed
     assert serving.n_slots == left // (2 * 40 * 5120 * 2)
-    check_slots(model, room, serving, n_rows=64, n_devices=1)
-    more = replace(serving, n_slots=serving.n_slots + 1)
+    check_slots(model, room, shape, n_devices=1)
+    more = replace(shape, n_blocks=shape.n_blocks + 1)
     with pytest.raises(
         ConfigError, match=rf"n_slots = {more.n_slots} take 34\.1 GB; the device has 34\.1 GB"
     ):
-        check_slots(model, room, more, n_rows=64, n_devices=1)
+        check_slots(model, room, more, n_devices=1)
 
 
 def test_n_slots_are_the_same_before_the_weights_are_loaded() -> None:
     model = PRESETS["gpt3-13b"]
     weights = 25_707_253_760
-    found = {
+    result = {
         stage_room(
             *(model, jnp.dtype("bfloat16"), gpu_part({"bytes_limit": 1 << 36, "bytes_in_use": in_use})),
             n_devices=1,
         ).free
         for in_use in (0, weights // 2, weights, weights + (1 << 20))
     }
-    assert found == {(1 << 36) - weights}
+    assert result == {(1 << 36) - weights}
 
 
 def test_a_device_that_says_nothing_gets_a_modest_cache() -> None:
@@ -173,9 +173,9 @@ def test_a_cpus_memory_is_shared_by_all_devices(monkeypatch: pytest.MonkeyPatch)
     part = split_model(TIED, jax.devices("cpu"), ParallelConfig(tensor_parallel=2))[0]
     weights = stage_weight_bytes(shared_vocabulary(TIED, 2), range(3), 2, 4)
 
-    def room(said: float | None) -> Any:
+    def room(reported: float | None) -> Any:
         model = shared_vocabulary(TIED, 2)
-        return stage_room(model, jnp.dtype("float32"), part, n_devices=2, memory_fraction=said)
+        return stage_room(model, jnp.dtype("float32"), part, n_devices=2, memory_fraction=reported)
 
     assert (room(None).free, room(None).modest) == ((2 << 30) - weights, 1 << 30)
     assert (room(0.5).free, room(0.5).modest) == ((1 << 30) - weights, None)

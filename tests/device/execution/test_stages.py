@@ -117,20 +117,20 @@ def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         ({"pipeline_parallel": 4, "tensor_parallel": 8}, "needs 32 devices; JAX has 16"),
-        ({"tensor_parallel": 3}, "n_heads 8 is no multiple of it; 1, 2, 4, 8 split it evenly"),
-        ({"tensor_parallel": 16}, "n_heads 8 is no multiple"),
-        ({"pipeline_parallel": 9}, "n_layers is 8; each stage needs a layer"),
+        ({"tensor_parallel": 3}, "n_heads 8 is not a multiple of it; 1, 2, 4, 8 split it evenly"),
+        ({"tensor_parallel": 16}, "n_heads 8 is not a multiple"),
+        ({"pipeline_parallel": 9}, "n_layers is 8; each stage needs at least one layer"),
         ({"pipeline_parallel": 0}, "pipeline_parallel is 0; it must be a whole number from 1"),
         ({"tensor_parallel": "two"}, "tensor_parallel is 'two'"),
         ({"tensor_parallel": True}, "tensor_parallel is True"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused(sizes: dict[str, Any], said: str) -> None:
+def test_a_split_that_cannot_be_is_refused(sizes: dict[str, Any], message: str) -> None:
     model = gpt_config(vocab_size=205, n_positions=64, hidden_size=64, n_layers=8, n_heads=8, ffn_size=128)
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         split_model(model, jax.devices(), ParallelConfig(**sizes))
 
 

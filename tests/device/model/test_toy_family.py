@@ -40,7 +40,7 @@ from orca_jax.families.stored_name import as_it_is, stacked, transposed
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
 from orca_jax.planning.known_devices import gpu_named
-from orca_jax.planning.plan import Wanted, make_plan
+from orca_jax.planning.plan import PlanTarget, make_plan
 from orca_jax.planning.sizes import Sizes
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint, write_json
 
@@ -219,7 +219,7 @@ def test_it_plans(directory: Path) -> None:
 
     def planned(n_stages: int, n_devices: int) -> list[int]:
         plan = make_plan(
-            Wanted(
+            PlanTarget(
                 config=model,
                 device=gpu_named("h200"),
                 sizes=Sizes(),

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.gpt_config import gpt_config
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
+from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import IterationShape, operations, parameter_count, shared_bytes
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named
-from orca_jax.planning.plan import MAX_BS, Plan, Wanted, iteration_floor, make_plan, recommend
-from orca_jax.planning.sizes import serving_config
+from orca_jax.planning.plan import MAX_BS, Plan, PlanTarget, iteration_floor, make_plan, recommend
+from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import (
     StageRoom,
@@ -33,10 +35,10 @@ SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_he
 PAPER = (("gpt3-13b", 1, 1), ("gpt3-101b", 1, 8), ("gpt3-175b", 2, 8), ("gpt3-341b", 4, 8))
 
 
-def wanted(
+def target(
     name: str, device: str, n_stages: int = 1, tensor: int = 1, context: int = 512, sizes: Sizes | None = None
-) -> Wanted:
-    return Wanted(
+) -> PlanTarget:
+    return PlanTarget(
         config=PRESETS[name],
         device=gpu_named(device),
         sizes=sizes or Sizes(),
@@ -46,9 +48,13 @@ def wanted(
     )
 
 
+def shape_of(model: ModelConfig, serving: ServingConfig) -> EngineShape:
+    return engine_shape(model, serving, n_workers=1)
+
+
 @cache
 def paper_plan(name: str, n_stages: int, tensor: int) -> Plan:
-    return make_plan(wanted(name, "a100-40gb", n_stages, tensor))
+    return make_plan(target(name, "a100-40gb", n_stages, tensor))
 
 
 def test_weights_of_a_stage_worked_by_hand() -> None:
@@ -88,9 +94,8 @@ def test_a_vocabulary_is_padded_for_the_devices_that_share_it() -> None:
 
 
 def test_the_largest_number_of_slots_that_fits() -> None:
-    serving = ServingConfig(max_batch_size=2, max_batch_tokens=8, block_size=4)
-    sizes = {"n_rows": 4, "itemsize": 4, "attention": "kernel"}
-    memory = stage_memory(SMALL, range(3), 1, serving, **sizes)
+    shape = shape_of(SMALL, ServingConfig(max_batch_size=2, max_batch_tokens=8, block_size=4))
+    memory = stage_memory(SMALL, range(3), 1, shape, itemsize=4, attention="kernel")
     free = memory.tables + memory.temporaries + 5 * memory.slot + memory.slot - 1
     room = StageRoom(layers=range(3), n_devices=1, itemsize=4, attention="kernel", free=free)
     assert room.slots(memory) == 5
@@ -99,7 +104,7 @@ def test_the_largest_number_of_slots_that_fits() -> None:
     assert replace(room, free=0).slots(memory) == 0
     assert replace(room, free=None, modest=7 * memory.slot).slots(memory) == 7
     told = replace(room, temporaries=memory.temporaries + 2 * memory.slot)
-    found = told.memory(SMALL, serving, 4)
+    found = told.memory(SMALL, shape)
     assert (found.source, told.slots(found)) == ("compiled", 3)
 
 
@@ -112,12 +117,13 @@ def test_attention_by_cudnn_needs_what_xla_planned(
 ) -> None:
     model, layers = PRESETS["gpt3-13b"], range(2)
     serving = ServingConfig(max_batch_size=max_batch_size, n_slots=16000, max_batch_tokens=max_batch_tokens)
+    shape = shape_of(model, serving)
     needed, kept = (
-        temporary_bytes(model, layers, 1, serving, itemsize=2, attention="cudnn"),
-        result_bytes(model, layers, serving, 2),
+        temporary_bytes(model, layers, 1, shape, itemsize=2, attention="cudnn"),
+        result_bytes(model, layers, 2, n_tokens=max_batch_tokens, n_rows=max_batch_size),
     )
     assert (needed - kept) / 1e6 == pytest.approx(compiled, rel=0.01)
-    fixed = replace(serving, deterministic=True)  # for which static shapes stand in
+    fixed = replace(shape, deterministic=True)  # static shapes replace cuDNN there
     static = temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="static")
     assert temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="cudnn") == static > needed
 
@@ -152,35 +158,35 @@ def test_the_papers_models_fit_where_the_paper_ran_them(name: str, n_stages: int
 
 
 def test_what_does_not_fit_is_said_with_a_split_that_does() -> None:
-    plan = make_plan(wanted("gpt3-175b", "a100-40gb", 1, 8))
+    plan = make_plan(target("gpt3-175b", "a100-40gb", 1, 8))
     assert not plan.fits
     (stage,) = plan.stages
     assert stage.problem is not None and stage.problem.startswith("stage 1 needs 40.71 GiB of weights")
-    assert "may take 36.00 GiB" in stage.problem
+    assert "may use 36.00 GiB" in stage.problem
     assert plan.hint == "use --pipeline-parallel 2"
-    assert make_plan(wanted("gpt3-175b", "a100-40gb", 2, 8)).fits
-    both = make_plan(wanted("gpt3-13b", "a100-40gb", sizes=Sizes(n_slots=40_000)))
+    assert make_plan(target("gpt3-175b", "a100-40gb", 2, 8)).fits
+    both = make_plan(target("gpt3-13b", "a100-40gb", sizes=Sizes(n_slots=40_000)))
     assert both.hint == "use --pipeline-parallel 2 or --tensor-parallel 2"
     assert both.stages[0].problem is not None and "40000 slots of n_slots" in both.stages[0].problem
     for n_stages, tensor in ((2, 1), (1, 2)):
-        assert make_plan(wanted("gpt3-13b", "a100-40gb", n_stages, tensor, sizes=Sizes(n_slots=40_000))).fits
+        assert make_plan(target("gpt3-13b", "a100-40gb", n_stages, tensor, sizes=Sizes(n_slots=40_000))).fits
 
 
 def test_where_one_way_alone_does_not_do_both_are_hinted_at() -> None:
     tiny = replace(GPUS["h200"], memory=8 << 30)
-    plan = make_plan(replace(wanted("gpt3-341b", "h200"), device=tiny))
+    plan = make_plan(replace(target("gpt3-341b", "h200"), device=tiny))
     assert plan.hint is not None
     words = plan.hint.split()
     assert words[:2] == ["use", "--pipeline-parallel"] and words[3] == "--tensor-parallel"
     both = ParallelConfig(pipeline_parallel=int(words[2]), tensor_parallel=int(words[4]))
-    assert make_plan(replace(plan.wanted, parallel=both)).fits
-    hopeless = make_plan(replace(plan.wanted, device=replace(tiny, memory=1 << 28)))
+    assert make_plan(replace(plan.target, parallel=both)).fits
+    hopeless = make_plan(replace(plan.target, device=replace(tiny, memory=1 << 28)))
     assert hopeless.hint is not None and hopeless.hint.startswith("no split over up to 64 stages")
 
 
 def test_a_cpu_gets_a_modest_cache_unless_told_otherwise() -> None:
     cpu = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
-    modest = replace(wanted("gpt2", "h200"), device=cpu, dtype="float32")
+    modest = replace(target("gpt2", "h200"), device=cpu, dtype="float32")
     assert make_plan(modest).serving.n_slots == (2 << 30) // (2 * 12 * 768 * 4)
     told = make_plan(replace(modest, sizes=Sizes(memory_fraction=0.5)))
     assert told.serving.n_slots == 2 * 32 * 1024
@@ -222,11 +228,11 @@ def test_two_devices_share_the_products_worked_by_hand() -> None:
 
 def test_a_floor_worked_by_hand() -> None:
     # One token reads each weight but the position table once, and its keys and values: 25.7 GB at 4.8 TB/s.
-    floor = iteration_floor(wanted("gpt3-13b", "h200", context=1), "increment", 1)
+    floor = iteration_floor(target("gpt3-13b", "h200", context=1), "decode", 1)
     assert floor.seconds == pytest.approx(25.7e9 / 4.8e12, rel=0.01)
     assert floor.bound == "bandwidth" and floor.n_tokens == 1
     # 2 operations a weight and token, the tables aside: 12.6e9 weights, 2,048 tokens.
-    prompt = iteration_floor(wanted("gpt3-13b", "h200", context=2048), "initiation", 1)
+    prompt = iteration_floor(target("gpt3-13b", "h200", context=2048), "prefill", 1)
     n_weights = 12 * 40 * 5120**2
     attention = 40 * 4 * 5120 * 2048 * 2049 / 2
     assert prompt.seconds == pytest.approx((2 * n_weights * 2048 + attention) / 989.5e12, rel=0.03)
@@ -234,22 +240,22 @@ def test_a_floor_worked_by_hand() -> None:
 
 
 def test_stages_in_turn_and_links_between_them() -> None:
-    one, two = (iteration_floor(wanted("gpt3-13b", "h200", n), "increment", 8) for n in (1, 2))
+    one, two = (iteration_floor(target("gpt3-13b", "h200", n), "decode", 8) for n in (1, 2))
     hop = 8 * 5120 * 2 / GPUS["h200"].inside
     # The head's stage reads the tied table too, so both read it only where it is used.
     assert two.seconds == pytest.approx(one.seconds + hop, rel=1e-9)
     assert one.seconds / 2 < two.interval < 0.6 * one.seconds
     assert two.tokens_per_second == 8 / two.interval
-    far = iteration_floor(wanted("gpt3-13b", "h200", 2, 8), "increment", 8)
-    near = iteration_floor(wanted("gpt3-13b", "h200", 2, 4), "increment", 8)
+    far = iteration_floor(target("gpt3-13b", "h200", 2, 8), "decode", 8)
+    near = iteration_floor(target("gpt3-13b", "h200", 2, 4), "decode", 8)
     assert far.seconds < near.seconds
-    slow = replace(wanted("gpt3-13b", "h200", 2, 8), device=replace(GPUS["h200"], between=1e9))
-    assert iteration_floor(slow, "increment", 8).seconds == pytest.approx(
+    slow = replace(target("gpt3-13b", "h200", 2, 8), device=replace(GPUS["h200"], between=1e9))
+    assert iteration_floor(slow, "decode", 8).seconds == pytest.approx(
         far.seconds + 8 * 5120 * 2 * (1e-9 - 1 / GPUS["h200"].between)
     )
 
 
-BUDGETED = wanted("gpt3-13b", "h200", context=256)
+BUDGETED = target("gpt3-13b", "h200", context=256)
 
 
 @settings(max_examples=40, deadline=None)
@@ -264,13 +270,13 @@ def test_a_larger_budget_never_recommends_less(budgets: list[float]) -> None:
 def test_the_recommended_one_meets_the_budget_and_one_more_does_not(budget: float) -> None:
     found = recommend(BUDGETED, budget)
     if found.max_bs:
-        seconds = iteration_floor(BUDGETED, "increment", found.max_bs).seconds
+        seconds = iteration_floor(BUDGETED, "decode", found.max_bs).seconds
         assert seconds == found.seconds <= budget
         plan = make_plan(replace(BUDGETED, sizes=replace(BUDGETED.sizes, max_batch_size=found.max_bs)))
         assert plan.fits and plan.stages[0].slots >= found.max_bs * 256
     more = found.max_bs + 1
     if found.bound == "latency":
-        assert iteration_floor(BUDGETED, "increment", more).seconds > budget
+        assert iteration_floor(BUDGETED, "decode", more).seconds > budget
     elif found.bound == "slots":
         plan = make_plan(replace(BUDGETED, sizes=replace(BUDGETED.sizes, max_batch_size=more)))
         assert plan.stages[0].slots < more * 256
@@ -282,9 +288,9 @@ def test_what_bounds_a_recommendation() -> None:
     assert recommend(BUDGETED, 1e-4).max_bs == 0
     assert recommend(BUDGETED, 1e-4).bound == "latency"
     assert recommend(BUDGETED, 1.0).bound == "slots"
-    tiny = Wanted(config=SMALL, device=GPUS["h200"], sizes=Sizes(), dtype="bfloat16", context=8)
+    tiny = PlanTarget(config=SMALL, device=GPUS["h200"], sizes=Sizes(), dtype="bfloat16", context=8)
     assert recommend(tiny, 1.0) == recommend(tiny, 2.0).__class__(
-        budget=1.0, max_bs=MAX_BS, seconds=iteration_floor(tiny, "increment", MAX_BS).seconds, bound="limit"
+        budget=1.0, max_bs=MAX_BS, seconds=iteration_floor(tiny, "decode", MAX_BS).seconds, bound="limit"
     )
     few = replace(BUDGETED, sizes=Sizes(n_slots=2048))
     assert (recommend(few, 1.0).max_bs, recommend(few, 1.0).bound) == (8, "slots")
@@ -294,8 +300,8 @@ def test_what_bounds_a_recommendation() -> None:
 
 
 def test_temporaries_that_xla_told_take_the_place_of_arithmetic() -> None:
-    plain = make_plan(wanted("gpt3-175b", "h200", 2, 4))
-    told = make_plan(replace(plain.wanted, temporaries=(5 << 30, 6 << 30)))
+    plain = make_plan(target("gpt3-175b", "h200", 2, 4))
+    told = make_plan(replace(plain.target, temporaries=(5 << 30, 6 << 30)))
     assert [stage.memory.temporaries for stage in told.stages] == [5 << 30, 6 << 30]
     assert [stage.memory.source for stage in told.stages] == ["compiled"] * 2
     assert told.stages[1].slots < plain.stages[1].slots
@@ -304,7 +310,7 @@ def test_temporaries_that_xla_told_take_the_place_of_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": ParallelConfig(tensor_parallel=7)}, "n_heads 40 is no multiple of it"),
+        ({"parallel": ParallelConfig(tensor_parallel=7)}, "n_heads 40 is not a multiple of it"),
         ({"parallel": ParallelConfig(pipeline_parallel=41)}, "n_layers is 40"),
         ({"context": 0}, "context is 0; it must be from 1 to the model's 2048"),
         ({"context": 2049}, "context is 2049"),
@@ -312,7 +318,7 @@ def test_temporaries_that_xla_told_take_the_place_of_arithmetic() -> None:
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(wanted("gpt3-13b", "h200"), **changes)
+        replace(target("gpt3-13b", "h200"), **changes)
 
 
 def test_an_unknown_device_is_told_with_those_that_are_known() -> None:
