@@ -252,7 +252,7 @@ def test_no_room_is_crowded() -> None:
     assert not crowded
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_room_has_a_description() -> None:
     for room in rooms():
         text = ast.get_docstring(ast.parse((ROOT / "orca_jax" / room / "__init__.py").read_text("utf-8")))
         assert text, room

@@ -28,7 +28,7 @@ def collective_flags(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return flags
 
 
-def test_each_stage_of_an_engine_is_told(collective_flags: list[bool]) -> None:
+def test_each_stage_of_an_engine_gets_the_flag(collective_flags: list[bool]) -> None:
     with orca_jax.LLM(pipeline_parallel=2, n_slots=1024, command_buffer_collectives=True):
         assert collective_flags == [True, True]
     with orca_jax.LLM(n_slots=1024):
@@ -44,6 +44,6 @@ def test_programs_compiled_ahead_are_those(
     assert collective_flags == [True]
 
 
-def test_workers_elsewhere_are_told_by_whoever_starts_them() -> None:
+def test_remote_workers_get_the_flag_from_their_own_command_line() -> None:
     with pytest.raises(ConfigError, match="command_buffer_collectives is set per worker"):
         orca_jax.LLM(workers=["127.0.0.1:7000"], command_buffer_collectives=True)

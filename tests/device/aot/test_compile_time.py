@@ -34,7 +34,7 @@ def compiled(n_layers: int) -> Figures:
     return figures(flags, 32)
 
 
-def test_ptxas_is_asked_for_its_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ptxas_is_queried_for_its_version_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
 
     def ask() -> int:
@@ -49,7 +49,7 @@ def test_ptxas_is_asked_for_its_version_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(asked) == 1
 
 
-def test_without_the_compiler_there_is_nobody_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in (None, SimpleNamespace(), SimpleNamespace(_mosaic_gpu_ext=SimpleNamespace())):
         monkeypatch.setattr(fragmented_array, "mgpu_lib", library)
         ask_ptxas_once()
@@ -61,7 +61,7 @@ def test_a_forward_program_is_lowered_with_one_question_to_ptxas() -> None:
 
 
 @needs_plugin
-def test_more_layers_are_no_more_kernels_to_compile() -> None:
+def test_more_layers_need_no_more_kernels() -> None:
     few, more = compiled(3), compiled(9)
     assert 10 <= few.kernels == more.kernels <= 30  # 94 where XLA keeps the calls of a layer apart
     # Each layer holds the attention kernel's text, 0.35 MB of it.

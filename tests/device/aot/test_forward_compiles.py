@@ -43,7 +43,7 @@ def test_a_small_model_is_one_command_buffer_on_each_gpu(device: str) -> None:
 
 @needs_plugin
 @pytest.mark.parametrize("recorded", [False, True])
-def test_eight_gpus_have_their_collectives_in_the_command_buffer_only_where_that_is_asked_for(
+def test_eight_gpus_have_collectives_in_command_buffers_only_if_enabled(
     recorded: bool,
 ) -> None:
     flags = ["--preset", "gpt3-13b", "--layers", "2", "--buckets", "8", "--tensor-parallel", "8"]

@@ -52,7 +52,7 @@ def test_the_demo_model_on_a_cpu_needs_what_was_planned() -> None:
     assert max(map(abs, off(plan, told))) < 0.05
 
 
-def test_stages_and_parts_are_asked_for_one_by_one() -> None:
+def test_stages_and_parts_are_compiled_one_by_one() -> None:
     plan, told = planned("demo", CPU, "float32", 2, 2)
     assert len(told) == 2 and all(n > 1 << 20 for n in told)
     assert max(map(abs, off(plan, told))) < 0.2  # little weight in each, so that temporaries tell

@@ -125,7 +125,7 @@ else:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_measurement_that_fails_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_measurement_is_reported_and_the_others_continue(tmp_path: Path) -> None:
     fake = tmp_path / "python"  # fails for one module alone
     fake.write_text('#!/bin/sh\n[ "$2" = bench.deterministic ] && { echo why >&2; exit 3; }\necho "ran $2"\n')
     fake.chmod(0o755)

@@ -174,7 +174,7 @@ def test_a_peer_s_arrays_are_those_it_was_compiled_for() -> None:
     assert sampled_errors(case, program, arrays, first, seed=1).relative < 1e-2
 
 
-def test_a_peer_says_what_it_does_not_take() -> None:
+def test_a_peer_names_the_batches_it_does_not_support() -> None:
     with pytest.raises(NoPeer, match="one query token"):
         peer(initiation(SMALL, 1, 64), "decode_attention")
     with pytest.raises(NoPeer, match="one length"):
@@ -287,7 +287,7 @@ def test_a_task_that_kills_or_hangs_its_process_fails_and_the_rest_goes_on(
     assert all("values" in of_task[index] for index in (0, 2, 4))
 
 
-def test_without_a_hopper_gpu_it_says_what_it_needs() -> None:
+def test_without_a_hopper_gpu_the_error_names_the_requirement() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench.kernel", "--only", "correctness,torch", "--quick"],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -95,7 +95,7 @@ def test_a_batch_is_injected_until_it_is_done_if_its_slots_fit() -> None:
     assert at_rest()
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_requests_that_do_not_fit_are_reported() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel"):
         SharedEngine("demo", most_bs=1, pipeline_parallel=64)
     long = homogeneous_trace(1, n_input=512, n_output=1, vocab_size=2048)

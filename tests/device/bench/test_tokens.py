@@ -39,5 +39,5 @@ def test_choices_are_held_against_the_reference(
     assert actual.off > 3 * CPU_SHARE
 
 
-def test_nothing_that_was_looked_at_is_no_proof() -> None:
+def test_an_empty_comparison_proves_nothing() -> None:
     assert not Agreement().holds(1.0)

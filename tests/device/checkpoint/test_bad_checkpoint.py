@@ -58,7 +58,7 @@ def test_no_such_directory(tmp_path: Path) -> None:
     fails(NotACheckpoint, "a\0b", "a\\x00b")
 
 
-def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     fails(NotACheckpoint, tmp_path, str(tmp_path), "config.json")
 
 
@@ -168,7 +168,7 @@ def test_a_header_above_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"extra": 1}, ["expected dtype, shape and data_offsets", "extra"]),
     ],
 )
-def test_a_header_that_lies(tmp_path: Path, change: Any, words: list[str]) -> None:
+def test_a_header_with_wrong_offsets(tmp_path: Path, change: Any, words: list[str]) -> None:
     write_checkpoint(tmp_path, GPT2, gpt2_tensors())
     header, data = header_and_data(gpt2_tensors())
     header[NAME] = header[NAME] | change if isinstance(change, dict) else None
@@ -295,7 +295,7 @@ def test_biases_that_the_config_denies(tmp_path: Path) -> None:
     fails(TensorMismatch, tmp_path, MODEL, ".bias'", "expected no such tensor", "12 such tensors")
 
 
-def test_more_layers_than_the_config_says(tmp_path: Path) -> None:
+def test_more_layers_than_in_the_config(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {**GPT2, "n_layer": 1}, gpt2_tensors(), n_files=2)
     fails(BadModelConfig, tmp_path, "config.json says 1 layers", "model-0000", "'transformer.h.1.", "layer 1")
 
@@ -475,7 +475,7 @@ def test_two_files_that_disagree(tmp_path: Path, file: str, content: object, wor
         ("tokenizer.json", {"model": {"vocab": {}}, "added_tokens": ["x"]}, "token's id"),
     ],
 )
-def test_a_file_beside_config_that_is_wrong(tmp_path: Path, file: str, content: object, word: str) -> None:
+def test_another_wrong_json_file(tmp_path: Path, file: str, content: object, word: str) -> None:
     write_json(tmp_path / "config.json", GPT2)
     write_json(tmp_path / file, content)
     with pytest.raises(BadModelConfig, match=word) as raised:

@@ -164,7 +164,7 @@ def test_opt(tmp_path: Path, prefix: str, tied: bool, options: dict[str, Any]) -
 
 @pytest.mark.parametrize("stored", ["F16", "BF16", "F32", "F64"])
 @pytest.mark.parametrize("asked", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_any_float_dtype_becomes_the_one_asked_for(tmp_path: Path, stored: str, asked: Any) -> None:
+def test_any_float_dtype_is_converted(tmp_path: Path, stored: str, asked: Any) -> None:
     tensors = {name: value.astype(DTYPES[stored]) for name, value in gpt2_tensors(prefix="").items()}
     loaded = load_checkpoint(write_checkpoint(tmp_path, GPT2, tensors), dtype=asked)
     assert_parameters(loaded, tensors, asked)

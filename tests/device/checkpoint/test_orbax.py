@@ -474,7 +474,7 @@ def test_mutated_trees(saved: Path, copy: Path, data: st.DataObject) -> None:
 # --- orca.json
 
 
-def test_nothing_says_which_model(copy: Path) -> None:
+def test_a_checkpoint_without_a_model_name(copy: Path) -> None:
     (copy / "orca.json").unlink()
     fails(NotACheckpoint, copy, "neither orca.json nor config.json")
 

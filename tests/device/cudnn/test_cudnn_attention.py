@@ -157,7 +157,7 @@ def test_what_cudnn_is_asked_worked_by_hand() -> None:
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=40), st.integers(0, 70))
-def test_every_token_has_a_place_of_its_own(inputs: list[int], n_padding: int) -> None:
+def test_every_token_has_its_own_place(inputs: list[int], n_padding: int) -> None:
     row_start = np.cumsum([0, *inputs]).astype(np.int32)
     n_tokens = int(row_start[-1]) + n_padding
     if n_tokens == 0:
@@ -177,7 +177,7 @@ def test_every_token_has_a_place_of_its_own(inputs: list[int], n_padding: int) -
             assert tile_row[tile] == row and tile_start[tile] + query == token
 
 
-def test_the_reference_of_the_call_is_attention_and_reads_what_lies_behind() -> None:
+def test_the_reference_of_the_call_is_attention_and_reads_past_the_end() -> None:
     rng = np.random.default_rng(4)
     q = rng.standard_normal((2, 3, 4, 8)).astype(np.float32)
     caches = rng.standard_normal((2, 5, 2, 4, 8)).astype(np.float32)
@@ -199,7 +199,7 @@ def test_the_reference_of_the_call_is_attention_and_reads_what_lies_behind() -> 
 
 
 @pytest.mark.parametrize(("dtype", "n_queries"), [("bfloat16", 64), ("float16", 1)])
-def test_xla_is_told_what_jaxs_own_attention_tells_it(dtype: str, n_queries: int) -> None:
+def test_the_cudnn_call_has_the_same_configuration_as_jaxs_own(dtype: str, n_queries: int) -> None:
     with mlir.make_ir_context(), ir.Location.unknown():
         element = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}[dtype].get()
         theirs = jax_cudnn.create_dot_product_attention_backend_config(
@@ -221,6 +221,6 @@ def test_sizes_that_cudnn_has_none_for() -> None:
         assert message in str(unsupported(*sizes))
 
 
-def test_a_device_that_has_no_such_call_refuses() -> None:
+def test_a_device_without_the_call_refuses() -> None:
     refused = refusal(jax.devices("cpu")[0], 64, 16, "bfloat16", 4, 4)
     assert refused is not None and "__cudnn$fmhaSoftmax" in refused

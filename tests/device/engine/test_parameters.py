@@ -216,7 +216,7 @@ def test_sixteen_requests_with_a_parameter_each_get_what_they_get_alone(n_stages
         np.testing.assert_allclose(result, wanted, atol=1e-4)
 
 
-def test_a_request_that_runs_again_remembers_what_it_has_said() -> None:
+def test_a_resumed_request_keeps_its_output_history() -> None:
     """After a fault its counts begin again from the prompt and the output so far, each in its place."""
     for name in ("repetition_penalty", "frequency_penalty", "presence_penalty", "logprobs"):
         house = engine(1)

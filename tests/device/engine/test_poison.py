@@ -215,7 +215,7 @@ def test_any_logits_and_any_parameters_give_a_token_and_disturb_no_neighbour(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_allowed_does_not_come_whatever_the_logits_are(value: float) -> None:
+def test_forbidden_tokens_are_never_chosen(value: float) -> None:
     asked = SamplingParams(allowed_token_ids=(5, 7), seed=1)
     poison = Row(np.full(VOCAB, value, np.float32), asked, np.zeros(VOCAB, np.int32))
     for acts in (False, True):
@@ -268,7 +268,7 @@ def with_logprobs(asked: SamplingParams) -> SamplingParams:
     return replace(asked, max_tokens=8, logprobs=4, prompt_logprobs=2, ignore_eos=True)
 
 
-def results_beside(prompt: list[int] | None, asked: SamplingParams) -> list[GenerationResult]:
+def results_next_to(prompt: list[int] | None, asked: SamplingParams) -> list[GenerationResult]:
     """Of the neighbours; the request beside them may end as it will, but within the rules."""
     service = engine()
     poison = None if prompt is None else service.submit(prompt, asked)
@@ -294,7 +294,7 @@ def results_beside(prompt: list[int] | None, asked: SamplingParams) -> list[Gene
 
 @cache
 def undisturbed() -> list[GenerationResult]:
-    return results_beside(None, SamplingParams())
+    return results_next_to(None, SamplingParams())
 
 
 def outputs(results: list[GenerationResult]) -> list[Any]:
@@ -308,10 +308,8 @@ def outputs(results: list[GenerationResult]) -> list[Any]:
     st.lists(st.one_of(token_ids, st.sampled_from(sorted(POISONED))), min_size=1, max_size=20),
     sampling_params(),
 )
-def test_any_request_beside_others_disturbs_none_in_the_engine(
-    prompt: list[int], asked: SamplingParams
-) -> None:
-    assert outputs(results_beside(prompt, asked)) == outputs(undisturbed())
+def test_no_request_affects_others_in_the_engine(prompt: list[int], asked: SamplingParams) -> None:
+    assert outputs(results_next_to(prompt, asked)) == outputs(undisturbed())
     assert engine().failure is None
 
 

@@ -194,7 +194,7 @@ PARAMS = [
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("sampling", PARAMS)
-def test_behind_a_beginning_in_blocks_of_another_request(
+def test_a_prompt_that_continues_blocks_of_another_request(
     mode: Mode, in_pieces: bool, sampling: SamplingParams
 ) -> None:
     """Its block table names the other's first blocks, and it computes only what comes after them."""

@@ -105,7 +105,7 @@ def test_what_cannot_run_is_refused(
         )
 
 
-def test_cudnn_splits_rows_by_a_rule_of_its_own_so_it_is_not_deterministic() -> None:
+def test_cudnn_chooses_its_own_split_so_it_is_not_deterministic() -> None:
     sizes = {"n_heads": 4, "block_size": 16, "dtype": "bfloat16", "deterministic": True}
     choice = choose_attention(A100, model(64), **sizes)
     assert choice.path == STATIC and "--deterministic" in choice.description

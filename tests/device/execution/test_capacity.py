@@ -76,7 +76,7 @@ def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int,
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (1, 2), (2, 2), (1, 8), (2, 8), (4, 8)])
-def test_the_weights_of_every_preset_split_as_the_plan_says(name: str, n_stages: int, tensor: int) -> None:
+def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: int, tensor: int) -> None:
     if PRESETS[name].n_heads % tensor:
         pytest.skip(f"{PRESETS[name].n_heads} heads do not split over {tensor}")
     model = shared_vocabulary(PRESETS[name], tensor)
@@ -162,7 +162,7 @@ def test_n_slots_are_the_same_before_the_weights_are_loaded() -> None:
     assert result == {(1 << 36) - weights}
 
 
-def test_a_device_that_says_nothing_gets_a_modest_cache() -> None:
+def test_a_device_without_memory_statistics_gets_a_modest_cache() -> None:
     for stats in (None, {}):
         room = stage_room(PRESETS["gpt3-13b"], jnp.dtype("bfloat16"), gpu_part(stats), n_devices=1)
         assert (room.free, room.modest) == (None, capacity.DEFAULT_KV_BYTES)

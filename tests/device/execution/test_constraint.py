@@ -25,7 +25,7 @@ def allowed_by(rules: ConstraintRules, prompt: tuple[int, ...], output: tuple[in
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_what_may_come_is_what_hugging_face_leaves(vocab: int) -> None:
+def test_the_allowed_tokens_equal_hugging_face_s(vocab: int) -> None:
     n_acting = 0
     for row in load_golden_rows(vocab):
         rules = ConstraintRules(
@@ -51,7 +51,7 @@ tokens = st.lists(token, max_size=6).map(tuple)
     min_tokens=st.integers(0, 6),
     allowed=st.none() | st.sets(token, min_size=1),
 )
-def test_what_may_come_is_what_a_look_at_each_token_says(
+def test_the_mask_equals_a_check_of_each_token(
     prompt: tuple[int, ...],
     output: tuple[int, ...],
     bad_words: list[tuple[int, ...]],

@@ -74,7 +74,7 @@ def test_a_form_is_compiled_once(counter: CompileCounter) -> None:
     assert counter.counts().programs == 1
 
 
-def test_programs_are_lowered_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_are_lowered_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     at_once, most = 0, 0
 
@@ -106,7 +106,7 @@ def test_what_fails_to_compile_is_raised_and_ends_the_rest() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compile")]
 
 
-def test_the_counter_counts_what_jax_says_and_stops_when_closed() -> None:
+def test_the_counter_counts_jax_s_events_until_closed() -> None:
     x = array(3)
     with closing(CompileCounter()) as counter:
         jax.jit(lambda x: x + 41)(x)  # no program of ours

@@ -93,7 +93,7 @@ def test_layers_are_shared_out_evenly_and_in_order() -> None:
             assert {len(stage) for stage in stages} <= {n_layers // n_stages, -(-n_layers // n_stages)}
 
 
-def test_what_is_said_of_the_stages() -> None:
+def test_the_description_of_the_stages() -> None:
     assert split_summary(5, ParallelConfig(pipeline_parallel=1, tensor_parallel=1)) == "1 stage on 1 device"
     assert (
         split_summary(5, ParallelConfig(pipeline_parallel=4, tensor_parallel=2))

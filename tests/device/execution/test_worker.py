@@ -137,7 +137,7 @@ def test_padding_writes_nothing(attention: Attention, bucket: int) -> None:
     assert np.flatnonzero(last_token >= 0).tolist() == [1, 6]
 
 
-def test_what_may_come_is_asked_for_when_the_forward_pass_is_on_its_way(
+def test_masks_are_computed_while_the_forward_pass_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that a grammar is followed while the device computes. Not known yet, it holds up what is behind."""

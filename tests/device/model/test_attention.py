@@ -105,7 +105,7 @@ def test_equals_a_dense_softmax_for_each_request(case: Ragged, follow_lengths: b
 
 
 @pytest.mark.parametrize("follow_lengths", [True, False])
-def test_full_tiles_and_groups_beside_partial_ones(follow_lengths: bool) -> None:
+def test_full_tiles_and_groups_with_partial_ones(follow_lengths: bool) -> None:
     rows = [(1, 70)] * 9 + [(128, 0), (129, 3), (2, 0), (63, 64), (1, 0)]
     case = Ragged(rows, 340, 16, 2, 2, 8, 16, seed=5)
     computed, expected = attend(case, follow_lengths=follow_lengths)

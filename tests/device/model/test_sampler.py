@@ -380,7 +380,7 @@ def test_logprobs_are_those_of_log_softmax_and_the_likeliest(vocab: int, n_top: 
 
 
 @pytest.mark.parametrize("vocab", [11, 700, 6000])
-def test_logprobs_of_equal_logits_are_told_of_the_first_first(vocab: int) -> None:
+def test_logprobs_of_equal_logits_are_ordered_by_token_id(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = rng.integers(-2, 3, (8, vocab)).astype(np.float32)
     logits[0] = 1.5  # all equal

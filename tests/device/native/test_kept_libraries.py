@@ -65,7 +65,7 @@ def test_it_is_built_once(folder: Path, cc: Compiler) -> None:
     assert file.name.startswith("linear-") and file.suffix == ".so"
 
 
-def test_nothing_is_kept_where_there_is_no_folder(tmp_path: Path, folder: Path, cc: Compiler) -> None:
+def test_without_a_folder_nothing_is_kept(tmp_path: Path, folder: Path, cc: Compiler) -> None:
     compiler.keep_libraries(None)
     build()
     build()
@@ -109,7 +109,7 @@ def test_what_it_follows_from_decides(
     assert cc.n_built == 2 and len([*folder.iterdir()]) == 2
 
 
-def test_a_broken_file_is_built_anew(folder: Path, cc: Compiler) -> None:
+def test_a_broken_file_is_rebuilt(folder: Path, cc: Compiler) -> None:
     build()
     (file,) = folder.iterdir()
     whole = file.read_bytes()
@@ -126,7 +126,7 @@ def test_a_broken_file_is_built_anew(folder: Path, cc: Compiler) -> None:
     assert [*folder.iterdir()] == [file]
 
 
-def test_a_library_under_another_ones_name_is_built_anew(folder: Path, cc: Compiler) -> None:
+def test_a_library_under_another_s_name_is_rebuilt(folder: Path, cc: Compiler) -> None:
     build()
     (file,) = folder.iterdir()
     build(ANOTHER=1)
@@ -136,7 +136,7 @@ def test_a_library_under_another_ones_name_is_built_anew(folder: Path, cc: Compi
     assert cc.n_built == 3
 
 
-def test_one_that_cannot_be_loaded_is_built_anew(folder: Path, cc: Compiler) -> None:
+def test_a_library_that_cannot_be_loaded_is_rebuilt(folder: Path, cc: Compiler) -> None:
     build()
     (file,) = folder.iterdir()
     compiler.library_cache.write(file, b"whole, but no library")

@@ -102,7 +102,7 @@ def test_a_cpu_with_a_compiler_runs_it() -> None:
     assert choice().kind == choice(forced="native").kind == "native"
 
 
-def test_what_has_no_form_is_said_and_runs_in_pure_jax() -> None:
+def test_unsupported_sizes_are_reported_and_run_in_pure_jax() -> None:
     assert unsupported(64, 16, "float32", 12, 12) is None
     assert "of 20" in str(unsupported(20, 16, "float32", 12, 12))
     assert "of 4" in str(unsupported(64, 4, "float32", 12, 12))

@@ -39,7 +39,7 @@ def product(x: np.ndarray, weight: np.ndarray, n_tokens: int | None = None) -> n
     share=st.floats(0, 1),
     seed=st.integers(0, 2**31),
 )
-def test_equals_the_product_and_is_zero_behind_the_real_tokens(
+def test_equals_the_product_and_is_zero_after_the_real_tokens(
     n_tokens: int, vectors_in: int, n_out: int, share: float, seed: int
 ) -> None:
     x, weight = arrays(seed, n_tokens, 16 * vectors_in, n_out)
@@ -53,7 +53,7 @@ def test_equals_the_product_and_is_zero_behind_the_real_tokens(
 
 
 @needs_native
-def test_as_many_tokens_as_there_are_need_not_be_said() -> None:
+def test_the_token_count_defaults_to_all_tokens() -> None:
     x, weight = arrays(0, 20, 64, 48)
     assert np.array_equal(product_jitted(x, weight), product(x, weight))
     assert np.array_equal(product(x, weight, 1000), product(x, weight))
@@ -96,7 +96,7 @@ def test_a_cpu_with_a_compiler_runs_it() -> None:
     assert choose_products(CPU, np.float32).describe_with("attention") == "attention; native products"
 
 
-def test_what_has_no_form_is_said_and_runs_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_sizes_are_reported_and_run_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = choose_products(CPU, jnp.bfloat16)
     assert not narrow.native and "weights are bfloat16" in narrow.description
     assert narrow.bind(None) is matmul
@@ -114,7 +114,7 @@ def test_a_processor_without_avx_512_has_no_form(monkeypatch: pytest.MonkeyPatch
         compiler.target("linear", THAT_NOTHING_ELSE_HAS_SET=1)
 
 
-def test_a_gpu_has_xlas_products_and_nothing_is_said_of_it() -> None:
+def test_a_gpu_uses_xlas_products_without_a_message() -> None:
     class Gpu:
         platform = "gpu"
 

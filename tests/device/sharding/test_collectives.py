@@ -80,7 +80,7 @@ def test_a_layer_has_two_sums_and_nothing_else(name: str, tensor: int, where: st
 
 
 @pytest.mark.parametrize("where", OUTSIDE)
-def test_one_device_has_nobody_to_tell(where: str) -> None:
+def test_one_device_needs_no_collectives(where: str) -> None:
     assert of_stage("pre-norm", where, 1, 1, 8) == []
 
 

@@ -56,7 +56,7 @@ def test_a_client_that_disconnects_while_queued(stream: bool) -> None:
         first.close()
 
 
-def test_a_client_that_does_not_read_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
     small_send_buffers(monkeypatch)
     model = replace(MODEL, n_positions=1 << 13)
     config = ServingConfig(max_batch_size=8, n_slots=1 << 16, max_batch_tokens=1 << 13)

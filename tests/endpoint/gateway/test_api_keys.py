@@ -153,18 +153,18 @@ def test_a_key_is_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     shown += [repr(keys), str(keys), f"{keys}", repr(vars(keys)), *keys.notes]
     assert repr(keys) == "ApiKeys(2)"
 
-    def all_told(error: BaseException) -> list[str]:
+    def all_messages(error: BaseException) -> list[str]:
         chained = [one for one in (error.__cause__, error.__context__) if one is not None]
         return [
             *traceback.format_exception(error),
             repr(error),
-            *(text for one in chained for text in all_told(one)),
+            *(text for one in chained for text in all_messages(one)),
         ]
 
     for authorization in (f"Bearer {bad}", f"Basic {bad}", bad):
         with pytest.raises(Unauthorized) as refused:
             keys.check(authorization)
-        shown += all_told(refused.value)
+        shown += all_messages(refused.value)
     for path, environ in (
         (key_file(tmp_path, bad), {}),
         (key_file(tmp_path, f"{bad}\xff".encode("latin-1")), {}),
@@ -172,7 +172,7 @@ def test_a_key_is_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     ):
         with pytest.raises(ConfigError) as mistake:
             ApiKeys.read(path, environ)
-        shown += all_told(mistake.value)
+        shown += all_messages(mistake.value)
     shown.append(caplog.text)
     for text in shown:
         assert not any(secret in text for secret in (FIRST, SECOND, bad)), text

@@ -259,7 +259,7 @@ def test_a_failed_engine_ends_the_call() -> None:
         assert "the device is gone" in error.details()
 
 
-def test_a_slow_reader_delays_nobody_and_gets_everything() -> None:
+def test_a_slow_reader_gets_everything_and_delays_no_other_client() -> None:
     narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # maximum bytes in transit
     with (
         serving(seeded, seconds=0.0005) as server,

@@ -57,7 +57,7 @@ def error_of(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 @contextmanager
-def nothing_said(server: Server) -> Iterator[socket.socket]:
+def no_messages(server: Server) -> Iterator[socket.socket]:
     host, _, port = server.grpc_address.rpartition(":")
     with socket.create_connection((host, int(port)), SOON) as connection:
         yield connection
@@ -91,7 +91,7 @@ def test_connections_over_the_limit_are_closed_until_others_close() -> None:
 
 
 def test_a_silent_connection_is_closed() -> None:
-    with limited(header_timeout=0.3) as server, nothing_said(server) as connection:
+    with limited(header_timeout=0.3) as server, no_messages(server) as connection:
         start = time.monotonic()
         received(connection)
         assert 0.2 < time.monotonic() - start < 5

@@ -132,7 +132,7 @@ def test_a_long_text_is_not_truncated() -> None:
     assert dict(error.trailing_metadata())["orca-param"] == "prompt"
 
 
-def test_a_slow_reader_delays_nobody_and_gets_everything() -> None:
+def test_a_slow_reader_gets_everything_and_delays_no_other_client() -> None:
     narrow = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # maximum bytes in transit
     with (
         serving(counting, seconds=0.0005) as server,
@@ -217,7 +217,7 @@ def test_the_servers_time_limit() -> None:
         assert reasons(server) == [FinishReason.TIMEOUT]
 
 
-def test_a_missed_deadline_disturbs_nobody() -> None:
+def test_a_missed_deadline_does_not_affect_other_requests() -> None:
     with serving(counting, seconds=0.002) as server, client(server) as stub:
         lasting = stub.Generate(asking("A", max_tokens=100), timeout=SOON)
         assert refusal(stub, asking("B", max_tokens=400), timeout=0.1).code().name == "DEADLINE_EXCEEDED"
@@ -266,7 +266,7 @@ INVALID = {
 }
 
 
-def test_each_error_names_its_field_and_disturbs_nobody() -> None:
+def test_each_error_names_its_field_and_does_not_affect_other_requests() -> None:
     with serving(counting, seconds=0.002) as server, client(server) as stub:
         lasting = stub.Generate(asking("A", max_tokens=100), timeout=SOON)
         for mistake, (request, param) in INVALID.items():

@@ -80,7 +80,7 @@ def test_every_request_is_given_once_in_order_and_never_early(
     assert given_out == list(range(len(arrivals)))
 
 
-def test_what_is_told_of_the_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_environment_variables_have_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("VLLM_API_KEY", "hidden")
     monkeypatch.setenv("HOME", "/nowhere")
@@ -104,7 +104,7 @@ def test_rates_and_normalized_latency_by_hand() -> None:
     assert played([3.0], [0]).normalized_latency_ms()["p50"] == 3000.0
 
 
-def test_missing_tokens_are_those_that_did_not_come() -> None:
+def test_missing_tokens_are_counted() -> None:
     trace = (TracedRequest((1,), 10), TracedRequest((1,), 4))
     assert played([1.0, 1.0], [10, 4]).missing(trace) == 0
     assert played([1.0, 1.0], [7, 5]).missing(trace) == 3  # one too many elsewhere does not make up for it
@@ -115,7 +115,7 @@ def test_the_ratio_is_of_each_round() -> None:
     assert ratio([100.0, 60.0], [50.0, 60.0]) == 1.5
 
 
-def test_agreement_counts_requests_and_what_stands_before_a_difference() -> None:
+def test_agreement_counts_requests_and_tokens_before_a_difference() -> None:
     ours = played(token_ids=((1, 2, 3, 4), (5, 6)))
     assert agreement(ours, ours) == Agreement(requests=2, of=2, tokens=1.0)
     theirs = played(token_ids=((1, 2, 9, 4), (5, 6)))

@@ -72,7 +72,7 @@ def test_the_tracks_of_a_small_serving() -> None:
     ]  # fmt: skip
 
 
-def test_of_the_baseline_one_sees_what_is_fed_and_who_waits(tmp_path: Path) -> None:
+def test_the_baseline_s_tracks_show_fed_tokens_and_waiting_requests(tmp_path: Path) -> None:
     """A (1 in, 2 out) and B (3 in, 2 out): B's input takes three iterations, A waits for it for two."""
     rows = [(GENERATING, FED), (GENERATING, FED), (DONE, GENERATING), (DONE, GENERATING)]
     names = {"A": 1, "B": 1}

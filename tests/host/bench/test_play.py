@@ -76,7 +76,7 @@ def test_what_the_engine_raises_is_raised() -> None:
         play(TRACE, orca(engine), deadline=SOON, check=anything)
 
 
-def test_a_request_that_may_not_enter_is_said() -> None:
+def test_a_refused_request_is_reported() -> None:
     def check(request: Request) -> None:
         if len(request.prompt_ids) == 1:
             raise InvalidRequest("one token is not enough", param="prompt")

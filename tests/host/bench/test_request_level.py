@@ -137,7 +137,7 @@ def test_a_batch_of_unequal_requests_worked_by_hand():
     assert records["B"].normalized_latency == 5.0
 
 
-def test_what_the_engine_computes_from_is_what_stands_in_its_cache():
+def test_the_engine_computes_from_the_contents_of_its_cache():
     """Of B in the batch above: tokens that go in, and those in the cache behind them."""
     shapes: list[tuple[list[int], list[int]]] = []
 
@@ -150,7 +150,7 @@ def test_what_the_engine_computes_from_is_what_stands_in_its_cache():
     assert shapes == [([2] * 3, [2] * 3), *(([1] * 3, [n] * 3) for n in (3, 4, 5, 6))]
 
 
-def test_who_comes_late_waits_for_the_whole_batch():
+def test_a_late_request_waits_for_the_whole_batch():
     house = House(max_bs=2, mbs=2)
     requests = [make_request("A", 3, 1), make_request("B", 3, 6), make_request("C", 3, 2)]
     house.play(requests, [0.0, 0.0, 0.5])
@@ -161,7 +161,7 @@ def test_who_comes_late_waits_for_the_whole_batch():
     assert house.scheduler.n_batches == 2
 
 
-def test_one_that_comes_at_the_end_of_a_batch_begins_there():
+def test_a_request_that_arrives_at_the_end_of_a_batch_starts_there():
     house = House()
     house.play([make_request("A", 3, 2), make_request("B", 3, 2)], [0.0, 2.0])
     assert house.times() == [(0, 1), (1, 2), (2, 3), (3, 4)]
@@ -217,7 +217,7 @@ def test_slots_for_the_model_s_maximum_length_bound_the_batch():
     assert ["".join(record.request_ids) for record in house.timeline.iterations] == ["AB", "CD", "E"]
 
 
-def test_an_end_token_ends_what_is_told_and_not_the_batch():
+def test_an_end_token_ends_the_output_but_not_the_batch():
     house = House()
     request = make_request("A", 2, 6)
     free = make_request("A", 2, 6)

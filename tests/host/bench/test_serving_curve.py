@@ -90,7 +90,7 @@ def curve(*points: tuple[float, float]) -> list[Served]:
     return [replace(POINT, req_s=req_s, normalized_median=latency) for req_s, latency in points]
 
 
-def test_throughput_at_a_latency_lies_on_the_line_between_neighbours():
+def test_throughput_at_a_latency_is_interpolated():
     ours = curve((1.0, 0.1), (2.0, 0.2), (3.0, 0.6))
     assert throughput_at(ours, 0.1) == 1.0
     assert throughput_at(ours, 0.15) == pytest.approx(1.5)
@@ -98,7 +98,7 @@ def test_throughput_at_a_latency_lies_on_the_line_between_neighbours():
     assert throughput_at(ours, 0.6) == 3.0
 
 
-def test_beyond_the_curve_there_is_nothing_to_say():
+def test_beyond_the_curve_there_is_no_value():
     ours = curve((1.0, 0.1), (2.0, 0.2))
     assert throughput_at(ours, 0.05) is None and throughput_at(ours, 0.25) is None
     assert throughput_at(curve((1.0, 0.1)), 0.1) is None

@@ -293,7 +293,7 @@ def test_the_engine_s_own_time_is_a_batch_s_iterations_one_after_the_other():
     assert figure_10.own_seconds(A100, Cluster(), 4) == pytest.approx((first + sum(later)) / 32)
 
 
-def test_the_one_factor_makes_the_own_time_the_paper_s():
+def test_the_single_factor_matches_the_paper_s_time():
     slowness = figure_10.fitted_slowness()
     assert figure_10.own_seconds(A100, Cluster(slowness=slowness)) == pytest.approx(0.095)
     assert figure_10.fitted_slowness(1) > slowness > 1
@@ -322,7 +322,7 @@ def test_a_curve_ascends_to_saturation_and_is_dense_where_it_is_read(mbs: int | 
     assert min(ratios) < 1.1 and max(ratios) < 1.7
 
 
-def test_the_last_line_says_what_was_asked_for():
+def test_the_last_line_has_the_arguments():
     system = small_system(2)
     latency = 2 * alone(system)
     curves = {

@@ -28,7 +28,7 @@ COLLECTIVES_APART = """\
 """  # noqa: W291
 
 
-def test_what_is_indented_lies_within() -> None:
+def test_indented_lines_are_nested() -> None:
     assert thunks(ONE_GRAPH)[-3:] == [
         Thunk("kDynamicSliceFusion", ("kCommandBuffer",)),
         Thunk("kCustomCall", ("kCommandBuffer", "kDynamicSliceFusion")),
@@ -36,12 +36,12 @@ def test_what_is_indented_lies_within() -> None:
     ]
 
 
-def test_a_call_within_slices_is_told_from_one_without() -> None:
+def test_calls_inside_and_outside_slices_are_distinguished() -> None:
     inside = {"kCustomKernel": 1, "kCopy": 1, "kCustomCall": 2}
     assert launches(ONE_GRAPH) == Launches(1, inside=inside, outside={}, sliced_calls=1)
 
 
-def test_what_stands_beside_the_command_buffers_is_outside(tmp_path: Path) -> None:
+def test_thunks_next_to_command_buffers_are_outside(tmp_path: Path) -> None:
     name = "module_0001.jit_forward.thunk_sequence_after_thunk_passes.txt"
     (tmp_path / name).write_text(COLLECTIVES_APART)
     (tmp_path / name.replace("forward", "score")).write_text(ONE_GRAPH)

@@ -36,12 +36,12 @@ def test_other_bounds_are_reached_as_well() -> None:
     assert {r.n_output for r in trace} == {1, 2}
 
 
-def test_a_seed_says_the_whole_trace() -> None:
+def test_a_seed_determines_the_whole_trace() -> None:
     assert paper_trace(48, vocab_size=50257, seed=3) == paper_trace(48, vocab_size=50257, seed=3)
     assert paper_trace(48, vocab_size=50257, seed=3) != paper_trace(48, vocab_size=50257, seed=4)
 
 
-def test_the_traces_are_those_that_were_measured_before_there_were_arrivals() -> None:
+def test_traces_without_arrivals_are_unchanged() -> None:
     trace = paper_trace(48, vocab_size=50257)
     trace_bytes = repr([(r.prompt_ids, r.n_output) for r in trace]).encode()
     assert (
@@ -128,7 +128,7 @@ def test_recorded_arrivals_are_read(tmp_path: Path) -> None:
         ('{"arrival": 1, "prompt_ids": [7], "n_output": 1}', "prompt_ids has 7; the vocabulary has 0 to 6"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said(tmp_path: Path, line: str, message: str) -> None:
+def test_a_mistake_in_a_line_is_reported(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 1, "n_input": 1, "n_output": 1}\n' + line + "\n")
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 2: ") as raised:
@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_line_is_said(tmp_path: Path, line: str, message: s
     assert message in str(raised.value)
 
 
-def test_a_file_without_a_request_or_of_no_text_is_no_trace(tmp_path: Path) -> None:
+def test_a_file_without_requests_or_text_is_not_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n")
     with pytest.raises(TraceError, match="has no request"):

@@ -72,7 +72,7 @@ def size_of(payload: Any) -> int:
 
 
 @given(st.binary(max_size=100))
-def test_rubbish_is_no_frame(data: bytes):
+def test_garbage_is_not_a_frame(data: bytes):
     with pytest.raises(BadFrame):
         decode_frame(data)
 
@@ -134,7 +134,7 @@ UNKNOWN = b"\xa2\x1f\x01x"  # field 500
         (with_body(BODY, checksum=1), "corrupt: its checksum does not match"),
     ],
 )
-def test_a_whole_frame_may_still_be_none_of_ours(data: bytes, complaint: str):
+def test_a_complete_frame_can_still_be_foreign(data: bytes, complaint: str):
     with pytest.raises(BadFrame, match=complaint):
         decode_frame(data)
 

@@ -301,7 +301,7 @@ def test_a_damaged_message_is_refused_or_is_a_message(message: ControlMessage, d
 
 
 @pytest.mark.parametrize("n", [1 << 12, 1 << 16])
-def test_a_length_that_lies_allocates_nothing(n: int):
+def test_a_wrong_length_allocates_nothing(n: int):
     """The rows of a full batch, and more than there may be: none of their block tables is made."""
     huge = replace(SHAPE, max_rows=1 << 12, max_tokens=1 << 20, max_blocks=1 << 21, n_blocks=1 << 31)
     payload = worker_pb2.Iteration(integers=bytes(24 * n), token_ids=bytes(4 * n))
@@ -325,7 +325,7 @@ def test_the_bounds_of_a_row_are_those_of_the_request():
     np.testing.assert_array_equal(decode_message(encode_message(message, SHAPE), SHAPE).sampling, sampling)
 
 
-def test_no_iteration_takes_more_bytes_than_the_wire_says():
+def test_no_iteration_exceeds_the_wire_s_limit():
     """Of every row the most biases, the most blocks, all words, and log-probabilities of every token."""
     shape = replace(SHAPE, n_blocks=48, max_tokens=60)
     biases = [(token_id % 300, 1.0) for token_id in range(MAX_BIASES)]

@@ -37,9 +37,7 @@ def test_tokens_alone_take_four_bytes_each() -> None:
 
 
 @given(n=st.integers(1, 6), data=st.data(), prompts=st.dictionaries(st.integers(0, 5), st.integers(0, 9)))
-def test_what_was_asked_for_comes_back_as_it_was(
-    n: int, data: st.DataObject, prompts: dict[int, int]
-) -> None:
+def test_requested_records_survive_the_wire(n: int, data: st.DataObject, prompts: dict[int, int]) -> None:
     wants = np.flatnonzero(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
     of = ExpectedRecords(n, wants, tuple((i, m) for i, m in prompts.items() if i < n))
     sampled = Sampled(
@@ -57,7 +55,7 @@ def test_what_was_asked_for_comes_back_as_it_was(
         assert back.prompt_logprobs[i].tobytes() == sampled.prompt_logprobs[i][:m].tobytes()
 
 
-def test_the_message_says_what_is_asked_for() -> None:
+def test_the_message_has_the_requested_logprobs() -> None:
     plain = {**ONE, "logprobs": -1}
     first = {**ONE, "initiation": True, "kv_length": 4, "token_ids": [1, 2, 3, 4], "n_prompt": 3}
     message = message_of([plain, {**plain, "logprobs": 0}, {**first, "logprobs": 5, "prompt_logprobs": 2}])
@@ -104,7 +102,7 @@ def test_records_of_tokens_that_there_are_not_are_refused(name: str, of_prompt: 
 
 @pytest.mark.parametrize("field", ["token_ids", "logprobs", "prompt_logprobs"])
 @pytest.mark.parametrize("change", [-1, 1])
-def test_other_lengths_than_those_asked_for_are_refused(field: str, change: int) -> None:
+def test_unexpected_lengths_are_refused(field: str, change: int) -> None:
     of = ExpectedRecords(2, np.array([1], np.intp), ((0, 3),))
     payload = encode_sampled(Sampled(np.array([3, 4], np.int32), records(2, 0), {0: records(3, 1)}), of)
     decode_sampled(payload, of, vocab_size=VOCAB)
@@ -116,14 +114,14 @@ def test_other_lengths_than_those_asked_for_are_refused(field: str, change: int)
         decode_sampled(payload, of, vocab_size=VOCAB)
 
 
-def test_records_that_nobody_asked_for_are_refused() -> None:
+def test_unrequested_records_are_refused() -> None:
     nothing_more = ExpectedRecords(1, np.array([], np.intp), ())
     payload = Tokens(token_ids=bytes(4), prompt_logprobs=records(1, 0).tobytes())
     with pytest.raises(BadFrame, match=r"prompt log-probabilities of 1 requests have .* bytes; they need 0"):
         decode_sampled(payload, nothing_more, vocab_size=VOCAB)
 
 
-def test_a_record_tells_as_many_of_the_likeliest_as_were_asked_for() -> None:
+def test_a_record_has_as_many_top_tokens_as_requested() -> None:
     one: Any = records(1, 0)
     one["top_logprobs"][0, 2:] = -np.inf  # of a vocabulary of two
     logprobs = token_logprobs(one[0], 20)

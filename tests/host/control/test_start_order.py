@@ -79,7 +79,7 @@ def test_the_largest_engine_fits():
         ),
     ],
 )
-def test_what_is_no_order_is_refused(payload: worker_pb2.Start):
+def test_a_malformed_order_is_refused(payload: worker_pb2.Start):
     assert decode_start(start()) == ORDER
     with pytest.raises(BadFrame, match="a start order's"):
         decode_start(payload)
@@ -115,7 +115,7 @@ def test_a_damaged_order_is_refused_or_is_an_order(place: int, value: int):
     assert decode_start(encode_start(back)) == back
 
 
-def test_every_size_of_an_engine_is_told():
+def test_the_order_has_every_size_of_an_engine():
     names = {field.name for field in fields(EngineShape)}
     assert names == {*SIZES, "deterministic", "coarse_buckets"}
     assert names == set(worker_pb2.Shape.DESCRIPTOR.fields_by_name)

@@ -61,7 +61,7 @@ def numbers(pattern: str) -> list[int]:
     return [int(number.replace(",", "")) for number in np.ravel(result[0]).tolist()]
 
 
-def test_a_control_message_takes_what_the_document_says() -> None:
+def test_a_control_message_has_the_documented_size() -> None:
     fixed, row, block, wide_block, token, bias = numbers(
         r"at most (\d+), then (\d+) a row, (\d+) \(or (\d+)\) for each block in use, "
         r"(\d+) for each input token and (\d+) for each bias"
@@ -88,7 +88,7 @@ def test_a_control_message_takes_what_the_document_says() -> None:
     assert n_blocks == [SMALL.n_blocks]
 
 
-def test_a_worker_s_reports_take_what_the_document_says() -> None:
+def test_a_worker_s_reports_have_the_documented_size() -> None:
     (most,) = numbers(r"or is in trouble \| (\d+) at most, or why")
     time = encode_stage_time(StageTime(1.5, MOST))
     sizes = [size(READY), size(PASSED), size(RECEIVED, time), size(DONE, time)]
@@ -96,7 +96,7 @@ def test_a_worker_s_reports_take_what_the_document_says() -> None:
     assert size(TROUBLE, "x" * 1000) > most, "or why"
 
 
-def test_tokens_take_what_the_document_says() -> None:
+def test_tokens_have_the_documented_size() -> None:
     fixed, token = numbers(r"an iteration's tokens \| at most (\d+), then (\d+) a row")
     n_rows = 4096
     message = message_of([ONE] * n_rows)

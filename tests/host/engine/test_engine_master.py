@@ -322,7 +322,7 @@ def test_every_message_against_a_slow_computation(data):
                 live.remove(r)
 
 
-def test_messages_keep_what_they_said():
+def test_messages_do_not_change_after_they_are_sent():
     """A worker may read a message after later ones were made: none shares memory with the master's rows."""
     worker = FakeWorker()
     master, kv = engine(worker)
@@ -404,7 +404,7 @@ def test_a_workers_error_is_an_engine_error_and_the_next_iteration_is_a_new_one(
     assert waited_for(master, issue(master, later)).token_ids == [9]
 
 
-def test_what_may_come_is_said_when_the_tokens_before_it_are_known():
+def test_masks_are_sent_once_the_tokens_before_them_are_known():
     worker = FakeWorker()
     master, kv = engine(worker)
     a, b = (request(name, [1, 2]) for name in "ab")

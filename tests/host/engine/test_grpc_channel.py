@@ -194,7 +194,7 @@ def rejoined(channel: Channel, worker: Listening) -> bool:
     return worker.receive(0.05) == b"again"
 
 
-def test_a_broken_line_is_told_once_and_made_again(ends: ExitStack) -> None:
+def test_a_broken_line_is_reported_once_and_reconnected(ends: ExitStack) -> None:
     worker = listen(ends)
     channel = join(ends, worker)
     assert works(channel, worker)
@@ -210,7 +210,7 @@ def test_a_broken_line_is_told_once_and_made_again(ends: ExitStack) -> None:
     assert works(channel, worker)
 
 
-def test_another_worker_at_the_address_is_told(ends: ExitStack) -> None:
+def test_another_worker_at_the_address_is_reported(ends: ExitStack) -> None:
     worker = listen(ends)
     channel = join(ends, worker)
     worker.close()
@@ -229,7 +229,7 @@ def test_another_worker_at_the_address_is_told(ends: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "another", SECRET + "x", SECRET[:-1]])
-def test_a_wrong_secret_is_refused_and_disturbs_nobody(ends: ExitStack, secret: str) -> None:
+def test_a_wrong_secret_is_refused_without_effect_on_other_connections(ends: ExitStack, secret: str) -> None:
     worker = listen(ends)
     channel = join(ends, worker)
     with pytest.raises(
@@ -353,7 +353,7 @@ def test_a_caller_has_to_state_every_term(name: str) -> None:
     assert why is not None and why.startswith(f"{name}: this worker has ") and "the caller has nothing" in why
 
 
-def test_a_caller_may_take_any_dtype_but_has_to_say_so(ends: ExitStack) -> None:
+def test_a_caller_must_ask_to_accept_any_dtype(ends: ExitStack) -> None:
     worker = listen(ends)
     assert works(join(ends, worker, terms=(replace(FIRST, dtype=None),)), worker)
     other = Join()
@@ -374,7 +374,7 @@ def test_a_change_of_the_model_changes_its_digest() -> None:
 # What each end says of itself when it joins
 
 
-def test_a_worker_says_what_it_is_each_time_that_it_is_joined(ends: ExitStack) -> None:
+def test_a_worker_identifies_itself_each_time_it_is_joined(ends: ExitStack) -> None:
     first, second = listen(ends), listen(ends, SECOND, about=replace(ABOUT, room=0))
     channel = join(ends, first, second)
     assert channel.about == [ABOUT, replace(ABOUT, room=0)]
@@ -416,7 +416,7 @@ def about(**changed: object) -> bytes:
         about(device="x" * 5000),
     ],
 )
-def test_what_no_worker_says_of_itself_is_refused(data: bytes) -> None:
+def test_a_malformed_identity_is_refused(data: bytes) -> None:
     assert handshake.about_of([("orca-about-bin", about())]) == WorkerAbout(
         dtype="float32",
         room=5,
@@ -431,12 +431,12 @@ def test_what_no_worker_says_of_itself_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("room", "modest"), [(None, 0), (0, None), (0, 0), (1 << 50, 1 << 50)])
-def test_a_worker_says_of_its_memory_what_it_knows(room: int | None, modest: int | None) -> None:
+def test_a_worker_reports_the_memory_it_knows(room: int | None, modest: int | None) -> None:
     known = replace(ABOUT, room=room, modest=modest)
     assert handshake.about_of(handshake.about_metadata(known)) == known
 
 
-def test_one_that_does_not_say_what_it_is_is_no_worker(
+def test_a_server_without_an_identity_is_not_a_worker(
     ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(port, "about_metadata", lambda about: (("orca-about-bin", b""),))
@@ -458,7 +458,7 @@ def previous(ends: ExitStack, second: ControlPort, data_address: str) -> Control
     return line
 
 
-def test_the_stage_before_says_where_its_data_is(ends: ExitStack) -> None:
+def test_the_previous_stage_reports_its_data_address(ends: ExitStack) -> None:
     second = listen(ends, SECOND)
     assert second.data_address_of_previous() == ""
     line = previous(ends, second, "10.0.0.9:1234")
@@ -488,7 +488,7 @@ def test_a_data_address_that_cannot_be_is_refused(ends: ExitStack, address: str)
 # Where a worker listens, and from when
 
 
-def test_a_port_takes_nobody_before_it_is_open(ends: ExitStack) -> None:
+def test_a_port_accepts_no_connection_before_it_is_open(ends: ExitStack) -> None:
     worker = listen(ends, about=None)
     quick = replace(LIMITS, join_seconds=0.2)
     with pytest.raises(WorkerUnreachable, match="did not"):
@@ -549,7 +549,7 @@ def test_a_socket_that_a_killed_process_left_is_taken_over(ends: ExitStack, path
     assert works(join(ends, worker), worker)
 
 
-def test_a_file_that_is_no_socket_is_left_alone(ends: ExitStack, path: str) -> None:
+def test_a_file_that_is_not_a_socket_is_not_removed(ends: ExitStack, path: str) -> None:
     Path(path).write_text("mine")
     with pytest.raises(ConfigError, match="cannot listen on unix:"):
         listen(ends, address=f"unix:{path}")
@@ -633,7 +633,7 @@ def test_the_first_stage_has_none_before_it(ends: ExitStack) -> None:
         line.wait_joined(SOON)
 
 
-def test_a_refusal_is_told_at_once_whoever_else_is_missing(ends: ExitStack) -> None:
+def test_a_refusal_is_reported_at_once_even_if_other_workers_are_missing(ends: ExitStack) -> None:
     other = listen(ends, replace(SECOND, dtype="bfloat16"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
@@ -644,7 +644,7 @@ def test_a_refusal_is_told_at_once_whoever_else_is_missing(ends: ExitStack) -> N
             )
 
 
-def test_whoever_waits_is_told_for_whom(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_reports_which_worker_it_waits_for(ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_channel, "_FIRST_NOTICE_SECONDS", 0.0)
     first, reported = listen(ends), list[str]()
 
@@ -668,7 +668,7 @@ def test_whoever_waits_is_told_for_whom(ends: ExitStack, monkeypatch: pytest.Mon
     assert "the worker of stage 2 at" in line and closed_port in line
 
 
-def test_nobody_listens(ends: ExitStack) -> None:
+def test_connecting_to_a_closed_port(ends: ExitStack) -> None:
     first = listen(ends)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
@@ -686,7 +686,7 @@ def test_nobody_listens(ends: ExitStack) -> None:
     assert works(join(ends, first), first)  # what was joined was left
 
 
-def test_one_that_listens_and_never_answers(ends: ExitStack) -> None:
+def test_a_server_that_never_answers(ends: ExitStack) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(WorkerUnreachable, match="did not"):
@@ -700,7 +700,7 @@ def test_one_that_listens_and_never_answers(ends: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b"\xff\x16\x03" * 9999])
-def test_garbage_on_the_port_harms_nobody(ends: ExitStack, garbage: bytes) -> None:
+def test_garbage_on_the_port_does_not_affect_other_connections(ends: ExitStack, garbage: bytes) -> None:
     worker = listen(ends)
     channel = join(ends, worker)
     with socket.create_connection(("127.0.0.1", worker.port), timeout=SOON) as stranger:
@@ -812,7 +812,7 @@ def test_a_send_beyond_the_queue_breaks_the_line_and_does_not_wait(ends: ExitSta
     assert arrival.why == "1 frames wait to be sent, but the worker reads none"
 
 
-def test_closing_does_not_wait_for_who_is_lost() -> None:
+def test_closing_does_not_wait_for_a_lost_worker() -> None:
     before = set(threading.enumerate())
     worker = ControlPort("127.0.0.1:0", terms=FIRST, secret=SECRET, deliver=lambda data: True)
     worker.open(ABOUT)
@@ -857,7 +857,7 @@ def test_what_others_can_reach_needs_a_secret(ends: ExitStack) -> None:
         listen(ends, secret="x" * 1025)
 
 
-def test_each_stage_needs_an_address_of_its_own() -> None:
+def test_each_stage_needs_its_own_address() -> None:
     with pytest.raises(ConfigError, match="give each stage one address of its own"):
         ControlChannel(["a:1", "a:1"], [FIRST, SECOND], secret=SECRET)
     with pytest.raises(ConfigError, match="there are 1 worker addresses, a:1, for 2 stages"):

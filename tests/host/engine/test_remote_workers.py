@@ -188,7 +188,7 @@ def test_what_constrained_rows_allow_goes_straight_to_the_last_worker():
     assert bench.workers.counters.word_bytes == 16
 
 
-def test_what_is_not_known_yet_goes_when_it_is_in_the_order_of_iterations():
+def test_late_masks_are_sent_in_the_order_of_iterations():
     bench = Bench().up()
     known: set[int] = set()
 
@@ -223,7 +223,7 @@ def test_tokens_that_come_twice_count_once():
     assert [p.fetch().token_ids.tolist() for p in (first, second)] == [[1, 2], [3, 4]]
 
 
-def test_what_an_old_epoch_says_is_dropped():
+def test_messages_of_an_old_epoch_are_dropped():
     bench = Bench().up()
     bench.workers.issue(MESSAGE_OF_TWO, no_words)
     bench.say(1, TROUBLE, payload="lost")
@@ -296,7 +296,7 @@ def test_two_answers_that_differ_cannot_both_be_right():
     assert "returned iteration 1 twice, with different tokens" in str(bench.lost())
 
 
-def test_what_a_worker_says_of_itself_is_passed_on():
+def test_a_worker_s_identity_is_passed_on():
     bench = Bench().up()
     bench.say(1, TROUBLE, payload="out of memory \u00ff" + "x" * 5000)
     lost = bench.lost()
@@ -344,7 +344,7 @@ def test_after_a_loss_everything_raises_until_it_is_recovered_from():
         ((0, 1, 2), (0, 1, 2), 2, "did not return the tokens of iteration 0"),
     ],
 )
-def test_a_deadline_that_passes_names_the_stage_that_is_behind(
+def test_a_passed_deadline_names_the_late_stage(
     received: tuple[int, ...], done: tuple[int, ...], stage: int, why: str
 ):
     bench = Bench().up()
@@ -362,7 +362,7 @@ def test_a_deadline_that_passes_names_the_stage_that_is_behind(
     assert bench.suspects == [stage]
 
 
-def test_each_iteration_has_its_time_from_when_the_one_before_came_back():
+def test_each_iteration_s_deadline_starts_when_its_predecessor_returns():
     bench = Bench().up()
     first, second = (
         bench.workers.issue(MESSAGE_OF_TWO, no_words),
@@ -475,7 +475,7 @@ def test_an_interrupted_recovery_goes_on_with_the_same_epoch_and_deadline():
     assert bench.now == 110
 
 
-def test_what_was_said_before_the_new_epoch_is_not_heard():
+def test_messages_from_before_the_new_epoch_are_ignored():
     bench = Bench().up()
     bench.arrivals.append(Arrival(0, None, "connection reset"))
     bench.lost()
@@ -606,7 +606,7 @@ def test_a_failure_is_seen_between_two_arrivals():
 # What each stage says of its iterations
 
 
-def test_a_stage_says_when_it_took_an_iteration_and_was_done_and_what_it_sent():
+def test_a_stage_reports_the_times_and_bytes_of_an_iteration():
     bench = Bench().up()
     first, second = (
         bench.workers.issue(MESSAGE_OF_TWO, no_words),

@@ -77,13 +77,13 @@ SIZES: dict[str, Any] = {
         (lambda: gpt_config(**{**SIZES, "n_heads": 3}), "hidden_size 8 is not a multiple of n_heads 3"),
     ],
 )
-def test_what_is_not_computed_is_refused(made: Callable[[], object], why: str) -> None:
+def test_unsupported_features_are_refused(made: Callable[[], object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         made()
 
 
 @pytest.mark.parametrize("config", [MODEL, *PRESETS.values()])
-def test_json_says_all_of_it(config: ModelConfig) -> None:
+def test_json_has_every_field(config: ModelConfig) -> None:
     assert config_from_json(json.loads(json.dumps(config_to_json(config))), plain_error) == config
 
 

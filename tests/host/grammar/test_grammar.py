@@ -235,7 +235,7 @@ def test_choices_may_hold_any_characters(choices: list[str], seed: int) -> None:
     assert text.decode("utf-8") in choices
 
 
-def test_a_thousand_choices_are_no_work() -> None:
+def test_a_thousand_choices_are_cheap() -> None:
     choices = [f"number {i} of all" for i in range(1024)]
     text = output(compiled(COMPILER, guided_choice=choices), random_choice(3))
     assert text.decode() in choices
@@ -439,7 +439,7 @@ def doubled(n: int, name: str) -> str:
         ({"guided_grammar": "start: p::0x0\np::_: /a/ p::incr(_)"}, "parameter"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_its_field(fields: dict[str, Any], text: str) -> None:
+def test_an_invalid_grammar_is_refused_naming_its_field(fields: dict[str, Any], text: str) -> None:
     message = refused(COMPILER, **fields)
     assert text in message
     assert len(message) < 400 and "\n" not in message
@@ -570,7 +570,7 @@ def test_outputs_of_one_grammar_do_not_disturb_one_another() -> None:
 # Compiling.
 
 
-def test_who_asks_for_no_grammar_gets_none() -> None:
+def test_without_a_grammar_parameter_there_is_no_grammar() -> None:
     assert COMPILER.compile(SamplingParams(guided_json_object=False)) is None
 
 

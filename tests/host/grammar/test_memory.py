@@ -50,7 +50,7 @@ def compiled(compiler: GrammarCompiler, regex: str) -> Grammar:
 
 
 @pytest.mark.skipif(grammar_memory._heap is None, reason="this C library does not tell")
-def test_the_heap_says_what_a_grammar_holds() -> None:
+def test_heap_growth_measures_a_grammar() -> None:
     schemas = {
         "small": '{"type": "boolean"}',
         "large": '{"prefixItems": [{"multipleOf": 19997}], "type": "array"}',
@@ -72,7 +72,7 @@ def test_where_the_heap_cannot_be_asked_one_is_charged_with_enough(monkeypatch: 
     assert HeapGrowth().n_bytes() == 256 << 20  # others have taken
 
 
-def test_one_that_is_followed_grows_to_a_bound() -> None:
+def test_a_grammar_in_use_grows_to_a_bound() -> None:
     grammar = compiled(compiler(), "[ab]+")
     before = grammar.n_bytes
     state, into = grammar.start(), np.empty(N // 32, np.int32)
@@ -103,7 +103,7 @@ def test_the_oldest_that_are_kept_make_room(monkeypatch: pytest.MonkeyPatch) -> 
     assert first
 
 
-def test_those_that_requests_follow_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_in_use_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     sized(monkeypatch, 100, 300)
     one = compiler()
     states = [compiled(one, regex).start() for regex in "abc"]
@@ -165,7 +165,7 @@ def test_a_panic_where_a_regular_expression_is_read(monkeypatch: pytest.MonkeyPa
         compiled(compiler(), "a")
 
 
-def test_what_ends_a_thread_is_no_failure() -> None:
+def test_exceptions_that_end_a_thread_are_not_failures() -> None:
     state = compiled(compiler(), "[ab]+").start()
     state._matcher = Panicking(KeyboardInterrupt())  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):

@@ -4,7 +4,7 @@ from orca_jax.iteration.buckets import bucket_for, bucket_sizes
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 63, 64, 65, 100, 512, 1000, 2048, 5000, 1 << 20])
-def test_sizes_ascend_to_the_largest_asked_for(max_tokens):
+def test_sizes_ascend_to_the_maximum(max_tokens):
     sizes = bucket_sizes(max_tokens)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[0] == 1 and sizes[-1] == max_tokens
@@ -25,7 +25,7 @@ def test_few_programs_and_powers_of_two_among_them():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 33, 64, 65, 100, 512, 1000, 2048, 5000, 1 << 20])
-def test_coarse_sizes_ascend_to_the_largest_asked_for(max_tokens):
+def test_coarse_sizes_ascend_to_the_maximum(max_tokens):
     sizes = bucket_sizes(max_tokens, coarse=True)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[0] == 1 and sizes[-1] == max_tokens

@@ -311,7 +311,7 @@ def test_every_field_against_a_slow_computation(drawn):
         assert np.array_equal(array, again)
 
 
-def test_each_batch_has_a_buffer_of_its_own():
+def test_each_batch_has_its_own_buffer():
     assert not np.shares_memory(flat_figure_4().buffer, flat_figure_4().buffer)
 
 

@@ -157,7 +157,7 @@ def test_the_papers_models_fit_where_the_paper_ran_them(name: str, n_stages: int
     assert plan.serving.n_slots <= min(stage.slots for stage in plan.stages)
 
 
-def test_what_does_not_fit_is_said_with_a_split_that_does() -> None:
+def test_a_model_that_does_not_fit_is_reported_with_a_split_that_does() -> None:
     plan = make_plan(target("gpt3-175b", "a100-40gb", 1, 8))
     assert not plan.fits
     (stage,) = plan.stages
@@ -184,7 +184,7 @@ def test_where_one_way_alone_does_not_do_both_are_hinted_at() -> None:
     assert hopeless.hint is not None and hopeless.hint.startswith("no split over up to 64 stages")
 
 
-def test_a_cpu_gets_a_modest_cache_unless_told_otherwise() -> None:
+def test_a_cpu_gets_a_modest_cache_by_default() -> None:
     cpu = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
     modest = replace(target("gpt2", "h200"), device=cpu, dtype="float32")
     assert make_plan(modest).serving.n_slots == (2 << 30) // (2 * 12 * 768 * 4)
@@ -239,7 +239,7 @@ def test_a_floor_worked_by_hand() -> None:
     assert prompt.bound == "matrix rate" and prompt.n_tokens == 2048
 
 
-def test_stages_in_turn_and_links_between_them() -> None:
+def test_stages_and_the_links_between_them() -> None:
     one, two = (iteration_floor(target("gpt3-13b", "h200", n), "decode", 8) for n in (1, 2))
     hop = 8 * 5120 * 2 / GPUS["h200"].inside
     # The head's stage reads the tied table too, so both read it only where it is used.
@@ -299,7 +299,7 @@ def test_what_bounds_a_recommendation() -> None:
     assert 0 < recommend(told, 1.0).max_bs < recommend(BUDGETED, 1.0).max_bs
 
 
-def test_temporaries_that_xla_told_take_the_place_of_arithmetic() -> None:
+def test_temporaries_from_xla_replace_the_estimate() -> None:
     plain = make_plan(target("gpt3-175b", "h200", 2, 4))
     told = make_plan(replace(plain.target, temporaries=(5 << 30, 6 << 30)))
     assert [stage.memory.temporaries for stage in told.stages] == [5 << 30, 6 << 30]
@@ -321,7 +321,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> Non
         replace(target("gpt3-13b", "h200"), **changes)
 
 
-def test_an_unknown_device_is_told_with_those_that_are_known() -> None:
+def test_an_unknown_device_is_reported_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match="'v100'; it must be one of a100-40gb, a100-80gb, l40s, h100, h200, b200, cpu"
     ):

@@ -94,7 +94,7 @@ def test_close_gives_time_to_end_in_order_and_no_more(tmp_path: Path) -> None:
     stubborn.close()
 
 
-def test_what_it_leaves_behind_ends_with_it() -> None:
+def test_its_own_child_processes_end_with_it() -> None:
     code = """
 import json, subprocess, sys
 left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -121,7 +121,7 @@ def test_where_it_runs_and_with_which_variables(tmp_path: Path) -> None:
     assert (answer["at"], answer["x"]) == (str(tmp_path), "1") and answer["n"] < len(os.environ)
 
 
-def test_one_that_cannot_be_started(tmp_path: Path) -> None:
+def test_a_child_that_cannot_be_started(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         JsonChild([str(tmp_path / "nothing")])
 

@@ -31,7 +31,7 @@ def test_both_ends_of_a_range_are_numbers_that_a_float32_can_divide_by(name: str
 @pytest.mark.parametrize(
     "value", [1e-50, 1e-45, 1e-38, -1e-45, float("nan"), float("inf"), 10**400, True, "1"]
 )
-def test_what_is_none_there_is_refused(name: str, value: Any) -> None:
+def test_values_that_vanish_in_float32_are_refused(name: str, value: Any) -> None:
     low, high = RANGES[name]
     with pytest.raises(InvalidSamplingParameter, match=f"from {low:g} to {high:g}") as caught:
         SamplingParams(**{name: value})
@@ -39,7 +39,7 @@ def test_what_is_none_there_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["min_p", "frequency_penalty", "presence_penalty"])
-def test_what_vanishes_in_float32_is_off_there(name: str) -> None:
+def test_values_that_vanish_in_float32_are_off(name: str) -> None:
     given: dict[str, Any] = {name: 1e-50}
     assert np.float32(getattr(SamplingParams(**given), name)) == 0
 

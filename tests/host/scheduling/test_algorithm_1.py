@@ -205,7 +205,7 @@ def token_pool() -> list[Request]:
 @pytest.mark.parametrize(
     "limit, expected", [(0, ""), (1, "A"), (3, "A"), (4, "AB"), (7, "AB"), (8, "ABC"), (9, "ABCD")]
 )
-def test_tokens_of_a_batch_are_bounded_and_nobody_overtakes(limit: int, expected: str):
+def test_tokens_of_a_batch_are_bounded_and_order_is_kept(limit: int, expected: str):
     """1 token for the increment of A; then 3, 4 and 1 of input: sums 1, 4, 8, 9."""
     batch, n_rsrv = select(token_pool(), 58, max_bs=9, n_slots=1000, max_batch_tokens=limit)
     assert names(batch) == expected
@@ -496,7 +496,7 @@ def test_an_arrival_while_the_pool_is_looked_at_is_not_missed():
     assert house.steps(1) == ["interrupted"]
 
 
-def test_an_end_asked_for_after_the_look_at_them_is_not_missed():
+def test_a_late_cancellation_is_not_missed():
     house = House(n_workers=2, n_slots=9)
     house.add("A")
     house.add("B")
@@ -725,7 +725,7 @@ def test_a_request_that_runs_again_puts_in_all_its_tokens_and_gets_the_next_one(
     assert [it.returned is None for it in house.timeline.iterations] == [False, False, True, False, False]
 
 
-def test_requests_that_run_again_keep_their_order_and_come_before_those_that_wait():
+def test_resumed_requests_keep_their_order_and_precede_waiting_ones():
     house = House(n_workers=2)
     for name in "ABCDEF":
         house.add(name)
@@ -738,7 +738,7 @@ def test_requests_that_run_again_keep_their_order_and_come_before_those_that_wai
     assert counts == sorted(counts, reverse=True)
 
 
-def test_a_loss_while_nothing_is_in_flight_makes_nobody_suspect():
+def test_a_loss_with_nothing_in_flight_makes_no_request_suspect():
     house = House()
     a, b = house.add("A"), house.add("B")
     house.steps(2)
@@ -763,7 +763,7 @@ def test_a_request_that_costs_another_loss_alone_is_ended_and_the_others_go_on()
     assert (len(a.output_ids), len(c.output_ids), house.scheduler.n_rsrv) == (4, 4, 0)
 
 
-def test_a_suspect_that_is_asked_to_end_frees_those_behind_it():
+def test_a_cancelled_suspect_frees_the_requests_after_it():
     house = House(max_bs=3)
     for name in "ABC":
         house.add(name)
@@ -862,7 +862,7 @@ def test_requests_that_wait_are_not_touched_by_a_loss():
     assert (b.state, b.row, b.n_iterations, house.pool.n_waiting) == (INITIATION, -1, 0, 1)
 
 
-def test_an_end_that_is_asked_for_while_nothing_can_run_is_told_at_once():
+def test_a_cancellation_while_nothing_can_run_is_delivered_at_once():
     house = House()
     house.add("A")
     house.add("B")

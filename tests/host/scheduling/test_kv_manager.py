@@ -112,7 +112,7 @@ class Blocks(RuleBasedStateMachine):
         assert self.kv.n_free_rows == self.N_ROWS - len(self.held)
 
     @invariant()
-    def the_table_says_who_has_what(self):
+    def the_table_matches_the_owners(self):
         for row, line in enumerate(self.kv.block_table.tolist()):
             held = self.held.get(row, [])
             assert line == held + [0] * (self.MAX_BLOCKS - len(held))

@@ -9,7 +9,7 @@ from tests.host.house import STOP_TOKEN, House
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
 
 
-def test_the_next_iteration_is_issued_before_the_one_before_it_returns():
+def test_the_next_iteration_is_issued_before_the_previous_one_returns():
     house = House(overlap=True)
     a = house.add("A", n_output=4)
     assert house.steps(1) == ["issue A"]
@@ -42,7 +42,7 @@ def test_without_overlap_or_with_tokens_that_go_by_way_of_the_host_nothing_runs_
     assert house.steps(3) == ["issue AB", "issue C", "return AB", "issue AB", "return C"]
 
 
-def test_one_that_stops_leaves_with_its_last_batch_and_its_slots_are_nobody_else_s_before():
+def test_a_stopped_request_keeps_its_slots_until_its_last_batch_returns():
     """9 slots are one request's: B waits for those that A's last iteration may still write to."""
     house = House(overlap=True, n_slots=9)
     a = house.add("A")
@@ -61,7 +61,7 @@ def test_one_that_stops_leaves_with_its_last_batch_and_its_slots_are_nobody_else
     assert house.steps(1) == ["issue B"]
 
 
-def test_one_that_is_cancelled_leaves_in_the_same_way():
+def test_a_cancelled_request_leaves_in_the_same_way():
     house = House(overlap=True)
     a, b = house.add("A"), house.add("B")
     house.steps(2)
@@ -71,7 +71,7 @@ def test_one_that_is_cancelled_leaves_in_the_same_way():
     assert (a.state, a.row, b.n_in_flight) == (FINISHED, -1, 1)
 
 
-def test_one_that_is_cancelled_after_it_was_issued_once_more():
+def test_a_request_cancelled_after_it_was_issued_again():
     house = House(overlap=True)
     a = house.add("A")
     house.engine.on_wait = lambda _: (house.pool.end_named("A", FinishReason.CANCELLED), False)[1]

@@ -82,7 +82,7 @@ def test_what_one_request_costs_counts_as_one_loss():
         assert service.failure is None and at_rest(service)
 
 
-def test_while_it_is_down_the_trouble_is_told_and_requests_are_taken_up_to_the_bound():
+def test_while_the_engine_is_down_the_trouble_is_reported_and_requests_queue_up_to_the_bound():
     engine = FragileEngine()
     with service_of(engine, max_queue=2) as service:
         running = service.submit([1], SamplingParams(max_tokens=3))
@@ -152,7 +152,7 @@ def test_a_worker_that_is_lost_while_nothing_runs_is_found_and_brought_up():
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_past_the_bound_the_failure_is_final_and_says_why(restarts: int):
+def test_past_the_bound_the_failure_is_final_and_names_the_reason(restarts: int):
     engine = FragileEngine(*[WorkerLost(i, f"loss {i}") for i in range(1, 9)])
     with (
         service_of(engine, RestartBound(restarts=restarts, seconds=60)) as service,

@@ -112,7 +112,7 @@ def test_select_takes_the_view_as_it_is():
     assert select(pool.in_arrival_order(), 0, max_bs=3, n_slots=100) == (requests[:3], 12)
 
 
-def test_a_full_queue_refuses_and_counts_those_that_wait_only():
+def test_a_full_queue_refuses_and_counts_only_waiting_requests():
     pool = make_pool(max_waiting=2)
     a, b = make_request("A"), make_request("B")
     pool.add(a)
@@ -148,7 +148,7 @@ def test_a_refused_request_leaves_no_trace():
     assert (len(pool), pool.activity(), arrived) == (0, before, [])
 
 
-def test_an_arrival_is_told_before_the_request_can_be_seen():
+def test_an_arrival_is_reported_before_the_request_is_visible():
     pool = RequestPool(
         max_waiting=1,
         on_arrival=lambda request: told.append((request.request_id, request.arrival, len(pool))),
@@ -399,7 +399,7 @@ def test_the_queue_is_bounded_in_bytes_as_well():
     pool.add(owned("D", "third", 1_000))
 
 
-def test_those_who_hold_nothing_leave_no_trace():
+def test_owners_without_requests_leave_no_trace():
     pool = shared_pool()
     for i in range(1_000):
         request = owned(str(i), f"owner {i}", 10)
@@ -411,7 +411,7 @@ def test_those_who_hold_nothing_leave_no_trace():
     assert (pool._held.n, pool._held.n_bytes) == (0, 0)
 
 
-def test_a_request_that_could_not_be_told_of_takes_no_room():
+def test_a_request_whose_arrival_callback_fails_takes_no_room():
     def fail(_: Request) -> None:
         raise RuntimeError("nobody hears")
 

@@ -451,7 +451,7 @@ SMALLEST = Trace(
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("i", [0, 1, 2])
-def test_an_end_and_an_arrival_may_come_before_every_line_the_scheduler_runs(i: int, overlap: bool):
+def test_ends_and_arrivals_at_every_line_of_the_scheduler(i: int, overlap: bool):
     n = 0
     while True:
         n += 1

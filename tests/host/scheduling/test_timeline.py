@@ -82,7 +82,7 @@ def test_normalized_latency_is_known_at_the_end_only(clock: Clock):
     assert record.normalized_latency is None
 
 
-def test_an_id_may_come_again(clock: Clock):
+def test_an_id_can_be_reused(clock: Clock):
     timeline = Timeline(clock)
     for time in (0.0, 5.0):
         clock.now = time
@@ -239,7 +239,7 @@ def test_how_fast_requests_finish(clock: Clock):
     assert timeline.recent_finish_interval() == 3.0  # (16 - 10) / 2
 
 
-def test_idle_time_says_nothing_about_how_fast_requests_finish(clock: Clock):
+def test_idle_time_does_not_affect_the_finish_rate(clock: Clock):
     timeline = Timeline(clock)
     for start in (0.0, 1000.0):
         live = arrive(timeline, "AB")
@@ -248,7 +248,7 @@ def test_idle_time_says_nothing_about_how_fast_requests_finish(clock: Clock):
         assert timeline.recent_finish_interval() == 2.0
 
 
-def test_only_recent_ends_tell_how_fast_requests_finish(clock: Clock):
+def test_the_finish_rate_uses_only_recent_ends(clock: Clock):
     timeline = Timeline(clock)
     live = arrive(timeline, ["stays", *map(str, range(65))])
     end_at(timeline, clock, live["0"], 0.0)

@@ -160,7 +160,7 @@ def test_max_tokens_counts_output() -> None:
 # Seeds
 
 
-def test_a_request_is_given_a_seed_and_told() -> None:
+def test_a_request_without_a_seed_gets_and_reports_one() -> None:
     with orca(simulated()) as service:
         seeds = {service.submit([1], SamplingParams()).seed for _ in range(20)}
         assert len(seeds) == 20
@@ -285,7 +285,7 @@ def test_close_cancels_what_is_live_and_refuses_what_comes(engine: GatedEngine) 
         service.submit([1], SamplingParams())
 
 
-def test_close_does_not_wait_for_ever(engine: GatedEngine) -> None:
+def test_close_does_not_wait_forever(engine: GatedEngine) -> None:
     service = orca(engine)
     service.start()
     generation = service.submit([1], SamplingParams())
@@ -387,7 +387,7 @@ def test_a_thread_that_ended_without_a_word_is_a_failure(monkeypatch: pytest.Mon
         service.submit([1], SamplingParams()).result(SOON)
 
 
-def test_an_orderly_end_is_no_failure() -> None:
+def test_an_orderly_end_is_not_a_failure() -> None:
     service = orca(simulated())
     assert service.failure is None
     with service:

@@ -164,7 +164,7 @@ def test_an_interruption_from_before_the_wait_counts():
 
 
 @pytest.mark.parametrize("at", ["issue", "wait"])
-def test_it_fails_once_when_told_to_and_loses_what_is_in_flight(at: str):
+def test_it_fails_once_on_request_and_loses_the_iterations_in_flight(at: str):
     engine = SimulatedEngine(VirtualClock(), n_workers=2, duration=lambda _: 8.0)
     first = engine.issue(whole(make_request("A")))
     engine.fail("issue" if at == "issue" else "wait")
@@ -229,7 +229,7 @@ def test_a_serving_is_played_to_its_end_with_every_time_on_record():
     assert [it.padding for it in timeline.iterations] == [7, 6, 7]
 
 
-def test_requests_that_come_one_after_the_other_are_asked_for_when_the_one_before_is_there():
+def test_sequential_requests_are_submitted_when_their_predecessor_is_done():
     config = ServingConfig(max_batch_size=2, n_slots=64, block_size=4, max_batch_tokens=64, overlap=False)
     simulation = Simulation(config, duration=lambda _: 2.0)
     asked: list[float] = []

@@ -247,7 +247,7 @@ def test_nothing_is_lost_where_nothing_goes_wrong():
     assert counters.message_bytes <= 4096 * counters.messages + 1024 * n_rows
 
 
-def test_each_stage_says_what_it_ran_and_what_it_sent():
+def test_each_stage_reports_what_it_ran_and_sent():
     player = played(CALM)
     iterations = player.timeline.iterations
     n, n_tokens = len(iterations), HIDDEN_BYTES * sum(iteration.n_rows for iteration in iterations)
@@ -280,7 +280,7 @@ def test_programs_may_take_longer_than_a_worker_s_patience():
     assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
 
 
-def test_a_worker_that_is_stopped_is_suspected_and_started_anew():
+def test_a_stopped_worker_is_suspected_and_restarted():
     fault = Fault(0.55, "stop", 1, float("inf"))
     player = played(replace(CALM, faults=(fault,), supervised=True))
     assert (set(player.suspects), player.recovery.losses, player.failure) == ({1}, 1, None)
@@ -298,7 +298,7 @@ def test_a_stopped_worker_is_found_even_where_another_was_taken_to_be_lost():
     assert player.recovery.last_recovery_seconds < DEADLINES.worker_seconds + 2 < DEADLINES.ready_seconds
 
 
-def test_a_worker_that_says_that_it_failed_is_no_suspect():
+def test_a_worker_that_reports_its_failure_is_not_a_suspect():
     player = played(replace(CALM, faults=(Fault(0.55, "fail", 1),)))
     assert (player.suspects, player.recovery.losses) == ([], 1)
 
@@ -326,7 +326,7 @@ def test_a_fault_at_any_moment_loses_nothing(kind: FaultKind, stage: int):
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("n_stages", [1, 2])
-def test_a_frame_of_an_old_epoch_may_come_at_any_later_moment(n_stages: int, which: int):
+def test_a_frame_of_an_old_epoch_can_arrive_at_any_time(n_stages: int, which: int):
     """A message to the first stage, or tokens from the last, come once more when iterations count anew."""
     n_late = 0
     requests = tuple(PlannedRequest(0.0, 2 + i, 9) for i in range(2 * n_stages))
@@ -400,7 +400,7 @@ def test_a_worker_that_never_comes_back_is_named_and_everything_ends():
 
 
 @pytest.mark.parametrize("known", [(0, 50, 0), (7, 7, 7), (1 << 62, 1, 99)])
-def test_workers_that_have_known_a_later_epoch_serve_a_master_whose_clock_is_behind(known: tuple[int, ...]):
+def test_workers_that_have_seen_a_later_epoch_serve_a_master_with_a_slow_clock(known: tuple[int, ...]):
     player = Player(replace(CALM, faults=(Fault(0.55, "crash", 1, 0.5, 0),)))
     for stage, epoch in zip(player.stages, known, strict=True):
         stage.controller.epoch = epoch

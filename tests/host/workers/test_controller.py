@@ -147,7 +147,7 @@ def test_the_last_stage_returns_tokens_without_padding():
     assert bench.reports[-1] == Frame(TOKENS, 1, 0, 2, Tokens(token_ids=tokens(7, 8).token_ids.tobytes()))
 
 
-def test_the_others_say_that_they_are_done():
+def test_the_other_stages_report_when_they_are_done():
     bench = Bench().up()
     bench.message(0)
     bench.now = 7.5
@@ -177,7 +177,7 @@ def test_a_gap_ends_the_epoch():
     assert bench.take(start(2)) == ["start 2"]
 
 
-def test_a_new_epoch_ends_the_one_before():
+def test_a_new_epoch_ends_the_previous_one():
     bench = Bench(stage=2).up()
     bench.message(0)
     assert bench.take(start(2)) == ["start 2"]
@@ -217,7 +217,7 @@ def test_a_start_that_comes_again_is_answered_again():
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_process_without_the_epoch_says_so(started: bool):
+def test_a_process_without_the_epoch_reports_it(started: bool):
     bench = Bench().up(1) if started else Bench()
     assert bench.message(5, epoch=7) == ["TROUBLE 7.0"], "in the epoch that it was asked in"
     bench = Bench()
@@ -263,7 +263,7 @@ def test_a_device_that_fails_ends_the_epoch():
     assert bench.controller.deadline() == float("inf")
 
 
-def test_a_device_that_cannot_start_says_so():
+def test_a_device_that_cannot_start_reports_it():
     bench = Bench()
     bench.take(start(1))
     bench.controller.failed(1, "no memory for caches")
@@ -306,7 +306,7 @@ def test_done_out_of_order_is_our_own_mistake():
         bench.controller.done(1, 1)
 
 
-def test_received_says_which_iteration_and_when():
+def test_received_has_the_iteration_and_its_time():
     bench = Bench(stage=2).up()
     for bench.now in (3.0, 4.5):
         bench.message(int(bench.now) - 3)
@@ -319,7 +319,7 @@ def test_received_says_which_iteration_and_when():
 # What a START orders
 
 
-def test_a_start_tells_the_sizes_and_the_next_stage():
+def test_a_start_has_the_sizes_and_the_next_stage():
     bench = Bench().up(1)
     assert bench.take(start(1)) == ["READY 1.0"]
     assert (bench.orders, bench.addresses) == ([ORDER], ["next:1"]), "once for each epoch"
@@ -331,7 +331,7 @@ def test_a_start_tells_the_sizes_and_the_next_stage():
     assert "2 rows" in bench.reports[-1].payload, "the sizes are those of the order in force"
 
 
-def test_the_last_stage_is_connected_to_nobody():
+def test_the_last_stage_connects_to_no_next_stage():
     bench = Bench(stage=2)
     bench.take(start(1, replace(ORDER, next_address="")))
     bench.controller.started(1)
@@ -426,7 +426,7 @@ def words(iteration: int, *values: int, epoch: int = 1) -> Frame:
     return Frame(WORDS, epoch, iteration, 0, np.array(values, "<i4").tobytes())
 
 
-def test_words_go_to_the_device_of_the_last_stage_before_or_behind_their_message():
+def test_masks_reach_the_last_stage_s_device_before_or_after_their_message():
     bench = Bench(stage=2).up()
     assert bench.take(words(0, 5, -1)) == ["allow 1.0"]
     assert bench.message(0) == ["RECEIVED 1.0", "run 1.0"]

@@ -130,7 +130,7 @@ def test_a_fraction_of_the_memory_is_for_all_stages_on_a_gpu(
     assert {name: made[name] for name in made if "MEM_FRACTION" in name} == expected
 
 
-def test_jax_holds_what_it_is_told_once() -> None:
+def test_jax_reserves_the_configured_memory_once() -> None:
     environ: dict[str, str] = {}
     assert held_fraction(environ) == 0.75
     hold_memory(environ, 0.9)

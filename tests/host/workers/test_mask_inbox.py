@@ -20,7 +20,7 @@ def box(patience: float = SOON) -> MaskInbox:
     return made
 
 
-def test_words_may_come_before_they_are_waited_for_in_any_order() -> None:
+def test_masks_can_arrive_early_and_in_any_order() -> None:
     one = box()
     one.put(1, 1, words(7))
     one.put(1, 0, words(5, 6))
@@ -34,7 +34,7 @@ def test_a_wait_ends_when_they_come() -> None:
     assert one.take(1, 3).tolist() == [9]
 
 
-def test_words_are_taken_once_and_not_waited_for_for_ever() -> None:
+def test_masks_are_taken_once_and_the_wait_is_bounded() -> None:
     one = box(patience=0.02)
     one.put(1, 0, words(5))
     one.take(1, 0)

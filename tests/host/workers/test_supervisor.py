@@ -246,7 +246,7 @@ threading.Event().wait(10 * {SOON})
     eventually(lambda: all(is_gone(pid) for pid in pids))
 
 
-def test_close_kills_who_ignores_sigterm_and_ends_who_is_stopped(start: Start) -> None:
+def test_close_kills_processes_that_ignore_sigterm_or_are_stopped(start: Start) -> None:
     workers = start(STUBBORN, STUBBORN, WORKER, grace=0.2)
     for stage in (1, 2, 3):
         workers.wait_for(f"stage {stage}: up")
@@ -276,7 +276,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("then", ["signal.pause()", "while True: os.write(1, b'x' * 4096)"])
-def test_whoever_keeps_the_pipe_of_stderr_does_not_keep_close_waiting(start: Start, then: str) -> None:
+def test_close_does_not_wait_for_a_process_that_holds_the_stderr_pipe(start: Start, then: str) -> None:
     code = f"""
 import os, signal, sys
 if os.fork() == 0:
@@ -494,7 +494,7 @@ def test_a_process_that_never_joins_is_given_up_in_the_end(start: Start) -> None
     assert is_gone(first)
 
 
-def test_restart_does_not_hit_the_one_that_came_after_a_loss(start: Start) -> None:
+def test_restart_does_not_hit_the_replacement_process(start: Start) -> None:
     workers = start(WORKER)
     workers.supervisor.joined(0)
     os.kill(workers.pid(), signal.SIGKILL)
@@ -568,7 +568,7 @@ def test_only_the_last_lines_are_kept(start: Start) -> None:
     assert kept == ["its last lines of output:", *(f"line {n}" for n in range(980, 1000))]
 
 
-def test_a_flood_without_a_newline_blocks_nobody_and_is_not_kept(start: Start) -> None:
+def test_a_flood_without_a_newline_does_not_block_and_is_not_kept(start: Start) -> None:
     code = (
         "import os\nfor _ in range(512): os.write(2, b'x' * 65536)\nos.write(2, b'\\ndone\\n'); os._exit(2)"
     )

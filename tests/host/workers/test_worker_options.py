@@ -58,7 +58,7 @@ def defaults(config: Any, but: str = "") -> list[str]:
     return names
 
 
-def test_what_the_parent_says_is_what_the_child_reads() -> None:
+def test_the_child_reads_what_the_parent_writes() -> None:
     assert defaults(OPTIONS, but="workers") == []  # it excludes worker_processes
     assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
     assert "a secret of theirs" not in repr(OPTIONS)

@@ -124,7 +124,7 @@ def test_variables_and_flags_of_engines(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("modules")
-def test_rounds_go_in_turn_and_the_warm_up_does_not_count() -> None:
+def test_rounds_alternate_and_the_warm_up_does_not_count() -> None:
     late = tuple(TracedRequest(one.prompt_ids, 4, arrival=0.02 * i) for i, one in enumerate(EQUAL))
     with (
         EngineProcess(OURS, sys.executable, "echo_engine") as ours,
@@ -147,7 +147,7 @@ def test_rounds_go_in_turn_and_the_warm_up_does_not_count() -> None:
 
 
 @pytest.mark.usefixtures("modules")
-def test_an_engine_that_ends_says_why() -> None:
+def test_an_engine_that_ends_reports_why() -> None:
     with EngineProcess("gone", sys.executable, "echo_engine") as engine:
         engine.start({})
         with pytest.raises(EngineEnded, match=r"(?s)gone ended:.*KeyError: 'missing'"):
@@ -279,7 +279,7 @@ def test_a_server_is_sent_what_it_takes_and_what_it_gives_is_counted() -> None:
     assert "! stub, paper: 5 of 10 tokens did not come" in warnings({"paper": rounds})[1]
 
 
-def test_a_server_that_cannot_be_measured_says_why() -> None:
+def test_a_server_that_cannot_be_measured_reports_why() -> None:
     texts = type("Texts", (Stub,), {"takes_ids": False})
     with (
         serving(texts) as url,
@@ -365,7 +365,7 @@ def test_an_engine_that_does_not_start_ends_the_command(tmp_path: Path) -> None:
         )
 
 
-def test_the_checkpoint_is_one_that_an_engine_loads(tmp_path: Path) -> None:
+def test_an_engine_loads_the_checkpoint(tmp_path: Path) -> None:
     model = gpt_config(vocab_size=50, n_positions=16, hidden_size=8, n_layers=2, n_heads=2, ffn_size=32)
     write_random_gpt2(tmp_path / "model", model)
     loaded = load_checkpoint(tmp_path / "model", dtype="float32")

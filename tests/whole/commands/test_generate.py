@@ -113,18 +113,18 @@ def params(*flags: str) -> SamplingParams:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_what_a_flag_says_arrives(name: str) -> None:
+def test_each_flag_sets_its_field(name: str) -> None:
     flags, value = FLAGS[name]
     assert params(*flags) == replace(params(), **{name: value})
     assert getattr(params(), name) != value, "or the flag could have been ignored"
 
 
-def test_without_flags_all_is_as_for_the_api_but_for_two() -> None:
+def test_defaults_equal_the_api_s_except_for_two() -> None:
     assert params() == SamplingParams(max_tokens=128, temperature=0.8)
 
 
 @pytest.mark.parametrize("name", ["guided_json", "guided_grammar"])
-def test_a_schema_and_a_grammar_may_come_from_a_file(
+def test_a_schema_and_a_grammar_can_come_from_a_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags, value = FLAGS[name]
@@ -194,7 +194,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--input", "/dev/null", "--output", "/no/such/file"], "cannot open /no/such/file"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(
+def test_a_mistake_is_reported_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Stdin(b"", is_terminal=True))
@@ -237,7 +237,7 @@ def test_outputs_are_shown_one_after_another(lent: Lent, capsys: pytest.CaptureF
     assert captured.err.count("seed 5") == captured.err.count("seed 6") == 2
 
 
-def test_logprobs_stand_in_tables_beside_the_text(
+def test_logprobs_are_tables_on_stderr(
     lent: Lent, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -261,7 +261,7 @@ def test_logprobs_stand_in_tables_beside_the_text(
         assert all(row.count(percent) >= 2 for row in actual), "its own, and as the likeliest"
 
 
-def test_a_table_writes_what_would_be_obeyed_or_not_be_seen() -> None:
+def test_a_table_escapes_control_characters_and_whitespace() -> None:
     out = io.StringIO()
     tokens = [TokenLogprobs(token_id, -1.5, ((token_id, -math.inf),)) for token_id in (27, 10, 32, 91, 300)]
     table = logprob_table("Output", tokens, LETTERS)
@@ -273,7 +273,7 @@ def test_a_table_writes_what_would_be_obeyed_or_not_be_seen() -> None:
         assert row.endswith(f"{text or 300} 0.0")
 
 
-def test_a_terminal_shows_the_prompt_and_obeys_nothing(
+def test_a_terminal_shows_the_prompt_without_control_characters(
     lent: Lent, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any stream for a terminal then
@@ -569,7 +569,7 @@ def test_the_output_must_not_be_the_input(
     assert source.read_text() == '{"prompt": "a"}\n'
 
 
-def test_a_full_disk_is_told(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported(lent: Lent, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n' * 9)
     assert cli.main(["generate", "--input", str(tmp_path / "in.jsonl"), "--output", "/dev/full"]) == 2
     assert "cannot write the output: No space left on device" in capsys.readouterr().err
@@ -623,7 +623,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
 
 
-def test_as_a_program_of_its_own(tiny_directory: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_as_a_separate_program(tiny_directory: Path, tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, "-m", "server.cli", "generate", "--model", str(tiny_directory)]
     done = subprocess.run(
         [*command, "--max-tokens", "8", "--ignore-eos"],

@@ -136,7 +136,7 @@ def test_a_stop_string_ends_the_text(tiny: LLM) -> None:
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
-def test_loading_tells_its_progress(tiny_directory: Path) -> None:
+def test_loading_reports_its_progress(tiny_directory: Path) -> None:
     told: list[tuple[int, int]] = []
     with LLM(tiny_directory, max_batch_size=1, on_load=lambda *progress: told.append(progress)):
         pass
@@ -177,7 +177,7 @@ def test_leaving_a_stream_early_frees_its_slots(tiny: LLM) -> None:
     wait_until_at_rest(tiny)
 
 
-def test_streams_run_beside_each_other(tiny: LLM) -> None:
+def test_streams_run_concurrently(tiny: LLM) -> None:
     streams = [tiny.stream("ab", SamplingParams(max_tokens=20, seed=i, ignore_eos=True)) for i in range(3)]
     texts = ["".join(piece.text for piece in stream) for stream in reversed(streams)]
     for seed, text in zip((2, 1, 0), texts, strict=True):
@@ -307,7 +307,7 @@ def test_sizes_are_checked_before_anything_is_loaded() -> None:
         LLM("no/such/place", max_batch_size=0)
 
 
-def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotACheckpoint, match=r"has no config\.json"):
         LLM(tmp_path)
     with pytest.raises(NotACheckpoint, match="there is no directory"):
@@ -344,7 +344,7 @@ def test_a_dummy_model_has_no_tokenizer() -> None:
         assert (len(result.token_ids), result.text) == (2, "")
 
 
-def test_what_a_closed_one_says(tiny_directory: Path) -> None:
+def test_errors_of_a_closed_llm(tiny_directory: Path) -> None:
     with LLM(tiny_directory) as model:
         stream = model.stream("a")
     assert stream.result(SOON).finish_reason in ("cancelled", "length", "stop")
@@ -354,7 +354,7 @@ def test_what_a_closed_one_says(tiny_directory: Path) -> None:
     model.close()
 
 
-def test_a_failing_engine_is_told_and_stays_failed(tiny_directory: Path) -> None:
+def test_an_engine_failure_is_reported_and_permanent(tiny_directory: Path) -> None:
     with LLM(tiny_directory) as model:
 
         def lost(*_: object) -> None:

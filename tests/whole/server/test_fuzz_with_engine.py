@@ -204,7 +204,7 @@ def served(llm: LLM) -> Iterator[Server]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_requests_of_its_own_document_cost_no_worker(directory: Path, right: list[int]) -> None:
+def test_requests_from_its_own_document_crash_no_worker(directory: Path, right: list[int]) -> None:
     with engine(directory) as here, engine(directory, **TWO_PROCESSES) as apart:
         with (
             served(here) as one,

@@ -172,7 +172,7 @@ def _refusal(server: ServerProcess, running: list[Future[tuple[str, str]]]) -> s
     return None
 
 
-def test_what_is_not_done_in_time_ends_with_an_error_and_nothing_is_left_unsaid(
+def test_requests_that_do_not_finish_in_time_end_with_an_error(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     slow = ("gpt2", "--load-format", "dummy", "--served-model-name", "tiny", "--drain-timeout", "0.2")
@@ -243,7 +243,7 @@ def test_after_sigkill_it_comes_back_on_the_same_port(options: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
-def test_a_taken_port_is_told_in_one_line_before_anything_is_loaded(flag: str) -> None:
+def test_a_port_in_use_is_reported_in_one_line_before_loading(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with ServerProcess((flag, port)) as server:
@@ -278,7 +278,7 @@ def test_a_signal_while_the_model_loads_ends_it_at_once() -> None:
         (["--pipeline-parallel", "5"], "pipeline_parallel is 5, but the model's n_layers is 4"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(arguments: list[str], message: str) -> None:
+def test_a_mistake_is_reported_in_one_line(arguments: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--grpc-port", "0", *arguments],
         capture_output=True,

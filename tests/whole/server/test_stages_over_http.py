@@ -49,7 +49,7 @@ def n_sure(prompt: list[int], output: list[int]) -> int:
     return int(close[0]) if len(close) else len(output)
 
 
-def test_four_devices_over_http_say_what_one_device_says(
+def test_four_devices_over_http_give_one_device_s_output(
     alone: list[tuple[list[int], GenerationResult]],
 ) -> None:
     flags = ("--pipeline-parallel", "2", "--tensor-parallel", "2", "--dtype", "float32")

@@ -164,7 +164,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.long
-def test_a_hostile_grammar_is_refused_or_ends_alone_and_disturbs_nobody(llm: LLM) -> None:
+def test_a_hostile_grammar_is_refused_or_ends_only_its_own_request(llm: LLM) -> None:
     """Each within a bounded time, beside streams that get every token they would get alone."""
     plain = [SamplingParams(max_tokens=400, temperature=0.9, seed=i, ignore_eos=True) for i in range(4)]
     alone = llm.generate(["And he said"] * 4, plain)
@@ -197,7 +197,7 @@ def test_a_hostile_grammar_is_refused_or_ends_alone_and_disturbs_nobody(llm: LLM
         ({"guided_regex": "a", "allowed_token_ids": (5,)}, "allowed_token_ids"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_its_name(llm: LLM, fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_grammar_is_refused_by_name(llm: LLM, fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidSamplingParameter) as caught:
         llm.generate("x", asked(1, **fields))
     assert caught.value.param == param

@@ -72,7 +72,7 @@ def assert_same(result: list[GenerationResult], expected: list[GenerationResult]
 
 
 @pytest.mark.long
-def test_two_processes_say_what_one_says_and_a_kill_changes_nothing(
+def test_two_processes_give_one_s_output_even_after_a_kill(
     model: Path, expected: list[GenerationResult]
 ) -> None:
     assert len({result.text for result in expected}) == len(ASKED)

@@ -144,7 +144,9 @@ def refusal(model: Path, workers: list[str], **other: Any) -> str:
 def test_another_model_is_named(serving: Serving, model: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", n_embd=32)
     said = refusal(other, serving.workers)
-    assert said.startswith(f"the worker of stage 1 at {serving.workers[0]} refused the connection: model: this worker has ")
+    assert said.startswith(
+        f"the worker of stage 1 at {serving.workers[0]} refused the connection: model: this worker has "
+    )
     assert str(model) in said and str(other) in said
     serving.is_undisturbed()
 
@@ -190,7 +192,7 @@ def test_another_version_of_the_protocol_is_named(
     serving.is_undisturbed()
 
 
-def test_a_port_that_nobody_listens_on_is_named(serving: Serving, model: Path) -> None:
+def test_an_address_without_a_listener_is_named(serving: Serving, model: Path) -> None:
     nobody = f"127.0.0.1:{free_port()}"
     said = refusal(model, [nobody, f"127.0.0.1:{free_port()}"], deadlines=Deadlines(ready_seconds=1))
     assert said.startswith(f"the worker of stage 1 at {nobody} was not reached within ")
@@ -251,18 +253,20 @@ def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) ->
         (("--control-secret-file", "no/such/file"), "no/such/file"),
     ],
 )
-def test_a_worker_s_mistake_is_told_in_a_line(model: Path, flags: tuple[str, ...], message: str) -> None:
+def test_a_worker_s_mistake_is_reported_in_one_line(
+    model: Path, flags: tuple[str, ...], message: str
+) -> None:
     stage = () if "--stage" in flags else ("--stage", "1", "--of", "2")
     with OrcaWorker(model, (*stage, *flags)) as worker:
         assert message in worker.mistake()
 
 
-def test_a_worker_without_a_model_says_so(tmp_path: Path) -> None:
+def test_a_worker_without_a_model_reports_it(tmp_path: Path) -> None:
     with OrcaWorker(tmp_path / "nowhere", ("--stage", "1", "--of", "2")) as worker:
         assert "there is no directory" in worker.mistake()
 
 
-def test_a_taken_port_is_told(model: Path) -> None:
+def test_a_port_in_use_is_reported(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with OrcaWorker(model, ("--stage", "1", "--of", "2", "--listen", address)) as worker:

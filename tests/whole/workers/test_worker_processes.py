@@ -67,7 +67,7 @@ def all_streamed(server: ServerProcess, known: Sequence[KnownStream]) -> list[st
         (2, 2, "2 stages of 2 layers, 2 devices each, each in its own process"),
     ],
 )
-def test_worker_processes_say_what_one_process_says(
+def test_worker_processes_give_one_process_s_output(
     model: Path, known: list[KnownStream], n_stages: int, tensor_parallel: int, message: str
 ) -> None:
     split = ("--pipeline-parallel", str(n_stages), "--tensor-parallel", str(tensor_parallel))
@@ -153,7 +153,7 @@ def after_long_initiations(tmp_path: Path, *flags: str) -> Iterator[list[tuple[I
         ]
 
 
-def test_a_control_message_is_at_the_next_stage_before_this_one_s_device_is_done(tmp_path: Path) -> None:
+def test_a_control_message_reaches_the_next_stage_before_this_device_is_done(tmp_path: Path) -> None:
     with after_long_initiations(tmp_path) as times:
         ahead = [second.received < first.done for first, second in times]
         assert len(ahead) >= 20
