@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Make the golden files: small random GPT-2 and OPT models, and the results that Hugging Face computes with
-them.
+"""Make the golden files: small random models, and the results that Hugging Face computes with them.
 
-    python scripts/make_golden.py [--output tests/data/golden]
+    python scripts/make_golden.py [--only NAME ...] [--output tests/data/golden]
+
+The shapes of GPT-2 and OPT are below, those of other families in golden_shapes.py: one line a shape.
 
 Needs `torch` (the CPU build is enough) and `transformers`; the tests that read the files need neither. Each
 model gets a directory with a checkpoint (config.json, float32 safetensors) and `golden.npz`, which
@@ -30,15 +31,22 @@ import safetensors
 import safetensors.torch
 import torch
 import transformers
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+from golden_shapes import SHAPES
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OPTConfig,
+)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SEED = 20221
-N_PROMPTS = 64
 MAX_OUTPUT = 16
 LOGIT_LENGTHS = (1, 7, 23)  # the prompts whose logits at every position are stored
 MARGIN = 1e-4  # rounding alone can swap two logits closer than this
-MAX_TOTAL_BYTES = 6_000_000
+MAX_TOTAL_BYTES = 12_000_000
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Golden:
         False  # tensor names as in the original GPT-2's file: no prefix, masks among the weights
     )
     generation_config: dict[str, Any] = field(default_factory=dict[str, Any])
+    n_prompts: int = 64
 
 
 def _gpt2(**sizes: Any) -> GPT2Config:
@@ -152,6 +161,11 @@ MODELS = (
 )
 
 
+def _of_shape(name: str, shape: dict[str, Any]) -> Golden:
+    sizes = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, **shape}
+    return Golden(name, AutoConfig.for_model(**sizes), n_prompts=32)
+
+
 def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
     """Fill a model so that its logits are well spread and its greedy text does not collapse to a few tokens.
 
@@ -164,29 +178,32 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         shape = tuple(parameter.shape)
         values = rng.standard_normal(shape, dtype=np.float32)
+        one_plus = "RMSNorm" in type(model.get_submodule(name.rpartition(".")[0])).__name__ and not (
+            model.get_submodule(name.rpartition(".")[0]).weight.any()
+        )  # Gemma's, whose weights begin at zero
         if "wpe" in name or "embed_positions" in name:
             values *= 0.7
-        elif "wte" in name or "embed_tokens" in name or "lm_head" in name:
+        elif any(part in name for part in ("wte", "embed", "lm_head")) and len(shape) == 2:
             values *= 0.35
         elif len(shape) == 2:
             fan_in = 0 if conv1d else 1
-            if "mlp.c_proj" in name or "fc2" in name:
+            if any(part in name for part in ("mlp.c_proj", "fc2", "down_proj", "4h_to_h", "fc_out")):
                 values -= values.mean(axis=fan_in, keepdims=True)
             values *= 1.5 / np.sqrt(shape[fan_in])
             if without_final_norm and "project_out" in name:
                 values *= 0.25
-        elif "ln_" in name or "layer_norm" in name:
-            values = values * 0.1 + (1.0 if name.endswith("weight") else 0.0)
+        elif "ln_" in name or "norm" in name:
+            values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
         else:
             values *= 0.1
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
 
 
-def prompts_of(config: Any, rng: np.random.Generator) -> list[np.ndarray]:
-    """64 prompts of 1 to `n_positions - 1` tokens, lengths evenly spread and shuffled."""
+def prompts_of(config: Any, n_prompts: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """`n_prompts` prompts of 1 to `n_positions - 1` tokens, lengths evenly spread and shuffled."""
     longest = config.max_position_embeddings - 1
-    lengths = np.linspace(1, longest, N_PROMPTS - len(LOGIT_LENGTHS)).round().astype(int)
+    lengths = np.linspace(1, longest, n_prompts - len(LOGIT_LENGTHS)).round().astype(int)
     lengths = rng.permutation(np.concatenate([lengths, LOGIT_LENGTHS]))
     return [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
 
@@ -265,17 +282,18 @@ def save(golden: Golden, model: Any, directory: Path) -> None:
 
 def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     """Write one model's directory; returns a line of statistics about its outputs."""
-    model_class = GPT2LMHeadModel if isinstance(golden.config, GPT2Config) else OPTForCausalLM
     golden.config._attn_implementation = "eager"
-    model = model_class(golden.config).eval().float()
+    model = AutoModelForCausalLM.from_config(golden.config).eval().float()
     draw_weights(model, rng)
     save(golden, model, directory)
     # Compute with the weights that were written.
-    model = model_class.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32
+    ).eval()
 
-    prompts = prompts_of(golden.config, rng)
-    outputs = np.full((N_PROMPTS, MAX_OUTPUT), -1, np.int32)
-    gaps = np.zeros((N_PROMPTS, MAX_OUTPUT), np.float32)
+    prompts = prompts_of(golden.config, golden.n_prompts, rng)
+    outputs = np.full((len(prompts), MAX_OUTPUT), -1, np.int32)
+    gaps = np.zeros((len(prompts), MAX_OUTPUT), np.float32)
     for row, prompt in enumerate(prompts):
         output, gap = greedy(model, prompt, golden.config.max_position_embeddings)
         outputs[row, : len(output)] = output
@@ -314,16 +332,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "tests" / "data" / "golden")
-    output: Path = parser.parse_args().output
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models, by their names")
+    flags = parser.parse_args()
+    output: Path = flags.output
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
-    for i, golden in enumerate(MODELS):
+    # The order of MODELS is part of their seeds; a shape's seed is its name.
+    models = [(golden, [SEED, i]) for i, golden in enumerate(MODELS)]
+    models += [(_of_shape(name, shape), [SEED, *name.encode()]) for name, shape in SHAPES.items()]
+    for golden, seed in models:
+        if flags.only and golden.name not in flags.only:
+            continue
         directory = output / golden.name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        print(make(golden, directory, np.random.default_rng([SEED, i])), flush=True)
+        print(make(golden, directory, np.random.default_rng(seed)), flush=True)
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,

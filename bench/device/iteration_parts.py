@@ -81,7 +81,7 @@ def time_parts(
         attend = path.bind(layout, tables, words)
         for cache in caches:
             # Each layer's result is the next one's queries, so that no two run concurrently.
-            qkv = qkv.at[:, 0].set(attend(qkv, cache))
+            qkv = qkv.at[:, :1].set(attend(qkv, cache, model.attention, None))
         return qkv
 
     head_weight = p[TOKEN_EMBEDDING if model.embedding.tied else HEAD]

@@ -170,7 +170,9 @@ def pooled(
         k_pool, v_pool, starts, ends = shared
         work = attention_work(starts, ends, n_tokens, follow_lengths=False)
         cache = LayerCache(k_pool, v_pool)
-        return static_attention(q, cache, table, starts, ends, work, follow_lengths=False)
+        by_group = q.reshape(n_tokens, n_kv, -1, head_size).swapaxes(1, 2)  # [T, G, K, D]
+        out = static_attention(by_group, cache, table, starts, ends, work, follow_lengths=False)
+        return out.swapaxes(1, 2).reshape(q.shape)
 
     one_row = jax.jit(with_list, static_argnames=("plan", "interpret"))
 

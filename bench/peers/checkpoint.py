@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
-from orca_jax.families.gpt2 import GPT2
+from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Initial, parameter_table

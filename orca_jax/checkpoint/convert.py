@@ -13,6 +13,7 @@ import numpy as np
 
 from orca_jax.checkpoint import orbax as orbax_checkpoint
 from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
 from orca_jax.checkpoint.huggingface import INDEX
 from orca_jax.checkpoint.locate import find_directory
 from orca_jax.checkpoint.orca_json import ORCA_JSON
@@ -20,10 +21,12 @@ from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.config import Dtype
 from orca_jax.errors import ConfigError
+from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.hf_config import hf_config_of, read_hf_config
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.registry import FAMILIES
+from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
 from orca_jax.request.tokenizer_config import MORE_TEMPLATES
 
@@ -77,7 +80,9 @@ def convert_checkpoint(
                 place.mkdir()
                 config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _described(directory)
                 family = FAMILIES[config["model_type"]]
-                write_files(place, [*_tensors(table, family, dtypes, reader)], max_file_bytes)
+                write_files(
+                    place, [*_tensors(table, model.attention, family, dtypes, reader)], max_file_bytes
+                )
             _copy_beside(directory, place)
             for key in _DTYPE_KEYS:
                 if dtype is not None and key in config:
@@ -135,6 +140,25 @@ class _Reader:
         values = self._counted(name, shape, ((first, end), *_all(shape[1:])))
         return values.T if transpose else values
 
+    def heads(self, name: str, tensor: int, wanted: StoredName, attention: Attention) -> np.ndarray:
+        """A checkpoint's tensor with heads, made of the slices of a parameter that are in it."""
+        assert wanted.heads is not None
+        places, parameter = head_places(wanted.heads, attention), self._table[name]
+        n_heads = heads_of_tensors(wanted.heads, attention)[tensor]
+        first, end = slices_of_tensor(places, tensor)
+        if parameter.takes_attention:
+            whole = self._counted(name, parameter.shape, _all(parameter.shape))
+            slices = np.moveaxis(whole.reshape(len(whole), len(places), -1), 0, -1)
+            values = written_tensor(slices, 0, places, tensor, n_heads)
+            return values if wanted.transpose else values.T
+        box = _all(parameter.shape)
+        if len(places) > 1:
+            box = ((first, end), *box[1:])
+        values = self._counted(name, parameter.shape, box)
+        slices = values if len(places) > 1 else values[None].reshape(1, -1, *parameter.stacked_shape[1:])
+        values = written_tensor(slices, first, places, tensor, n_heads)
+        return values.T if wanted.transpose else values
+
     def _counted(self, name: str, shape: tuple[int, ...], box: Box) -> np.ndarray:
         values = self._parts[name].read(shape, self._dtypes[name], box)
         self._done += self._parts[name].n_bytes(shape, box)
@@ -148,16 +172,22 @@ def _all(shape: tuple[int, ...]) -> Box:
 
 
 def _tensors(
-    table: dict[str, Parameter], family: Family, dtypes: dict[str, np.dtype], reader: _Reader
+    table: dict[str, Parameter],
+    attention: Attention,
+    family: Family,
+    dtypes: dict[str, np.dtype],
+    reader: _Reader,
 ) -> Iterator[Tensor]:
     """The Hugging Face tensors of all parameters, in the order of the parameters."""
     for name, parameter in table.items():
         wanted = family.stored_name(name, family.prefixes[0])
-        n_rows, *columns = parameter.stacked_shape
-        part = n_rows // len(wanted.names)
-        for i, theirs in enumerate(wanted.names):
-            shape = (part, *columns)[:: -1 if wanted.transpose else 1]
-            read = partial(reader.rows, name, i * part, (i + 1) * part, transpose=wanted.transpose)
+        shapes = stored_shapes(parameter, wanted, attention)
+        n_rows = parameter.stacked_shape[0] // len(wanted.names)
+        for i, (theirs, shape) in enumerate(zip(wanted.names, shapes, strict=True)):
+            if wanted.heads is None:
+                read = partial(reader.rows, name, i * n_rows, (i + 1) * n_rows, transpose=wanted.transpose)
+            else:
+                read = partial(reader.heads, name, i, wanted, attention)
             yield Tensor(theirs, shape, dtypes[name], read)
 
 

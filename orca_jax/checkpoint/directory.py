@@ -1,6 +1,6 @@
 """A checkpoint's directory: its named parameters, onto the devices that are to have them.
 
-A directory is a Hugging Face one of GPT-2 or OPT with safetensors, or one that Orbax wrote. All that the
+A directory is a Hugging Face one of a known family with safetensors, or one that Orbax wrote. All that the
 files say of themselves and of each other is checked before the first weight is read. Then each parameter is
 read shard by shard, so that the host holds one shard more than what is placed, and only what is asked for.
 """
@@ -47,6 +47,7 @@ def load_directory(
     *,
     dtype: DTypeLike,
     vocab_multiple: int = 1,
+    kv_repeats: int = 1,
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
@@ -55,7 +56,7 @@ def load_directory(
     The directory has config.json and either model.safetensors or model.safetensors.index.json and its files
     (where both are there the single file is read, as transformers does); or it is Orbax's, with orca.json or
     config.json. `dtype` is float32, bfloat16 or float16; what is stored is converted. `vocab_multiple` pads
-    the vocabulary's rows with zeros (ModelConfig).
+    the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig).
 
     `placements` has one mapping for each stage of this process, from names of parameters to shardings. What
     no stage names is not read; what several name (a tied embedding) is read once. Without it there is one
@@ -67,7 +68,7 @@ def load_directory(
     target = np.dtype(dtype)
     if target not in _DTYPES:
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
-    model, parts = find_parameters(directory)
+    model, parts = find_parameters(directory, kv_repeats)
     config = replace(model, vocab_multiple=vocab_multiple)
     shapes = parameter_shapes(config)
 
@@ -96,14 +97,15 @@ def load_directory(
     return Checkpoint(config, stages, directory)
 
 
-def find_parameters(directory: Path) -> tuple[ModelConfig, dict[str, Parts]]:
+def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
     """The model in a directory, and what each of its parameters is stored as; all checked, no weight read.
 
-    Raises a CheckpointError.
+    The model has each K/V head `kv_repeats` times. Raises a CheckpointError.
     """
     if orbax_checkpoint.is_orbax(directory):
-        return orbax_checkpoint.find_parameters(directory)
+        return orbax_checkpoint.find_parameters(directory, kv_repeats)
     hf_config = read_hf_config(directory)
+    hf_config = replace(hf_config, model=hf_config.model.with_kv_heads(kv_repeats))
     return hf_config.model, hf_checkpoint.match(hf_config, hf_checkpoint.find_tensors(directory))
 
 

@@ -4,6 +4,7 @@ import os.path
 import re
 from pathlib import Path
 
+from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, StoredTensor, read_header, same_values
 from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import (
@@ -110,10 +111,13 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
     parts: dict[str, Parts] = {}
     for name, parameter in parameter_table(hf_config.model).items():
         wanted = family.stored_name(name, prefix)
-        n_rows, *columns = parameter.stacked_shape
-        part = (n_rows // len(wanted.names), *columns)
-        found[name] = _of_shape(hf_config, stored, wanted, part)
-        parts[name] = Parts(tuple(found[name]), wanted.transpose)
+        attention = hf_config.model.attention
+        shapes = stored_shapes(parameter, wanted, attention)
+        found[name] = _of_shapes(hf_config, stored, wanted, shapes)
+        if wanted.heads is None:
+            parts[name] = Parts(tuple(found[name]), wanted.transpose)
+        else:
+            parts[name] = Parts((HeadView.of(found[name], parameter, wanted, attention),))
     used = {tensor.name for tensors in found.values() for tensor in tensors}
     left = [
         tensor for name, tensor in stored.items() if name not in used and not family.is_buffer(name, prefix)
@@ -130,12 +134,14 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
     return parts
 
 
-def _of_shape(
-    hf_config: HFConfig, stored: dict[str, StoredTensor], wanted: StoredName, shape: tuple[int, ...]
+def _of_shapes(
+    hf_config: HFConfig,
+    stored: dict[str, StoredTensor],
+    wanted: StoredName,
+    shapes: list[tuple[int, ...]],
 ) -> list[StoredTensor]:
-    shape = tuple(reversed(shape)) if wanted.transpose else shape
     tensors: list[StoredTensor] = []
-    for name in wanted.names:
+    for name, shape in zip(wanted.names, shapes, strict=True):
         if name not in stored:
             files = sorted({shown(tensor.file) for tensor in stored.values()})
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""

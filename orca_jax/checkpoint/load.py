@@ -71,7 +71,7 @@ def load_parameters(
 ) -> Sequence[Parameters]:
     """The weights of stages, each where its placement has them.
 
-    `model` is the one that was found, with its vocabulary padded for the stages' devices; random weights are
+    `model` is the one that was found, as the stages' devices hold it; random weights are
     drawn from `seed`. Raises ConfigError or a CheckpointError.
     """
     if load_format == "dummy":
@@ -81,6 +81,7 @@ def load_parameters(
         found.directory,
         dtype=dtype,
         vocab_multiple=model.vocab_multiple,
+        kv_repeats=model.attention.kv_repeats,
         placements=placements,
         on_bytes=on_load,
     )

@@ -24,6 +24,7 @@ def load_checkpoint(
     *,
     dtype: DTypeLike,
     vocab_multiple: int = 1,
+    kv_repeats: int = 1,
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
@@ -35,6 +36,7 @@ def load_checkpoint(
         find_directory(path_or_name),
         dtype=dtype,
         vocab_multiple=vocab_multiple,
+        kv_repeats=kv_repeats,
         placements=placements,
         on_bytes=on_bytes,
     )

@@ -8,6 +8,7 @@ model which orca.json describes, no more and no less.
 import math
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.orbax_boxes import OrbaxArray
 from orca_jax.checkpoint.orca_json import ORCA_JSON, Description, read_description
 from orca_jax.checkpoint.shard_reader import Parts
@@ -39,12 +41,13 @@ def is_orbax(directory: Path) -> bool:
     return _UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0")
 
 
-def find_parameters(directory: Path) -> tuple[ModelConfig, dict[str, Parts]]:
+def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
     """The model, and for each parameter the arrays it is made of: all there and right, and none left over.
 
-    Raises a CheckpointError; no weight is read.
+    The model has each K/V head `kv_repeats` times. Raises a CheckpointError; no weight is read.
     """
     description = read_description(directory)
+    description = replace(description, model=description.model.with_kv_heads(kv_repeats))
     place = description.checkpoint
     _refuse_unfinished(place)
     about = read_object(place / _TREE, _MAX_TREE_BYTES)  # bounds what Orbax is about to read
@@ -58,11 +61,16 @@ def find_parameters(directory: Path) -> tuple[ModelConfig, dict[str, Parts]]:
     parts: dict[str, Parts] = {}
     for name, parameter in parameter_table(description.model).items():
         wanted = description.names[name]
+        attention = description.model.attention
+        shapes = stored_shapes(parameter, wanted, attention)
         arrays = tuple(
-            _as_matrix(description, name, parameter, wanted, stored, opened[stored])
-            for stored in wanted.names
+            _as_matrix(description, name, parameter, wanted, stored, opened[stored], shape)
+            for stored, shape in zip(wanted.names, shapes, strict=True)
         )
-        parts[name] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
+        if wanted.heads is None:
+            parts[name] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
+        else:
+            parts[name] = Parts((HeadView.of(arrays, parameter, wanted, attention),))
     return description.model, parts
 
 
@@ -152,14 +160,11 @@ def _as_matrix(
     wanted: StoredName,
     stored: str,
     store: Any,
+    expected: tuple[int, ...],
 ) -> OrbaxArray:
     """The array as the vector or matrix it must be, by its own shape or by merged axes of it."""
     where, found = _array(description.checkpoint, stored), tuple(store.shape)
     shape = parameter.shape
-    rows, *columns = parameter.stacked_shape
-    expected = (rows // len(wanted.names), *columns)
-    if wanted.transpose:
-        expected = expected[::-1]
     axes = _merged(found, expected)
     own_shape = found == expected or (not wanted.transpose and len(wanted.names) == 1 and found == shape)
     if axes is None or not (own_shape or wanted.reshape):

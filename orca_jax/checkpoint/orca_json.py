@@ -11,10 +11,10 @@
 import fnmatch
 import os.path
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.config_json import config_from_json
@@ -22,7 +22,7 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import check_tokenizer, read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, parameter_shapes
-from orca_jax.families.stored_name import StoredName
+from orca_jax.families.stored_name import HeadOrder, StoredName
 from orca_jax.families.strict_json import read_object, shown
 
 ORCA_JSON = "orca.json"
@@ -129,7 +129,22 @@ def _model(path: Path, values: object) -> ModelConfig:
 
 
 def _same_names(model: ModelConfig) -> dict[str, StoredName]:
-    return {name: StoredName((name,)) for name in parameter_shapes(model)}
+    return {name: StoredName((name,), heads=_heads(name, 1, model)) for name in parameter_shapes(model)}
+
+
+def _heads(name: str, n_arrays: int, model: ModelConfig) -> HeadOrder | None:
+    """The order of heads unless the file says another: three arrays are queries, keys and values."""
+    leaf = in_layers(name)[0].removeprefix("layers.{i}.")
+    if model.attention.group == 1:
+        return None
+    if leaf in ("qkv.weight", "qkv.bias"):
+        return "separate" if n_arrays == 3 else "slices"
+    over_width = any(
+        layer.attention.qk_norm and layer.attention.qk_norm.over == "width" for layer in model.layers
+    )
+    if leaf == "out.weight" or (leaf == "q_norm.scale" and over_width):
+        return "query_slices"
+    return "keys" if leaf == "k_norm.scale" and over_width else None
 
 
 def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredName]:
@@ -143,7 +158,9 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
         key = parameter if parameter in values else pattern
         if key not in values:
             raise _bad(path, "names", f"an entry for {pattern}", sorted(values))
-        names[parameter] = _stored(path, key, values[key]).in_layer(layer)
+        stored = _stored(path, key, values[key]).in_layer(layer)
+        heads = stored.heads or _heads(parameter, len(stored.names), model)
+        names[parameter] = replace(stored, heads=heads)
         used.add(key)
     for key in values:
         if key not in used:
@@ -153,7 +170,7 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
 
 def _stored(path: Path, key: str, value: object) -> StoredName:
     entry: dict[str, Any] = value if isinstance(value, dict) else {"name": value}
-    _known(path, f"names.{key}.", entry, {"name", "transpose", "reshape"})
+    _known(path, f"names.{key}.", entry, {"name", "transpose", "reshape", "heads"})
     named = entry.get("name")
     listed: list[Any] = named if isinstance(named, list) else [named]
     if not listed or not all(isinstance(name, str) for name in listed):
@@ -161,4 +178,7 @@ def _stored(path: Path, key: str, value: object) -> StoredName:
     for option in ("transpose", "reshape"):
         if not isinstance(entry.get(option, False), bool):
             raise _bad(path, f"names.{key}.{option}", "true or false", entry[option])
-    return StoredName(tuple(listed), entry.get("transpose", False), entry.get("reshape", False))
+    heads = entry.get("heads")
+    if heads is not None and heads not in get_args(HeadOrder):
+        raise _bad(path, f"names.{key}.heads", f"one of {', '.join(get_args(HeadOrder))}", heads)
+    return StoredName(tuple(listed), entry.get("transpose", False), entry.get("reshape", False), heads)

@@ -137,8 +137,8 @@ def _is_ipv6(host: str) -> bool:
 
 
 def model_digest(config: ModelConfig) -> str:
-    """A digest of a ModelConfig, leaving out the padding that lets a table be split over devices."""
-    shape = asdict(config)
+    """A digest of a ModelConfig, leaving out what depends on the devices that share a stage."""
+    shape = asdict(config.with_kv_heads(1))
     del shape["vocab_multiple"]
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:32]
 

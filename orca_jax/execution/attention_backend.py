@@ -7,7 +7,7 @@ after the flat batch's buffer, and what is traced into the forward program.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import numpy as np
@@ -18,10 +18,11 @@ from orca_jax.cudnn import paged_attention as cudnn
 from orca_jax.cudnn import split_attention as by_cudnn
 from orca_jax.cudnn.tiles import TilePlan, tile_words
 from orca_jax.errors import ConfigError
+from orca_jax.families.attention_config import Attention as AttentionConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model import attention as pure_jax
-from orca_jax.model.gpt import Attend
+from orca_jax.model.block import Attend
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.native import split_attention as native
 from orca_jax.native.compiler import NotBuilt
@@ -72,15 +73,21 @@ class PureJax:
             batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
         )
 
-        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
+        ) -> jax.Array:
             return pure_jax.split_attention(
-                qkv[:, 0],
+                q[:, : own.group],
                 cache,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
                 work,
                 follow_lengths=self.follow_lengths,
+                scale=own.scale,
+                window=own.scores.window,
+                soft_cap=own.scores.soft_cap,
+                slopes=slopes,
             )
 
         return attend
@@ -98,10 +105,12 @@ class Native:
         return _NO_WORDS
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
+        ) -> jax.Array:
             return native.native_split_attention(
-                qkv[:, 0], cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
-            )
+                q[:, 0], cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
+            )[:, None]
 
         return attend
 
@@ -138,18 +147,21 @@ class Kernel:
         plan = self._plan(layout)
         work = words.reshape(plan.list_shape)
 
-        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
+        ) -> jax.Array:
             return split_attention(
-                qkv,
+                q,
                 cache.keys,
                 cache.values,
                 batch.block_table,
                 batch.row_start,
                 batch.kv_length,
+                scale=own.scale,
                 work=work,
                 plan=plan,
                 interpret=self.interpret,
-            )
+            )[:, None]
 
         return attend
 
@@ -184,8 +196,10 @@ class Cudnn:
             block_size=self.block_size,
         )
 
-        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
-            return by_cudnn.split_attention(qkv[:, 0], cache.keys, cache.values, work, call=self.call)
+        def attend(
+            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
+        ) -> jax.Array:
+            return by_cudnn.split_attention(q[:, 0], cache.keys, cache.values, work, call=self.call)[:, None]
 
         return attend
 
@@ -220,6 +234,32 @@ GPU_PATHS = (
 )
 
 
+Feature = Literal["grouped heads", "another scale", "a sliding window", "a soft cap", "ALiBi"]
+_EVERY_FEATURE = frozenset(get_args(Feature))
+# What each path computes beyond causal attention with as many K/V heads as query heads.
+KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
+    "native": frozenset(),
+    "follow_lengths": _EVERY_FEATURE,
+    "static": _EVERY_FEATURE,
+    "kernel": frozenset({"another scale"}),
+    "interpreted": frozenset({"another scale"}),
+    "cudnn": frozenset(),
+}
+
+
+def features_of(config: ModelConfig) -> tuple[Feature, ...]:
+    """What any layer of the model asks of attention."""
+    kinds = {layer.attention for layer in config.layers}
+    asked: dict[Feature, bool] = {
+        "grouped heads": config.attention.group > 1,
+        "another scale": any(kind.scores.scale is not None for kind in kinds),
+        "a sliding window": any(kind.scores.window is not None for kind in kinds),
+        "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
+        "ALiBi": any(kind.scores.alibi is not None for kind in kinds),
+    }
+    return tuple(feature for feature, is_asked in asked.items() if is_asked)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
     """The chosen path, its kind, and its description at startup."""
@@ -244,7 +284,9 @@ def choose_attention(
     `n_heads` is the number of the model's heads on this device. `deterministic`: rows are split at fixed
     positions. Raises ConfigError if the forced one cannot run there.
     """
-    model = _OnDevice(device, config.head_size, block_size, np.dtype(dtype).name, n_heads, deterministic)
+    n_kv_heads = config.n_kv_heads * n_heads // config.n_heads
+    heads = (config.head_size, n_heads, n_kv_heads)
+    model = _OnDevice(device, *heads, block_size, np.dtype(dtype).name, deterministic, features_of(config))
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.against(kind)
@@ -276,10 +318,12 @@ class _OnDevice(NamedTuple):
 
     device: Device
     head_size: int
+    n_heads: int
+    n_kv_heads: int
     block_size: int
     dtype: str
-    n_heads: int
     deterministic: bool
+    features: tuple[Feature, ...]
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
         """The path of a kind that can run, and its description."""
@@ -292,14 +336,18 @@ class _OnDevice(NamedTuple):
         if kind == "cudnn":
             return Cudnn(self.block_size), "cuDNN's paged attention"
         n_cores = getattr(self.device, "core_count", 2)
-        kernel = Kernel(self.n_heads, 1, n_cores, self.block_size, fixed=self.deterministic)
+        group = self.n_heads // self.n_kv_heads
+        kernel = Kernel(self.n_kv_heads, group, n_cores, self.block_size, fixed=self.deterministic)
         if kind == "kernel":
             return kernel, "split-attention kernel"
         return replace(kernel, n_cores=1, interpret=True), "split-attention kernel, interpreted"
 
     def against(self, kind: Attention) -> str | None:
         """Why a kind cannot run, as a clause; None if it can."""
-        sizes = (self.head_size, self.block_size, self.dtype, self.n_heads, self.n_heads)
+        sizes = (self.head_size, self.block_size, self.dtype, self.n_heads, self.n_kv_heads)
+        unknown = [feature for feature in self.features if feature not in KNOWN_FEATURES[kind]]
+        if unknown:
+            return f"the {kind} attention does not compute {' or '.join(unknown)}"
         if kind == "native":
             return self._not_native(sizes)
         if kind == "kernel":

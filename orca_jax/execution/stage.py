@@ -98,7 +98,7 @@ class Stage:
             else:
                 x = arrived
             attend = attention.bind(layout, batch, buffer[layout.size :])
-            x, caches = model.through(x, batch.slot_of_token, caches, attend, shard, product)
+            x, caches = model.through(x, batch.positions, batch.slot_of_token, caches, attend, shard, product)
             if part.last:
                 last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)
                 # As many rows as tokens is enough: each row has one at least.

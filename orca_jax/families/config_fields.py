@@ -1,8 +1,8 @@
 """The values of a config.json, checked by type as a family takes them; and those that most families write."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from orca_jax.errors import BadModelConfig, UnsupportedModel
 from orca_jax.families.model_config import Activation, ModelConfig
@@ -17,6 +17,8 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_python": "gelu",
     "gelu": "gelu",
     "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
 }
 HF_ACTIVATIONS: Mapping[Activation, str] = {
     "gelu_tanh": "gelu_new",
@@ -26,20 +28,134 @@ HF_ACTIVATIONS: Mapping[Activation, str] = {
 }
 
 
+# Fields of any config.json that do not change what is computed from token ids to logits, or that
+# hf_config.py checks.
+HARMLESS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "_name_or_path",
+        "name_or_path",
+        "torch_dtype",
+        "dtype",
+        "auto_map",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "tokenizer_class",
+        "prefix",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "resid_dropout",
+        "embedding_dropout",
+        "residual_dropout",
+        "classifier_dropout",
+        "classifier_dropout_prob",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+        "output_hidden_states",
+        "output_attentions",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_scores",
+        "torchscript",
+        "tf_legacy_loss",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "finetuning_task",
+        "task_specific_params",
+        "chunk_size_feed_forward",
+        "pretraining_tp",
+        "gradient_checkpointing",
+        "is_decoder",
+        "is_encoder_decoder",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "unsloth_version",
+        "unsloth_fixed",
+    ]
+)
+
+
 class ConfigFields:
     """The values of a config file, taken by name and checked by type. JSON's null is as good as absent."""
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+    def __init__(self, path: Path, values: dict[str, Any], within: str = "") -> None:
         self.path = path
         self._values = values
+        self._within = within
+        self._taken: set[str] = set()
 
     def _bad(self, name: str, rule: str) -> BadModelConfig:
-        return BadModelConfig(
-            f"{shown(self.path)}: {name}: expected {rule}, found {shown(self._values.get(name))}"
-        )
+        found = shown(self._values.get(name))
+        return BadModelConfig(f"{shown(self.path)}: {self._within}{name}: expected {rule}, found {found}")
 
     def raw(self, name: str) -> Any:
+        self._taken.add(name)
         return self._values.get(name)
+
+    def section(self, name: str) -> "ConfigFields | None":
+        """The values of an object in the file; None where it is not there."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._bad(name, "an object")
+        return ConfigFields(self.path, cast("dict[str, Any]", value), f"{self._within}{name}.")
+
+    def refuse_others(self, harmless: Iterable[str]) -> None:
+        """Raises UnsupportedModel for a field not taken, unless it is null, false, empty or `harmless`.
+
+        A field that is not known may change what the model computes.
+        """
+        for name in sorted(set(self._values) - self._taken - set(harmless)):
+            value = self._values[name]
+            if value is not None and value is not False and value != [] and value != {}:
+                raise UnsupportedModel(
+                    f"{shown(self.path)}: {self._within}{shown(name)} is {shown(value)}: this field is not "
+                    "known, and may change what the model computes; remove it if it does not"
+                )
 
     def whole(self, name: str, alias: str = "", default: int | None = None) -> int:
         """A whole number under its name, or under the general one that transformers takes for it too."""
@@ -73,6 +189,12 @@ class ConfigFields:
             raise self._bad(name, "a number")  # which an infinity, or an integer of 400 digits, is not
         return value
 
+    def required_number(self, name: str) -> float:
+        """A number that must be there."""
+        if self.raw(name) is None:
+            raise self._bad(name, "a number")
+        return self.number(name, 0.0)
+
     def text(self, name: str, default: str) -> str:
         value = self.raw(name)
         if value is None:
@@ -80,6 +202,28 @@ class ConfigFields:
         if not isinstance(value, str):
             raise self._bad(name, "text")
         return value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers; empty where the file says nothing."""
+        value = self.raw(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(
+            isinstance(one, int | float) and not isinstance(one, bool) for one in cast("list[object]", value)
+        ):
+            raise self._bad(name, "a list of numbers")
+        return tuple(cast("list[float]", value))
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of texts; None where the file says nothing."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(
+            isinstance(one, str) for one in cast("list[object]", value)
+        ):
+            raise self._bad(name, "a list of names")
+        return tuple(cast("list[str]", value))
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
         """One token id or a list of them; None where the file says nothing."""
@@ -96,7 +240,8 @@ class ConfigFields:
         text = self.text(name, default)
         if text not in choices:
             raise UnsupportedModel(
-                f"{shown(self.path)}: {name}: expected one of {', '.join(choices)}, found '{shown(text)}'"
+                f"{shown(self.path)}: {self._within}{name}: expected one of {', '.join(choices)}, "
+                f"found '{shown(text)}'"
             )
         return choices[text]
 
@@ -106,8 +251,9 @@ class ConfigFields:
     def must_be(self, name: str, value: bool, meaning: str) -> None:
         """Refuse an option that changes what is computed."""
         if self.flag(name, value) is not value:
+            wanted, found = str(value).lower(), str(not value).lower()
             raise UnsupportedModel(
-                f"{shown(self.path)}: {name}: expected {str(value).lower()}, found {str(not value).lower()}; "
+                f"{shown(self.path)}: {self._within}{name}: expected {wanted}, found {found}; "
                 f"{meaning} is not supported"
             )
 

@@ -11,7 +11,8 @@ from itertools import groupby
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from orca_jax.errors import ConfigError
-from orca_jax.families.model_config import Layer, ModelConfig, check_size
+from orca_jax.families.limits import check_size
+from orca_jax.families.model_config import Layer, ModelConfig
 
 Bad = Callable[[str, str, object], Exception]  # the error for a field's name, what is expected, and its value
 

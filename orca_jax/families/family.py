@@ -19,6 +19,10 @@ class Family:
     ModelConfig's ConfigError, whose words `config_names` translates into those of config.json. `write` is the
     reverse: the fields of a config.json that `read` reads as this model, or None where there is none.
 
+    For a family with `harmless` these are the only fields that may be in config.json besides those that
+    `read` takes, and what `write` gives is used only where `read` makes the same model of it. Without it
+    other fields are ignored, and `write` checks for itself.
+
     `weights` has an entry for each of our weights, "{i}" for the number of a layer, and in the family's names
     "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
     another. `buffers` is a pattern of tensors that are not weights, without their prefix.
@@ -33,6 +37,7 @@ class Family:
     prefixes: tuple[str, ...]
     weights: Mapping[str, StoredName]
     buffers: str = ""
+    harmless: frozenset[str] | None = None
 
     def stored_name(self, parameter: str, prefix: str) -> StoredName:
         """The tensors that make up a weight."""

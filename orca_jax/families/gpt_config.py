@@ -3,6 +3,7 @@
 from typing import Any
 
 from orca_jax.errors import ConfigError
+from orca_jax.families.limits import check_size
 from orca_jax.families.model_config import (
     Activation,
     Attention,
@@ -13,7 +14,6 @@ from orca_jax.families.model_config import (
     ModelConfig,
     Norm,
     Residual,
-    check_size,
 )
 
 

@@ -56,6 +56,8 @@ def read_hf_config(directory: Path) -> HFConfig:
     _refuse_other_models(fields, family.architectures)
     try:
         model = family.read(fields)
+        if family.harmless is not None:
+            fields.refuse_others(family.harmless)
     except ConfigError as error:
         # The message speaks of our names; a reader of config.json looks for its own.
         message = re.sub(r"\w+", lambda word: family.config_names.get(word[0], word[0]), str(error))
@@ -153,12 +155,22 @@ def hf_config_of(model: ModelConfig) -> dict[str, Any]:
     """
     for family in FAMILIES.values():
         fields = family.write(model)
-        if fields is not None:
+        if fields is not None and _is_read_as(family, fields, model):
             return {
                 "model_type": family.model_type,
                 "architectures": [family.architectures[0]],
             } | fields
-    titles = "'s nor ".join(family.title for family in FAMILIES.values())
     raise UnsupportedModel(
-        f"neither {titles}'s config.json can describe this model, so it has no Hugging Face layout"
+        f"no config.json of {', '.join(family.title for family in FAMILIES.values())} can describe this "
+        "model, so it has no Hugging Face layout"
     )
+
+
+def _is_read_as(family: Family, fields: dict[str, Any], model: ModelConfig) -> bool:
+    if family.harmless is None:
+        return True
+    try:
+        read = family.read(ConfigFields(Path("config.json"), fields))
+    except (ConfigError, BadModelConfig, UnsupportedModel):
+        return False
+    return replace(read, vocab_multiple=model.vocab_multiple) == model

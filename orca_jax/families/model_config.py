@@ -1,89 +1,40 @@
 """The shape of a model, composed of small parts, each checked when it is made.
 
 A part says what a block of the model computes. A new kind of block is a new value of a field, or a new field
-whose default is what is computed today; what is not computed is refused here, with a ConfigError.
+whose default is what is computed today. A part refuses what is not computed with a ConfigError.
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from orca_jax.config import check_whole
 from orca_jax.errors import ConfigError
+from orca_jax.families.attention_config import Attention
+from orca_jax.families.limits import check_choice, check_positive, check_size
+from orca_jax.families.norm_config import Norm
 
-NormKind = Literal["layer_norm", "rms_norm"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
-Residual = Literal["pre", "post"]
+Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms"]
 
-# Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.
-_LIMITS = {
-    "vocab_size": 1 << 22,
-    "n_positions": 1 << 21,
-    "hidden_size": 1 << 17,
-    "embedding_size": 1 << 17,
-    "ffn_size": 1 << 20,
-    "n_layers": 1024,
-    "n_heads": 1024,
-    "n_kv_heads": 1024,
-    "head_size": 1 << 17,
-    "vocab_multiple": 1 << 16,
+LAYER_NORM = Norm()
+# The norms of a layer, by where they are: before attention and feed-forward, and after them.
+_NORMS: dict[str, tuple[str, ...]] = {
+    "pre": ("attn_norm", "mlp_norm"),
+    "post": ("attn_norm", "mlp_norm"),
+    "both": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
+    "after": ("attn_out_norm", "mlp_out_norm"),
+    "parallel": ("attn_norm",),
+    "parallel_two_norms": ("attn_norm", "mlp_norm"),
 }
-
-
-def check_size(name: str, value: object) -> None:
-    """Raises ConfigError unless `value` is a whole number within the limits of the size of that name."""
-    check_whole(name, value, 1, _LIMITS[name])
-
-
-def _check_choice(name: str, value: object, choices: object) -> None:
-    if value not in get_args(choices):
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(choices))}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Norm:
-    """`layer_norm` has a scale and a bias, `rms_norm` a scale alone."""
-
-    kind: NormKind = "layer_norm"
-    eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        _check_choice("the kind of a norm", self.kind, NormKind)
-        if not 0.0 < self.eps < 1.0:
-            raise ConfigError(f"norm_eps is {self.eps!r}; it must be between 0 and 1")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attention:
-    """Causal attention with `n_heads` query heads of `head_size` elements, scaled by 1 / sqrt(head_size)."""
-
-    n_heads: int
-    n_kv_heads: int
-    head_size: int
-    qkv_bias: bool = True
-    out_bias: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("n_heads", "n_kv_heads", "head_size"):
-            check_size(name, getattr(self, name))
-        if self.n_kv_heads != self.n_heads:
-            raise ConfigError(
-                f"n_kv_heads is {self.n_kv_heads}, n_heads {self.n_heads}; grouped heads are not supported"
-            )
-
-    @property
-    def width(self) -> int:
-        """Elements of all query heads, N * D."""
-        return self.n_heads * self.head_size
-
-    @property
-    def kv_width(self) -> int:
-        """Elements of all key heads, K * D; the values have as many."""
-        return self.n_kv_heads * self.head_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedForward:
-    """Two linear operations with the activation function between them; `size` is the width between them."""
+    """Two linear layers with the activation function between them; `size` is the width between them.
+
+    With `gated` the first has two outputs of that width, and what lies between is activation(gate) * up.
+    """
 
     size: int
     activation: Activation = "gelu_tanh"
@@ -92,25 +43,32 @@ class FeedForward:
 
     def __post_init__(self) -> None:
         check_size("ffn_size", self.size)
-        _check_choice("activation", self.activation, Activation)
-        if self.gated:
-            raise ConfigError("gated is true; a gated feed-forward layer is not supported")
+        check_choice("activation", self.activation, Activation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """A Transformer layer. `residual` says where its two norms are.
+    """A Transformer layer: f is attention, then feed-forward. `residual` says where the norms are.
 
-    pre: in front of attention and feed-forward, x + f(norm(x)); post: after the sum, norm(x + f(x)).
+    pre: x + f(norm(x)); post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)).
+    parallel: x + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one
+    for each. What f gives is multiplied by `residual_multiplier` before the sum.
     """
 
     attention: Attention
     feed_forward: FeedForward
-    norm: Norm = Norm()
+    norm: Norm = LAYER_NORM
     residual: Residual = "pre"
+    residual_multiplier: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_choice("residual", self.residual, Residual)
+        check_choice("residual", self.residual, Residual)
+        check_positive("residual_multiplier", self.residual_multiplier)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of its norms, which are all of the kind `norm`."""
+        return _NORMS[self.residual]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,14 +85,18 @@ class LearnedPositions:
 class Embedding:
     """The table of tokens. Where `size` is not the hidden size, there are projections around the layers.
 
-    `tied`: the head has the same weights.
+    `tied`: the head has the same weights. A token's row is multiplied by `multiplier`, rounded to the
+    weights' dtype; `norm` follows the sum with the position (BLOOM).
     """
 
     size: int
     tied: bool = True
+    multiplier: float = 1.0
+    norm: Norm | None = None
 
     def __post_init__(self) -> None:
         check_size("embedding_size", self.size)
+        check_positive("embedding_multiplier", self.multiplier)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,9 +104,10 @@ class ModelConfig:
     """All that the mathematics of a decoder needs to know, and nothing of where it came from.
 
     Sizes are counts of elements; `n_positions` is the longest sequence in tokens, input and output together.
-    Layers may differ in all but their attention's heads. Without `positions` nothing is added to the token's
-    embedding. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding; padded
-    ids are never sampled.
+    Layers may differ in all but the number and size of their heads. Without `positions` nothing is added to
+    the token's embedding. `vocab_multiple` pads the embedding table to a multiple, for hardware or for
+    sharding; padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped:
+    logit_soft_cap * tanh(logits / logit_soft_cap).
     """
 
     vocab_size: int
@@ -153,7 +116,10 @@ class ModelConfig:
     layers: tuple[Layer, ...]
     embedding: Embedding
     positions: LearnedPositions | None = LearnedPositions()
-    final_norm: Norm | None = Norm()
+    final_norm: Norm | None = LAYER_NORM
+    head_bias: bool = False
+    logit_multiplier: float = 1.0
+    logit_soft_cap: float | None = None
     vocab_multiple: int = 1
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -162,19 +128,17 @@ class ModelConfig:
         for name in ("vocab_size", "n_positions", "hidden_size", "vocab_multiple"):
             check_size(name, getattr(self, name))
         check_size("n_layers", len(self.layers))
+        check_positive("logit_multiplier", self.logit_multiplier)
+        if self.logit_soft_cap is not None:
+            check_positive("logit_soft_cap", self.logit_soft_cap)
         first = self.attention
         for i, layer in enumerate(self.layers):
             own = layer.attention
-            if own is not first and (own.n_heads, own.head_size) != (first.n_heads, first.head_size):
+            if own is not first and _heads(own) != _heads(first):
                 raise ConfigError(
-                    f"layer {i} has {own.n_heads} heads of {own.head_size} elements, layer 0 {first.n_heads} "
-                    f"of {first.head_size}; layers whose heads differ are not supported"
+                    f"layer {i} has {_described_heads(own)}, layer 0 {_described_heads(first)}; layers whose "
+                    "heads differ are not supported"
                 )
-        if first.width != self.hidden_size:
-            raise ConfigError(
-                f"hidden_size is {self.hidden_size}, and {first.n_heads} heads of {first.head_size} have "
-                f"{first.width} elements together; heads of another width are not supported"
-            )
         for token_id in (*self.eos_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])):
             check_whole("a special token id", token_id, 0, self.vocab_size - 1)
 
@@ -197,6 +161,10 @@ class ModelConfig:
         return self.attention.n_heads
 
     @property
+    def n_kv_heads(self) -> int:
+        return self.attention.n_kv_heads
+
+    @property
     def head_size(self) -> int:
         """D: elements of one head."""
         return self.attention.head_size
@@ -210,3 +178,40 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def with_kv_heads(self, repeats: int) -> "ModelConfig":
+        """The same model with each K/V head of the checkpoint `repeats` times in a row."""
+        if repeats == self.attention.kv_repeats:
+            return self
+
+        def repeated(layer: Layer) -> Layer:
+            own = layer.attention
+            n_kv_heads = own.n_kv_heads // own.kv_repeats * repeats
+            return replace(layer, attention=replace(own, n_kv_heads=n_kv_heads, kv_repeats=repeats))
+
+        made = {layer: repeated(layer) for layer in dict.fromkeys(self.layers)}
+        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+
+    def for_devices(self, n_devices: int) -> "ModelConfig":
+        """The model as the `n_devices` of a stage hold it: each has the same share of heads and vocabulary.
+
+        The vocabulary is padded. Where the K/V heads are no multiple of the devices each is repeated, as
+        often as needed. Raises ConfigError unless `n_devices` is a divisor of the query heads.
+        """
+        stored = self.n_kv_heads // self.attention.kv_repeats
+        n_kv_heads = math.lcm(stored, n_devices)
+        if self.n_heads % n_kv_heads:
+            raise ConfigError(f"{self.n_heads} heads cannot be split over {n_devices} devices")
+        model = self.with_kv_heads(n_kv_heads // stored)
+        if model.padded_vocab_size % n_devices == 0:
+            return model
+        return replace(model, vocab_multiple=math.lcm(self.vocab_multiple, n_devices))
+
+
+def _heads(attention: Attention) -> tuple[int, ...]:
+    return (attention.n_heads, attention.n_kv_heads, attention.head_size, attention.kv_repeats)
+
+
+def _described_heads(attention: Attention) -> str:
+    grouped = f" and {attention.n_kv_heads} key/value heads" if attention.group > 1 else ""
+    return f"{attention.n_heads} heads{grouped} of {attention.head_size} elements"

@@ -1,15 +1,20 @@
 """The weights of a model: their names, shapes, split, initial values and stages. No other file has a shape.
 
-An axis is written in letters, and its size is their product; a digit stands for itself:
+An axis is written in letters, and its size is their product; a digit stands for itself, + for a sum:
 
     V  rows of the vocabulary, padded     E  embedding size     P  rows of the position table
-    H  hidden size                        N  attention heads    D  head size
-    F  feed-forward size                  3  queries, keys and values
+    H  hidden size                        K  key/value heads    D  head size
+    G  query heads of each K/V head       F  feed-forward size
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their columns, that is by heads and by feed-forward units, out and down
 projections by the same as their rows, embedding and head by vocabulary. So a layer needs two sums over the
 devices, after `out` and after `down`.
+
+Heads are group-major, so that a device's share of K brings each K/V head with its own query heads. Of `qkv`
+[G + 2, K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; slice g, head k is query
+head k * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order. With one query head for
+each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up.
 """
 
 import math
@@ -20,15 +25,17 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
-from orca_jax.families.model_config import ModelConfig, Norm
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.norm_config import Norm
 
-SPLIT = frozenset("VNKF")  # K: key/value heads, which only the K/V cache has as an axis
-TOKEN_EMBEDDING, HEAD = "token_embedding", "head.weight"
+SPLIT = frozenset("VKF")
+TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
 
 Initial = Literal["normal", "ones", "zeros"]  # normal: with deviation 0.02, as GPT-2 was initialised
 Use = Literal["embedding", "linear", "bias", "norm", "head"]
 Stage = Literal["first", "last", "both"]  # both: the first and the last
 
+_COUNT = re.compile(r"[G\d+]+")  # an axis that counts matrices
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -44,10 +51,12 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """The shape with a counting axis ("3") and the next one taken as one: [n] or [rows, columns]."""
-        if not self.axes[0].isdigit():
-            return self.shape
-        return (self.shape[0] * self.shape[1], *self.shape[2:])
+        """The shape with a counting axis ("G+2") and the next one taken as one: [n] or [rows, columns]."""
+        return self._stacked(self.shape)
+
+    def local_stacked_shape(self, n_devices: int) -> tuple[int, ...]:
+        """The stacked shape of each device's part."""
+        return self._stacked(self.local_shape(n_devices))
 
     def local_shape(self, n_devices: int) -> tuple[int, ...]:
         """What each of a stage's devices has of it."""
@@ -55,6 +64,22 @@ class Parameter:
             -(-size // n_devices) if is_split(axis) else size
             for axis, size in zip(self.axes, self.shape, strict=True)
         )
+
+    @property
+    def takes_attention(self) -> bool:
+        """Whether this matrix multiplies what attention returns."""
+        return self.use == "linear" and "K" in self.axes[-1]
+
+    def _stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        sizes: list[int] = []
+        count = 1
+        for axis, size in zip(self.axes, shape, strict=True):
+            if _COUNT.fullmatch(axis):
+                count *= size
+            else:
+                sizes.append(count * size)
+                count = 1
+        return tuple(sizes)
 
     def is_on(self, layers: range, n_layers: int) -> bool:
         """Whether the stage of these layers has it, for a weight outside of layers."""
@@ -97,18 +122,27 @@ def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Paramete
 def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
     """The weights of one layer, by their names in it; matrices in the order in which a token meets them."""
     own = config.layers[layer]
-    sizes = _sizes(config) | {"F": own.feed_forward.size}
+    attention, feed_forward = own.attention, own.feed_forward
+    sizes = _sizes(config) | {"F": feed_forward.size}
+    heads = ("KD",) if attention.group == 1 else ("G", "KD")
+    inner = ("2", "F") if feed_forward.gated else ("F",)
     found: dict[str, Parameter] = {}
     for name, out, into, bias in (
-        ("qkv", ("3", "ND"), "H", own.attention.qkv_bias),
-        ("out", ("H",), "ND", own.attention.out_bias),
-        ("up", ("F",), "H", own.feed_forward.bias),
-        ("down", ("H",), "F", own.feed_forward.bias),
+        ("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias),
+        ("out", ("H",), heads, attention.out_bias),
+        ("up", inner, ("H",), feed_forward.bias),
+        ("down", ("H",), ("F",), feed_forward.bias),
     ):
-        found[f"{name}.weight"] = _parameter((*out, into), sizes, "normal", "linear")
+        found[f"{name}.weight"] = _parameter((*out, *into), sizes, "normal", "linear")
         if bias:
             found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
-    return found | _norm("attn_norm", own.norm, sizes) | _norm("mlp_norm", own.norm, sizes)
+    if attention.qk_norm is not None:
+        over_head = attention.qk_norm.over == "head"
+        for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):
+            found |= _norm(name, attention.qk_norm.norm, sizes, axes=("D",) if over_head else axes)
+    for name in own.norms:
+        found |= _norm(name, own.norm, sizes)
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -136,12 +170,16 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
     }
     if config.positions is not None:
         before["position_embedding"] = _parameter(("P", "H"), sizes, "normal", "embedding", "first")
+    if config.embedding.norm is not None:
+        before |= _norm("embedding_norm", config.embedding.norm, sizes, "first")
     if config.embedding.size != config.hidden_size:
         before["project_in"] = _parameter(("H", "E"), sizes, "normal", "linear", "first")
         before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")
     after = {} if config.final_norm is None else _norm("final_norm", config.final_norm, sizes, "last")
     if not tied:
         after[HEAD] = _parameter(("V", "E"), sizes, "normal", "head", "last")
+    if config.head_bias:
+        after[HEAD_BIAS] = _parameter(("V",), sizes, "zeros", "bias", "last")
 
     def on_stage(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         return {name: one for name, one in parameters.items() if one.is_on(layers, config.n_layers)}
@@ -150,12 +188,17 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
 
 
 def _norm(
-    name: str, norm: Norm, sizes: Mapping[str, int], stage: Stage | None = None
+    name: str,
+    norm: Norm,
+    sizes: Mapping[str, int],
+    stage: Stage | None = None,
+    axes: tuple[str, ...] = ("H",),
 ) -> dict[str, Parameter]:
-    scale = {f"{name}.scale": _parameter(("H",), sizes, "ones", "norm", stage)}
-    if norm.kind == "rms_norm":
-        return scale
-    return scale | {f"{name}.bias": _parameter(("H",), sizes, "zeros", "norm", stage)}
+    initial: Initial = "zeros" if norm.unit_offset else "ones"
+    parameters = {f"{name}.scale": _parameter(axes, sizes, initial, "norm", stage)}
+    if norm.has_bias:
+        parameters[f"{name}.bias"] = _parameter(axes, sizes, "zeros", "norm", stage)
+    return parameters
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
@@ -164,7 +207,8 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "E": config.embedding.size,
         "P": config.n_positions + (config.positions.offset if config.positions else 0),
         "H": config.hidden_size,
-        "N": config.n_heads,
+        "G": config.attention.group,
+        "K": config.n_kv_heads,
         "D": config.head_size,
     }
 
@@ -172,10 +216,15 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 def _parameter(
     axes: tuple[str, ...], sizes: Mapping[str, int], initial: Initial, use: Use, stage: Stage | None = None
 ) -> Parameter:
-    shape = tuple(
-        math.prod(int(letter) if letter.isdigit() else sizes[letter] for letter in axis) for axis in axes
+    return Parameter(axes, tuple(_size(axis, sizes) for axis in axes), initial, use, stage)
+
+
+def _size(axis: str, sizes: Mapping[str, int]) -> int:
+    """The size of an axis such as "KD" or "G+2"."""
+    return sum(
+        math.prod(int(letter) if letter.isdigit() else sizes[letter] for letter in term)
+        for term in axis.split("+")
     )
-    return Parameter(axes, shape, initial, use, stage)
 
 
 def _elements(parameters: Iterable[Parameter], n_devices: int) -> int:

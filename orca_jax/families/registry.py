@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from orca_jax.errors import ConfigError
+from orca_jax.families.decoders.gpt2 import GPT2
+from orca_jax.families.decoders.llama import LLAMA
+from orca_jax.families.decoders.opt import OPT
 from orca_jax.families.family import Family
-from orca_jax.families.gpt2 import GPT2
-from orca_jax.families.opt import OPT
 
-_families: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT)}
+_families: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, LLAMA)}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(_families)
 

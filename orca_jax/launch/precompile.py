@@ -27,7 +27,6 @@ from orca_jax.launch.local_engine import chosen_sizes
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import StagePart, one_stage, split_model
-from orca_jax.sharding.random_parameters import padded_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +74,7 @@ def compile_engine(
         parts = tuple(one_stage(found, devices, parallel, stage) for stage in stages)
     else:
         parts = split_model(found, devices, parallel)
-    config = padded_vocabulary(found, parts[0])
+    config = found.for_devices(len(parts[0].group))
     serving = chosen_sizes(
         config, element, parts, asked.sizes, n_devices=n_devices, attention=asked.attention
     )

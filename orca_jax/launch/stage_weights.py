@@ -10,7 +10,6 @@ from orca_jax.execution.capacity import check_weights
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.gpt import Parameters
 from orca_jax.sharding.partition import StagePart
-from orca_jax.sharding.random_parameters import padded_vocabulary
 
 
 def load_stages(
@@ -22,10 +21,10 @@ def load_stages(
 ) -> tuple[ModelConfig, Sequence[Parameters]]:
     """Load the weights of these stages onto their devices: the model as it lies there, and each stage's.
 
-    The vocabulary is padded so that a stage's devices share it evenly. Raises ConfigError, before anything is
+    `ModelConfig.for_devices` says how the devices of a stage share it. Raises ConfigError, before anything is
     loaded where the weights do not fit, or a CheckpointError.
     """
-    model = padded_vocabulary(found.config, parts[0])
+    model = found.config.for_devices(len(parts[0].group))
     for part in parts:
         check_weights(model, dtype.itemsize, part, n_devices=config.parallel.n_devices)
     parameters = load_parameters(

@@ -135,37 +135,46 @@ def split_attention(
     work: AttentionWork,
     *,
     follow_lengths: bool,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of each request's query tokens to its own keys.
 
-    q [T, N, D]; cache blocks [n_blocks, K, B, D] with N a multiple of K; block_table [R, max_blocks],
-    row_start [R + 1] and kv_length [R] int32. A row's queries are the last positions of its `kv_length`.
-    Sums and softmax are float32; the result [T, N, D] has q's dtype, and padding tokens get zeros. `work` is
-    `attention_work` of the same arrays and the same `follow_lengths`.
+    q [T, G, K, D]; cache blocks [n_blocks, K, B, D]; block_table [R, max_blocks], row_start [R + 1] and
+    kv_length [R] int32. A row's queries are the last positions of its `kv_length`. Scores are scale * q.k
+    (by default D ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi slopes [G, K] times (key
+    position - query position). With a `window` a query sees that many keys, its own the last, and blocks
+    without any of them are not read. Sums and softmax are float32; the result [T, G, K, D] has q's dtype, and
+    padding tokens get zeros. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
     """
-    n_tokens, _, head_size = q.shape
-    scaled = (q.astype(jnp.float32) * head_size**-0.5).astype(q.dtype)
+    n_tokens, _, _, head_size = q.shape
+    scaled = (q.astype(jnp.float32) * (head_size**-0.5 if scale is None else scale)).astype(q.dtype)
 
     def attend(out: jax.Array, tiles: Tiles, tiling: Tiling) -> jax.Array:
         n_queries = tiling.queries
 
         def trip(i: jax.Array, out: jax.Array) -> jax.Array:
-            row, start = tiles.row[i], tiles.start[i]  # [G]
-            index = start[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [G, Q]
+            row, start = tiles.row[i], tiles.start[i]  # [I]
+            index = start[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [I, Q]
             end = row_start.at[row + 1].get(mode="fill", fill_value=0)[:, None]
             mine = index < end
             length = kv_length.at[row].get(mode="fill", fill_value=0)[:, None]
-            last_key = jnp.where(mine, length - end + index, -1)  # [G, Q] the query's own position
+            last_key = jnp.where(mine, length - end + index, -1)  # [I, Q] the query's own position
             attended = _attend(
-                scaled.at[index].get(mode="clip").swapaxes(1, 2),  # [G, N, Q, D]
+                scaled.at[index].get(mode="clip").transpose(0, 3, 2, 1, 4),  # [I, K, G, Q, D]
                 cache,
                 block_table.at[row].get(mode="clip"),
                 last_key,
                 chunk_keys=tiling.chunk_keys,
                 follow_lengths=follow_lengths,
+                window=window,
+                soft_cap=soft_cap,
+                slopes=slopes,
             )
             where = jnp.where(mine, index, n_tokens)
-            return out.at[where].set(attended.swapaxes(1, 2).astype(out.dtype), mode="drop")
+            return out.at[where].set(attended.transpose(0, 3, 2, 1, 4).astype(out.dtype), mode="drop")
 
         return lax.fori_loop(0, tiles.n_trips if follow_lengths else len(tiles.row), trip, out)
 
@@ -186,44 +195,72 @@ def _attend(
     *,
     chunk_keys: int,
     follow_lengths: bool,
+    window: int | None,
+    soft_cap: float | None,
+    slopes: jax.Array | None,
 ) -> jax.Array:
-    """Running softmax of G tiles at once over chunks of C keys.
+    """Running softmax of I tiles at once over chunks of C keys.
 
-    queries [G, N, Q, D], scaled; table [G, max_blocks]; last_key [G, Q]: the last key that each query sees,
-    -1 for none. Returns [G, N, Q, D] float32, with zeros for a query that sees nothing.
+    queries [I, K, G, Q, D], scaled; table [I, max_blocks]; last_key [I, Q]: the last key that each query
+    sees, -1 for none. Returns [I, K, G, Q, D] float32, with zeros for a query that sees nothing.
     """
-    n_tiles, n_heads, n_queries, head_size = queries.shape
-    n_kv_heads, block_size = cache.keys.shape[1:3]
-    per_head = n_heads // n_kv_heads
+    shape = queries.shape
+    n_tiles, n_kv_heads, per_head, n_queries, head_size = shape
+    block_size = cache.keys.shape[2]
     queries = queries.reshape(n_tiles, n_kv_heads, per_head * n_queries, head_size)
     blocks = max(1, min(chunk_keys // block_size, table.shape[1]))
     chunk = blocks * block_size
     n_chunks = -(-table.shape[1] // blocks)
-    table = jnp.pad(table, ((0, 0), (0, n_chunks * blocks - table.shape[1])))
-    n_seen = last_key.max(axis=1) + 1  # [G] keys that any query of the tile sees
-    last_key = jnp.tile(last_key, (1, per_head))[:, None, :, None]  # [G, 1, per_head * Q, 1]
+    n_seen = last_key.max(axis=1) + 1  # [I] keys up to the last that any query of the tile sees
+    first_block, n_reached = jnp.zeros((), jnp.int32), n_seen  # keys from the first block to the last seen
+    if window is None:
+        table = jnp.pad(table, ((0, 0), (0, n_chunks * blocks - table.shape[1])))
+    else:
+        # Each tile's chunks begin at the first block that any of its queries sees.
+        first_seen = jnp.where(last_key >= 0, last_key, jnp.iinfo(jnp.int32).max).min(axis=1) - window + 1
+        first_block = jnp.where(n_seen > 0, jnp.maximum(first_seen, 0) // block_size, 0)[:, None]  # [I, 1]
+        n_reached = n_seen - first_block[:, 0] * block_size
+        most_blocks = -(-(window + n_queries - 2) // block_size) + 1
+        n_chunks = min(n_chunks, -(-most_blocks // blocks))
+    last_key = jnp.tile(last_key, (1, per_head))[:, None, :, None]  # [I, 1, G * Q, 1]
+    slope = (
+        None if slopes is None else slopes.T.repeat(n_queries, axis=1)[None, :, :, None]
+    )  # [1, K, G * Q, 1]
 
     def fetch(pool: jax.Array, ids: jax.Array) -> jax.Array:
-        """Blocks `ids` [G, blocks] of [n_blocks, K, B, D] as [G, K, C, D]."""
-        found = pool.at[ids].get(mode="clip")  # [G, blocks, K, B, D]
+        """Blocks `ids` [I, blocks] of [n_blocks, K, B, D] as [I, K, C, D]."""
+        found = pool.at[ids].get(mode="clip")  # [I, blocks, K, B, D]
         return found.swapaxes(1, 2).reshape(n_tiles, n_kv_heads, chunk, head_size)
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, sums = carry
-        ids = lax.dynamic_slice_in_dim(table, j * blocks, blocks, axis=1)
-        scores = jnp.einsum(
-            "gkqd,gkcd->gkqc", queries, fetch(cache.keys, ids), preferred_element_type=jnp.float32
-        )
         key = j * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        scores = jnp.where(key <= last_key, scores, _NOTHING)
+        if window is None:
+            ids = lax.dynamic_slice_in_dim(table, j * blocks, blocks, axis=1)
+        else:
+            columns = first_block + j * blocks + jnp.arange(blocks, dtype=jnp.int32)
+            ids = jnp.take_along_axis(table, columns, axis=1, mode="clip")
+            key = first_block * block_size + key  # [I, C]
+        by_query = key if window is None else key[:, None, None]
+        scores = jnp.einsum(
+            "ikqd,ikcd->ikqc", queries, fetch(cache.keys, ids), preferred_element_type=jnp.float32
+        )
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
+        if slope is not None:
+            scores = scores + slope * (by_query - last_key)
+        seen = by_query <= last_key
+        if window is not None:
+            seen = seen & (by_query > last_key - window)
+        scores = jnp.where(seen, scores, _NOTHING)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
-        # What others left in the slots behind the row's own may be inf or NaN, and 0 * NaN is NaN.
+        # Slots after the row's last key may hold another row's inf or NaN, and 0 * NaN is NaN.
         there = (key < n_seen[:, None])[:, None, :, None]
         values = jnp.where(there, fetch(cache.values, ids), 0)
         weighted = jnp.einsum(
-            "gkqc,gkcd->gkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+            "ikqc,ikcd->ikqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
         return new_top, total * shrink + weights.sum(axis=-1), sums * shrink[..., None] + weighted
 
@@ -233,8 +270,8 @@ def _attend(
         jnp.zeros(flat, jnp.float32),
         jnp.zeros(queries.shape, jnp.float32),
     )
-    trips = -(-n_seen.max() // chunk) if follow_lengths else n_chunks
+    trips = -(-n_reached.max() // chunk) if follow_lengths else n_chunks
     _, total, sums = lax.fori_loop(0, trips, step, start)
     # A query that sees nothing has an equal weight on everything; its sums are not its own.
     attended = jnp.where(last_key >= 0, sums / jnp.maximum(total, 1e-30)[..., None], 0.0)
-    return attended.reshape(n_tiles, n_heads, n_queries, head_size)
+    return attended.reshape(shape)

@@ -4,6 +4,7 @@ Each takes token-major arrays [T, ...] and does not look at which request a toke
 hold weights and nothing else.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 from orca_jax.families.model_config import Activation
+from orca_jax.families.norm_config import Norm
 from orca_jax.model.shard import Shard
 
 Matmul = Callable[[jax.Array, jax.Array], jax.Array]  # x [T, in], weight [out, in]: [T, out] in x's dtype
@@ -38,7 +40,7 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """A weight [out, in] and perhaps a bias [out]; `out` may be several axes, which are taken as one."""
+    """A weight [out, in] and perhaps a bias [out]; `out` and `in` may be several axes, taken as one."""
 
     def __init__(self, weight: jax.Array, bias: jax.Array | None) -> None:
         self.weight = nnx.Param(weight)
@@ -47,42 +49,55 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, product: Matmul, shard: Shard | None = None) -> jax.Array:
         """[T, in] to [T, out]. Where `in` is split over shards, theirs are added up before the bias is."""
         weight = self.weight[...]
-        y = product(x, weight.reshape(-1, weight.shape[-1]))
+        y = product(x, weight.reshape(-1, x.shape[-1]))
         if shard is not None:
             y = shard.total(y)
         return y if self.bias is None else y + self.bias[...].reshape(-1)
 
 
 class RMSNorm(nnx.Module):
-    """A scale [H]; the statistics are float32 whatever the dtype of the input."""
+    """A scale w [H], or 1 + w with a unit offset; the statistics are float32 whatever the input's dtype."""
 
-    def __init__(self, scale: jax.Array, eps: float) -> None:
+    def __init__(self, config: Norm, scale: jax.Array) -> None:
+        self.config = config
         self.scale = nnx.Param(scale)
-        self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[T, H] to [T, H] in the input's dtype."""
-        wide = x.astype(jnp.float32)
-        normal = wide * lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + self.eps)
-        return (normal * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        """[..., H] to [..., H] in the input's dtype."""
+        mean_square = jnp.square(x.astype(jnp.float32)).mean(axis=-1, keepdims=True)
+        return self._scaled(x, mean_square, self.scale[...])
+
+    def over_heads(self, x: jax.Array, shard: Shard) -> jax.Array:
+        """x [T, G, K, D], normalized over all heads of all shards; the scale is [G, K D] or [K D]."""
+        squares = jnp.square(x.astype(jnp.float32)).sum(axis=(1, 2, 3), keepdims=True)
+        n_elements = shard.n * math.prod(x.shape[1:])
+        return self._scaled(x, shard.total(squares) / n_elements, self.scale[...].reshape(x.shape[1:]))
+
+    def _scaled(self, x: jax.Array, mean_square: jax.Array, scale: jax.Array) -> jax.Array:
+        normal = x.astype(jnp.float32) * lax.rsqrt(mean_square + self.config.eps)
+        scale = scale.astype(jnp.float32)
+        return (normal * (1 + scale if self.config.unit_offset else scale)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """Scale and bias [H]; the statistics are float32 whatever the dtype of the input."""
+    """A scale [H] and perhaps a bias [H]; the statistics are float32 whatever the dtype of the input."""
 
-    def __init__(self, scale: jax.Array, bias: jax.Array, eps: float) -> None:
+    def __init__(self, config: Norm, scale: jax.Array, bias: jax.Array | None) -> None:
+        self.config = config
         self.scale = nnx.Param(scale)
-        self.bias = nnx.Param(bias)
-        self.eps = eps
+        self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[T, H] to [T, H] in the input's dtype."""
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(axis=-1, keepdims=True)
         variance = jnp.square(centred).mean(axis=-1, keepdims=True)
-        normal = centred * lax.rsqrt(variance + self.eps)
-        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
-        return (normal * scale + bias).astype(x.dtype)
+        normal = centred * lax.rsqrt(variance + self.config.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        if self.config.unit_offset:
+            scale = 1 + scale
+        scaled = normal * scale
+        return (scaled if self.bias is None else scaled + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
@@ -96,3 +111,8 @@ def activate(x: jax.Array, activation: Activation) -> jax.Array:
             return jax.nn.relu(x)
         case "silu":
             return jax.nn.silu(x)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(x / cap); x itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

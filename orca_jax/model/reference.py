@@ -1,16 +1,19 @@
 """The oracle: the same model for one request, dense, without cache, padding or batching.
 
-It shares no code with the engine but the names of the parameters, and is written to be compared with the
-papers line by line (GPT-2; OPT for the position offset, post-LayerNorm and the projections). Everything is
-float32.
+It shares no code with the engine but the names of the parameters and the frequencies of rotary positions, and
+is written to be compared with the papers line by line. Everything is float32.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from orca_jax.families.model_config import Activation, ModelConfig, Norm
+from orca_jax.families.attention_config import Attention
+from orca_jax.families.model_config import FeedForward, ModelConfig
+from orca_jax.families.norm_config import Norm
+from orca_jax.families.rotary import Rotary
 
 Parameters = Mapping[str, jax.Array]
 
@@ -19,56 +22,125 @@ def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -
     """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32."""
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
     n_tokens = token_ids.shape[0]
-
-    x = p["token_embedding"][token_ids]  # [T, E]
-    if "project_in" in p:
-        x = x @ p["project_in"].T
-    if config.positions is not None:
-        x = x + p["position_embedding"][jnp.arange(n_tokens) + config.positions.offset]  # [T, H]
+    position = jnp.arange(n_tokens)
 
     def norm(kind: Norm, name: str, value: jax.Array) -> jax.Array:
+        scale = p[f"{name}.scale"] + (1 if kind.unit_offset else 0)
         if kind.kind == "rms_norm":
-            return value / jnp.sqrt((value**2).mean(axis=-1, keepdims=True) + kind.eps) * p[f"{name}.scale"]
+            return value / jnp.sqrt((value**2).mean(axis=-1, keepdims=True) + kind.eps) * scale
         mean = value.mean(axis=-1, keepdims=True)
         variance = ((value - mean) ** 2).mean(axis=-1, keepdims=True)
-        return (value - mean) / jnp.sqrt(variance + kind.eps) * p[f"{name}.scale"] + p[f"{name}.bias"]
+        return (value - mean) / jnp.sqrt(variance + kind.eps) * scale + p.get(f"{name}.bias", 0)
 
     def linear(name: str, value: jax.Array) -> jax.Array:
         product = jnp.einsum("ti,...i->t...", value, p[f"{name}.weight"])
         return product + p[f"{name}.bias"] if f"{name}.bias" in p else product
 
-    def attention(name: str, value: jax.Array) -> jax.Array:
-        shape = (n_tokens, 3, config.n_heads, config.head_size)
-        qkv = linear(f"{name}.qkv", value)  # [T, 3, H]
-        q, k, v = qkv.reshape(shape).transpose(1, 2, 0, 3)  # each [N, T, D]
-        scores = q @ k.transpose(0, 2, 1) / jnp.sqrt(config.head_size)  # [N, T, T]
-        causal = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-        merged = (weights @ v).transpose(1, 0, 2).reshape(n_tokens, config.hidden_size)
-        return linear(f"{name}.out", merged)
+    def heads(own: Attention, name: str, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, [T, N, D] each: K/V heads as often as query heads use them."""
+        n_groups, n_kv, size = own.group, own.n_kv_heads, own.head_size
+        slices = linear(f"{name}.qkv", value)  # [T, G + 2, K D]
+        q, k, v = slices[:, :n_groups], slices[:, n_groups], slices[:, n_groups + 1]
+        if own.qk_norm is not None and own.qk_norm.over == "width":
+            scale = p[f"{name}.q_norm.scale"] + (1 if own.qk_norm.norm.unit_offset else 0)
+            squares = (q**2).mean(axis=(1, 2), keepdims=True)
+            q = q / jnp.sqrt(squares + own.qk_norm.norm.eps) * scale.reshape(n_groups, -1)
+            k = norm(own.qk_norm.norm, f"{name}.k_norm", k)
+        # Slice g, position k is query head k G + g.
+        q = q.reshape(n_tokens, n_groups, n_kv, size).swapaxes(1, 2).reshape(n_tokens, own.n_heads, size)
+        k, v = k.reshape(n_tokens, n_kv, size), v.reshape(n_tokens, n_kv, size)
+        if own.qk_norm is not None and own.qk_norm.over == "head":
+            q, k = (norm(own.qk_norm.norm, f"{name}.{n}_norm", each) for n, each in (("q", q), ("k", k)))
+        if own.rotary is not None:
+            q, k = (_rotated(own.rotary, each, position, config.n_positions) for each in (q, k))
+        return q, k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
 
-    def feed_forward(activation: Activation, name: str, value: jax.Array) -> jax.Array:
-        up = linear(f"{name}.up", value)
-        active = {
+    def attention(own: Attention, name: str, value: jax.Array) -> jax.Array:
+        q, k, v = heads(own, name, value)
+        scores = jnp.einsum("qnd,knd->nqk", q, k) * own.scale
+        if own.scores.soft_cap is not None:
+            scores = own.scores.soft_cap * jnp.tanh(scores / own.scores.soft_cap)
+        distance = position[:, None] - position  # [T, T] from a query to a key before it
+        if own.scores.alibi is not None:
+            slope = jnp.array(_alibi_slopes(own.n_heads)) * own.scores.alibi
+            scores = scores - slope[:, None, None] * distance
+        seen = distance >= 0
+        if own.scores.window is not None:
+            seen &= distance < own.scores.window
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        merged = jnp.einsum("nqk,knd->qnd", weights, v)  # [T, N, D]
+        by_group = merged.reshape(n_tokens, own.n_kv_heads, own.group, own.head_size).swapaxes(1, 2)
+        out = p[f"{name}.out.weight"].reshape(config.hidden_size, -1)
+        return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)
+
+    def feed_forward(own: FeedForward, name: str, value: jax.Array) -> jax.Array:
+        up = linear(f"{name}.up", value)  # [T, F], gated [T, 2, F]
+        act = {
             "gelu_tanh": lambda u: 0.5 * u * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (u + 0.044715 * u**3))),
             "gelu": lambda u: 0.5 * u * (1 + jax.scipy.special.erf(u / jnp.sqrt(2.0))),
             "relu": lambda u: jnp.maximum(u, 0),
             "silu": lambda u: u / (1 + jnp.exp(-u)),
-        }[activation](up)
-        return linear(f"{name}.down", active)
+        }[own.activation]
+        return linear(f"{name}.down", act(up[:, 0]) * up[:, 1] if own.gated else act(up))
+
+    x = p["token_embedding"][token_ids] * config.embedding.multiplier  # [T, E]
+    if "project_in" in p:
+        x = x @ p["project_in"].T
+    if config.positions is not None:
+        x = x + p["position_embedding"][position + config.positions.offset]  # [T, H]
+    if config.embedding.norm is not None:
+        x = norm(config.embedding.norm, "embedding_norm", x)
 
     for i, layer in enumerate(config.layers):
-        name, active = f"layers.{i}", layer.feed_forward.activation
-        if layer.residual == "pre":
-            x = x + attention(name, norm(layer.norm, f"{name}.attn_norm", x))
-            x = x + feed_forward(active, name, norm(layer.norm, f"{name}.mlp_norm", x))
-        else:
-            x = norm(layer.norm, f"{name}.attn_norm", x + attention(name, x))
-            x = norm(layer.norm, f"{name}.mlp_norm", x + feed_forward(active, name, x))
+        name, m, a, f = f"layers.{i}", layer.residual_multiplier, layer.attention, layer.feed_forward
+
+        def n(which: str, value: jax.Array, kind: Norm = layer.norm, name: str = name) -> jax.Array:
+            return norm(kind, f"{name}.{which}", value)
+
+        match layer.residual:
+            case "pre":
+                x = x + m * attention(a, name, n("attn_norm", x))
+                x = x + m * feed_forward(f, name, n("mlp_norm", x))
+            case "post":
+                x = n("attn_norm", x + m * attention(a, name, x))
+                x = n("mlp_norm", x + m * feed_forward(f, name, x))
+            case "both":
+                x = x + m * n("attn_out_norm", attention(a, name, n("attn_norm", x)))
+                x = x + m * n("mlp_out_norm", feed_forward(f, name, n("mlp_norm", x)))
+            case "after":
+                x = x + m * n("attn_out_norm", attention(a, name, x))
+                x = x + m * n("mlp_out_norm", feed_forward(f, name, x))
+            case "parallel":
+                y = n("attn_norm", x)
+                x = x + m * (attention(a, name, y) + feed_forward(f, name, y))
+            case "parallel_two_norms":
+                own = attention(a, name, n("attn_norm", x))
+                x = x + m * (own + feed_forward(f, name, n("mlp_norm", x)))
 
     if config.final_norm is not None:
         x = norm(config.final_norm, "final_norm", x)
     if "project_out" in p:
         x = x @ p["project_out"].T
     head = p["token_embedding"] if config.embedding.tied else p["head.weight"]
-    return (x @ head.T)[:, : config.vocab_size]
+    logits = (x @ head.T + p.get("head.bias", 0))[:, : config.vocab_size] * config.logit_multiplier
+    cap = config.logit_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _rotated(rotary: Rotary, x: jax.Array, position: jax.Array, n_positions: int) -> jax.Array:
+    """x [T, N, D] with pair i of its first elements, a complex number, turned by position * frequency i."""
+    angle = position[:, None] * rotary.frequencies(n_positions)  # [T, size / 2]
+    turn = (rotary.attention_factor * jnp.exp(1j * angle))[:, None]
+    half = rotary.size // 2
+    at = jnp.arange(half)
+    real, imaginary = (2 * at, 2 * at + 1) if rotary.interleaved else (at, at + half)
+    turned = (x[..., real] + 1j * x[..., imaginary]) * turn
+    return x.at[..., real].set(turned.real).at[..., imaginary].set(turned.imag)
+
+
+def _alibi_slopes(n_heads: int) -> list[float]:
+    """A geometric series; beyond a power of two, every other slope of the next power's."""
+    if math.log2(n_heads).is_integer():
+        return [(2 ** (-8 / n_heads)) ** (i + 1) for i in range(n_heads)]
+    closest = 2 ** math.floor(math.log2(n_heads))
+    return _alibi_slopes(closest) + _alibi_slopes(2 * closest)[0::2][: n_heads - closest]

@@ -77,19 +77,26 @@ class IterationShape:
         pairs = zip(self.input_lengths, self.kv_lengths, strict=True)
         assert all(1 <= q <= k for q, k in pairs), "a row's input tokens are the last of its kv_length"
 
-    def sums(self) -> IterationSums:
-        """The sums over these requests."""
-        pairs = zip(self.input_lengths, self.kv_lengths, strict=True)
+    def sums(self, window: int | None = None) -> IterationSums:
+        """The sums over these requests, for a layer whose queries attend to at most `window` keys."""
+        pairs = [*zip(self.input_lengths, self.kv_lengths, strict=True)]
         return IterationSums(
             n_rows=len(self.input_lengths),
             n_tokens=sum(self.input_lengths),
-            n_keys=sum(self.kv_lengths),
-            n_seen=sum(keys_seen(q, k) for q, k in pairs),
+            n_keys=sum(k if window is None else min(k, q + window - 1) for q, k in pairs),
+            n_seen=sum(keys_seen(q, k, window) for q, k in pairs),
         )
 
 
-def keys_seen(n_input: int, kv_length: int) -> int:
-    """Query-key pairs of one request: each query attends up to its own position; the last one to all keys."""
+def keys_seen(n_input: int, kv_length: int, window: int | None = None) -> int:
+    """Query-key pairs of one request: each query attends up to its own position; the last one to all keys.
+
+    With a `window` each query attends to at most that many keys.
+    """
+    if window is not None and window < kv_length:
+        full = min(n_input, kv_length - window + 1)  # queries that see a whole window
+        fewer = n_input - full
+        return full * window + keys_seen(fewer, kv_length - full)
     return n_input * (kv_length - n_input) + n_input * (n_input + 1) // 2
 
 
@@ -112,16 +119,21 @@ def operations(
     layers = range(model.n_layers) if layers is None else layers
     sums = _sums(shape)
     stage = _stage_products(model, layers, n_shards)
+    kv_width = model.attention.kv_width // n_shards
 
     def linear(product: _Product) -> Operation:
         n_activations = sums.n_tokens * (product.n_in + product.n_out)
         n_bytes = weight_bytes * (product.n_weights + n_activations)
         return Operation("linear", n_bytes, 2 * sums.n_tokens * product.n_in * product.n_out)
 
-    def layer(products: Sequence[_Product]) -> Iterator[Operation]:
+    def layer(products: Sequence[_Product], window: int | None) -> Iterator[Operation]:
+        # Sums without a shape do not tell how many keys are within a window: then it is all of them.
+        in_reach = shape.sums(window) if isinstance(shape, IterationShape) else sums
         for product in products:
             if product.takes_attention:
-                yield _attention(product.n_in, sums, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
+                yield _attention(
+                    product.n_in, kv_width, in_reach, weight_bytes=weight_bytes, kv_bytes=kv_bytes
+                )
             yield linear(product)
 
     result: list[Operation] = []
@@ -131,8 +143,8 @@ def operations(
         n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
         result.append(Operation("embed", n_embed_bytes, n_embed_flops))
         result += map(linear, stage.before)
-    for products, count in stage.layers:
-        result += [*layer(products)] * count
+    for products, window, count in stage.layers:
+        result += [*layer(products, window)] * count
     if stage.head is not None:
         result += map(linear, stage.after)
         own_vocab, n_in = stage.head
@@ -156,13 +168,13 @@ class _Product(NamedTuple):
 class _StageProducts(NamedTuple):
     """The matrices of a stage on one device.
 
-    `tables` are the embedding tables' widths. `layers` groups equal neighbouring layers, each group with its
-    count. `head` is [own vocabulary, in].
+    `tables` are the embedding tables' widths. `layers` groups equal neighbouring layers: their products,
+    their window and their count. `head` is [own vocabulary, in].
     """
 
     tables: tuple[int, ...]
     before: tuple[_Product, ...]
-    layers: tuple[tuple[tuple[_Product, ...], int], ...]
+    layers: tuple[tuple[tuple[_Product, ...], int | None, int], ...]
     after: tuple[_Product, ...]
     head: tuple[int, int] | None
 
@@ -172,10 +184,9 @@ def _stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StageP
     outside = outside_parameters(model, layers)
 
     def product(parameter: Parameter, bias: Parameter | None = None) -> _Product:
-        *out, n_in = parameter.local_shape(n_shards)
-        n_out = math.prod(out)
+        n_out, n_in = parameter.local_stacked_shape(n_shards)
         n_biases = 0 if bias is None else math.prod(bias.local_shape(n_shards))
-        return _Product(n_in, n_out, n_in * n_out + n_biases, "N" in parameter.axes[-1])
+        return _Product(n_in, n_out, n_in * n_out + n_biases, parameter.takes_attention)
 
     def of_layer(parameters: Mapping[str, Parameter]) -> tuple[_Product, ...]:
         return tuple(
@@ -195,7 +206,14 @@ def _stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StageP
     return _StageProducts(
         tables=tuple(one.shape[1] for one in outside.values() if one.use == "embedding"),
         before=projections("first"),
-        layers=tuple((of_layer(layer_parameters(model, group[0])), len(group)) for group in alike),
+        layers=tuple(
+            (
+                of_layer(layer_parameters(model, group[0])),
+                model.layers[group[0]].attention.scores.window,
+                len(group),
+            )
+            for group in alike
+        ),
         after=projections("last"),
         head=head,
     )
@@ -231,9 +249,14 @@ def _sums(shape: IterationShape | IterationSums) -> IterationSums:
     return shape.sums() if isinstance(shape, IterationShape) else shape
 
 
-def _attention(hidden: int, sums: IterationSums, *, weight_bytes: int, kv_bytes: int) -> Operation:
-    """One layer of split attention: queries in, keys and values written, visible ones read, results out."""
-    n_kv_bytes = 2 * hidden * kv_bytes * (sums.n_tokens + sums.n_keys)
+def _attention(
+    hidden: int, kv_width: int, sums: IterationSums, *, weight_bytes: int, kv_bytes: int
+) -> Operation:
+    """One layer of split attention: queries in, keys and values written, visible ones read, results out.
+
+    `hidden` is the width of all query heads, `kv_width` of all K/V heads.
+    """
+    n_kv_bytes = 2 * kv_width * kv_bytes * (sums.n_tokens + sums.n_keys)
     # 2 operations per element for a query and a key, 2 more for a weight and a value.
     n_bytes = n_kv_bytes + 2 * sums.n_tokens * hidden * weight_bytes
     return Operation("attention", n_bytes, 4 * hidden * sums.n_seen)

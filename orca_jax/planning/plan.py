@@ -21,7 +21,6 @@ from orca_jax.planning.stage_memory import (
     ITEMSIZE,
     StageMemory,
     StageRoom,
-    shared_vocabulary,
     stage_weight_bytes,
 )
 from orca_jax.scheduling.kv_manager import round_up
@@ -64,8 +63,8 @@ class PlanTarget:
 
     @property
     def model(self) -> ModelConfig:
-        """The model with its vocabulary padded for its devices."""
-        return shared_vocabulary(self.config, self.parallel.tensor_parallel)
+        """The model as its devices hold it: the vocabulary padded, K/V heads repeated where needed."""
+        return self.config.for_devices(self.parallel.tensor_parallel)
 
     @property
     def stages(self) -> list[range]:

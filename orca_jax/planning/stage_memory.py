@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orca_jax.config import Attention
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import FeedForward, ModelConfig
 from orca_jax.families.parameters import stage_elements
 from orca_jax.iteration.shape import EngineShape
 
@@ -120,12 +120,6 @@ class StageRoom:
         return min(budgets) // memory.slot
 
 
-def shared_vocabulary(config: ModelConfig, n_devices: int) -> ModelConfig:
-    """The model with its vocabulary padded so that `n_devices` share it evenly."""
-    rows = -(-config.padded_vocab_size // n_devices) * n_devices
-    return config if rows == config.padded_vocab_size else replace(config, vocab_multiple=rows)
-
-
 def stage_weight_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """Weights per device: its share of the split ones, and all others."""
     return itemsize * stage_elements(config, layers, n_devices)
@@ -156,8 +150,8 @@ def temporary_bytes(
     n_tokens, n_rows = _largest_batch(shape)
     cpu = attention in ("native", "follow_lengths")
     # The residual stream, the feed-forward layer's inner array, and its output. A GPU's programs apply the
-    # activation function in place.
-    inner = max(config.layers[i].feed_forward.size for i in layers) // n_devices * (2 if cpu else 1)
+    # activation function in place. A gated layer's product is twice as wide as what follows it.
+    inner = max(_inner_arrays(config.layers[i].feed_forward, cpu) for i in layers) // n_devices
     needed = n_tokens * itemsize * (2 * config.hidden_size + inner)
     if attention == "cudnn" and shape.deterministic:
         attention = "static"  # as in execution/attention_backend.py
@@ -177,6 +171,12 @@ def temporary_bytes(
     return needed + result_bytes(config, layers, itemsize, n_tokens=n_tokens, n_rows=n_rows)
 
 
+def _inner_arrays(feed_forward: FeedForward, cpu: bool) -> int:
+    """Elements per token between the two linear layers."""
+    product = feed_forward.size * (2 if feed_forward.gated else 1)
+    return product + (feed_forward.size if cpu else 0)
+
+
 def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens: int, n_rows: int) -> int:
     """Results kept between an iteration's programs: hidden states and, on the last stage, logits."""
     logits = n_rows * config.vocab_size * _LOGIT_BYTES if layers.stop == config.n_layers else 0
@@ -193,7 +193,9 @@ def _kernel_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: 
 
     A part takes 4 bytes an element: float32, or 16 bits and 16 bits of rounding error.
     """
-    around = n_tokens * itemsize * (config.hidden_size + 4 * config.hidden_size // n_devices)
+    attention = config.attention
+    own = 2 * (attention.width + attention.kv_width) // n_devices
+    around = n_tokens * itemsize * (config.hidden_size + own)
     if n_tokens <= _CUT_QUERIES or config.n_heads // n_devices > _CUT_HEADS:
         return around
     return around + _CUT_PARTS * _CUT_QUERIES * config.head_size * 4
@@ -205,11 +207,12 @@ def _cudnn_attention_bytes(config: ModelConfig, n_devices: int, shape: EngineSha
     For the near keys XLA keeps a contiguous copy of their values, and a weight per query and head.
     """
     (n_tokens, n_rows), block = _largest_batch(shape), shape.block_size
-    width, heads = config.hidden_size // n_devices, config.n_heads // n_devices
+    width, heads = config.attention.width // n_devices, config.n_heads // n_devices
+    kv_width = config.attention.kv_width // n_devices
     queries = min(_TILE_QUERIES, n_tokens)
     n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
     keys = ((block + queries - 2) // block + 1) * block
-    tile = queries * width * (2 * itemsize + 4) + keys * width * itemsize + queries * keys * heads * 4
+    tile = queries * width * (2 * itemsize + 4) + keys * kv_width * itemsize + queries * keys * heads * 4
     return n_tiles * tile + 3 * n_tokens * config.hidden_size * itemsize
 
 
@@ -221,10 +224,11 @@ def _static_attention_bytes(
     XLA fills the initial sums of all layers before the first layer. A layer's work is the keys and values
     gathered for all tiles at once, and their scores.
     """
-    width, heads = config.hidden_size // n_devices, config.n_heads // n_devices
+    width, heads = config.attention.width // n_devices, config.n_heads // n_devices
+    kv_width = config.attention.kv_width // n_devices
     queries, keys = min(_TILE_QUERIES, n_tokens), min(_TILE_KEYS, config.n_positions)
     n_tiles = n_tokens // queries + min(n_rows, n_tokens // 2)
     starts = n_tiles * queries * 4 * (width + 2 * heads) + n_tokens * width * itemsize
-    gathered, scores = n_tiles * keys * width * itemsize, n_tiles * heads * queries * keys * 4
+    gathered, scores = n_tiles * keys * kv_width * itemsize, n_tiles * heads * queries * keys * 4
     around = 2 * n_tokens * config.hidden_size * itemsize
     return n_layers * starts, int(_GATHERED * gathered) + scores + around

@@ -1,8 +1,6 @@
 """Random weights, drawn where they are to lie."""
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -11,12 +9,6 @@ import jax.numpy as jnp
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Initial, parameter_table
 from orca_jax.model.gpt import Parameters, init_parameter
-from orca_jax.sharding.partition import StagePart
-
-
-def padded_vocabulary(config: ModelConfig, part: StagePart) -> ModelConfig:
-    """With a vocabulary that a stage's devices share evenly, as all stages have it."""
-    return replace(config, vocab_multiple=math.lcm(config.vocab_multiple, len(part.group)))
 
 
 def random_parameters(

@@ -38,7 +38,9 @@ DEVICE = Device(bandwidth=4e12, matrix_rate=8e14)
 def static(q, k_cache, v_cache, block_table, row_start, kv_length) -> jax.Array:
     work = attention_work(row_start, kv_length, len(q), follow_lengths=False)
     cache = LayerCache(k_cache, v_cache)
-    return split_attention(q, cache, block_table, row_start, kv_length, work, follow_lengths=False)
+    by_group = q.reshape(len(q), k_cache.shape[1], -1, q.shape[2]).swapaxes(1, 2)  # [T, G, K, D]
+    out = split_attention(by_group, cache, block_table, row_start, kv_length, work, follow_lengths=False)
+    return out.swapaxes(1, 2).reshape(q.shape)
 
 
 def test_the_oracle_is_attention_by_its_definition() -> None:

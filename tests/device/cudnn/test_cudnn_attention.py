@@ -22,6 +22,7 @@ from orca_jax.cudnn.paged_attention_reference import paged_attention_reference
 from orca_jax.cudnn.split_attention import attention_work
 from orca_jax.cudnn.tiles import QUERIES, TilePlan, tile_words
 from orca_jax.execution.attention_backend import Cudnn
+from orca_jax.families.attention_config import Attention
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.pallas.split_attention_reference import split_attention_reference
@@ -57,7 +58,9 @@ def strict(
 def attend(batch: Ragged, words: jax.Array, path: Cudnn, layout: FlatLayout) -> jax.Array:
     q, k_cache, v_cache, block_table, row_start, kv_length = map(jnp.asarray, batch)
     arrays = flat_arrays(block_table, row_start, kv_length)
-    return path.bind(layout, arrays, words)(q[:, None], LayerCache(k_cache, v_cache))
+    # The path leaves the order of heads to cuDNN's mapping, which is tested with groups side by side.
+    own = Attention(n_heads=q.shape[1], n_kv_heads=q.shape[1], head_size=q.shape[2])
+    return path.bind(layout, arrays, words)(q[:, None], LayerCache(k_cache, v_cache), own, None)[:, 0]
 
 
 def flat_arrays(block_table: Any, row_start: Any, kv_length: Any) -> FlatArrays:

@@ -22,7 +22,7 @@ from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import init_parameters
 from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
-from orca_jax.planning.stage_memory import shared_vocabulary, stage_memory, stage_weight_bytes
+from orca_jax.planning.stage_memory import stage_memory, stage_weight_bytes
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.specs import spec
@@ -45,7 +45,7 @@ def bytes_on(device: Any, arrays: object) -> int:
 @pytest.mark.parametrize("model", [TIED, UNTIED, PROJECTED], ids=["tied", "untied", "projected"])
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int, tensor: int) -> None:
-    model = shared_vocabulary(model, tensor)
+    model = model.for_devices(tensor)
     parts = split_model(
         model, jax.devices("cpu"), ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=tensor)
     )
@@ -79,7 +79,7 @@ def test_an_engine_allocates_what_was_planned(model: ModelConfig, n_stages: int,
 def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: int, tensor: int) -> None:
     if PRESETS[name].n_heads % tensor:
         pytest.skip(f"{PRESETS[name].n_heads} heads do not split over {tensor}")
-    model = shared_vocabulary(PRESETS[name], tensor)
+    model = PRESETS[name].for_devices(tensor)
     mesh = AbstractMesh((tensor,), (TENSOR,))
     for layers in stage_layers(model.n_layers, n_stages):
         parameters = {
@@ -171,10 +171,10 @@ def test_a_device_without_memory_statistics_gets_a_modest_cache() -> None:
 def test_a_cpus_memory_is_shared_by_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}[name])
     part = split_model(TIED, jax.devices("cpu"), ParallelConfig(tensor_parallel=2))[0]
-    weights = stage_weight_bytes(shared_vocabulary(TIED, 2), range(3), 2, 4)
+    weights = stage_weight_bytes(TIED.for_devices(2), range(3), 2, 4)
 
     def room(reported: float | None) -> Any:
-        model = shared_vocabulary(TIED, 2)
+        model = TIED.for_devices(2)
         return stage_room(model, jnp.dtype("float32"), part, n_devices=2, memory_fraction=reported)
 
     assert (room(None).free, room(None).modest) == ((2 << 30) - weights, 1 << 30)

@@ -25,6 +25,10 @@ class Ragged:
     head_size: int
     block_size: int
     seed: int
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
 
 
 MOST_KEYS = 256
@@ -43,17 +47,26 @@ def ragged(draw: st.DrawFn) -> Ragged:
         if sum(n for n, _ in rows) + n_queries <= n_tokens:
             rows.append((n_queries, before))
     sizes = draw(st.sampled_from(SIZES))
-    return Ragged(rows, n_tokens, min(n_tokens, 11), *sizes, seed=draw(st.integers(0, 2**31)))
+    return Ragged(
+        rows,
+        n_tokens,
+        min(n_tokens, 11),
+        *sizes,
+        seed=draw(st.integers(0, 2**31)),
+        scale=draw(st.sampled_from([None, None, 0.4])),
+        window=draw(st.sampled_from([None, None, 1, 3, 16, 50, 1000])),
+        soft_cap=draw(st.sampled_from([None, None, 2.0])),
+        alibi=draw(st.sampled_from([False, False, True])),
+    )
 
 
-attend_jitted = jax.jit(split_attention, static_argnames="follow_lengths")
+attend_jitted = jax.jit(split_attention, static_argnames=("follow_lengths", "scale", "window", "soft_cap"))
 work_jitted = jax.jit(attention_work, static_argnums=2, static_argnames="follow_lengths")
 
 
 def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(computed, expected), both [T, N, D]; every slot that no row may see holds NaN."""
+    """(computed, expected), both [T, G, K, D]; every slot that no row may see holds NaN."""
     rng = np.random.default_rng(case.seed)
-    n_heads = case.n_kv_heads * case.per_head
     n_real = sum(q for q, _ in case.rows)
     n_tokens, n_rows = case.n_tokens, case.n_rows
     lengths = [q + before for q, before in case.rows]
@@ -63,7 +76,10 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
     table = np.full((n_rows, most_blocks), order[-1], np.int32)
     shape = (len(order), case.n_kv_heads, case.block_size, case.head_size)
     keys, values = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
-    q = rng.standard_normal((n_tokens, n_heads, case.head_size)).astype(np.float32)
+    shape = (n_tokens, case.per_head, case.n_kv_heads, case.head_size)
+    q = rng.standard_normal(shape).astype(np.float32)
+    slopes = rng.uniform(0, 0.5, shape[1:3]).astype(np.float32) if case.alibi else None
+    scale = 1 / np.sqrt(case.head_size) if case.scale is None else case.scale
     expected = np.zeros(q.shape)
     token = taken = 0
     for r, ((n_queries, before), n_blocks) in enumerate(zip(case.rows, blocks, strict=True)):
@@ -74,13 +90,22 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
         for position in range(length):
             block, offset = table[r, position // case.block_size], position % case.block_size
             keys[block, :, offset], values[block, :, offset] = own[:, position]
-        wide = own.astype(np.float64).repeat(case.per_head, axis=2)
-        for i in range(n_queries):
-            seen = wide[:, : before + i + 1]
-            scores = np.einsum("nd,cnd->nc", q[token].astype(np.float64), seen[0]) / np.sqrt(case.head_size)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            expected[token] = np.einsum("nc,cnd->nd", weights / weights.sum(axis=1, keepdims=True), seen[1])
+        wide = own.astype(np.float64)
+        for i in range(before, length):
+            first = 0 if case.window is None else max(0, i - case.window + 1)
+            seen = wide[:, first : i + 1]
+            scores = scale * np.einsum("gkd,ckd->gkc", q[token].astype(np.float64), seen[0])
+            if case.soft_cap is not None:
+                scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+            if slopes is not None:
+                scores += slopes[:, :, None] * (np.arange(first, i + 1) - i)
+            weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+            weights /= weights.sum(axis=2, keepdims=True)
+            expected[token] = np.einsum("gkc,ckd->gkd", weights, seen[1])
             token += 1
+        if case.window is not None:  # blocks that no query sees: not this row's any more
+            for block in range((before - case.window + 1) // case.block_size):
+                table[r, block] = order[-1]
     row_start = np.full(n_rows + 1, n_real, np.int32)
     row_start[: len(case.rows) + 1] = np.cumsum([0] + [n for n, _ in case.rows])
     kv_length = np.zeros(n_rows, np.int32)
@@ -93,6 +118,10 @@ def attend(case: Ragged, *, follow_lengths: bool) -> tuple[np.ndarray, np.ndarra
         jnp.asarray(kv_length),
         work_jitted(jnp.asarray(row_start), jnp.asarray(kv_length), n_tokens, follow_lengths=follow_lengths),
         follow_lengths=follow_lengths,
+        scale=case.scale,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        slopes=None if slopes is None else jnp.asarray(slopes),
     )
     return np.asarray(computed), expected
 

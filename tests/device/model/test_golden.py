@@ -25,10 +25,10 @@ def test_reference_gives_the_same_logits(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_engine_gives_the_same_tokens_alone_and_mixed(name: str) -> None:
     golden = load_golden(name)
-    assert len(golden.prompts) == 64
+    assert len(golden.prompts) in (32, 64)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     model = checkpoint.config
-    for max_bs in (1, 3, 32):
+    for max_bs in (1, 3, 32) if len(golden.prompts) == 64 else (1, 32):
         serving = ServingConfig(
             max_batch_size=max_bs,
             n_slots=max_bs * -(-model.n_positions // 16) * 16,
@@ -50,7 +50,7 @@ def test_the_comparison_compares_something() -> None:
     """Most choices are sure ones, and prompts run from one token to nearly the model's length."""
     for name in NAMES:
         golden = load_golden(name)
-        sure = sum(len(golden.sure(i)) for i in range(64))
+        sure = sum(len(golden.sure(i)) for i in range(len(golden.outputs)))
         assert sure > 0.9 * sum(map(len, golden.outputs)), name
         assert min(map(len, golden.prompts)) == 1, name
         assert len({token for output in golden.outputs for token in output}) > 50, name

@@ -67,7 +67,13 @@ def test_shapes_of_init_and_forward(name: str) -> None:
             jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
         )
         caches = [LayerCache(empty, empty)] * config.n_layers
-        x, caches = model.through(model.embed(tokens, tokens), tokens, caches, lambda qkv, cache: qkv[:, 0])
+        x, caches = model.through(
+            model.embed(tokens, tokens),
+            tokens,
+            tokens,
+            caches,
+            lambda q, cache, attention, slopes: q[:, : attention.group],
+        )
         return model.logits(x, rows), caches
 
     n_rows = jax.ShapeDtypeStruct((2,), jnp.int32)

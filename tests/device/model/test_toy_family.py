@@ -269,9 +269,11 @@ def test_orca_json_describes_it(directory: Path, tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "orbax", tmp_path / "back")
     assert read_config(tmp_path / "back") == model
     described = config_to_json(model)
-    described["layers"][1]["feed_forward"]["gated"] = True
+    described["layers"][1]["residual"] = "sideways"
     write_json(tmp_path / "orbax" / "orca.json", {"model": described})
-    with pytest.raises(BadModelConfig, match=r"orca\.json: model: gated is true.*not supported"):
+    with pytest.raises(
+        BadModelConfig, match=r"orca\.json: model: residual is 'sideways'; it must be one of pre"
+    ):
         load_checkpoint(tmp_path / "orbax", dtype=np.float32)
     del described["layers"][1]["attention"]
     write_json(tmp_path / "orbax" / "orca.json", {"model": described})

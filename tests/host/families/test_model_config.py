@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from orca_jax.errors import ConfigError
+from orca_jax.families.attention_config import QKNorm, Scores
 from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import (
@@ -20,6 +21,7 @@ from orca_jax.families.model_config import (
     Norm,
 )
 from orca_jax.families.presets import PRESETS
+from orca_jax.families.rotary import Rotary, Scaling
 
 ATTENTION = Attention(n_heads=2, n_kv_heads=2, head_size=4)
 LAYER = Layer(attention=ATTENTION, feed_forward=FeedForward(size=16))
@@ -39,6 +41,7 @@ MODEL = ModelConfig(
 
 
 UNKNOWN: Any = "swish"
+UNKNOWN_PLACE: Any = "sideways"
 SIZES: dict[str, Any] = {
     "vocab_size": 10,
     "n_positions": 8,
@@ -52,20 +55,34 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (lambda: Attention(n_heads=4, n_kv_heads=2, head_size=8), "n_kv_heads is 2, n_heads 4; grouped"),
+        (
+            lambda: Attention(n_heads=4, n_kv_heads=3, head_size=8),
+            "n_heads 4 is not a multiple of n_kv_heads 3",
+        ),
+        (lambda: Scores(window=0), "window is 0"),
+        (lambda: Scores(soft_cap=-1.0), "attention_soft_cap is -1.0"),
+        (lambda: Rotary(size=7), "rotary_size is 7.*pairs"),
+        (
+            lambda: replace(ATTENTION, rotary=Rotary(size=6)),
+            "rotary_size is 6; it must be at most the head_size 4",
+        ),
+        (lambda: Scaling(kind="llama3"), "llama3 needs original_positions"),
+        (
+            lambda: Rotary(size=4, scaling=Scaling(kind="longrope", original_positions=8)),
+            "short_factors are 0; longrope needs one for each of the 2 pairs",
+        ),
+        (lambda: QKNorm(norm=Norm()), "qk-norm is 'layer_norm'"),
         (lambda: Attention(n_heads=0, n_kv_heads=0, head_size=8), "n_heads is 0"),
         (lambda: Attention(n_heads=True, n_kv_heads=1, head_size=8), "n_heads is True"),
-        (lambda: FeedForward(size=8, gated=True), "gated feed-forward layer is not supported"),
         (lambda: FeedForward(size=1 << 21), "ffn_size is 2097152"),
         (lambda: FeedForward(size=8, activation=UNKNOWN), "activation is 'swish'.*relu, silu"),
         (lambda: Norm(kind="rms_norm_plus_one"), "rms_norm_plus_one.*layer_norm, rms_norm"),  # pyright: ignore[reportArgumentType]
         (lambda: Norm(eps=0.0), "norm_eps is 0.0"),
-        (lambda: replace(LAYER, residual="parallel"), "residual is 'parallel'.*pre, post"),
+        (lambda: replace(LAYER, residual=UNKNOWN_PLACE), "residual is 'sideways'.*pre, post"),
         (lambda: LearnedPositions(offset=-1), "position_offset is -1"),
         (lambda: Embedding(size=0), "embedding_size is 0"),
         (lambda: replace(MODEL, layers=()), "n_layers is 0"),
         (lambda: replace(MODEL, layers=(LAYER,) * 1025), "n_layers is 1025"),
-        (lambda: replace(MODEL, hidden_size=16), "hidden_size is 16, and 2 heads of 4 have 8"),
         (
             lambda: replace(
                 MODEL, layers=(LAYER, replace(LAYER, attention=replace(ATTENTION, n_heads=1, n_kv_heads=1)))
@@ -119,7 +136,7 @@ def test_what_has_a_default_may_be_left_out() -> None:
             lambda m: m["layers"][0]["feed_forward"].update(bias=1),
             "bias: expected true or false, found 1",
         ),
-        (lambda m: m["layers"][0]["feed_forward"].update(gated=True), "gated feed-forward layer"),
+        (lambda m: m["layers"][0]["feed_forward"].update(gated=1), "gated: expected true or false, found 1"),
         (lambda m: m["layers"][0].update(attention=None), "attention: expected an object, found None"),
         (lambda m: m.update(positions=[]), "model.positions: expected an object or null"),
         (lambda m: m.update(eos_token_ids=[1.5]), "model.eos_token_ids: expected a whole number"),

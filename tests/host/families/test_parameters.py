@@ -12,7 +12,7 @@ from orca_jax.families.parameters import in_layers, parameter_table, stage_param
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.stage_layers import stage_layers
-from orca_jax.planning.stage_memory import shared_vocabulary, stage_weight_bytes
+from orca_jax.planning.stage_memory import stage_weight_bytes
 from tests.places import ROOT
 
 # Elements; and bytes in bfloat16 of each device: of one stage, of two, and of two on two devices each.
@@ -91,7 +91,7 @@ def test_the_weights_of_every_preset(name: str) -> None:
     for (n_stages, n_devices), expected in zip(((1, 1), (2, 1), (2, 2)), by_split, strict=True):
         if not expected:
             continue  # 25 heads
-        model = shared_vocabulary(PRESETS[name], n_devices)
+        model = PRESETS[name].for_devices(n_devices)
         stages = stage_layers(model.n_layers, n_stages)
         assert [stage_weight_bytes(model, layers, n_devices, 2) for layers in stages] == expected
 

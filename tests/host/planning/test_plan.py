@@ -23,7 +23,6 @@ from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import (
     StageRoom,
     result_bytes,
-    shared_vocabulary,
     slot_bytes,
     stage_memory,
     stage_weight_bytes,
@@ -88,9 +87,9 @@ def test_the_stages_hold_every_parameter_once_but_a_tied_table(name: str, n_stag
 
 def test_a_vocabulary_is_padded_for_the_devices_that_share_it() -> None:
     odd = replace(SMALL, vocab_size=11)
-    assert shared_vocabulary(odd, 2).padded_vocab_size == 12
-    assert shared_vocabulary(odd, 1) is odd
-    assert shared_vocabulary(PRESETS["gpt3-13b"], 8) is PRESETS["gpt3-13b"]  # 50,304 is a multiple of 8
+    assert odd.for_devices(2).padded_vocab_size == 12
+    assert odd.for_devices(1) is odd
+    assert PRESETS["gpt3-13b"].for_devices(8) is PRESETS["gpt3-13b"]  # 50,304 is a multiple of 8
 
 
 def test_the_largest_number_of_slots_that_fits() -> None:

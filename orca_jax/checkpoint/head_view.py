@@ -1,0 +1,136 @@
+"""A checkpoint's heads in our order: a weight read, or written, head by head.
+
+families/stored_name.py says which head is where. Only heads that a shard needs are read.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orca_jax.checkpoint.shard_reader import Box, Stored
+from orca_jax.families.attention_config import Attention
+from orca_jax.families.parameters import Parameter
+from orca_jax.families.stored_name import HeadPlace, StoredName, head_places, heads_of_tensors
+
+
+def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention) -> list[tuple[int, ...]]:
+    """The shape that each tensor of a weight must have, as a vector or a matrix."""
+    n_rows, *columns = parameter.stacked_shape
+    if wanted.heads is None:
+        shapes = [(n_rows // len(wanted.names), *columns)] * len(wanted.names)
+    else:
+        widths = [n * attention.head_size for n in heads_of_tensors(wanted.heads, attention)]
+        shapes = [(n_rows, n) if parameter.takes_attention else (n, *columns) for n in widths]
+    return [shape[::-1] for shape in shapes] if wanted.transpose else shapes
+
+
+@dataclass(frozen=True, slots=True)
+class HeadView:
+    """A weight of the shape [slices, K D], [slices, K D, H] or [H, slices, K D], made of stored heads.
+
+    `places` has the stored head of each slice and head. `in_columns`: heads are columns of the weight.
+    `transpose`: the tensors are stored [in, out]. A weight of one slice may lack that axis.
+    """
+
+    tensors: tuple[Stored, ...]
+    shape: tuple[int, ...]
+    places: tuple[tuple[HeadPlace, ...], ...]
+    head_size: int
+    in_columns: bool
+    transpose: bool
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Stored], parameter: Parameter, wanted: StoredName, attention: Attention
+    ) -> "HeadView":
+        """The view of these tensors as `parameter`."""
+        assert wanted.heads is not None
+        places = tuple(tuple(heads) for heads in head_places(wanted.heads, attention))
+        in_columns = parameter.takes_attention
+        return cls(tuple(tensors), parameter.shape, places, attention.head_size, in_columns, wanted.transpose)
+
+    def __str__(self) -> str:
+        return str(self.tensors[0])
+
+    @property
+    def element(self) -> np.dtype:
+        """The dtype of the tensors; float32 where they differ."""
+        elements = {tensor.element for tensor in self.tensors}
+        return elements.pop() if len(elements) == 1 else np.dtype(np.float32)
+
+    @property
+    def divisible(self) -> bool:
+        return all(tensor.divisible for tensor in self.tensors)
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box`: the row within the box, and the piece. Raises CorruptFile."""
+        if self.in_columns:
+            yield 0, self._columns(box)
+        elif len(self.shape) == 1:  # one slice of a vector
+            yield 0, self._slice(0, box[0], ())
+        else:
+            (first, end), heads, *others = box
+            for slice_ in range(first, end):
+                yield slice_ - first, self._slice(slice_, heads, tuple(others))[None]
+
+    def _slice(self, slice_: int, heads: tuple[int, int], others: Box) -> np.ndarray:
+        """Elements `heads` of one slice, by `others`."""
+        out = np.empty([end - first for first, end in (heads, *others)], self.element)
+        for tensor, stored, at in self._runs(slice_, *heads):
+            out[at - heads[0] : at - heads[0] + stored[1] - stored[0]] = self._read(tensor, stored, others)
+        return out
+
+    def _columns(self, box: Box) -> np.ndarray:
+        rows, heads = box[0], box[-1]
+        slices = range(*box[1]) if len(box) == 3 else range(1)
+        parts = [self._slice(slice_, heads, (rows,)).T for slice_ in slices]
+        return np.stack(parts, axis=1) if len(box) == 3 else parts[0]
+
+    def _runs(self, slice_: int, first: int, end: int) -> Iterator[tuple[int, tuple[int, int], int]]:
+        """Elements `first` to `end` of a slice: a tensor, the run of its elements, and where the run begins.
+
+        Heads that are neighbours there too are one run.
+        """
+        size, at = self.head_size, first
+        while at < end:
+            k = at // size
+            place = self.places[slice_][k]
+            stop = k + 1
+            while stop * size < end and self.places[slice_][stop] == HeadPlace(
+                place.tensor, place.head + stop - k
+            ):
+                stop += 1
+            n = min(stop * size, end) - at
+            start = place.head * size + at % size
+            yield place.tensor, (start, start + n), at
+            at += n
+
+    def _read(self, tensor: int, stored: tuple[int, int], others: Box) -> np.ndarray:
+        """Elements `stored` of a tensor's axis of heads, by `others` of its other axis."""
+        heads_last = bool(others) and self.transpose != self.in_columns
+        box = (*others, stored) if heads_last else (stored, *others)
+        out = np.empty([end - first for first, end in box], self.tensors[tensor].element)
+        for row, piece in self.tensors[tensor].pieces(box):
+            out[row : row + len(piece)] = piece
+        return out.T if heads_last else out
+
+
+def written_tensor(
+    values: np.ndarray, first_slice: int, places: Sequence[Sequence[HeadPlace]], tensor: int, n_heads: int
+) -> np.ndarray:
+    """A checkpoint's tensor [n_heads D, ...] of `values`, which are slices [n, K D, ...] of our weight."""
+    head_size = values.shape[1] // len(places[0])
+    out = np.empty((n_heads * head_size, *values.shape[2:]), values.dtype)
+    for slice_, heads in enumerate(places):
+        for k, place in enumerate(heads):
+            if place.tensor == tensor:
+                target = out[place.head * head_size : (place.head + 1) * head_size]
+                target[...] = values[slice_ - first_slice, k * head_size : (k + 1) * head_size]
+    return out
+
+
+def slices_of_tensor(places: Sequence[Sequence[HeadPlace]], tensor: int) -> tuple[int, int]:
+    """The first slice of our weight that is in a checkpoint's tensor, and the end."""
+    slices = [i for i, heads in enumerate(places) if heads[0].tensor == tensor]
+    return slices[0], slices[-1] + 1

@@ -1,0 +1,121 @@
+"""The shape of a layer's attention: its heads, and what happens to queries, keys and scores."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.errors import ConfigError
+from orca_jax.families.limits import check_choice, check_positive, check_size
+from orca_jax.families.norm_config import Norm
+from orca_jax.families.rotary import Rotary
+
+QKNormOver = Literal["head", "width"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QKNorm:
+    """An RMSNorm of queries and of keys before they are rotated.
+
+    Over each `head`, with one scale [D] for all of them (Qwen 3, Gemma 3), or over the full `width` of all
+    heads (OLMo 2).
+    """
+
+    norm: Norm
+    over: QKNormOver = "head"
+
+    def __post_init__(self) -> None:
+        check_choice("what a qk-norm is over", self.over, QKNormOver)
+        if self.norm.kind != "rms_norm":
+            raise ConfigError(f"the kind of a qk-norm is {self.norm.kind!r}; only rms_norm is supported")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """How the scores of attention follow from queries and keys.
+
+    scale * q.k (None: head_size ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi (Press et
+    al., 2021) the head's slope times `alibi` times (key position - query position). With a `window` a token
+    sees itself and the window - 1 tokens before it, as in transformers.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, label in (("scale", "attention_scale"), ("soft_cap", "attention_soft_cap")):
+            if getattr(self, name) is not None:
+                check_positive(label, getattr(self, name))
+        if self.window is not None:
+            check_size("window", self.window)
+        if self.alibi is not None:
+            check_positive("alibi", self.alibi)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Causal attention of `n_heads` query heads, `group` of them for each of the `n_kv_heads` K/V heads.
+
+    Heads have `head_size` elements. Each K/V head of the checkpoint stands here `kv_repeats` times in a row,
+    so that more devices than K/V heads can share a layer (`ModelConfig.for_devices`).
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_size: int
+    qkv_bias: bool = True
+    out_bias: bool = True
+    qk_norm: QKNorm | None = None
+    rotary: Rotary | None = None
+    scores: Scores = Scores()
+    kv_repeats: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "n_kv_heads", "head_size", "kv_repeats"):
+            check_size(name, getattr(self, name))
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if self.n_kv_heads % self.kv_repeats:
+            raise ConfigError(
+                f"n_kv_heads {self.n_kv_heads} is not a multiple of kv_repeats {self.kv_repeats}"
+            )
+        if self.rotary is not None and self.rotary.size > self.head_size:
+            raise ConfigError(
+                f"rotary_size is {self.rotary.size}; it must be at most the head_size {self.head_size}"
+            )
+
+    @property
+    def group(self) -> int:
+        """G: query heads of each K/V head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def width(self) -> int:
+        """Elements of all query heads, N * D."""
+        return self.n_heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of all key heads, K * D; the values have as many."""
+        return self.n_kv_heads * self.head_size
+
+    @property
+    def scale(self) -> float:
+        """What the product of a query and a key is multiplied by."""
+        return self.head_size**-0.5 if self.scores.scale is None else self.scores.scale
+
+    def slopes(self) -> npt.NDArray[np.float32] | None:
+        """ALiBi's slopes by group and K/V head, [G, K]; None without ALiBi.
+
+        For a power of two n of heads 2 ** (-8 h / n), h from 1; further heads take every second slope of 2n.
+        """
+        if self.scores.alibi is None:
+            return None
+        n = 1 << (self.n_heads.bit_length() - 1)
+        first = [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
+        rest = [2.0 ** (-4 * h / n) for h in range(1, 2 * (self.n_heads - n) + 1, 2)]
+        slopes = np.array([*first, *rest]) * self.scores.alibi
+        return slopes.reshape(self.n_kv_heads, self.group).T.astype(np.float32)

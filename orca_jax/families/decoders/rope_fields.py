@@ -1,0 +1,130 @@
+"""Rotary positions as config.json states them, in every spelling.
+
+Before transformers 5 `rope_theta` is a field of its own, and `rope_scaling` an object with a `rope_type` or
+`type`. Since then `rope_parameters` holds all of it, in some models by kind of layer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields as parts_of
+from typing import Any
+
+from orca_jax.errors import BadModelConfig
+from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.rotary import Rotary, Scaling, ScalingKind
+from orca_jax.families.strict_json import shown
+
+_KINDS: Mapping[str, ScalingKind | None] = {
+    "default": None,
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "llama3": "llama3",
+    "longrope": "longrope",
+    "su": "longrope",  # its name in the first Phi-3 files
+}
+_ORIGINAL = "original_max_position_embeddings"
+# A scaling's numbers by their names in config.json, which are ours too.
+_NUMBERS: Mapping[ScalingKind, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", "attention_factor"),
+}
+_NEEDED: Mapping[ScalingKind, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def read_rotary(
+    fields: ConfigFields,
+    *,
+    head_size: int,
+    n_positions: int,
+    default_base: float = 10_000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+    kind_of_layer: str | None = None,
+) -> Rotary:
+    """The rotary positions of config.json, or those of a `kind_of_layer` in a nested `rope_parameters`.
+
+    `partial` is the family's default of `partial_rotary_factor`; None refuses that field. Raises
+    BadModelConfig, UnsupportedModel, or a ConfigError.
+    """
+    base = fields.number("rope_theta", 0.0) or None
+    parameters = fields.section("rope_parameters")
+    if parameters is not None and kind_of_layer is not None:
+        parameters = parameters.section(kind_of_layer) or parameters
+    scaling_fields = fields.section("rope_scaling")
+    found = parameters if parameters is not None else scaling_fields
+    if parameters is not None and scaling_fields is not None:
+        raise BadModelConfig(f"{shown(fields.path)} has both rope_parameters and rope_scaling; keep one")
+    factor = None if partial is None else fields.number("partial_rotary_factor", partial)
+    scaling = None
+    if found is not None:
+        inner = found.number("rope_theta", 0.0) or None
+        if base is not None and inner is not None and base != inner:
+            raise BadModelConfig(
+                f"{shown(fields.path)} disagrees with itself: rope_theta is {base}, "
+                f"rope_parameters.rope_theta is {inner}"
+            )
+        base = inner or base
+        if factor is not None:
+            factor = found.number("partial_rotary_factor", factor)
+        scaling = _scaling(fields, found, n_positions)
+        found.refuse_others(())
+    return Rotary(
+        size=int(head_size * (1.0 if factor is None else factor)),
+        base=default_base if base is None else base,
+        interleaved=interleaved,
+        scaling=scaling,
+    )
+
+
+def _scaling(fields: ConfigFields, found: ConfigFields, n_positions: int) -> Scaling | None:
+    name = "type" if found.raw("rope_type") is None and found.raw("type") is not None else "rope_type"
+    kind = found.choice(name, _KINDS, "default")
+    original = found.whole(_ORIGINAL, default=fields.whole(_ORIGINAL, default=n_positions))
+    if kind is None:
+        return None
+    values: dict[str, Any] = {}
+    for number in _NUMBERS[kind]:
+        if found.raw(number) is not None or number in _NEEDED.get(kind, ()):
+            values[number] = found.required_number(number)
+    if kind in ("yarn", "longrope"):
+        values.setdefault("factor", n_positions / original)
+    if kind == "yarn":
+        values["truncate"] = found.flag("truncate", True)
+    if kind == "longrope":
+        values["short_factors"] = found.numbers("short_factor")
+        values["long_factors"] = found.numbers("long_factor")
+    if kind != "linear":
+        # transformers stretches the base beyond max_position_embeddings, whatever else the file says.
+        values["original_positions"] = n_positions if kind == "dynamic" else original
+    return Scaling(kind=kind, **values)
+
+
+def rotary_fields(rotary: Rotary) -> dict[str, Any]:
+    """The fields that `read_rotary` reads as this, in the older spelling, which transformers 5 reads too.
+
+    The size of the rotated part is the family's to write.
+    """
+    written: dict[str, Any] = {"rope_theta": rotary.base}
+    scaling = rotary.scaling
+    if scaling is None:
+        return written
+    values: dict[str, Any] = {"rope_type": scaling.kind}
+    defaults = {part.name: part.default for part in parts_of(Scaling)}
+    for name in _NUMBERS[scaling.kind]:
+        value = getattr(scaling, name)
+        if value is not None and (value != defaults[name] or name in _NEEDED.get(scaling.kind, ("factor",))):
+            values[name] = value
+    if scaling.kind not in ("linear", "dynamic"):
+        values[_ORIGINAL] = scaling.original_positions
+    if not scaling.truncate:
+        values["truncate"] = False
+    if scaling.kind == "longrope":
+        values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+    return written | {"rope_scaling": values}

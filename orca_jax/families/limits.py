@@ -1,0 +1,40 @@
+"""Bounds on the numbers of a model, checked when a part of a ModelConfig is made."""
+
+from typing import Any, get_args
+
+from orca_jax.config import check_whole
+from orca_jax.errors import ConfigError
+
+# Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.
+_LIMITS = {
+    "vocab_size": 1 << 22,
+    "n_positions": 1 << 21,
+    "hidden_size": 1 << 17,
+    "embedding_size": 1 << 17,
+    "ffn_size": 1 << 20,
+    "n_layers": 1024,
+    "n_heads": 1024,
+    "n_kv_heads": 1024,
+    "head_size": 1 << 17,
+    "rotary_size": 1 << 17,
+    "window": 1 << 24,
+    "kv_repeats": 1024,
+    "vocab_multiple": 1 << 16,
+}
+
+
+def check_size(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` is a whole number within the limits of the size of that name."""
+    check_whole(name, value, 1, _LIMITS[name])
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raises ConfigError unless `value` is one of the Literal `choices`."""
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(choices))}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raises ConfigError unless `value` is a number above 0 and at most 1e12."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1e12:
+        raise ConfigError(f"{name} is {value!r}; it must be a number above 0, at most 1e12")

@@ -1,0 +1,165 @@
+"""One Transformer layer, built from the parts that its config names."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from orca_jax.families.attention_config import Attention
+from orca_jax.families.model_config import Layer
+from orca_jax.families.norm_config import Norm
+from orca_jax.model.kv_cache import LayerCache, write
+from orca_jax.model.layers import LayerNorm, Linear, Matmul, RMSNorm, activate
+from orca_jax.model.rotation import Rotation, rotate
+from orca_jax.model.shard import Shard
+
+Weights = Callable[[str], jax.Array | None]  # the parameters of a layer, or of what is around them, by name
+
+
+class Attend(Protocol):
+    """Split attention with this iteration's tables bound: the one operation that knows of requests."""
+
+    def __call__(
+        self, q: jax.Array, cache: LayerCache, attention: Attention, slopes: jax.Array | None, /
+    ) -> jax.Array:
+        """q [T, n, K, D], of which the first G slices are queries, to [T, G, K, D].
+
+        The slices after the queries are for kernels, which may so read the queries where the product that
+        gave them left them; keys and values are in the cache already. `attention` is the layer's, with G and
+        the form of its scores, `slopes` [G, K] float32 those of ALiBi. K are the K/V heads of this device.
+        """
+        ...
+
+
+class Block(nnx.Module):
+    """One Transformer layer, of the parts that `config` names."""
+
+    def __init__(self, config: Layer, p: Weights) -> None:
+        self.config = config
+        norms = {name: norm_of(config.norm, p, name) for name in config.norms}
+        self.attn_norm = norms.get("attn_norm")
+        self.attn_out_norm = norms.get("attn_out_norm")
+        self.mlp_norm = norms.get("mlp_norm")
+        self.mlp_out_norm = norms.get("mlp_out_norm")
+        self.qkv = linear_of(p, "qkv")
+        self.q_norm, self.k_norm = _qk_norms(config.attention, p)
+        self.out = linear_of(p, "out")
+        self.up = linear_of(p, "up")
+        self.down = linear_of(p, "down")
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: LayerCache,
+        slot_of_token: jax.Array,
+        rotation: Rotation | None,
+        attend: Attend,
+        shard: Shard,
+        product: Matmul,
+    ) -> tuple[jax.Array, LayerCache]:
+        """x [T, H] through the layer; this iteration's keys and values are written to the cache first."""
+
+        def attention(value: jax.Array) -> tuple[jax.Array, LayerCache]:
+            attended, written = self._attention(value, cache, slot_of_token, rotation, attend, shard, product)
+            return self._scaled(_normed(self.attn_out_norm, attended)), written
+
+        def feed_forward(value: jax.Array) -> jax.Array:
+            return self._scaled(_normed(self.mlp_out_norm, self._feed_forward(value, shard, product)))
+
+        match self.config.residual:
+            case "pre" | "both" | "after":
+                attended, written = attention(_normed(self.attn_norm, x))
+                x = x + attended
+                return x + feed_forward(_normed(self.mlp_norm, x)), written
+            case "post":
+                attended, written = attention(x)
+                x = _normed(self.attn_norm, x + attended)
+                return _normed(self.mlp_norm, x + feed_forward(x)), written
+            case "parallel" | "parallel_two_norms":
+                normed = _normed(self.attn_norm, x)
+                attended, written = attention(normed)
+                return x + attended + feed_forward(
+                    normed if self.mlp_norm is None else self.mlp_norm(x)
+                ), written
+
+    def _attention(
+        self,
+        x: jax.Array,
+        cache: LayerCache,
+        slot_of_token: jax.Array,
+        rotation: Rotation | None,
+        attend: Attend,
+        shard: Shard,
+        product: Matmul,
+    ) -> tuple[jax.Array, LayerCache]:
+        config = self.config.attention
+        group, n_kv_heads = config.group, config.n_kv_heads // shard.n
+        qkv = self.qkv(x, product)
+        qkv = qkv.reshape(x.shape[0], group + 2, n_kv_heads, config.head_size)  # [T, G + 2, K, D]
+        queries, keys = qkv, qkv[:, group]
+        if self.q_norm is not None and self.k_norm is not None and config.qk_norm is not None:
+            queries, keys = qkv[:, :group], qkv[:, group : group + 1]
+            if config.qk_norm.over == "width":
+                queries = self.q_norm.over_heads(queries, shard)
+                keys = self.k_norm.over_heads(keys, shard)[:, 0]
+            else:
+                queries, keys = self.q_norm(queries), self.k_norm(keys)[:, 0]
+        if rotation is not None and config.rotary is not None:
+            interleaved = config.rotary.interleaved
+            queries = rotate(queries[:, :group], rotation, interleaved=interleaved)
+            keys = rotate(keys[:, None], rotation, interleaved=interleaved)[:, 0]
+        cache = write(cache, keys, qkv[:, group + 1], slot_of_token)
+        attended = attend(queries, cache, config, _slopes(config, shard))  # [T, G, K, D]
+        return self.out(attended.reshape(x.shape[0], -1), product, shard), cache
+
+    def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
+        config = self.config.feed_forward
+        inner = self.up(x, product)
+        if config.gated:
+            gate, up = jnp.split(inner, 2, axis=1)  # [T, F] each
+            inner = activate(gate, config.activation) * up
+        else:
+            inner = activate(inner, config.activation)
+        return self.down(inner, product, shard)
+
+    def _scaled(self, x: jax.Array) -> jax.Array:
+        multiplier = self.config.residual_multiplier
+        return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
+
+
+def _normed(norm: LayerNorm | RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
+
+
+def _slopes(attention: Attention, shard: Shard) -> jax.Array | None:
+    """ALiBi's slopes of this device's heads, [G, K]."""
+    slopes = attention.slopes()
+    if slopes is None or shard.n == 1:
+        return None if slopes is None else jnp.asarray(slopes)
+    n_kv_heads = slopes.shape[1] // shard.n
+    return lax.dynamic_slice_in_dim(jnp.asarray(slopes), shard.index * n_kv_heads, n_kv_heads, axis=1)
+
+
+def _qk_norms(attention: Attention, p: Weights) -> tuple[RMSNorm | None, RMSNorm | None]:
+    if attention.qk_norm is None:
+        return None, None
+    q_scale, k_scale = p("q_norm.scale"), p("k_norm.scale")
+    assert q_scale is not None and k_scale is not None
+    return RMSNorm(attention.qk_norm.norm, q_scale), RMSNorm(attention.qk_norm.norm, k_scale)
+
+
+def norm_of(norm: Norm, p: Weights, name: str) -> LayerNorm | RMSNorm:
+    """The norm of that name."""
+    scale = p(f"{name}.scale")
+    assert scale is not None, name
+    return RMSNorm(norm, scale) if norm.kind == "rms_norm" else LayerNorm(norm, scale, p(f"{name}.bias"))
+
+
+def linear_of(p: Weights, name: str) -> Linear:
+    """The linear layer of that name."""
+    weight = p(f"{name}.weight")
+    assert weight is not None, name
+    return Linear(weight, p(f"{name}.bias"))

@@ -1,0 +1,37 @@
+"""Rotary positions applied to queries and keys; families/rotary.py has their frequencies."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from orca_jax.families.rotary import Rotary
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of each token's angles, [T, size / 2] float32."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rotation(rotary: Rotary, positions: jax.Array, n_positions: int) -> Rotation:
+    """The rotation of tokens at `positions` [T] int32, in a model of `n_positions`."""
+    angles = positions[:, None].astype(jnp.float32) * rotary.frequencies(n_positions)
+    factor = rotary.attention_factor
+    return Rotation(factor * jnp.cos(angles), factor * jnp.sin(angles))
+
+
+def rotate(x: jax.Array, by: Rotation, *, interleaved: bool) -> jax.Array:
+    """x [T, n, K, D], whose first `size` elements of each head are rotated; the rest stays."""
+    size = 2 * by.cos.shape[1]
+    part, rest = x[..., :size].astype(jnp.float32), x[..., size:]
+    cos, sin = by.cos[:, None, None], by.sin[:, None, None]  # [T, 1, 1, size / 2]
+    if interleaved:
+        first, second = part[..., 0::2], part[..., 1::2]
+    else:
+        first, second = part[..., : size // 2], part[..., size // 2 :]
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = jnp.stack(pair, axis=-1).reshape(part.shape) if interleaved else jnp.concatenate(pair, axis=-1)
+    turned = turned.astype(x.dtype)
+    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)

@@ -1,0 +1,64 @@
+"""The shapes of the golden models, by name: what transformers' config of the model_type is made of.
+
+scripts/make_golden.py makes their files. `max_position_embeddings` is the longest sequence of the tests; keep
+sizes small and odd. Sections are in alphabetical order.
+"""
+
+from typing import Any
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+
+
+def _shape(
+    model_type: str, vocab: int, hidden: int, layers: int, heads: int, kv: int, inner: int, **other: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": inner,
+        "max_position_embeddings": 96,
+        **other,
+    }
+
+
+def _rope(base: float, **other: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base} | other
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # bloom
+    # falcon
+    # gemma, gemma2, gemma3_text
+    # gpt_neox
+    # gptj
+    # granite
+    # llama
+    "llama-grouped": _shape("llama", 211, 48, 3, 6, 2, 80, head_dim=10, rms_norm_eps=1e-5),
+    "llama3-rope-tied": _shape(
+        *("llama", 307, 40, 2, 4, 1, 56),
+        tie_word_embeddings=True,
+        rope_parameters=_rope(5e5, **_LLAMA3, original_max_position_embeddings=24),
+    ),
+    "llama-biases-yarn": _shape(
+        *("llama", 157, 32, 3, 4, 4, 44),
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=_rope(1e4, **_YARN, beta_fast=8.0),
+    ),
+    "llama-linear": _shape(
+        "llama", 131, 36, 2, 6, 3, 52, rope_parameters=_rope(1e3, rope_type="linear", factor=2.5)
+    ),
+    "llama-dynamic": _shape(
+        "llama", 101, 24, 2, 3, 1, 36, rope_parameters=_rope(1e4, rope_type="dynamic", factor=3.0)
+    ),
+    # mistral
+    # olmo2
+    # phi3
+    # qwen2, qwen3
+    # starcoder2
+}
