@@ -62,7 +62,7 @@ class _Place:
         """What a returned iteration sampled, if it did."""
         inner = self.inner
         inner.n_in_flight -= 1
-        inner.n_pieces -= not sampled
+        inner.n_partial -= not sampled
         if sampled:
             inner.output_ids.append(token_id)
         if not inner.n_in_flight:
@@ -178,7 +178,7 @@ class RequestLevelScheduler:
         self.iterations.append(RowsRecord(record.number, self.n_batches - 1, works))
         iteration = self.engine.issue(rows)
         iteration.record = record
-        iteration.pieces = frozenset(
+        iteration.partial = frozenset(
             [i for i, (inner, n_tokens) in enumerate(rows) if not inner.begin_iteration(n_tokens)]
         )
         for place in places:
@@ -195,7 +195,7 @@ class RequestLevelScheduler:
         assert iteration.record is not None
         self.timeline.returned(iteration.record)
         for i, (place, token_id) in enumerate(zip(places, returned.token_ids, strict=True)):
-            place.take(int(token_id), sampled=i not in iteration.pieces)
+            place.take(int(token_id), sampled=i not in iteration.partial)
 
     def _end_batch(self) -> None:
         """Everything is delivered, and every slot is free again."""

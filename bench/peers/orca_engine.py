@@ -1,7 +1,7 @@
 """This engine without `LLM`: for an environment that lacks the libraries of tokenizers, grammars or gRPC.
 
-The caller's thread turns the scheduler's loop. No text is made here and none with `LLM`, since the checkpoint
-of a comparison has no tokenizer; what is left out is the service's thread and its mailboxes.
+The caller's thread runs the scheduler's loop. A comparison's checkpoint has no tokenizer, so `LLM` would make
+no text either; this leaves out only the service's thread and its Outputs.
 """
 
 import platform

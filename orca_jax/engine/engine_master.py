@@ -1,7 +1,7 @@
-"""The engine master: one iteration's control message to worker 1, its tokens from worker n.
+"""The engine master: sends each iteration's control message to worker 1, and gets its tokens from worker n.
 
-It implements `engine_protocol.Engine`. Nothing here waits for a device but `wait` (ORCA 4.1: only the last
-stage synchronises).
+It implements `engine_protocol.Engine`. Only `wait` waits for a device (ORCA 4.1: only the last stage
+synchronises).
 """
 
 import time
@@ -29,12 +29,12 @@ from orca_jax.request.sampled import Sampled, token_logprobs
 from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 
-_POLL_SECONDS = 100e-6  # far below an iteration, far above what a poll costs
+_POLL_SECONDS = 100e-6  # much shorter than an iteration, much longer than a poll
 
 _FINISHED = RequestState.FINISHED
 
-# What message.SAMPLING takes from SamplingParams as it is.
-_KEPT = (
+# The fields that message.SAMPLING copies from SamplingParams.
+_COPIED_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -46,39 +46,39 @@ _KEPT = (
 
 
 class PendingTokens(Protocol):
-    """What is sampled for each row of an issued batch, still being computed."""
+    """The tokens of an issued batch, which may still be being computed."""
 
     def is_ready(self) -> bool:
         """Whether `fetch` would return at once."""
         ...
 
     def fetch(self) -> Sampled:
-        """Wait for it."""
+        """Wait for the tokens."""
         ...
 
 
 class Workers(Protocol):
-    """Run iterations in the order they are issued, worker 1 to n."""
+    """Workers 1 to n, which run iterations in the order they are issued."""
 
     def issue(self, message: ControlMessage, words: MakeWords) -> PendingTokens:
         """Start one iteration and return without waiting for the device.
 
-        `words` is called where there are constrained rows, now and, until they are made, at each later call
-        of `issue` and of any PendingTokens.
+        If rows are constrained, the workers call `words` for their token masks: here, and in each later call
+        of `issue` or of any PendingTokens until it returns them.
         """
         ...
 
 
 class EngineMaster:
-    """Turns batches of requests into iterations of the workers, first in, first out.
+    """Turns batches of requests into iterations of the workers, in order.
 
-    What stays with a row is noted when its request begins there: when the row was reserved anew, or when
-    `n_computed` is another than after the row's last iteration, as after a loss. So a message is made of
-    numpy gathers. `vocab_size` is the model's. With `keeps_tokens` the first of the `n_workers` has each
-    row's newest token on its device; else it goes by way of the host, which has read it before the request is
-    issued again (ORCA 4.1). `sleep` is the wait between two looks at a batch. An EngineError from `issue` or
-    `wait` means that nothing is in flight any more, and that keys and values are lost: a request that is to
-    go on begins again with `n_computed` 0.
+    The constant data of a row is stored when a request starts in it: when the row is newly reserved, or when
+    `n_computed` differs from its value after the row's last iteration, as after a loss. So a message consists
+    of NumPy gathers. `vocab_size` is the model's. With `keeps_tokens`, the device of the first of the
+    `n_workers` holds each row's last token. Otherwise tokens go through the host, which has received a
+    request's token before the request is issued again (ORCA 4.1). `sleep` waits between two polls of a batch.
+    After an EngineError from `issue` or `wait`, all iterations in flight and the K/V cache are lost; requests
+    that resume must have `n_computed` 0.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class EngineMaster:
         self._n_words = n_words(vocab_size)
         self._sleep = sleep
         self._n_issued = 0
-        # By row [n_rows]; the first five are set when a request begins there.
-        self._n_reserved = np.zeros(kv.n_rows, np.int64)  # which request's they are: KVManager.n_reserved
+        # By row [n_rows]; the first five are set when a request starts in the row.
+        self._n_reserved = np.zeros(kv.n_rows, np.int64)  # identifies the request: KVManager.n_reserved
         self._sampling = neutral_sampling(kv.n_rows)
         self._n_prompt = np.zeros(kv.n_rows, np.int32)
         self._has_constraint = np.zeros(kv.n_rows, np.bool_)
-        self._has_sampled = np.zeros(kv.n_rows, np.bool_)  # its initiation is over
-        self._kv_length = np.zeros(kv.n_rows, np.int32)  # tokens in the cache, after all that was issued
+        self._has_sampled = np.zeros(kv.n_rows, np.bool_)  # the row's initiation is over
+        self._kv_length = np.zeros(kv.n_rows, np.int32)  # tokens in the cache after all issued iterations
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         """Start one iteration; never blocks on the device. Raises EngineError."""
@@ -119,7 +119,7 @@ class EngineMaster:
         return Iteration(rows, pending)
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
-        """The tokens of the oldest iteration; None if `interrupted` turned true before it was done.
+        """The tokens of the oldest iteration; None if `interrupted` returned True before it was done.
 
         Raises EngineError.
         """
@@ -138,35 +138,35 @@ class EngineMaster:
         token_ids = sampled.token_ids[: len(rows)].tolist()
         if sampled.logprobs is None and not sampled.prompt_logprobs:
             return Returned(token_ids)
-        asked = [(i, request.sampling.logprobs) for i, (request, _) in enumerate(rows)]
+        wanted = [(i, request.sampling.logprobs) for i, (request, _) in enumerate(rows)]
         records = sampled.logprobs
         return Returned(
             token_ids,
-            {} if records is None else {i: token_logprobs(records[i], n) for i, n in asked if n is not None},
+            {} if records is None else {i: token_logprobs(records[i], n) for i, n in wanted if n is not None},
             {
-                i: [token_logprobs(one, rows[i][0].sampling.prompt_logprobs or 0) for one in prompt]
+                i: [token_logprobs(record, rows[i][0].sampling.prompt_logprobs or 0) for record in prompt]
                 for i, prompt in sampled.prompt_logprobs.items()
             },
         )
 
     def _words(self, rows: Sequence[Row], message: ControlMessage) -> npt.NDArray[np.int32] | None:
-        """What may come next in each constrained row, [their number, n_words]; None before that is known.
+        """Token masks of the constrained rows, [constrained rows, n_words]; None if a token is missing.
 
-        A request that has ended meanwhile may get any token: it is thrown away.
+        For a request that has ended meanwhile, the mask allows every token: the result is discarded.
         """
-        places: list[int] = np.flatnonzero(message.constrained).tolist()
-        requests = [rows[i][0] for i in places]
-        n_before = message.token_index[places].tolist()
+        constrained: list[int] = np.flatnonzero(message.constrained).tolist()
+        requests = [rows[i][0] for i in constrained]
+        n_before = message.token_index[constrained].tolist()
         for request, n in zip(requests, n_before, strict=True):
             if len(request.output_ids) < n and request.state is not _FINISHED:
                 return None
-        words = np.full((len(places), self._n_words), -1, np.int32)
+        words = np.full((len(constrained), self._n_words), -1, np.int32)
         for request, into in zip(requests, words, strict=True):
             if request.state is not _FINISHED:
                 assert request.constraint is not None
                 try:
                     request.constraint.allowed(request.prompt_ids, request.output_ids, into)
-                except Exception as error:  # it ends with its next token; the others have no part in it
+                except Exception as error:  # ends only this request, with its next token
                     request.failure = f"{type(error).__name__}: {error}"
                     into[:] = -1
         return words
@@ -180,18 +180,18 @@ class EngineMaster:
         row = np.array([request.row for request in requests], np.intp)
         start = np.array([request.n_computed for request in requests], np.int32)
         input_length = np.array(lengths, np.int32)
-        begins = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
-        for i in begins.nonzero()[0].tolist():
-            self._begin(requests[i])
+        starts = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
+        for i in starts.nonzero()[0].tolist():
+            self._store_row(requests[i])
         kv_length = start + input_length
         increment = self._has_sampled[row]
         initiation = ~increment
-        first: list[int] = initiation.nonzero()[0].tolist()
+        initiation_rows: list[int] = initiation.nonzero()[0].tolist()
         next_token = np.full(n, SAMPLED, np.int32)
         n_prompt = np.zeros(n, np.int32)
         row_end = np.cumsum(input_length)
         token_ids = np.zeros(row_end[-1], np.int32)
-        for i in first:
+        for i in initiation_rows:
             known = requests[i].known_ids(int(start[i]), int(kv_length[i]) + 1)
             token_ids[row_end[i] - input_length[i] : row_end[i]] = known[: input_length[i]]
             next_token[i : i + 1] = known[input_length[i] :] or SAMPLED
@@ -202,7 +202,7 @@ class EngineMaster:
         token_index = np.where(samples, kv_length - self._n_prompt[row], np.int32(0))
         sampling = self._sampling[row]
         sampling["prompt_logprobs"][increment] = -1
-        for i in (~samples).nonzero()[0].tolist():  # nothing acts on what is not sampled
+        for i in (~samples).nonzero()[0].tolist():  # needs no sampler
             sampling["temperature"][i], sampling["logprobs"][i], sampling["flags"][i] = 0, -1, 0
         for i in (self._has_constraint[row] & samples).nonzero()[0].tolist():
             constraint = requests[i].constraint
@@ -214,7 +214,7 @@ class EngineMaster:
                 token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
         biases: list[tuple[int, int, float]] = []
         earlier_ids: list[int] = []
-        for i in first:
+        for i in initiation_rows:
             if sampling["flags"][i] & ADJUSTED:
                 earlier_ids += requests[i].known_ids(0, int(start[i]))
                 biases += [(i, *bias) for bias in requests[i].sampling.logit_bias.items()]
@@ -234,18 +234,18 @@ class EngineMaster:
             bias=np.array(biases, BIAS),
         )
 
-    def _begin(self, request: Request) -> None:
-        """Note what stays with a row."""
+    def _store_row(self, request: Request) -> None:
+        """Store the constant data of the request's row."""
         row, params = request.row, request.sampling
-        to = self._sampling
-        for name in _KEPT:
-            to[name][row] = getattr(params, name)
-        to["seed"][row] = request.seed
-        to["logprobs"][row] = -1 if params.logprobs is None else params.logprobs
-        asks = params.prompt_logprobs is not None and request.prompt_logprobs is None
-        to["prompt_logprobs"][row] = params.prompt_logprobs if asks else -1
+        sampling = self._sampling
+        for name in _COPIED_FIELDS:
+            sampling[name][row] = getattr(params, name)
+        sampling["seed"][row] = request.seed
+        sampling["logprobs"][row] = -1 if params.logprobs is None else params.logprobs
+        needs_prompt = params.prompt_logprobs is not None and request.prompt_logprobs is None
+        sampling["prompt_logprobs"][row] = params.prompt_logprobs if needs_prompt else -1
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        to["flags"][row] = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
+        sampling["flags"][row] = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
         self._n_reserved[row] = self._kv.n_reserved[row]
         self._n_prompt[row] = len(request.prompt_ids)
         self._has_constraint[row] = request.constraint is not None

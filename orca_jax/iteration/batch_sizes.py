@@ -1,4 +1,4 @@
-"""From a control message to its flat batch: which bucket an iteration is padded to, and with what layout."""
+"""Lays a control message out as a flat batch: chooses the bucket and the layout of an iteration."""
 
 from dataclasses import dataclass, replace
 
@@ -10,10 +10,11 @@ from orca_jax.iteration.shape import EngineShape
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """The layouts of an engine. `buckets` are those of its shape, or fewer that ascend and hold every batch.
+    """The layouts of an engine.
 
-    A deterministic engine has two buckets, the smaller for decodes and the larger for prefills, and a sampled
-    row has the same sampler whatever its neighbours need.
+    `buckets` ascend: those of the shape, or fewer whose last holds every batch. A deterministic engine has
+    two, the smaller for decodes and the larger for prefills, and uses the same sampler for a sampled row
+    whatever the other rows need.
     """
 
     shape: EngineShape
@@ -21,16 +22,16 @@ class BatchSizes:
 
     @property
     def layouts(self) -> list[FlatLayout]:
-        """One for each bucket."""
+        """One layout per bucket."""
         shape = self.shape
         return [FlatLayout(n, min(n, shape.max_rows), shape.max_blocks) for n in self.buckets]
 
     def lay_out(self, message: ControlMessage) -> FlatBatch:
-        """The batch of an iteration, in the smallest bucket that holds it, or in its phase's."""
+        """Lay out an iteration in the smallest bucket that holds it, or if deterministic in its phase's."""
         shape = self.shape
         bucket = bucket_for(message.token_ids.shape[0], self.buckets)
         if shape.deterministic and message.initiation.any():
-            assert message.initiation.all(), "the phases run in turn"
+            assert message.initiation.all(), "a deterministic engine never mixes phases"
             bucket = self.buckets[-1]
         flat = flat_batch(
             message,
@@ -46,5 +47,5 @@ class BatchSizes:
 
 
 def batch_sizes(shape: EngineShape) -> BatchSizes:
-    """Those of an engine of this shape."""
+    """The batch sizes of an engine of this shape, with all its buckets."""
     return BatchSizes(shape, shape.buckets)

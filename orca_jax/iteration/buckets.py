@@ -1,8 +1,8 @@
-"""The total-token sizes that programs are compiled for: an iteration is padded to the next of them.
+"""Buckets: the total-token sizes that programs are compiled for. An iteration is padded to the next one.
 
-Padding stays under 8 tokens below 64, and within a quarter of the real tokens from 64 up. Coarse sizes are
-about half as many, for GPUs, where each takes long to compile: XLA tries out how to run every product of it.
-There an iteration of few tokens takes as long as reading the weights, whatever its padding.
+Padding is less than 8 tokens below 64, and less than a quarter of the real tokens above. There are about
+half as many coarse buckets. They are for GPUs, where each is slow to compile because XLA autotunes its matrix
+products. Padding costs little there: a small iteration takes as long as reading the weights anyway.
 """
 
 from bisect import bisect_left
@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from orca_jax.config import ServingConfig
 
 _STEP = 8  # below 64
-_COARSE = (8, 16, 32)  # the first ones after 1
+_COARSE = (8, 16, 32)  # the first coarse sizes after 1
 
 
 def bucket_sizes(max_tokens: int, *, coarse: bool = False) -> tuple[int, ...]:
     """Ascending sizes that hold 1 to `max_tokens` tokens; the last is `max_tokens` itself.
 
-    The first is 1: one request alone in its decode phase is the commonest iteration of a quiet server.
-    `coarse`: then 8, 16, 32, and from there powers of two, and one and a half times them. These are 16 sizes
-    up to 2,048; above 32 tokens the padding is 18 % of the real ones on average, and half of them at most.
+    The first is 1, because the most common iteration of a lightly loaded server is the decode of one request.
+    With `coarse`, the next are 8, 16 and 32, then powers of two and 1.5 times powers of two: 16 sizes up to
+    2,048. Above 32 tokens the padding is then on average 18 % and at most 50 % of the real tokens.
     """
     assert max_tokens >= 1
     size_after = _coarse_size_after if coarse else _size_after
@@ -32,9 +32,9 @@ def bucket_sizes(max_tokens: int, *, coarse: bool = False) -> tuple[int, ...]:
 def engine_buckets(
     max_tokens: int, max_rows: int, *, deterministic: bool = False, coarse: bool = False
 ) -> tuple[int, ...]:
-    """The sizes of an engine whose iterations have up to `max_tokens` tokens and `max_rows` requests.
+    """The buckets of an engine whose iterations have up to `max_tokens` tokens and `max_rows` requests.
 
-    A `deterministic` engine has one for each phase: decodes, then prefills.
+    A `deterministic` engine has one per phase: decode, then prefill.
     """
     if deterministic:
         return tuple(sorted({max_rows, max_tokens}))
@@ -42,7 +42,7 @@ def engine_buckets(
 
 
 def serving_buckets(serving: ServingConfig) -> tuple[int, ...]:
-    """The sizes of an engine that serves so."""
+    """The buckets of an engine with this configuration."""
     return engine_buckets(
         serving.max_batch_tokens,
         serving.max_batch_size,
@@ -55,12 +55,12 @@ def _coarse_size_after(size: int) -> int:
     for first in _COARSE:
         if size < first:
             return first
-    half = 1 << (size.bit_length() - 2)  # of the power of two at or below
+    half = 1 << (size.bit_length() - 2)  # half of the largest power of two up to `size`
     return size // half * half + half
 
 
 def _size_after(size: int) -> int:
-    """Steps of 8 below 64; four sizes an octave above, so that powers of two, which users like, are sizes."""
+    """Steps of 8 below 64, then four sizes per power of two. Powers of two, the usual settings, are sizes."""
     step = _STEP if size < 64 else (1 << (size.bit_length() - 1)) // 4
     return size // step * step + step
 

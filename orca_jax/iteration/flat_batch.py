@@ -1,10 +1,10 @@
 """A batch laid out token-major and padded to its bucket (ORCA 3.2, Figure 5: selective batching).
 
-All tokens of all requests stand side by side, whatever their phase or length: 7 tokens of 4 requests are
-7 rows of one array. Attention finds each request's own tokens again by `row_start`. numpy in and out; one
-buffer of 32-bit words goes to the device in one copy, and `FlatLayout.split` cuts it there again.
+The tokens of all requests are concatenated, whatever their phase or length: 7 tokens of 4 requests are 7 rows
+of one array. Attention uses `row_start` to find each request's tokens. The whole batch is one NumPy buffer of
+32-bit words, copied to the device at once; `FlatLayout.split` slices it there.
 
-T is the bucket's tokens, R its rows (requests).
+T is the number of tokens in the bucket, R the number of its rows (requests).
 """
 
 import math
@@ -18,39 +18,39 @@ from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, ControlMessage
 
 Sampler = Literal["greedy", "plain", "full"]
 
-# 32-bit words: 256 bytes. XLA may hand a GPU kernel a part of the buffer in place, and a Mosaic kernel takes
-# no array that begins anywhere else.
-ALIGNED = 64
+# In 32-bit words: 256 bytes. XLA may pass a part of the buffer to a GPU kernel without a copy, and Mosaic
+# kernels require this alignment.
+_ALIGNMENT = 64
 
 
 class Words(Protocol):
-    """A one-dimensional int32 array: numpy's, or a traced one."""
+    """A one-dimensional int32 array, NumPy's or traced."""
 
     def __getitem__(self, words: slice, /) -> Any: ...
 
 
 class FlatArrays(NamedTuple):
-    """The parts of the buffer in their order, all int32."""
+    """The parts of the buffer in order, all int32."""
 
     token_ids: Any  # [T]
     positions: Any  # [T] index of the token within its request
-    slot_of_token: Any  # [T] where its key and value go; n_slots (nowhere) for padding
-    last_row: Any  # [T] place in last_token of the request's newest token, where take_last is 1
+    slot_of_token: Any  # [T] where its key and value are written; n_slots (out of range) for padding
+    last_row: Any  # [T] where take_last is 1: index in last_token
     take_last: Any  # [T] 1: the token is last_token[last_row]; 0: it is in token_ids
     row_start: Any  # [R + 1] index of each row's first token; the last entry is the number of tokens
-    kv_length: Any  # [R] tokens in the cache after these were written; 0 for padding
+    kv_length: Any  # [R] tokens in the cache after this iteration; 0 for padding
     block_table: Any  # [R, max_blocks]
-    sampler: Any  # [len(SamplerArrays), R] what the sampler needs
+    sampler: Any  # [len(SamplerArrays), R]
 
 
 class SamplerArrays(NamedTuple):
-    """What the sampler needs, `[R]` int32 each; from `temperature` on they are the bits of float32.
+    """The sampler's inputs, `[R]` int32 each; from `temperature` on, the bits of float32.
 
-    `adjusted` is 0 for a row without biases and penalties. Else it is 1, or 2 where the token of the
-    iteration before is not counted yet.
+    `adjusted` is 0 for a row without biases and penalties, 1 in its initiation, and 2 in an increment, where
+    the token of the previous iteration must still be counted.
     """
 
-    row: Any  # place in last_token where the next token goes; n_rows (nowhere) where none is sampled
+    row: Any  # index in last_token to store the next token at; n_rows (out of range) if none is sampled
     top_k: Any
     token_index: Any
     seed_low: Any
@@ -64,8 +64,8 @@ class SamplerArrays(NamedTuple):
     presence: Any
 
 
-# Of SamplerArrays, with the fields of message.SAMPLING that they are.
-_REALS = {
+# The float fields of SamplerArrays, with their names in message.SAMPLING.
+_FLOAT_FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
     "min_p": "min_p",
@@ -77,10 +77,9 @@ _REALS = {
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The static sizes of a bucket's buffer: `n_tokens` T, `n_rows` R, `max_blocks` blocks in a row.
+    """The static sizes of a bucket's buffer: `n_tokens` T, `n_rows` R, and `max_blocks` per row.
 
-    Each part begins at a multiple of ALIGNED words, and so does whatever is put behind the buffer; the words
-    between them are 0 and nobody reads them.
+    Each part begins at a multiple of 64 words, and the buffer's size is one too. Unused words are 0.
     """
 
     n_tokens: int
@@ -89,7 +88,6 @@ class FlatLayout:
 
     @property
     def shapes(self) -> FlatArrays:
-        """The shape of each part."""
         t, r = (self.n_tokens,), (self.n_rows,)
         return FlatArrays(
             token_ids=t, positions=t, slot_of_token=t, last_row=t, take_last=t,
@@ -99,13 +97,13 @@ class FlatLayout:
 
     @property
     def size(self) -> int:
-        """32-bit words of the whole buffer, a multiple of ALIGNED."""
+        """The buffer's size in 32-bit words, a multiple of 64."""
         return sum(_aligned(math.prod(shape)) for shape in self.shapes)
 
     def split(self, buffer: Words) -> FlatArrays:
-        """Cut a buffer `[size]` int32 into its parts, by slicing and reshaping alone.
+        """Slice and reshape a buffer `[size]` int32 into its parts.
 
-        Of a numpy buffer they are views; of a traced array they are traced slices.
+        They are views of a NumPy buffer, or traced slices of a traced one.
         """
         parts: list[Any] = []
         start = 0
@@ -118,16 +116,17 @@ class FlatLayout:
 
 
 def _aligned(n_words: int) -> int:
-    return -(-n_words // ALIGNED) * ALIGNED
+    return -(-n_words // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPrograms:
-    """The programs that choose the tokens of a batch, no more than its rows need.
+    """The programs that choose the tokens of a batch, only those that its rows need.
 
-    `sampler` is the smallest that serves all rows: `greedy` if all temperatures are 0, `plain` if no sampled
-    row cuts by top_k or top_p, else `full`. A row of temperature 0 is greedy in each of them. Before
-    it, `adjust` acts on biases and penalties, `allow` on constraints; behind it `logprobs` are computed.
+    In order: `adjust` applies biases and penalties, `allow` applies token masks, `sampler` chooses tokens,
+    and `logprobs` computes log-probabilities. `sampler` is the cheapest that serves all rows: `greedy` if all
+    temperatures are 0, `plain` if no sampled row uses top_k or top_p, else `full`. All three are greedy for
+    rows with temperature 0.
     """
 
     sampler: Sampler = "greedy"
@@ -140,7 +139,7 @@ class TokenPrograms:
 class FlatBatch:
     """A padded batch: `buffer` is int32 `[layout.size]`, `arrays` are views of it.
 
-    `n_tokens` and `n_rows` count what is real.
+    `n_tokens` and `n_rows` do not count padding.
     """
 
     layout: FlatLayout
@@ -152,7 +151,7 @@ class FlatBatch:
 
 
 def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
-    """The programs for these rows, SAMPLING [R]."""
+    """The programs that these rows need, SAMPLING [R]."""
     flags = int(np.bitwise_or.reduce(sampling["flags"]))
     return TokenPrograms(
         sampler_for(sampling),
@@ -163,7 +162,7 @@ def token_programs(sampling: npt.NDArray[np.void]) -> TokenPrograms:
 
 
 def sampler_for(sampling: npt.NDArray[np.void]) -> Sampler:
-    """The smallest sampler that serves all these rows, SAMPLING [R]."""
+    """The cheapest sampler that serves all these rows, SAMPLING [R]."""
     sampled = sampling["temperature"] > 0
     if not sampled.any():
         return "greedy"
@@ -174,26 +173,26 @@ def sampler_for(sampling: npt.NDArray[np.void]) -> Sampler:
 def flat_batch(
     message: ControlMessage, *, bucket: int, max_bs: int, block_size: int, n_slots: int, n_rows: int
 ) -> FlatBatch:
-    """Lay the requests of `message` out in a fresh buffer of `bucket` tokens and min(bucket, max_bs) rows.
+    """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
-    `n_slots` counts the slots of whole blocks and is the slot of padding tokens, out of range so that their
-    write is dropped; `n_rows` is the size of `last_token` and likewise the row of padding rows. Padding
-    tokens have id 0 and position 0; padding rows own no token, have kv_length 0, temperature 0, top_p 1.
-    The tokens of a row are side by side, the rows in the order of the batch.
+    Rows are in batch order, each with its tokens contiguous. `n_slots` is the number of slots in whole
+    blocks, and serves as the slot of padding tokens: it is out of range, so their writes are dropped.
+    Likewise `n_rows`, the size of `last_token`, is the row of padding rows. Padding tokens have id 0 and
+    position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1.
     """
     real_rows, max_blocks = message.block_table.shape
     real_tokens = message.token_ids.shape[0]
     layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
-    buffer, to = _padding(layout, n_slots=n_slots, n_rows=n_rows)
+    buffer, arrays = _padding(layout, n_slots=n_slots, n_rows=n_rows)
 
     # Per row.
-    row_start = to.row_start
+    row_start = arrays.row_start
     np.cumsum(message.input_length, out=row_start[1 : real_rows + 1])
     row_start[real_rows + 1 :] = real_tokens
-    to.kv_length[:real_rows] = message.kv_length
-    to.block_table[:real_rows] = message.block_table
-    sampling, sampler = message.sampling, SamplerArrays(*to.sampler)
+    arrays.kv_length[:real_rows] = message.kv_length
+    arrays.block_table[:real_rows] = message.block_table
+    sampling, sampler = message.sampling, SamplerArrays(*arrays.sampler)
     seed = sampling["seed"]
     sampler.row[:real_rows] = np.where(message.samples, message.row, n_rows)
     sampler.token_index[:real_rows] = message.token_index
@@ -204,43 +203,37 @@ def flat_batch(
     if programs.adjust:
         adjusted = (sampling["flags"] & ADJUSTED) > 0
         sampler.adjusted[:real_rows] = np.where(message.initiation, 1, 2) * adjusted
-    for name, source in _REALS.items():
+    for name, source in _FLOAT_FIELDS.items():
         getattr(sampler, name).view(np.float32)[:real_rows] = sampling[source]
 
-    # Per token. Increments alone need no map from token to row: each row is one token.
+    # Per token. If all rows are increments, each is one token, so no map from token to row is needed.
     kv_length, row, take_last = message.kv_length, message.row, message.token_on_device
     if real_tokens == real_rows:
         owner = np.arange(real_rows, dtype=np.intp)
         positions = kv_length - 1
     else:
         owner = np.repeat(np.arange(real_rows, dtype=np.intp), message.input_length)
-        # A row's tokens are its last ones: from index to position is as far as from its end to kv_length.
+        # Index + shift is position: a row's last token has index row_end - 1 and position kv_length - 1.
         shift = kv_length - row_start[1 : real_rows + 1]
         positions = np.arange(real_tokens, dtype=np.int32) + shift[owner]
         row, take_last = row[owner], take_last[owner]
-    to.token_ids[:real_tokens] = message.token_ids
-    to.positions[:real_tokens] = positions
-    to.slot_of_token[:real_tokens] = (
+    arrays.token_ids[:real_tokens] = message.token_ids
+    arrays.positions[:real_tokens] = positions
+    arrays.slot_of_token[:real_tokens] = (
         message.block_table[owner, positions // block_size] * block_size + positions % block_size
     )
-    to.take_last[:real_tokens] = take_last
-    to.last_row[:real_tokens] = row * take_last  # where nothing is taken 0, which is in range
-    return FlatBatch(layout, buffer, to, real_tokens, real_rows, programs)
-
-
-def padding_batch(layout: FlatLayout, *, n_slots: int, n_rows: int) -> FlatBatch:
-    """A batch of no request, to run programs that nobody has a request for yet: it writes nowhere."""
-    buffer, to = _padding(layout, n_slots=n_slots, n_rows=n_rows)
-    return FlatBatch(layout, buffer, to, 0, 0, TokenPrograms())
+    arrays.take_last[:real_tokens] = take_last
+    arrays.last_row[:real_tokens] = row * take_last  # 0 where unused, which is in range
+    return FlatBatch(layout, buffer, arrays, real_tokens, real_rows, programs)
 
 
 def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDArray[np.int32], FlatArrays]:
-    """A buffer in which every token and row is padding, and its parts."""
+    """A buffer of padding tokens and rows, and its parts."""
     buffer = np.zeros(layout.size, np.int32)
-    to = layout.split(buffer)
-    to.slot_of_token.fill(n_slots)
-    sampler = SamplerArrays(*to.sampler)
+    arrays = layout.split(buffer)
+    arrays.slot_of_token.fill(n_slots)
+    sampler = SamplerArrays(*arrays.sampler)
     sampler.row.fill(n_rows)
     sampler.top_p.view(np.float32).fill(1)
     sampler.repetition.view(np.float32).fill(1)
-    return buffer, to
+    return buffer, arrays

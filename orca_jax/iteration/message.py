@@ -1,7 +1,7 @@
-"""The control message: all that a worker must be told of one iteration (ORCA 4.1, Figure 8).
+"""The control message: everything a worker needs to know about an iteration (ORCA 4.1, Figure 8).
 
-It travels host to host, ahead of the devices' work, and carries no activation. R is the number of
-requests in the batch here, without padding; every array is one entry a request, in the batch's order.
+It goes from host to host, ahead of the devices' work, and carries no activations. R is the number of requests
+in the batch, without padding. Arrays have one entry per request, in batch order, unless noted.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-# What the constrained rows of an iteration allow, as token_words, [their number, n_words] int32; None as long
-# as a token before it is not known. Called once the forward pass is on its way, because making them takes
-# time, and never again once they were given.
+# Returns the token masks of an iteration's constrained rows, [constrained rows, n_words] int32, or None while
+# a previous token is unknown. Masks take time to compute, so it is called after the forward pass has started,
+# until it returns the masks.
 MakeWords = Callable[[], npt.NDArray[np.int32] | None]
 
-ADJUSTED = 1  # of a row's flags: it has biases or penalties
-CONSTRAINED = 2  # not every token may come next: words of allowed tokens follow the message
+# A row's flags.
+ADJUSTED = 1  # has biases or penalties
+CONSTRAINED = 2  # has a token mask, which follows the message
 
-# How a row's next token is chosen; fields as in SamplingParams. -1 log-probabilities: none are asked for.
+# How a row's next token is chosen; fields as in SamplingParams. -1 log-probabilities: not requested.
 SAMPLING = np.dtype(
     [
         ("seed", "<i8"),
@@ -30,19 +31,19 @@ SAMPLING = np.dtype(
         ("presence_penalty", "<f4"),
         ("top_k", "<i4"),
         ("logprobs", "<i1"),
-        ("prompt_logprobs", "<i1"),  # only in the iterations that compute them
+        ("prompt_logprobs", "<i1"),  # set only in the iterations that compute them
         ("flags", "<u1"),
     ]
 )
 
-SAMPLED = -1  # instead of a known token: it is sampled
+SAMPLED = -1  # as `next_token`: it is not known but sampled
 
-# What is added to a token's logit; `index` is the row's place in the batch.
+# A value added to a token's logit; `index` is the row's index in the batch.
 BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])
 
 
 def neutral_sampling(n: int) -> npt.NDArray[np.void]:
-    """SAMPLING [n] that changes nothing: greedy, every token in, nothing asked for."""
+    """SAMPLING [n] for greedy sampling without biases, penalties, constraints or log-probabilities."""
     rows = np.zeros(n, SAMPLING)
     rows["top_p"] = rows["repetition_penalty"] = 1
     rows["logprobs"] = rows["prompt_logprobs"] = -1
@@ -51,30 +52,29 @@ def neutral_sampling(n: int) -> npt.NDArray[np.void]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlMessage:
-    """One iteration's requests.
+    """The requests of one iteration.
 
-    A row's input tokens are the last `input_length` of its `kv_length` ones. It is in its initiation
-    (prefill) while they are known tokens: the whole prompt or a piece of it, and after a loss the output so
-    far as well. After that each iteration is an increment (decode): its one input token is the one that the
-    row sampled before. Where `token_on_device` is set it is in the device's `last_token[row]`, and 0 in
-    `token_ids`.
+    A row's input is the last `input_length` of its `kv_length` tokens. In its initiation (prefill) these are
+    known tokens: the prompt or a chunk of it, and after a loss also the output so far. Each later iteration
+    is an increment (decode), whose single input token is the one that the row sampled last. If
+    `token_on_device` is set, that token is `last_token[row]` on the device, and 0 in `token_ids`.
 
-    A row samples a token unless the one after its input is known: `next_token`. `token_index` counts the
-    output tokens before the sampled one; with the seed it makes the key, so that a request's tokens do not
-    depend on its neighbours. The initiation ends with the first token that is sampled. There, rows that are
-    ADJUSTED get their biases, and `earlier_ids` are their tokens in front of the input; a worker keeps both
-    with the row.
+    A row samples a token unless the token after its input, `next_token`, is known. `token_index` counts the
+    output tokens before the sampled one. With the seed it makes the random key, so a request's tokens do not
+    depend on the other rows. A row's first sampled token ends its initiation. In that iteration the message
+    carries the biases of ADJUSTED rows, and in `earlier_ids` their tokens before the input; the worker keeps
+    both with the row.
     """
 
-    row: npt.NDArray[np.int32]  # [R] place in the block table and in last_token
+    row: npt.NDArray[np.int32]  # [R] index in the block table and in last_token
     initiation: npt.NDArray[np.bool_]  # [R]
-    token_index: npt.NDArray[np.int32]  # [R] 0 where nothing is sampled
-    input_length: npt.NDArray[np.int32]  # [R] tokens that go in
-    kv_length: npt.NDArray[np.int32]  # [R] tokens in the cache after these were written
-    n_prompt: npt.NDArray[np.int32]  # [R] tokens of the prompt; 0 after the initiation
+    token_index: npt.NDArray[np.int32]  # [R] 0 for rows that do not sample
+    input_length: npt.NDArray[np.int32]  # [R] input tokens
+    kv_length: npt.NDArray[np.int32]  # [R] tokens in the cache after this iteration
+    n_prompt: npt.NDArray[np.int32]  # [R] prompt tokens; 0 after the initiation
     next_token: npt.NDArray[np.int32]  # [R] SAMPLED, or the token after the input
-    token_ids: npt.NDArray[np.int32]  # [sum of input_length] request by request
-    earlier_ids: npt.NDArray[np.int32]  # [any number] request by request
+    token_ids: npt.NDArray[np.int32]  # [sum of input_length] row by row
+    earlier_ids: npt.NDArray[np.int32]  # [any number] row by row
     token_on_device: npt.NDArray[np.bool_]  # [R]
     block_table: npt.NDArray[np.int32]  # [R, max_blocks]
     sampling: npt.NDArray[np.void]  # SAMPLING [R]
@@ -82,19 +82,19 @@ class ControlMessage:
 
     @property
     def samples(self) -> npt.NDArray[np.bool_]:
-        """[R]: the rows whose next token is not known, and so is sampled."""
+        """[R]: rows that sample a token."""
         return self.next_token == SAMPLED
 
     @property
     def set_up(self) -> npt.NDArray[np.bool_]:
-        """[R]: the rows with biases or penalties whose initiation ends here, where a worker takes them in."""
+        """[R]: ADJUSTED rows whose initiation ends here, with their biases and earlier tokens."""
         return self.initiation & self.samples & ((self.sampling["flags"] & ADJUSTED) > 0)
 
     @property
     def n_scored(self) -> npt.NDArray[np.int32]:
-        """[R]: of how many of the prompt's tokens log-probabilities are computed, where they are asked for.
+        """[R]: the number of prompt tokens whose log-probabilities are computed; 0 if not requested.
 
-        The input tokens score those after them, up to the prompt's last.
+        Each input token scores the token after it, up to the last prompt token.
         """
         start = self.kv_length - self.input_length
         scored = np.clip(np.minimum(self.kv_length, self.n_prompt - 1) - start, 0, None)
@@ -102,5 +102,5 @@ class ControlMessage:
 
     @property
     def constrained(self) -> npt.NDArray[np.bool_]:
-        """[R]: the rows that words of allowed tokens follow for."""
+        """[R]: rows whose token masks follow the message."""
         return (self.sampling["flags"] & CONSTRAINED) > 0

@@ -2,7 +2,7 @@
 
 from orca_jax.request.request import Request
 
-# A request, and how many of its next tokens are computed: `n_computed` to `n_computed + n` of its prompt and
-# output. Where they reach the end of what is known, the row samples a token. A plain tuple, because one is
-# made for every request of every iteration, and a NamedTuple takes seven times as long to make.
+# A request and the number n of tokens to compute for it: `n_computed` to `n_computed + n` of its prompt and
+# output. If they include the last known token, the row samples the next one. A plain tuple, because every
+# request in every iteration makes one, and a NamedTuple takes seven times as long to create.
 Row = tuple[Request, int]

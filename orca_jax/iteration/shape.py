@@ -1,4 +1,4 @@
-"""The sizes of an engine, which its master, its workers and the wire between them share."""
+"""The sizes of an engine, shared by its master, its workers and the wire format between them."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from orca_jax.config import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.iteration.buckets import engine_buckets
 
-# The largest of each size: as large as a ServingConfig and a model allow.
+# The maximum of each size: what ServingConfig and ModelConfig allow.
 _LIMITS = {
     "block_size": 1 << 10,
     "max_blocks": 1 << 21,
@@ -20,11 +20,11 @@ _LIMITS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineShape:
-    """Raises ConfigError for sizes that no engine has.
+    """The sizes of an engine. Raises ConfigError if one is out of range.
 
-    An iteration has up to `max_rows` rows (requests) and `max_tokens` tokens. `n_rows` requests may be
+    An iteration has up to `max_rows` rows (requests) and `max_tokens` tokens. Up to `n_rows` requests are
     admitted at a time. The K/V cache has `n_blocks` blocks of `block_size` tokens, and one request uses up to
-    `max_blocks` of them. `deterministic` and `coarse_buckets` choose the buckets, as in ServingConfig.
+    `max_blocks` of them. `deterministic` and `coarse_buckets` select the buckets, as in ServingConfig.
     """
 
     block_size: int
@@ -46,7 +46,7 @@ class EngineShape:
 
     @property
     def n_slots(self) -> int:
-        """Tokens whose keys and values fit into the cache."""
+        """The K/V cache's capacity in tokens."""
         return self.n_blocks * self.block_size
 
     @property
@@ -56,7 +56,7 @@ class EngineShape:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The sizes in tokens that iterations are padded to, ascending."""
+        """The sizes, in tokens, that iterations are padded to; ascending."""
         return engine_buckets(
             self.max_tokens, self.max_rows, deterministic=self.deterministic, coarse=self.coarse_buckets
         )

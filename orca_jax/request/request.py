@@ -13,20 +13,20 @@ from orca_jax.request.sampling_params import SamplingParams
 
 
 class RequestState(Enum):
-    """The states of Algorithm 1, and the one after them."""
+    """The states of Algorithm 1, and FINISHED. Initiation is prefill; increment is decode."""
 
     INITIATION = "initiation"  # next: an iteration over input tokens (prefill)
-    RUNNING = "running"  # in one issued batch that has not returned, or two
+    RUNNING = "running"  # in one batch in flight, or with overlap in two
     INCREMENT = "increment"  # next: an iteration over the last token (decode)
     FINISHED = "finished"
 
 
-# Looking a member of an Enum up costs more than what is done with it.
+# Module names, because accessing a member through its Enum is slow.
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; each ends with exactly one."""
+    """Why a request ended."""
 
     STOP = "stop"  # an end-of-sequence or stop token, a stop string, or a grammar's end
     LENGTH = "length"
@@ -36,51 +36,51 @@ class FinishReason(StrEnum):
 
 
 class OutputSink(Protocol):
-    """Takes a request's tokens as they come, on the scheduler's thread."""
+    """Receives the output tokens of a request, on the scheduler's thread."""
 
     def push(self, token_id: int) -> bool:
-        """Take one token; True when a stop string is now complete."""
+        """Take a token; True if it completes a stop string."""
         ...
 
 
 class OutputConstraint(Protocol):
-    """Which tokens may come next in a request's output; on the scheduler's thread alone."""
+    """Which tokens may come next in a request's output. For the scheduler's thread."""
 
     @property
     def failure(self) -> str | None:
-        """Why the output cannot go on; None while it can."""
+        """Why the output cannot continue; None while it can."""
         ...
 
     def acts(self, n_output: int) -> bool:
-        """Whether it may forbid a token behind `n_output` tokens of output."""
+        """Whether it may forbid a token after `n_output` output tokens."""
         ...
 
     def allowed(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], into: npt.NDArray[np.int32]
     ) -> None:
-        """Fill in words whose bits say which tokens may come next: bit t % 32 of word t // 32 for token t."""
+        """Write the mask of allowed next tokens to `into`: token t is bit t % 32 of word t // 32."""
         ...
 
     def accept(self, token_id: int) -> bool:
-        """Take the token that came; True when the output is complete."""
+        """Take the next output token; True if the output is complete."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request in the pool. The scheduler alone changes `state`, `output_ids` and what follows them.
+    """One request in the pool. Only the scheduler changes `state` and the fields after it.
 
-    `max_tokens` counts input plus output tokens: what is reserved (Algorithm 1, line 24). `arrival` is
-    given by the pool. `row` is the request's place in the block table and in what the device keeps by row,
-    from admission to end; -1 outside. One of `end_token_ids` ends the output. `failure` is why this request
-    ended with the reason `error`, where it did so alone. `owner` names whoever sent the request, and the
-    queue is shared out among owners ("": outside of that); `weight` is what it keeps in memory, in bytes.
-    `n_losses` counts the losses of a worker while it was in flight; it runs alone until it has `alone_until`
-    tokens (scheduling/quarantine.py).
+    `max_tokens` counts input plus output tokens; that many slots are reserved (Algorithm 1, line 24). The
+    pool sets `arrival`. `row` is the request's row in the block table and in per-row state on the device,
+    from admission to end; otherwise -1. Any of `end_token_ids` ends the output. `failure` is why the request
+    ended with the reason `error`, if the cause concerns only this request. `owner` is the client whose share
+    of the queue the request uses ("": no share applies), and `weight` its memory in bytes. `n_losses` counts
+    the losses of a worker while the request was in flight; the request then runs alone until it has
+    `alone_until` tokens (scheduling/quarantine.py).
 
-    An iteration computes the next tokens from `n_computed` on, and samples one where it reaches the last
-    known token. So a prompt may come in pieces, begin behind tokens that are in the cache already, or be
-    computed again after a loss, when `n_computed` is 0 again.
+    An iteration computes a number of tokens from `n_computed` on. If that includes the last known token, it
+    samples the next one. So a prompt can be computed in chunks, or start after cached tokens, or be
+    recomputed after a loss, which resets `n_computed` to 0.
     """
 
     request_id: str
@@ -97,12 +97,12 @@ class Request:
     state: RequestState = RequestState.INITIATION
     row: int = -1
     output_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if asked for
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids but the first, if asked for
-    n_computed: int = 0  # tokens in the K/V cache, after all iterations that were issued
-    n_iterations: int = 0  # issued
-    n_in_flight: int = 0  # of these, not returned yet; 2 at most, and 1 without overlap
-    n_pieces: int = 0  # of those in flight, the ones that sample no token for it: pieces of its prompt
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if requested
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids after the first, if requested
+    n_computed: int = 0  # tokens in the K/V cache after all issued iterations
+    n_iterations: int = 0  # issued iterations
+    n_in_flight: int = 0  # issued and not returned: at most 2, or 1 without overlap
+    n_partial: int = 0  # in flight and sampling no token: prompt chunks before the last
     n_losses: int = 0
     alone_until: int = 0
     finish_reason: FinishReason | None = None
@@ -111,44 +111,47 @@ class Request:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens known so far, input and output."""
+        """Known tokens, input and output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def n_tokens_issued(self) -> int:
-        """The same, and those that iterations in flight will add."""
-        return len(self.prompt_ids) + len(self.output_ids) + self.n_in_flight - self.n_pieces
+        """Known tokens plus those that iterations in flight will sample."""
+        return len(self.prompt_ids) + len(self.output_ids) + self.n_in_flight - self.n_partial
 
     @property
     def n_to_compute(self) -> int:
-        """Tokens whose keys and values are not in the cache yet: what the next iterations have to compute."""
+        """Tokens whose keys and values the next iterations must compute."""
         return self.n_tokens_issued - self.n_computed
 
     @property
     def in_initiation(self) -> bool:
-        """Whether its next row is of the initiation phase: it has sampled none since its cache was empty."""
-        return self.n_in_flight == self.n_pieces and self.state is not _INCREMENT
+        """Whether its next row is in the initiation phase: it has not sampled since its cache was empty.
+
+        timeline.py and select.py inline this expression for speed.
+        """
+        return self.n_in_flight == self.n_partial and self.state is not _INCREMENT
 
     def known_ids(self, start: int, stop: int) -> list[int]:
-        """Tokens `start` to `stop` of prompt and output."""
+        """The slice `start:stop` of prompt plus output."""
         n = len(self.prompt_ids)
         return [*self.prompt_ids[start:stop], *self.output_ids[max(0, start - n) : max(0, stop - n)]]
 
     def begin_iteration(self, n_tokens: int) -> bool:
-        """An iteration over its next `n_tokens` was issued. Returns whether it samples a token."""
+        """Record an issued iteration over the next `n_tokens` tokens; returns whether it samples a token."""
         samples = self.state is _INCREMENT or n_tokens == self.n_to_compute
         self.n_computed += n_tokens
         if not samples:
-            self.n_pieces += 1
+            self.n_partial += 1
         self.n_iterations += 1
         self.n_in_flight += 1
         self.state = _RUNNING
         return samples
 
     def accept(self, token_id: int) -> FinishReason | None:
-        """Take the token of a returned iteration; the reason to finish if it was the last one.
+        """Take the token of a returned iteration; returns the finish reason if it is the last token.
 
-        Whatever its sink or its constraint raises ends this request, with the reason `error`, and no other.
+        An exception from the sink or the constraint ends only this request, with the reason `error`.
         """
         self.output_ids.append(token_id)
         stopped = False

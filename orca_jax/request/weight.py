@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from orca_jax.request.sampling_params import SamplingParams
 
-_REQUEST = 4096  # fixed cost: the request, its mailbox, its parameters
+_REQUEST = 4096  # fixed cost: the request, its Output, its parameters
 _TOKEN_ID = 40  # an element of a tuple, and the number
 _STOP_TOKEN = 240  # a token id in a tuple and in two sets
 _BIAS = 160  # a dictionary entry, an int and a float

@@ -1,4 +1,4 @@
-"""What a scheduler needs of an engine: iterations go in, tokens come back."""
+"""The interface between scheduler and engine: iterations go in, tokens come back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,68 +9,68 @@ from orca_jax.iteration.row import Row
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.timeline import IterationRecord
 
-NOTHING: Mapping[int, Any] = MappingProxyType({})
-NO_PIECES: frozenset[int] = frozenset()
+_NO_LOGPROBS: Mapping[int, Any] = MappingProxyType({})
+_NO_ROWS: frozenset[int] = frozenset()
 
 
 def never() -> bool:
-    """What interrupts a wait when nothing else could be issued meanwhile."""
+    """The `interrupted` of a wait that cannot be interrupted, because no other batch could be issued."""
     return False
 
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """An iteration that was issued: `Engine.issue` returns it, and `Engine.wait` takes it.
+    """An iteration in flight: `Engine.issue` returns it, and `Engine.wait` takes it.
 
-    `pending` is the engine's own: what it waits for. The scheduler adds the timeline's `record`, and
-    `pieces`: the places of rows that sample no token.
+    `pending` belongs to the engine. The scheduler adds the timeline's `record` and `partial`, the indices of
+    rows that sample no token: prompt chunks that do not reach the end of the prompt.
     """
 
     rows: Sequence[Row]
     pending: Any = None
     record: IterationRecord | None = None
-    pieces: frozenset[int] = NO_PIECES
+    partial: frozenset[int] = _NO_ROWS
 
 
 class Returned(NamedTuple):
-    """What a finished iteration computed, by its rows: `token_ids` is `[len(rows)]`.
+    """The results of an iteration: `token_ids` has one token per row.
 
-    The token of a row that sampled none means nothing. Log-probabilities are by place in the batch, where a
-    request asked for them; those of a prompt that comes in pieces come in pieces.
+    If a row sampled no token, ignore its entry. Log-probabilities are keyed by row index, for the requests
+    that asked for them. Those of a chunked prompt arrive chunk by chunk.
     """
 
     token_ids: list[int]
-    logprobs: Mapping[int, TokenLogprobs] = NOTHING
-    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = NOTHING
+    logprobs: Mapping[int, TokenLogprobs] = _NO_LOGPROBS
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
 
 
 class Engine(Protocol):
-    """Runs iterations, in flight up to one more than `n_workers`; they are waited for in the order of issue.
+    """Runs iterations, at most `n_workers` + 1 in flight; the scheduler waits for them in the order of issue.
 
-    Both methods raise EngineError; nothing is in flight any more then.
+    Both methods raise EngineError. All iterations in flight are then lost.
     """
 
     @property
     def n_workers(self) -> int:
-        """Inter-layer partitions: how many batches keep all of them busy."""
+        """The number of inter-layer partitions, and so of batches that keep all of them busy."""
         ...
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether a request may be issued again before its token has come back: the device has it."""
+        """Whether sampled tokens stay on the device, so a request can be issued before its token returns."""
         ...
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         """Start one iteration of the model, without waiting for a device.
 
-        The requests are still as they were before it, and their rows and blocks are reserved. One with a
-        token on the way continues with the token that the device has.
+        The requests have their rows and blocks, but their state is still that of before the iteration. A
+        request whose last token has not returned continues with the token on the device.
         """
         ...
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
-        """Wait for the oldest iteration in flight; None if `interrupted` turned true before it was done.
+        """Wait for the oldest iteration in flight; None if `interrupted` returned True before it was done.
 
-        An `interrupted` that is `never` need not be called.
+        If `interrupted` is `never`, the engine need not call it.
         """
         ...

@@ -1,4 +1,4 @@
-"""A policy chooses the rows of the next iteration; the scheduler's loop is the same for every one."""
+"""Policies choose the rows of the next iteration; the scheduler's loop is the same for all of them."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ class Policy(Protocol):
     def choose(
         self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request]
     ) -> tuple[list[Row], int]:
-        """The rows, and the slots that are reserved with them; changes nothing (Algorithm 1, line 4).
+        """Choose the rows, and return them with the new `n_rsrv` (Algorithm 1, line 4). Changes nothing.
 
-        `pool` is in arrival order. A request that is RUNNING may be chosen only if it is one of `ahead`. A
-        row has from one to all of the `n_to_compute` tokens of its request. What is chosen without having a
-        row is the front of what waits, in its order.
+        `pool` is in arrival order. A RUNNING request may be chosen only if it is in `ahead`. A row computes
+        between one and all of its request's `n_to_compute` tokens. The waiting requests chosen must be the
+        oldest waiting ones, in their order.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OrcaPolicy:
-    """Algorithm 1: first come, first served, and always the whole prompt at once."""
+    """Algorithm 1: first come, first served, with each prompt in a single iteration."""
 
     max_bs: int
     n_slots: int
@@ -36,13 +36,11 @@ class OrcaPolicy:
 
     @classmethod
     def of(cls, config: ServingConfig) -> "OrcaPolicy":
-        """With the sizes of an engine."""
         return cls(config.max_batch_size, config.n_slots, config.max_batch_tokens, config.block_size)
 
     def choose(
         self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request]
     ) -> tuple[list[Row], int]:
-        """Policy."""
         return select_rows(
             pool,
             n_rsrv,

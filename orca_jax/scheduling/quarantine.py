@@ -1,7 +1,7 @@
-"""Which request may have cost a worker: suspects run alone, and one that then costs another is ended.
+"""Finds the request that makes workers die: suspects run alone, and one that then loses a worker is ended.
 
-The paper leaves faults out. A request that makes workers die would run again each time that they come back,
-until the engine fails for everybody.
+The paper does not handle faults. Without this, such a request would be retried after every restart until the
+engine fails for all users.
 """
 
 from collections.abc import Collection
@@ -9,50 +9,48 @@ from typing import NamedTuple
 
 from orca_jax.request.request import Request, RequestState
 
-_GROWTH = 4  # times as many tokens alone, for each loss more
+_GROWTH = 4  # factor on the tokens to generate alone, for each further loss
 
 
 class Suspicion(NamedTuple):
-    """The requests that were in flight when a worker was lost, and the one of them that did it, where that is
-    plain.
-    """
+    """The requests in flight at a loss, and the culprit among them if it is known."""
 
     present: frozenset[Request]
-    guilty: Request | None
+    culprit: Request | None
 
 
 class Quarantine:
-    """The live requests on trial. For the scheduler's thread.
+    """The live suspects. For the scheduler's thread.
 
-    A request that was in flight at a loss has to come past that place with nothing else in flight, before it
-    runs beside others again. So one that fails at a certain token is found at the second loss. One that fails
-    at random may come past: with each further loss that it was present at, it runs alone for longer.
+    A request that was in flight at a loss must run past that token alone before it may be batched again. So
+    a request that fails at a fixed token is identified at the second loss. A request that fails at random may
+    get past it; each further loss while it is in flight makes it run alone for longer.
     """
 
     def __init__(self) -> None:
-        self._on_trial: list[Request] = []  # oldest first
+        self._suspects: list[Request] = []  # oldest first
 
-    def take_loss(self, present: Collection[Request]) -> Suspicion:
-        """A worker was lost while these were in flight; some of them may have ended."""
-        guilty = None
+    def record_loss(self, present: Collection[Request]) -> Suspicion:
+        """Count a loss while these requests were in flight; some of them may have ended."""
+        culprit = None
         for req in present:
             req.n_losses += 1
-            # Up to the last token that was on its way, or the one that its prompt would have led to.
-            req.alone_until = req.n_tokens + max(1, req.n_in_flight - req.n_pieces)
+            # Up to the last token in flight. A prompt chunk has none: then the token after the known ones.
+            req.alone_until = req.n_tokens + max(1, req.n_in_flight - req.n_partial)
             if req.n_losses > 1:
                 req.alone_until += _GROWTH ** (req.n_losses - 1)
                 if len(present) == 1 and req.state is not RequestState.FINISHED:
-                    guilty = req
-        on_trial = {*self._on_trial, *present} - {guilty}
-        self._on_trial = sorted(on_trial, key=lambda req: req.arrival)
-        return Suspicion(frozenset(present), guilty)
+                    culprit = req
+        suspects = {*self._suspects, *present} - {culprit}
+        self._suspects = sorted(suspects, key=lambda req: req.arrival)
+        return Suspicion(frozenset(present), culprit)
 
     def next(self) -> Request | None:
-        """The request that is to run alone now: the oldest that is on trial."""
-        if self._on_trial:  # seldom
-            self._on_trial = [req for req in self._on_trial if _is_on_trial(req)]
-        return self._on_trial[0] if self._on_trial else None
+        """The request that must run alone now: the oldest suspect."""
+        if self._suspects:  # rare
+            self._suspects = [req for req in self._suspects if _is_suspect(req)]
+        return self._suspects[0] if self._suspects else None
 
 
-def _is_on_trial(req: Request) -> bool:
+def _is_suspect(req: Request) -> bool:
     return req.state is not RequestState.FINISHED and req.n_tokens < req.alone_until

@@ -1,4 +1,4 @@
-"""After the loss of a worker: requests run again, the engine is brought up again, and both within bounds."""
+"""Recovery from lost workers: the engine restarts and its requests resume, both a limited number of times."""
 
 import time
 from collections.abc import Callable
@@ -12,33 +12,33 @@ from orca_jax.scheduling.scheduler import Scheduler
 
 @runtime_checkable
 class RecoverableEngine(Protocol):
-    """What an engine has that can go on after WorkerLost, beside the methods of Engine."""
+    """The additional methods of an Engine that can restart after WorkerLost."""
 
     def look(self) -> None:
-        """See whether a worker is lost, without waiting. Raises WorkerLost."""
+        """Check for a lost worker, without waiting. Raises WorkerLost."""
         ...
 
     def recover(self, interrupted: Callable[[], bool]) -> bool:
-        """Bring the engine up again with empty caches, within a deadline; False if interrupted before.
+        """Restart the engine with empty caches, within a deadline; False if interrupted before it is up.
 
-        The next call goes on then. Raises WorkerLost; the next call begins anew.
+        After an interruption the next call continues. After WorkerLost the next call starts over.
         """
         ...
 
 
 class Recovery:
-    """The scheduler's loop over an engine that may lose its workers, and what became of the losses.
+    """The scheduler's loop over an engine that may lose its workers, and statistics of the losses.
 
-    `on_trouble`, if it is set, hears of each loss that the engine is to be brought up after, when its
-    requests stand ready to run again, and with None when it is up; on the scheduler's thread. An engine that
-    cannot be brought up again, or was too often, has its EngineError raised, as without this. A request that
-    is found to be the cause of losses is ended (quarantine.py), and all losses that it cost count as one.
+    `on_trouble`, if set, is called on the scheduler's thread: with each loss after which the engine restarts,
+    once its requests are ready to resume, and with None when the engine is up again. If the engine cannot
+    restart, or has restarted too often, `step` raises EngineError. A request that causes losses is ended
+    (quarantine.py), and all losses while it was in flight count as one against the limit on restarts.
 
-    The figures may be read on any thread. `losses` counts all losses: those while the engine was down
-    already, and the last one of an engine that failed. `n_blamed` counts the requests that were ended as
-    their cause, `recoveries` how often the engine came up again. It is down from a loss until it is up again,
-    however many losses lie between: `last_recovery_seconds` is how long that was the last time, None before
-    the first.
+    The statistics may be read from any thread. `losses` counts all losses, including those while the engine
+    is down and the one that makes it fail. `n_blamed` counts the requests ended for causing losses,
+    `recoveries` the times the engine came up again. An outage lasts from the first loss until the engine is
+    up again, however many losses follow; `last_recovery_seconds` is the length of the last one, None before
+    the first ends.
     """
 
     def __init__(
@@ -60,42 +60,42 @@ class Recovery:
         self._clock = clock
         self._recent = LossWindow(bound)
         self._lost: WorkerLost | None = None
-        # Seconds of all times it was down and came up, and since when it is down now. One tuple, so that
-        # another thread never sees one without the other.
+        # Seconds of all past outages, and when the current one began. One tuple, so that other threads read
+        # both together.
         self._down: tuple[float, float | None] = (0.0, None)
 
     @property
     def recoverable(self) -> bool:
-        """Whether the engine is one that can lose workers and be brought up again."""
+        """Whether the engine can restart after it loses a worker."""
         return self._engine is not None
 
     @property
     def trouble(self) -> str | None:
-        """Which stage was lost last and how, while the engine is down; None while it works."""
+        """Which stage was lost last and how, while the engine is down; None while it is up."""
         lost = self._lost
         return None if lost is None else str(lost)
 
     @property
     def troubled_stage(self) -> int | None:
-        """That stage, counted from 0."""
+        """The stage lost last, counted from 0; None while the engine is up."""
         lost = self._lost
         return None if lost is None else lost.stage
 
     @property
     def down_seconds(self) -> float:
-        """For how long the engine has been down, all times together, this one so far included.
+        """The total length of all outages, including the current one so far.
 
-        It never falls. Of an engine that failed for good after a loss it goes on growing.
+        It never decreases. After a permanent failure it keeps growing.
         """
-        now = self._clock()  # before the look at the tuple, or this could be above what it is in the end
+        now = self._clock()  # before reading the tuple, or an outage ending in between counts too long
         seconds, since = self._down
         return seconds if since is None else seconds + max(0.0, now - since)
 
     def step(self, interrupted: Callable[[], bool]) -> bool:
-        """One turn of the scheduler's loop, or of bringing the engine up; False when there was nothing to do.
+        """One turn of the scheduler's loop, or of restarting the engine; False if there was nothing to do.
 
-        The latter is left when `interrupted`, and to end requests that were asked to. Raises EngineError when
-        the engine has failed for good.
+        A restart returns early if `interrupted`, or if a request arrives or is asked to end. Raises
+        EngineError if the engine has failed permanently.
         """
         engine = self._engine
         if engine is None:
@@ -108,14 +108,14 @@ class Recovery:
                 engine.look()
             return worked
         except WorkerLost as lost:
-            self._take_loss(lost)
+            self._record_loss(lost)
             return True
 
     def _recover(self, engine: RecoverableEngine, interrupted: Callable[[], bool]) -> bool:
         pool = self._scheduler.pool
-        seen = pool.activity()
-        ended = self._scheduler.end_asked()
-        if not engine.recover(lambda: interrupted() or pool.activity() != seen):
+        activity = pool.activity()
+        ended = self._scheduler.end_cancelled()
+        if not engine.recover(lambda: interrupted() or pool.activity() != activity):
             return ended
         now = self._clock()
         seconds, since = self._down
@@ -124,18 +124,18 @@ class Recovery:
         self.last_recovery_seconds = now - since
         self.recoveries += 1
         self._lost = None
-        self._tell(None)
+        self._notify(None)
         return True
 
-    def _take_loss(self, lost: WorkerLost) -> None:
+    def _record_loss(self, lost: WorkerLost) -> None:
         now = self._clock()
         self.losses += 1
         seconds, since = self._down
         self._down = (seconds, now if since is None else since)
-        present, guilty = self._scheduler.run_again(str(lost))
-        if guilty is not None:
+        present, culprit = self._scheduler.run_again(str(lost))
+        if culprit is not None:
             self.n_blamed += 1
-            self._recent.forgive(guilty)
+            self._recent.forgive(culprit)
         allowed = self._recent.add(now, present)
         self._lost = lost
         if not allowed:
@@ -144,8 +144,8 @@ class Recovery:
             )
             message += f"{self._bound.restarts} restarts are allowed; the last: {lost}"
             raise EngineError(message) from lost
-        self._tell(lost)
+        self._notify(lost)
 
-    def _tell(self, lost: WorkerLost | None) -> None:
+    def _notify(self, lost: WorkerLost | None) -> None:
         if self.on_trouble is not None:
             self.on_trouble(lost)

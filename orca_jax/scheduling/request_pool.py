@@ -1,9 +1,8 @@
-"""The request pool: every live request in arrival order, behind the engine's one lock (ORCA 4, Figure 4).
+"""The request pool: all live requests in arrival order, under the engine's only lock (ORCA 4, Figure 4).
 
-Any thread may add requests or ask for their end; the scheduler's thread alone does everything else. A
-request waits until the scheduler admits it, and is admitted from then until it is removed. Both kinds stand
-in arrival order, and the admitted ones all came before the waiting ones, because the scheduler admits from
-the front.
+Any thread may add requests or ask for their end; only the scheduler's thread does everything else. A request
+is waiting until the scheduler admits it, then admitted until it is removed. Both groups are in arrival order,
+and the scheduler admits the oldest first, so all admitted requests arrived before all waiting ones.
 """
 
 import threading
@@ -16,16 +15,16 @@ from typing import NamedTuple
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
 from orca_jax.request.request import FinishReason, Request
 
-# What a request's user is to see: the request, a token, and the finish reason; a token, a reason, or both. A
-# plain tuple for the same reason as `Row`: one is made for every row of every iteration.
+# What to tell a request's user: the request, its new token if any, and its finish reason if it ended. A plain
+# tuple for speed, like `Row`: each row of each iteration makes one.
 Delivery = tuple[Request, int | None, FinishReason | None]
 
 
 class InArrivalOrder:
-    """Live requests, oldest first, read no further than the reader goes: a long queue costs nothing.
+    """Live requests, oldest first, read lazily so that a long queue costs nothing.
 
-    For the scheduler's thread, which must not admit or remove while it reads. Requests that others add
-    meanwhile are seen at the end, or next time.
+    For the scheduler's thread, which must not admit or remove requests during the iteration. Requests that
+    other threads add meanwhile appear at the end or in the next iteration.
     """
 
     def __init__(self, admitted: Iterable[Request], waiting_after: Callable[[int], list[Request]]) -> None:
@@ -41,8 +40,8 @@ class InArrivalOrder:
 
 
 @dataclass(slots=True)
-class _Held:
-    """Waiting requests and the sum of their weights, in bytes."""
+class _Usage:
+    """The number of waiting requests, and the sum of their weights in bytes."""
 
     n: int = 0
     n_bytes: int = 0
@@ -52,19 +51,19 @@ class _Held:
         self.n_bytes += sign * request.weight
 
 
-class _Room(NamedTuple):
-    """How many requests may wait, and how many bytes they may keep."""
+class _Limit(NamedTuple):
+    """The maximum number of waiting requests, and of their bytes."""
 
     n: int
     n_bytes: int
 
-    def lacks(self, held: _Held, request: Request) -> str:
-        """What there is too much of already, where `request` does not fit beside what is held; else ""."""
-        if held.n >= self.n:
-            return f"{held.n} requests wait"
-        # One that is larger than all the room may wait alone, or it could never run.
-        if held.n and held.n_bytes + request.weight > self.n_bytes:
-            return f"{held.n} requests of {held.n_bytes} bytes wait"
+    def excess(self, usage: _Usage, request: Request) -> str:
+        """The current usage in words if `request` would exceed the limit; else ""."""
+        if usage.n >= self.n:
+            return f"{usage.n} requests"
+        # A request larger than the whole limit may wait alone, or it could never run.
+        if usage.n and usage.n_bytes + request.weight > self.n_bytes:
+            return f"{usage.n} requests of {usage.n_bytes} bytes"
         return ""
 
 
@@ -73,13 +72,13 @@ def _no_op(_: Request) -> None:
 
 
 class RequestPool:
-    """Every live request, in arrival order; add, end and deliver.
+    """All live requests, in arrival order.
 
-    `max_waiting` bounds the requests that wait, `max_bytes` the sum of their weights. One owner may have
-    `max_each` of them waiting (None: all), and as large a part of the bytes, so that nobody locks everybody
-    else out. `check` raises an InvalidRequest for one that must not enter; `on_arrival` hears of each that
-    did, before the scheduler can see it; `on_deliveries` takes all deliveries of an iteration in one call.
-    The last is called on the scheduler's thread, the others on the adder's.
+    The queue of waiting requests is bounded: `max_waiting` limits their number, `max_bytes` the sum of their
+    weights. So that no owner can fill the queue, each may have at most `max_each` waiting requests (None: no
+    limit) and the same fraction of the bytes. `check` raises InvalidRequest to reject a request. `on_arrival`
+    is called with each accepted request before the scheduler can see it. Both run on the caller's thread of
+    `add`. `on_deliveries` is called on the scheduler's thread, once with all deliveries of an iteration.
     """
 
     def __init__(
@@ -92,20 +91,20 @@ class RequestPool:
         on_arrival: Callable[[Request], None] = _no_op,
         check: Callable[[Request], None] = _no_op,
     ) -> None:
-        self._all = _Room(max_waiting, max_bytes)
+        self._limit = _Limit(max_waiting, max_bytes)
         each = max_waiting if max_each is None else max_each
-        self._each = _Room(each, max_bytes * each // max_waiting)
+        self._owner_limit = _Limit(each, max_bytes * each // max_waiting)
         self._on_deliveries = on_deliveries
         self._on_arrival = on_arrival
         self._check = check
         self._lock = threading.Condition()
-        # All below is changed under the lock. `_admitted` is changed by the scheduler's thread alone, which
-        # may so read it without. Ordered dictionaries: leaving from anywhere costs O(1), leaving no gap.
+        # All attributes below change only under the lock. Only the scheduler's thread changes `_admitted`, so
+        # it may read it without the lock. OrderedDict removes from any position in O(1) without leaving gaps.
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._admitted: OrderedDict[str, Request] = OrderedDict()
         self._ending: dict[Request, FinishReason] = {}
-        self._held = _Held()  # by all that wait
-        self._held_by: dict[str, _Held] = {}  # the same by owner; those who hold nothing are left out
+        self._usage = _Usage()
+        self._usage_of: dict[str, _Usage] = {}  # by owner, only those with waiting requests
         self._n_arrivals = 0
         self._activity = 0
         self._closed = False
@@ -122,65 +121,65 @@ class RequestPool:
 
     @property
     def n_running(self) -> int:
-        """Requests that the scheduler has admitted: they hold slots and take part in iterations."""
+        """Requests that the scheduler has admitted: they hold slots and run."""
         return len(self._admitted)
 
     # For any thread.
 
     def admitted(self) -> list[Request]:
-        """Those requests, oldest first: a copy, for a look from outside."""
+        """A copy of the list of admitted requests, oldest first."""
         with self._lock:
             return list(self._admitted.values())
 
     def add(self, request: Request) -> None:
-        """Take a new request in: it gets its arrival number and waits.
+        """Add a new request to the queue and set its arrival number.
 
-        Raises InvalidRequest (a request that may not enter, or whose id is that of a live one), QueueFull,
-        ServiceClosed. Nothing has changed then.
+        Raises InvalidRequest if `check` rejects it or its id is in use, QueueFull or ServiceClosed. The pool
+        is then unchanged.
         """
         self._check(request)
         with self._lock:
             if self._closed:
-                raise ServiceClosed("the request came after the service was closed")
+                raise ServiceClosed("the service is closed and accepts no more requests")
             if self._find(request.request_id) is not None:
-                message = f"request_id {request.request_id!r} is that of a live request; give each its own"
+                message = f"request_id {request.request_id!r} is in use by a live request; choose another"
                 raise InvalidRequest(message, param="request_id")
-            self._check_room(request)
+            self._check_limits(request)
             request.arrival = self._n_arrivals
             self._on_arrival(request)
             self._n_arrivals += 1
             self._waiting[request.request_id] = request
             self._count(request, 1)
-            self._tell()
+            self._notify()
 
     def end(self, request: Request, reason: FinishReason) -> bool:
-        """Ask a request to end (cancelled, timeout); False when it is not live.
+        """Ask a request to end (cancelled, timeout); False if it is no longer live.
 
-        The scheduler acts on it within one iteration, and tells the reason in a delivery. The first reason
-        counts; a request that finishes on its own meanwhile keeps its own reason. Another live request that
-        has the same id by now is not touched.
+        The scheduler ends it within one iteration and delivers the reason. The first reason wins, and a
+        request that finishes by itself meanwhile keeps its own reason. A newer live request with the same id
+        is not affected.
         """
         with self._lock:
             return self._find(request.request_id) is request and self._ask_to_end(request, reason)
 
     def end_named(self, request_id: str, reason: FinishReason) -> bool:
-        """The same for whichever live request has that id now; False when none has."""
+        """Like `end`, for the live request with this id; False if there is none."""
         with self._lock:
             request = self._find(request_id)
             return request is not None and self._ask_to_end(request, reason)
 
     def close(self) -> None:
-        """Let nobody in any more; what is live goes on."""
+        """Accept no more requests; live requests continue."""
         with self._lock:
             self._closed = True
-            self._tell()
+            self._notify()
 
     def activity(self) -> int:
-        """A count that grows whenever a request arrives or is asked to end."""
+        """A counter that grows whenever a request arrives or is asked to end, and on `close`."""
         return self._activity
 
     def wait_for_work(self, timeout: float) -> bool:
-        """Wait until a request is live, the pool is closed, or `timeout` seconds; whether one is live."""
+        """Wait up to `timeout` seconds for a live request, or until `close`; whether a request is live."""
         with self._lock:
             self._lock.wait_for(lambda: len(self) > 0 or self._closed, timeout)
             return len(self) > 0
@@ -192,7 +191,7 @@ class RequestPool:
         return InArrivalOrder(self._admitted.values(), self._waiting_after)
 
     def admit(self, requests: Iterable[Request]) -> None:
-        """These wait no longer: the oldest waiting ones, in their order."""
+        """Admit these requests, which must be the oldest waiting ones in their order."""
         with self._lock:
             for request in requests:
                 oldest_id, oldest = self._waiting.popitem(last=False)
@@ -201,14 +200,14 @@ class RequestPool:
                 self._count(oldest, -1)
 
     def take_ending(self) -> list[tuple[Request, FinishReason]]:
-        """The live requests that were asked to end since the last call, each with the reason."""
+        """The live requests that were asked to end since the last call, with their reasons."""
         with self._lock:
             ending = list(self._ending.items())
             self._ending.clear()
             return ending
 
     def remove(self, request: Request) -> None:
-        """Take a request out that has ended; its id is free again."""
+        """Remove a request that has ended; its id can be used again."""
         with self._lock:
             if self._waiting.pop(request.request_id, None) is not None:
                 self._count(request, -1)
@@ -217,7 +216,7 @@ class RequestPool:
             self._ending.pop(request, None)
 
     def deliver(self, deliveries: Sequence[Delivery]) -> None:
-        """Hand an iteration's deliveries out, all in one call; nothing is handed out if there is none."""
+        """Pass all deliveries of an iteration to `on_deliveries` in one call; no call if there are none."""
         if deliveries:
             self._on_deliveries(deliveries)
 
@@ -230,37 +229,37 @@ class RequestPool:
         if request.ending is None:
             request.ending = reason
             self._ending[request] = reason
-            self._tell()
+            self._notify()
         return True
 
-    def _check_room(self, request: Request) -> None:
-        """Raise QueueFull where one more may not wait."""
-        full = self._all.lacks(self._held, request)
-        if full:
-            raise QueueFull(f"{full}, as many as may; try again later")
+    def _check_limits(self, request: Request) -> None:
+        """Raise QueueFull if no more requests may wait, or no more of this owner."""
+        excess = self._limit.excess(self._usage, request)
+        if excess:
+            raise QueueFull(f"the queue is full: {excess} are waiting; try again later")
         if request.owner:
-            full = self._each.lacks(self._held_by.get(request.owner, _Held()), request)
-            if full:
-                message = f"{full} for this API key or address, which is its share of the queue; "
-                raise QueueFull(message + "wait until some of them have begun")
+            excess = self._owner_limit.excess(self._usage_of.get(request.owner, _Usage()), request)
+            if excess:
+                message = f"{excess} from this API key or address are waiting, its share of the queue; "
+                raise QueueFull(message + "try again when some of them have started")
 
     def _count(self, request: Request, sign: int) -> None:
-        """Count a request that waits (1) or waits no longer (-1)."""
-        self._held.add(request, sign)
+        """Count a request that enters (1) or leaves (-1) the queue."""
+        self._usage.add(request, sign)
         if request.owner:
-            held = self._held_by.setdefault(request.owner, _Held())
-            held.add(request, sign)
-            if not held.n:
-                del self._held_by[request.owner]
+            usage = self._usage_of.setdefault(request.owner, _Usage())
+            usage.add(request, sign)
+            if not usage.n:
+                del self._usage_of[request.owner]
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._activity += 1
         self._lock.notify_all()
 
     def _waiting_after(self, n: int) -> list[Request]:
-        """Some of the waiting requests behind the first `n`, ever more of them: reading all is so linear.
+        """A chunk of the waiting requests after the first `n`. Chunks double, so reading all is linear.
 
-        Others add at the back only, so what stands behind the first `n` stays there while it is read.
+        Other threads add only at the end, so positions do not shift during the iteration.
         """
         with self._lock:
             return list(islice(self._waiting.values(), n, 2 * n + 8))

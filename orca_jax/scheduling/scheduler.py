@@ -1,8 +1,9 @@
 """Algorithm 1 of ORCA (4.2), lines 1 to 15: issue the next iteration, and take the tokens of the oldest.
 
-`Scheduler.step` is one turn of the paper's loop, and select.py is its function Select; the paper's line
-numbers stand beside the code. Together they keep iteration-level first-come-first-served: of two requests in
-the pool the one that came earlier has run the same number of iterations or more.
+Iteration-level scheduling, now known as continuous batching. `Scheduler.step` is one turn of the paper's
+loop, and select.py is its function Select; comments give the paper's line numbers. The paper's initiation
+phase is prefill, its increment phase decode. Scheduling is first come, first served at the level of
+iterations: of two requests in the pool, the earlier one has run at least as many iterations.
 """
 
 from collections import deque
@@ -24,13 +25,13 @@ INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
 
 
 class Scheduler:
-    """The loop of Algorithm 1 over a pool, an engine and a K/V manager; all on one thread.
+    """The loop of Algorithm 1 over a pool, an engine and a K/V manager. For one thread.
 
-    It alone changes the state of requests and reserves for them. `n_rsrv` counts reserved slots. With overlap
-    one batch more is in flight than there are workers, so that the host prepares an iteration while the one
-    before it runs. What is computed for a request that turned out finished is thrown away; it is `leaving`,
-    and its slots come back with its last batch, which may write to them. The `policy` chooses the rows of
-    each iteration; by default it is Algorithm 1's.
+    Only the scheduler changes the state of requests and reserves slots for them; `n_rsrv` counts reserved
+    slots. With overlap, one more batch is in flight than there are workers, so the host prepares an iteration
+    while the previous one runs. A request may then end while an iteration for it is in flight. Its result is
+    discarded; the request is `leaving`, and its slots, to which the iteration may write, are released when
+    that returns. `policy` chooses the rows of each iteration; the default is Algorithm 1.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class Scheduler:
         self.n_rsrv = 0  # line 2
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
-        self.leaving: list[Request] = []  # ended, and still in a batch in flight
+        self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self._quarantine = Quarantine()
-        self._began = False  # the last batch of a deterministic engine was one of initiations
+        self._initiated_last = False  # whether a deterministic engine's last batch was of initiations
 
     @property
     def n_scheduled(self) -> int:
@@ -63,12 +64,12 @@ class Scheduler:
         return len(self._in_flight)
 
     def step(self) -> bool:
-        """One turn of the loop (line 3); False when no request is live, so that there was nothing to do.
+        """One turn of the loop (line 3); False if there was nothing to do because no request is live.
 
-        Raises what the engine raises; `fail_all` is the way on from there, or `run_again` from WorkerLost.
+        Raises what the engine raises. Call `run_again` after WorkerLost, and `fail_all` after other errors.
         """
-        seen = self.pool.activity()  # taken before the pool is looked at: what comes later interrupts
-        ended = self.end_asked()
+        activity = self.pool.activity()  # read before the pool, so that later arrivals interrupt the wait
+        ended = self.end_cancelled()
         rows, self.n_rsrv = self._next_rows()  # line 4
         if rows:  # an empty batch is never issued
             self._issue(rows)  # lines 5 to 8
@@ -76,47 +77,47 @@ class Scheduler:
             return ended
         if self.n_scheduled == self._most_in_flight:  # line 9
             self._take_return(interrupted=never)  # lines 10 to 15
-        elif not rows:  # a worker is free: wait for something to select as well
-            self._take_return(interrupted=lambda: self.pool.activity() != seen)
+        elif not rows:  # a worker is free: also stop waiting when there may be something to select
+            self._take_return(interrupted=lambda: self.pool.activity() != activity)
         return True
 
     def fail_all(self) -> None:
-        """After an EngineError: what is in flight is lost, and all that is live ends with reason `error`."""
-        self._lose_flights()
+        """After an EngineError: drop all batches in flight, and end all live requests with reason `error`."""
+        self._drop_in_flight()
         live = list(self.pool.in_arrival_order())
         self._deliver([self._end(req, FinishReason.ERROR) for req in live])
 
     def run_again(self, why: str = "a worker was lost") -> Suspicion:
-        """After WorkerLost: keys, values and what is in flight are lost, but no request is.
+        """After WorkerLost: drop the K/V cache and all batches in flight, and let the requests resume.
 
-        The paper leaves faults out. Every admitted request goes back to INITIATION and keeps its row, blocks
-        and reservation: its prompt and the output so far are the input of an iteration again, and the next
-        token is the one that it would have been. A token that was computed but did not come back is computed
-        again. What was asked to end ends, and so does a request that is to blame; `why` is the cause that it
-        is told. Returns which requests were in flight.
+        The paper does not handle faults. Each admitted request returns to INITIATION and keeps its row,
+        blocks and reservation. Its next iteration recomputes the prompt and the output so far, and samples
+        the same next token as without the loss. Tokens that were computed but not returned are recomputed.
+        Requests that were asked to end are ended, as is a request that causes losses; its error quotes `why`.
+        Returns the requests that were in flight.
         """
-        suspicion = self._quarantine.take_loss({req for ran in self._in_flight for req, _ in ran.rows})
-        self._lose_flights()
+        suspicion = self._quarantine.record_loss({req for it in self._in_flight for req, _ in it.rows})
+        self._drop_in_flight()
         ended: list[Delivery] = []
         for req in self.pool.admitted():
             if req.ending is not None:
                 ended.append(self._end(req, req.ending))
-            elif req is suspicion.guilty:
+            elif req is suspicion.culprit:
                 req.failure = f"a worker was lost {req.n_losses} times while this request ran, the last time "
-                req.failure += f"with no other request beside it, so it is not run again ({why})"
+                req.failure += f"while it ran alone, so it is not retried ({why})"
                 ended.append(self._end(req, FinishReason.ERROR))
             else:
                 req.state = INITIATION
                 req.n_computed = 0
                 if req.prompt_logprobs is not None and len(req.prompt_logprobs) < len(req.prompt_ids) - 1:
-                    req.prompt_logprobs = None  # of a prompt in pieces: all of them come again
+                    req.prompt_logprobs = None  # incomplete, of a chunked prompt: all are computed again
         self._deliver(ended)
         return suspicion
 
-    def end_asked(self) -> bool:
-        """End what was asked to end (cancelled, timeout); what is RUNNING ends when it returns.
+    def end_cancelled(self) -> bool:
+        """End requests that were cancelled or timed out; RUNNING ones end when they return.
 
-        Whether any did. `step` begins with it; to be called where there are no steps.
+        Returns whether any ended. `step` calls this first; call it directly while no steps are taken.
         """
         asked = self.pool.take_ending()
         ended = [self._end(req, reason) for req, reason in asked if req.state is not RUNNING]
@@ -124,30 +125,30 @@ class Scheduler:
         return bool(ended)
 
     def _next_rows(self) -> tuple[list[Row], int]:
-        """Line 4. Of a deterministic engine the rows that are in one phase, each phase in its turn."""
+        """Line 4. For a deterministic engine, only the rows of one phase; the phases alternate."""
         rows, n_rsrv = list[Row](), self.n_rsrv
         suspect = self._quarantine.next()
         if suspect is not None:
             return self._alone(suspect), n_rsrv
         if self.n_scheduled < self.engine.n_workers:
             rows, n_rsrv = self._choose(self.pool.in_arrival_order())
-        # Behind all that can begin at once: these begin when their tokens are there.
+        # Only if no request is ready: these must first wait for their tokens in flight.
         if not rows and self.overlaps and self._in_flight:
             rows, n_rsrv = self._choose(self.pool.in_arrival_order(), running_ahead(self._in_flight[0].rows))
         if not self.config.deterministic:
             return rows, n_rsrv
-        first = [row for row in rows if row[0].in_initiation]
-        later = [row for row in rows if not row[0].in_initiation]
-        # Who begins first so was not before one that came earlier: that one has had an iteration.
-        if first and not (later and self._began):
-            self._began = True
-            return first, n_rsrv
-        self._began = False
-        return later, self.n_rsrv
+        initiations = [row for row in rows if row[0].in_initiation]
+        increments = [row for row in rows if not row[0].in_initiation]
+        # Initiations may go first: the requests with increments arrived earlier and have already run.
+        if initiations and not (increments and self._initiated_last):
+            self._initiated_last = True
+            return initiations, n_rsrv
+        self._initiated_last = False
+        return increments, self.n_rsrv
 
     def _alone(self, req: Request) -> list[Row]:
-        """A row of this request alone, once no other is in flight and it is ready itself."""
-        if any(other is not req for ran in self._in_flight for other, _ in ran.rows):
+        """A row for this request only, once no other is in flight and it is ready; else no rows."""
+        if any(other is not req for it in self._in_flight for other, _ in it.rows):
             return []
         ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
         return self._choose([req], [req])[0] if ready else []
@@ -156,7 +157,7 @@ class Scheduler:
         return self.policy.choose(pool, self.n_rsrv, ahead)
 
     def _issue(self, rows: list[Row]) -> None:
-        """Lines 5 to 8, and before them rows and blocks for the requests that line 26 reserved for."""
+        """Allocate rows and blocks for the requests that line 26 reserved slots for, then lines 5 to 8."""
         new = [req for req, _ in rows if req.row < 0]
         self.pool.admit(new)
         for req in new:
@@ -165,13 +166,13 @@ class Scheduler:
         iteration = self.engine.issue(rows)  # line 5
         iteration.record = record
         # Lines 6 and 7: every request of the batch is RUNNING.
-        pieces = [i for i, (req, n_tokens) in enumerate(rows) if not req.begin_iteration(n_tokens)]
-        if pieces:
-            iteration.pieces = frozenset(pieces)
+        partial = [i for i, (req, n_tokens) in enumerate(rows) if not req.begin_iteration(n_tokens)]
+        if partial:
+            iteration.partial = frozenset(partial)
         self._in_flight.append(iteration)  # line 8
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
-        """Lines 10 to 15, unless the wait is interrupted; tokens and ends go out in one delivery."""
+        """Lines 10 to 15, unless the wait is interrupted. All tokens and ends are delivered in one call."""
         iteration = self._in_flight[0]
         returned = self.engine.wait(iteration, interrupted)  # line 10
         if returned is None:
@@ -183,37 +184,37 @@ class Scheduler:
             for i, records in returned.prompt_logprobs.items():
                 req, _ = iteration.rows[i]
                 req.prompt_logprobs = [*(req.prompt_logprobs or ()), *records]
-            pieces, logprobs = iteration.pieces, returned.logprobs
+            partial, logprobs = iteration.partial, returned.logprobs
             pairs = zip(iteration.rows, returned.token_ids, strict=True)
             for i, ((req, _), token_id) in enumerate(pairs):  # line 11
                 req.n_in_flight -= 1
-                is_piece = pieces and i in pieces
-                if is_piece:
-                    req.n_pieces -= 1
-                if req.state is FINISHED:  # computed for nothing
+                is_partial = partial and i in partial
+                if is_partial:
+                    req.n_partial -= 1
+                if req.state is FINISHED:  # the result is discarded
                     if not req.n_in_flight:
                         self.leaving.remove(req)
                         self._release(req)
-                elif is_piece:
-                    deliveries += self._take_piece(req)
+                elif is_partial:
+                    deliveries += self._take_partial(req)
                 else:
-                    own = logprobs.get(i) if logprobs else None
-                    deliveries.append(self._take_token(req, token_id, own))  # lines 12 to 14
-        finally:  # when a request's sink raises, those before it have still ended and must be told
+                    record = logprobs.get(i) if logprobs else None
+                    deliveries.append(self._take_token(req, token_id, record))  # lines 12 to 14
+        finally:  # even if a row raises: the users of the rows before it must learn of their tokens and ends
             self._deliver(deliveries)
         self._in_flight.popleft()  # line 15
 
-    def _take_piece(self, req: Request) -> list[Delivery]:
-        """A piece of the request's prompt is in the cache, and nothing was sampled."""
+    def _take_partial(self, req: Request) -> list[Delivery]:
+        """A chunk of the request's prompt is in the cache, and no token was sampled."""
         if not req.n_in_flight:
             req.state = INITIATION
         return [] if req.ending is None else [self._end(req, req.ending)]
 
     def _take_token(self, req: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delivery:
-        """Lines 12 to 14 for one request of a returned batch."""
+        """Lines 12 to 14 for one request of the returned batch."""
         if not req.n_in_flight:
             req.state = INCREMENT  # line 12
-        if req.ending is not None:  # asked to end while it ran: the token comes too late
+        if req.ending is not None:  # asked to end while it ran: discard the token
             return self._end(req, req.ending)
         if logprobs is not None:
             req.logprobs.append(logprobs)
@@ -223,7 +224,7 @@ class Scheduler:
         return req, token_id, reason
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
-        """The one way out for every request; the slots it held come back as soon as nothing writes there."""
+        """End a request; every end goes through here. Its slots are released once no batch writes to them."""
         if req.n_in_flight:
             self.leaving.append(req)
         elif req.row >= 0:
@@ -234,21 +235,21 @@ class Scheduler:
         return req, None, reason
 
     def _release(self, req: Request) -> None:
-        """The slots of a request that has ended can be reserved again."""
+        """Release the slots of a request that has ended."""
         self.n_rsrv -= round_up(req.max_tokens, self.config.block_size)  # line 14
         self.kv.release(req.row)
         req.row = -1
 
-    def _lose_flights(self) -> None:
-        """What was in flight will not come back, and writes nowhere any more."""
+    def _drop_in_flight(self) -> None:
+        """Forget all batches in flight: they will not return, and no longer write to the cache."""
         self._in_flight.clear()
         for req in self.leaving:
-            req.n_in_flight = req.n_pieces = 0
+            req.n_in_flight = req.n_partial = 0
             self._release(req)
         self.leaving.clear()
         for req in self.pool.admitted():
-            req.n_iterations -= req.n_in_flight  # the order counts iterations that came back, or will
-            req.n_in_flight = req.n_pieces = 0
+            req.n_iterations -= req.n_in_flight  # lost iterations do not count
+            req.n_in_flight = req.n_partial = 0
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
         self.timeline.delivered(deliveries)

@@ -1,6 +1,6 @@
 """Algorithm 1 of ORCA (4.2), lines 17 to 28: which requests run in the next iteration.
 
-The paper's line numbers stand beside the code.
+Comments give the paper's line numbers. The paper's initiation is prefill; its increment is decode.
 """
 
 import math
@@ -15,14 +15,14 @@ INITIATION, RUNNING, INCREMENT, _ = RequestState
 
 
 def may_run_ahead(req: Request) -> bool:
-    """Whether a RUNNING request may be issued once more: its token on the way is not the last it may have."""
+    """Whether a RUNNING request may be issued again before its token returns, because more can follow."""
     return req.n_in_flight == 1 and req.ending is None and req.n_tokens_issued < req.max_tokens
 
 
 def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
-    """Of the batch in flight that returns next those that may be issued once more.
+    """The requests that may be issued again, given the rows of the batch that returns next.
 
-    Of no other batch: before their tokens are there the workers have the batches between to run.
+    Requests of later batches need not run ahead: the workers have other batches to run until those return.
     """
     return frozenset([req for req, _ in rows if may_run_ahead(req)])
 
@@ -37,9 +37,9 @@ def select(
     block_size: int = 1,
     ahead: Collection[Request] = (),
 ) -> tuple[list[Request], int]:
-    """The batch of the next iteration, and the slots that are reserved with it, as the paper's Select has it.
+    """The paper's Select: the next batch, and the new `n_rsrv`.
 
-    With the defaults it is the paper's to the letter; see `select_rows`.
+    With the defaults it is exactly the paper's function; `select_rows` describes the parameters.
     """
     rows, n_rsrv = select_rows(
         pool,
@@ -63,15 +63,15 @@ def select_rows(
     block_size: int = 1,
     ahead: Collection[Request] = (),
 ) -> tuple[list[Row], int]:
-    """The rows of the next iteration, and the slots that are reserved with it (Algorithm 1, lines 17 to 28).
+    """The rows of the next iteration, and the new `n_rsrv` (Algorithm 1, lines 17 to 28). Changes nothing.
 
-    Each row has all tokens that its request has left to compute. Changes nothing. Those of `ahead` may run
-    although they are RUNNING. `max_batch_tokens` bounds the tokens of the batch, and with `block_size` a
-    reservation is of whole blocks, so that it can be allocated; `n_rsrv` is then a multiple of the block, and
-    `n_slots` counts as if it were rounded down to one.
+    Each row computes all tokens that its request has left to compute. Requests in `ahead` may be selected
+    although they are RUNNING. `max_batch_tokens` limits the tokens of the batch. Reservations are rounded up
+    to blocks of `block_size` slots, so that they can be allocated; `n_rsrv` is then a multiple of
+    `block_size`, and `n_slots` is in effect rounded down to one.
     """
     batch: list[Row] = []  # line 18
-    if not isinstance(pool, InArrivalOrder):  # in order already; sorting it would read all that wait
+    if not isinstance(pool, InArrivalOrder):  # which is sorted already; sorting would read the whole queue
         pool = sorted(pool, key=lambda req: req.arrival)  # line 20
     ready = (req for req in pool if req.state is not RUNNING or req in ahead)  # line 19
     batch_tokens = 0
@@ -79,11 +79,12 @@ def select_rows(
     for req in ready:  # line 21
         if len(batch) == max_bs:  # line 22
             break
-        n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_pieces else req.n_to_compute
+        # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
+        n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
         batch_tokens += n_tokens
-        if batch_tokens > token_limit:  # a break, as in line 25, so that no later request overtakes
+        if batch_tokens > token_limit:  # break, as in line 25, so that no later request overtakes this one
             break
-        # One that has a row already runs again after a fault, and holds its reservation.
+        # A request that already has a row resumes after a fault and still holds its reservation.
         if req.state is INITIATION and req.row < 0:  # line 23
             new_n_rsrv = n_rsrv + round_up(req.max_tokens, block_size)  # line 24
             if new_n_rsrv > n_slots:  # line 25

@@ -1,7 +1,7 @@
-"""What happened when: one record for each request and one for each iteration.
+"""The timeline: when each request and each iteration started and ended.
 
-The scheduler writes it; times are seconds of the clock that is handed in. Only the youngest records are
-kept, so that it may stay on for months. Who wants figures over all that ever happened observes it.
+The scheduler writes the records; times are in seconds of the given clock. Memory is bounded, because only the
+newest records are kept. For statistics over all of them, set a TimelineObserver.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.scheduling.request_pool import Delivery
 
 _INCREMENT = RequestState.INCREMENT
-_FINISHES = 64  # ends that tell how fast requests finish
+_N_ENDS = 64  # recent ends that `recent_finish_interval` covers
 
 
 def _times() -> "array[float]":
@@ -26,9 +26,9 @@ def _times() -> "array[float]":
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request from its arrival to its end; a token's time is when it was handed out.
+    """A request from arrival to end.
 
-    `scheduled` is when its first iteration was issued.
+    `scheduled` is when its first iteration was issued, `token_times` when each token was delivered.
     """
 
     request_id: str
@@ -41,22 +41,21 @@ class RequestRecord:
 
     @property
     def n_output(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_times)
 
     @property
     def queue_time(self) -> float | None:
-        """Seconds from arrival to the first iteration; None while it waits, or if it never ran."""
+        """Seconds from arrival to the first iteration; None before that."""
         return None if self.scheduled is None else self.scheduled - self.arrived
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from arrival to the first token; None while there is none."""
+        """Seconds from arrival to the first token; None before that."""
         return self.token_times[0] - self.arrived if self.token_times else None
 
     @property
     def normalized_latency(self) -> float | None:
-        """End-to-end latency over generated tokens (ORCA 6.2); None before the end, or without a token."""
+        """End-to-end latency over generated tokens (ORCA 6.2); None before the end, or without tokens."""
         if self.finished is None or not self.token_times:
             return None
         return (self.finished - self.arrived) / len(self.token_times)
@@ -64,9 +63,9 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class IterationRecord:
-    """One iteration: its requests with the tokens that go in for each, and the bucket they were padded to.
+    """One iteration: its requests, the number of input tokens of each, and the bucket they are padded to.
 
-    `returned` stays None when the engine failed before the batch came back.
+    `returned` stays None if the engine failed before the batch returned.
     """
 
     number: int
@@ -79,54 +78,51 @@ class IterationRecord:
 
     @property
     def n_rows(self) -> int:
-        """Requests in the batch."""
         return len(self.request_ids)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that go in, without padding."""
+        """Input tokens, without padding."""
         return sum(self.input_lengths)
 
     @property
     def padding(self) -> int:
-        """Tokens computed for nothing."""
+        """Padding tokens."""
         return self.bucket - self.n_tokens
 
 
 class TimelineObserver(Protocol):
-    """Hears of what happens as it happens: `arrived` on the adder's thread, the rest on the scheduler's.
+    """Is called as events happen: `arrived` on the thread that adds the request, the rest on the scheduler's.
 
-    All that waits for the scheduler waits for these calls as well, so they are to be short; and they must not
-    raise, or the service fails.
+    Every call delays the scheduler, so it must be short. If a call raises, the service fails.
     """
 
     def arrived(self, record: RequestRecord) -> None:
-        """A request entered the pool; calls come one at a time, before the scheduler can see the request."""
+        """A request entered the pool. Called under the pool's lock, before the scheduler sees the request."""
         ...
 
     def returned(self, record: IterationRecord) -> None:
-        """An iteration came back from the engine."""
+        """An iteration returned from the engine."""
         ...
 
     def delivered(self, gaps: "array[float]", first: Sequence[RequestRecord]) -> None:
-        """An iteration's tokens are being handed out, one for each of these.
+        """The tokens of an iteration are about to be delivered.
 
-        `gaps` are the seconds since the token before of the same request; `first` are the requests whose
-        first token this is.
+        `first` are the requests that get their first token. `gaps` has an entry for each other token: the
+        seconds since the previous token of the same request.
         """
         ...
 
     def ended(self, record: RequestRecord) -> None:
-        """A request ended, for whatever reason."""
+        """A request ended, for any reason."""
         ...
 
 
 class Timeline:
-    """Records of the `max_records` youngest iterations and finished requests (None: all), oldest first.
+    """Records of the `max_records` newest iterations and finished requests (None: all), oldest first.
 
-    `bucket_sizes` are the engine's; without them a batch counts as not padded. `arrived` and
-    `recent_finish_interval` may be called on any thread, everything else on the scheduler's. `observer`, if
-    it is set, hears of all that happens from then on.
+    `bucket_sizes` are the engine's; without them, batches count as unpadded. `arrived` and
+    `recent_finish_interval` may be called from any thread, everything else only from the scheduler's.
     """
 
     def __init__(
@@ -141,27 +137,27 @@ class Timeline:
         self.observer: TimelineObserver | None = None
         self._clock = clock
         self._bucket_sizes = bucket_sizes
-        # By arrival number, not by id: that is free again before the end is delivered.
+        # By arrival number, because an id can be reused before the end of its request is delivered.
         self._live: dict[int, RequestRecord] = {}
         self._n_issued = 0
-        self._ends: deque[float] = deque(maxlen=_FINISHES)
-        self._finish_interval: float | None = None  # of these, worked out here so that others need no lock
+        self._ends: deque[float] = deque(maxlen=_N_ENDS)
+        self._finish_interval: float | None = None  # of `_ends`; stored, so that other threads need no lock
 
     def arrived(self, request: Request) -> None:
-        """A request entered the pool: hand this to `RequestPool` as `on_arrival`."""
+        """A request entered the pool. Pass this method to `RequestPool` as `on_arrival`."""
         record = RequestRecord(request.request_id, len(request.prompt_ids), self._clock())
         self._live[request.arrival] = record
         if self.observer is not None:
             self.observer.arrived(record)
 
     def issued(self, rows: Sequence[Row]) -> IterationRecord:
-        """An iteration is being issued; the requests still tell their phase. `returned` takes the record."""
+        """Record an iteration, before the scheduler updates its requests' state for it."""
         now = self._clock()
         input_lengths = tuple([n for _, n in rows])
         n_tokens = sum(input_lengths)
-        # As Request.in_initiation has it, without a call for each.
+        # Request.in_initiation, inlined for speed.
         initiation = tuple(
-            [req.state is not _INCREMENT and req.n_in_flight == req.n_pieces for req, _ in rows]
+            [req.state is not _INCREMENT and req.n_in_flight == req.n_partial for req, _ in rows]
         )
         record = IterationRecord(
             number=self._n_issued,
@@ -175,18 +171,18 @@ class Timeline:
         self.iterations.append(record)
         for req, _ in compress(rows, initiation):
             request_record = self._live[req.arrival]
-            if request_record.scheduled is None:  # else it is another piece, or runs again after a fault
+            if request_record.scheduled is None:  # else a later prompt chunk, or it resumes after a fault
                 request_record.scheduled = now
         return record
 
     def returned(self, record: IterationRecord) -> None:
-        """That iteration came back."""
+        """Record that the iteration has returned."""
         record.returned = self._clock()
         if self.observer is not None:
             self.observer.returned(record)
 
     def delivered(self, deliveries: Sequence[Delivery]) -> None:
-        """Tokens and ends are being handed out."""
+        """Record tokens and ends that are about to be delivered."""
         now = self._clock()
         observed = self.observer is not None
         gaps = _times()
@@ -214,9 +210,9 @@ class Timeline:
                 self.observer.ended(record)
 
     def recent_finish_interval(self) -> float | None:
-        """Mean seconds between the ends of requests, over the last 64; None before there were two.
+        """Mean seconds between the ends of the last 64 requests; None before two have ended.
 
-        Time in which nothing was live does not count: who asks wants to know how fast a queue moves.
+        It measures how fast the queue moves, so the time while no request is live does not count.
         """
         return self._finish_interval
 

@@ -1,4 +1,4 @@
-"""The scheduler on a thread of its own, and a request as its user holds it. No JAX.
+"""The service: the scheduler on its own thread, and handles for users to read their requests' output. No JAX.
 
-What `LLM` and the server stand on. Start with orca.py, then generation.py.
+`LLM` and the server are built on it. Start with orca.py, then generation.py.
 """

@@ -86,7 +86,7 @@ class Orca:
         self._ended = False  # the thread ended normally; set on that thread alone
         self._lock = threading.Lock()  # for the next three
         self._started = False
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # for generated request ids
         self._random = secrets.SystemRandom() if seed is None else random.Random(seed)
         self._dropped: deque[Request] = deque()  # of dropped handles; needs no lock
 
@@ -97,7 +97,7 @@ class Orca:
         If the scheduler's thread ended in any other way, that is a failure too: nothing else would report it.
         """
         if self._failure is None and self._started and not self._thread.is_alive() and not self._ended:
-            return EngineError("the scheduler's thread is gone")
+            return EngineError("the scheduler's thread ended unexpectedly")
         return self._failure
 
     @property
@@ -119,9 +119,7 @@ class Orca:
         every thread that waits for a request wakes then too.
         """
         self.pool.close()
-        self._stopping = (
-            True  # set after the pool is closed, so the thread cannot stop before the last arrival
-        )
+        self._stopping = True  # after closing the pool, so that the thread stops only after the last arrival
         if not self._started or threading.current_thread() is self._thread:
             return
         self._thread.join(timeout)
@@ -221,7 +219,8 @@ class Orca:
             self.pool.add(request)
         except ServiceClosed:
             if self.failure is not None:
-                raise EngineError(f"no more requests are taken: {self.failure}") from self.failure
+                message = f"the engine failed and accepts no more requests: {self.failure}"
+                raise EngineError(message) from self.failure
             raise
         return handle(output, partial(self.pool.end, request), partial(self._dropped.append, request))
 
@@ -238,9 +237,7 @@ class Orca:
             while self._turn():
                 pass
             self._ended = True
-        except (
-            BaseException
-        ) as error:  # not only Exception: a panic in Rust code must not leave users waiting
+        except BaseException as error:  # a panic in Rust code too, or users would wait forever
             failure = self._failure = _as_engine_error(error)
             self.pool.close()
             try:
@@ -271,8 +268,8 @@ class Orca:
             assert isinstance(output, Output)
             failure = None
             if reason is FinishReason.ERROR:
-                own = request.failure
-                failure = self.failure if own is None else OutputFailed(own)
+                cause = request.failure
+                failure = self.failure if cause is None else OutputFailed(cause)
             output.publish(reason, failure)
         if self.on_delivered is not None:
             self.on_delivered(deliveries)

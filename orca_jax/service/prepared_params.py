@@ -1,4 +1,4 @@
-"""What becomes of sampling parameters once model and tokenizer are known: compiled once, begun per output."""
+"""Sampling parameters checked and compiled for a model and its tokenizer: once per prompt, not per output."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,23 +16,24 @@ from orca_jax.request.tokenizer import TextStream, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OutputRules:
-    """Checked and compiled; as many outputs as one likes may begin with them, from any thread.
+    """Checked and compiled sampling parameters, for any number of outputs. Safe to use from any thread.
 
-    What is large in them is made once and shared by all `choices`.
+    The large parts are made once and shared by all `choices`.
     """
 
     sampling: SamplingParams
-    end_token_ids: frozenset[int]  # a token that ends the output
+    end_token_ids: frozenset[int]  # the tokens that end the output
     _constraints: ConstraintRules
     _stops: StopStrings | None
     _tokenizer: Tokenizer | None
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
-        """Those of each of the `n` outputs that were asked for, as in SamplingParams."""
-        return [replace(self, sampling=one) for one in self.sampling.choices(prompt_once=prompt_once)]
+        """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
+        choices = self.sampling.choices(prompt_once=prompt_once)
+        return [replace(self, sampling=sampling) for sampling in choices]
 
     def text_stream(self, prompt_ids: Sequence[int] = ()) -> TextStream | None:
-        """Decodes the output that follows this prompt; None if the model has no tokenizer."""
+        """A decoder for an output that follows this prompt; None if the model has no tokenizer."""
         if self._tokenizer is None:
             return None
         return TextStream(
@@ -43,7 +44,7 @@ class OutputRules:
         )
 
     def constraint(self) -> Constraint | None:
-        """Which tokens may come, of an output that begins."""
+        """The constraint of a new output; None if every token is always allowed."""
         return self._constraints.begin()
 
 
@@ -55,21 +56,21 @@ class RuleMaker:
         self._tokenizer = tokenizer
 
     def rules(self, sampling: SamplingParams) -> OutputRules:
-        """The rules; a grammar that was not compiled lately takes up to seconds.
+        """Check and compile. A grammar that is not cached may take seconds.
 
-        Raises InvalidSamplingParameter, and NotSupported where text is asked for and there is no tokenizer.
+        Raises InvalidSamplingParameter, and NotSupported if a parameter needs a tokenizer and there is none.
         """
         sampling.check_token_ids(self._model.vocab_size)
         needs_text = next((n for n in ("stop", "bad_words") if getattr(sampling, n)), sampling.grammar)
         if needs_text is not None and self._tokenizer is None:
-            message = f"{needs_text} needs text, and this model has no tokenizer"
+            message = f"{needs_text} needs a tokenizer, and this model has none"
             raise NotSupported(message, param=needs_text)
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_token_ids |= frozenset(self._model.eos_token_ids)
         constraints = ConstraintRules(
             vocab_size=self._model.vocab_size,
-            # An end of sequence is none of the text even where it does not end the output.
+            # With ignore_eos an end-of-sequence token does not end the output, but it is still not text.
             end_token_ids=end_token_ids | frozenset(self._model.eos_token_ids),
             min_tokens=sampling.min_tokens,
             bad_words=BadWords(self._sequences(sampling.bad_words)),
@@ -77,13 +78,15 @@ class RuleMaker:
             grammar=None if sampling.grammar is None else self._grammars.compile(sampling),
         )
         if sampling.allowed_token_ids is not None:
-            _ = constraints.base  # made here: it takes time with each of them, and is wanted by the scheduler
+            _ = (
+                constraints.base
+            )  # computed now: it takes time per allowed token, and the scheduler must not wait
         stops = StopStrings(sampling.stop) if sampling.stop else None
         return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
-        """Made for the first request that has a grammar: it reads the whole vocabulary."""
+        """Made for the first request with a grammar, because it reads the whole vocabulary."""
         assert self._tokenizer is not None
         model = self._model
         return GrammarCompiler(
@@ -91,7 +94,7 @@ class RuleMaker:
         )
 
     def _sequences(self, words: Sequence[str]) -> Iterator[list[int]]:
-        """The tokens of each word: at the beginning of a text, inside one, and after a space."""
+        """The token sequences of each word: at the start of a text, within it, and after a space."""
         if self._tokenizer is None:
             return
         for text in (text for word in words for text in (word, f" {word.lstrip()}")):

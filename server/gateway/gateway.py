@@ -1,9 +1,8 @@
 """The gateway: both endpoints submit requests to the service here and receive output on the event loop.
 
 The scheduler's thread calls into the event loop once per iteration, whatever the number of requests, and
-names the requests that have new output. Each of them then wakes and takes its output from its own mailbox.
-Output that a slow client has not read stays in that mailbox, which holds no more than the request's whole
-output, so a slow client delays nobody else.
+names the requests that have new output. Each of these requests then wakes and reads its own Output. What a
+slow client has not read stays there, bounded by the request's whole output, so a slow client delays no one.
 """
 
 import asyncio
@@ -231,7 +230,7 @@ class Gateway:
         """
         model = self.model()
         if request_id in self._live:  # the pool may have released the id while its client still reads
-            raise RequestIdTaken(f"request_id {request_id!r} is that of a live request; give each its own")
+            raise RequestIdTaken(f"request_id {request_id!r} is in use by a live request; choose another")
         limits = [limit for limit in (timeout, self._request_timeout) if limit is not None]
         handle = partial(LiveRequest, gateway=self, timeout=min(limits, default=None))
         try:

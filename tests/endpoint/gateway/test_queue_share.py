@@ -56,13 +56,13 @@ def test_one_key_fills_only_its_share_of_the_queue(engine: GatedEngine) -> None:
         refused = greedy.post("/v1/completions", json=completion(1))
         assert refused.status_code == 429
         assert refused.json()["error"]["message"] == (
-            "4 requests wait for this API key or address, which is its share of the queue; "
-            "wait until some of them have begun"
+            "4 requests from this API key or address are waiting, its share of the queue; "
+            "try again when some of them have started"
         )
         assert "retry-after" in refused.headers
         streams.append(fill(server, modest, 4))
         full = modest.post("/v1/completions", json=completion(1))
-        assert full.json()["error"]["message"] == "8 requests wait, as many as may; try again later"
+        assert full.json()["error"]["message"] == "the queue is full: 8 requests are waiting; try again later"
         engine.let(1_000)
         for stream in streams:
             stream.__exit__(None, None, None)
@@ -88,7 +88,7 @@ def test_without_keys_an_address_has_one_share_over_both_protocols(engine: Gated
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(pb.GenerateRequest(text="a"), timeout=SOON))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "4 requests wait for this API key or address" in str(caught.value.details())
+        assert "4 requests from this API key or address are waiting" in str(caught.value.details())
         engine.let(1_000)
         assert [len(list(call)) for call in calls] == [1, 1, 1]
         for stream in (running, waiting):
@@ -112,7 +112,7 @@ def test_long_prompts_fill_the_share_by_their_bytes(engine: GatedEngine) -> None
             assert first.status_code == 200
             refused = http.post("/v1/completions", json=long | {"stream": False})
             assert refused.status_code == 429
-            assert "bytes wait for this API key or address" in refused.json()["error"]["message"]
+            assert "bytes from this API key or address are waiting" in refused.json()["error"]["message"]
             engine.let(1_000)
         running.__exit__(None, None, None)
 

@@ -290,7 +290,7 @@ def test_without_a_tokenizer_text_fields_are_rejected_by_name() -> None:
         ):
             error = error_of(ask(client, COMPLETIONS, prompt=[1], **fields))
             assert (error["param"], error["code"]) == (param, "not_supported")
-            assert error["message"].startswith(f"{param} needs text")
+            assert error["message"].startswith(f"{param} needs a tokenizer")
 
 
 # The OpenAPI document

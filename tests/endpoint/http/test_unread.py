@@ -34,5 +34,5 @@ def test_the_engine_does_not_wait_for_a_reader_and_the_kernel_closes_its_connect
             until(lambda: len(server.service.timeline.requests) == 1, "the end of the request in the engine")
             assert server.service.timeline.requests[0].finish_reason is FinishReason.LENGTH
             assert server.service.timeline.requests[0].n_output == N_TOKENS
-            assert server.gateway.n_live == 1, "what was not read lies in the request's own mailbox"
+            assert server.gateway.n_live == 1, "unread output stays in the request's own Output"
             until(server.at_rest, "the end of the connection")

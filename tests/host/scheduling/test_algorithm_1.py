@@ -866,9 +866,9 @@ def test_a_cancellation_while_nothing_can_run_is_delivered_at_once():
     house = House()
     house.add("A")
     house.add("B")
-    assert house.scheduler.end_asked() is False
+    assert house.scheduler.end_cancelled() is False
     house.pool.end_named("B", FinishReason.TIMEOUT)
-    assert house.scheduler.end_asked() is True
+    assert house.scheduler.end_cancelled() is True
     assert house.delivered() == [[("B", None, FinishReason.TIMEOUT)]]
 
 

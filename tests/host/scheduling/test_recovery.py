@@ -75,7 +75,7 @@ def test_what_one_request_costs_counts_as_one_loss():
             until(lambda n=n_losses: service.recovery.recoveries == n)
         engine.let(50)
         for generation in generations[:3]:
-            with pytest.raises(OutputFailed, match="with no other request beside it, so it is not run again"):
+            with pytest.raises(OutputFailed, match="while it ran alone, so it is not retried"):
                 generation.result(SOON)
         assert rest(generations[3]) == list(range(30, 36))
         assert (service.recovery.losses, service.recovery.n_blamed) == (4, 3)
@@ -170,7 +170,7 @@ def test_past_the_bound_the_failure_is_final_and_names_the_reason(restarts: int)
         assert isinstance(service.failure, EngineError)
         assert isinstance(service.failure.__cause__, WorkerLost)
         assert engine.n_recovers == restarts
-        with pytest.raises(EngineError, match="no more requests are taken: workers were lost"):
+        with pytest.raises(EngineError, match="accepts no more requests: workers were lost"):
             service.submit([1], SamplingParams())
         assert at_rest(service)
 
@@ -200,8 +200,8 @@ def test_the_bound_counts_losses_within_its_window():
     engine = FragileEngine()
     service = service_of(engine)
     recovery = Recovery(service.scheduler, bound=RestartBound(restarts=2, seconds=10), clock=lambda: now)
-    told: list[WorkerLost | None] = []
-    recovery.on_trouble = told.append
+    troubles: list[WorkerLost | None] = []
+    recovery.on_trouble = troubles.append
     for at in (0.0, 4.0, 10.0, 14.0, 20.0):
         now = at
         engine.known_lost = LOST
@@ -216,7 +216,7 @@ def test_the_bound_counts_losses_within_its_window():
     with pytest.raises(EngineError, match="3 times within 10 seconds"):
         recovery.step(lambda: False)
     assert (recovery.losses, recovery.recoveries) == (6, 5)
-    assert told == [LOST, None] * 5, "of the last nobody is told that requests run again"
+    assert troubles == [LOST, None] * 5, "no end is reported for the final loss"
 
 
 def test_the_figures_of_losses_and_recoveries():

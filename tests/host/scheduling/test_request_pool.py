@@ -117,7 +117,7 @@ def test_a_full_queue_refuses_and_counts_only_waiting_requests():
     a, b = make_request("A"), make_request("B")
     pool.add(a)
     pool.add(b)
-    with pytest.raises(QueueFull, match="2 requests wait"):
+    with pytest.raises(QueueFull, match="2 requests are waiting"):
         pool.add(make_request("C"))
     pool.admit([a])
     pool.add(make_request("D"))
@@ -151,12 +151,12 @@ def test_a_refused_request_leaves_no_trace():
 def test_an_arrival_is_reported_before_the_request_is_visible():
     pool = RequestPool(
         max_waiting=1,
-        on_arrival=lambda request: told.append((request.request_id, request.arrival, len(pool))),
+        on_arrival=lambda request: arrivals.append((request.request_id, request.arrival, len(pool))),
         on_deliveries=lambda _: None,
     )
-    told: list[tuple[str, int, int]] = []
+    arrivals: list[tuple[str, int, int]] = []
     pool.add(make_request("A"))
-    assert told == [("A", 0, 0)]
+    assert arrivals == [("A", 0, 0)]
 
 
 def test_a_closed_pool_refuses_and_keeps_what_is_live():
@@ -372,7 +372,7 @@ def test_one_owner_has_a_share_of_the_queue_and_the_others_the_rest():
     greedy = [owned(f"g{i}", "greedy") for i in range(3)]
     for request in greedy:
         pool.add(request)
-    message = "3 requests wait for this API key or address, which is its share of the queue; "
+    message = "3 requests from this API key or address are waiting, its share of the queue; "
     with pytest.raises(QueueFull, match=message):
         pool.add(owned("g3", "greedy"))
     for i in range(3):
@@ -380,21 +380,21 @@ def test_one_owner_has_a_share_of_the_queue_and_the_others_the_rest():
     pool.add(make_request("nobody's"))
     pool.admit(greedy[:1])  # what runs does not count
     pool.add(owned("g3", "greedy"))
-    with pytest.raises(QueueFull, match="3 requests wait for this"):
+    with pytest.raises(QueueFull, match="3 requests from this"):
         pool.add(owned("g4", "greedy"))
     pool.remove(greedy[2])  # nor what ended while it waited
     pool.add(owned("g4", "greedy"))
-    with pytest.raises(QueueFull, match="8 requests wait, as many as may"):
+    with pytest.raises(QueueFull, match="the queue is full: 8 requests are waiting"):
         [pool.add(owned(f"o{i}", "other")) for i in range(9)]
 
 
 def test_the_queue_is_bounded_in_bytes_as_well():
     pool = shared_pool(max_bytes=8_000)  # 3,000 for each owner
     pool.add(owned("A", "greedy", 2_000))
-    with pytest.raises(QueueFull, match="1 requests of 2000 bytes wait for this API key or address"):
+    with pytest.raises(QueueFull, match="1 requests of 2000 bytes from this API key or address"):
         pool.add(owned("B", "greedy", 1_001))
     pool.add(owned("C", "modest", 5_000))  # larger than its share: alone it may wait, or it could never run
-    with pytest.raises(QueueFull, match="2 requests of 7000 bytes wait, as many as may"):
+    with pytest.raises(QueueFull, match="the queue is full: 2 requests of 7000 bytes are waiting"):
         pool.add(owned("D", "third", 1_001))
     pool.add(owned("D", "third", 1_000))
 
@@ -407,8 +407,8 @@ def test_owners_without_requests_leave_no_trace():
         if i % 2:
             pool.admit([request])
         pool.remove(request)
-    assert not pool._held_by
-    assert (pool._held.n, pool._held.n_bytes) == (0, 0)
+    assert not pool._usage_of
+    assert (pool._usage.n, pool._usage.n_bytes) == (0, 0)
 
 
 def test_a_request_whose_arrival_callback_fails_takes_no_room():
@@ -419,4 +419,4 @@ def test_a_request_whose_arrival_callback_fails_takes_no_room():
     for name in "AB":
         with pytest.raises(RuntimeError, match="nobody hears"):
             pool.add(owned(name, "mine", 10))
-    assert len(pool) == pool._held.n == pool._held.n_bytes == len(pool._held_by) == 0
+    assert len(pool) == pool._usage.n == pool._usage.n_bytes == len(pool._usage_of) == 0

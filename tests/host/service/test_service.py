@@ -325,7 +325,7 @@ def test_a_failure_of_the_engine_wakes_everybody(engine: GatedEngine, error: Exc
         assert last.finish_reason == FinishReason.ERROR
         with pytest.raises(EngineError, match="the device is gone"):
             generations[0].next_piece(SOON)
-        with pytest.raises(EngineError, match=r"no more requests are taken: .*the device is gone"):
+        with pytest.raises(EngineError, match=r"accepts no more requests: .*the device is gone"):
             service.submit([1], SamplingParams())
         assert at_rest(service)
 
@@ -372,7 +372,7 @@ def test_a_panic_on_the_scheduler_s_thread_ends_every_request(engine: GatedEngin
                 generation.result(SOON)
             assert generation.finish_reason == FinishReason.ERROR
         assert str(service.failure) == "Panic: overflow"
-        with pytest.raises(EngineError, match="no more requests are taken: Panic: overflow"):
+        with pytest.raises(EngineError, match="accepts no more requests: Panic: overflow"):
             service.submit([1], SamplingParams())
         assert at_rest(service)
 
@@ -382,8 +382,8 @@ def test_a_thread_that_ended_without_a_word_is_a_failure(monkeypatch: pytest.Mon
     monkeypatch.setattr(service._thread, "run", lambda: None)
     service.start()
     service._thread.join(SOON)
-    assert str(service.failure) == "the scheduler's thread is gone"
-    with pytest.raises(EngineError, match="the scheduler's thread is gone"):
+    assert str(service.failure) == "the scheduler's thread ended unexpectedly"
+    with pytest.raises(EngineError, match="the scheduler's thread ended unexpectedly"):
         service.submit([1], SamplingParams()).result(SOON)
 
 

@@ -77,7 +77,7 @@ class Player(FaultSimulation):
         admitted = [req for req in live if req.row >= 0] + self.scheduler.leaving
         for req in live:
             assert self.pieces or req.n_iterations == len(req.output_ids) + req.n_in_flight
-            assert 0 <= req.n_pieces <= req.n_in_flight and 0 <= req.n_computed <= req.n_tokens_issued
+            assert 0 <= req.n_partial <= req.n_in_flight and 0 <= req.n_computed <= req.n_tokens_issued
             assert (req.n_in_flight > 0) == (req.state is RequestState.RUNNING)
             assert req.state is RequestState.INITIATION or req.row >= 0
             assert req.finish_reason is None
@@ -118,19 +118,21 @@ class Player(FaultSimulation):
         iterations = (n_tokens + self.recovery.losses * self.trace.n_stages) * DEADLINES.iteration_seconds
         iterations += self.trace.timing.turn * (n_tokens + 20) * (1 + self.recovery.losses)
         assert self.clock.now() <= last + iterations + (self.recovery.losses + 1) * DEADLINES.ready_seconds
-        told: dict[str, list[tuple[int | None, FinishReason | None]]] = {}
+        deliveries: dict[str, list[tuple[int | None, FinishReason | None]]] = {}
         for request, token_id, reason in self.deliveries:
-            told.setdefault(request.request_id, []).append((token_id, reason))
+            deliveries.setdefault(request.request_id, []).append((token_id, reason))
         refused = {request.request_id for request, _ in self.refused}
         for request in self.requests:
             if request.request_id not in refused:
-                self.check_request(request, told[request.request_id])
+                self.check_request(request, deliveries[request.request_id])
 
-    def check_request(self, request: Request, told: list[tuple[int | None, FinishReason | None]]) -> None:
-        tokens = [token_id for token_id, _ in told if token_id is not None]
+    def check_request(
+        self, request: Request, deliveries: list[tuple[int | None, FinishReason | None]]
+    ) -> None:
+        tokens = [token_id for token_id, _ in deliveries if token_id is not None]
         right = self.undisturbed(request)
         assert tokens == request.output_ids == right[: len(tokens)], f"{tokens} instead of {right}"
-        reasons = [reason for _, reason in told]
+        reasons = [reason for _, reason in deliveries]
         assert reasons == [None] * (len(reasons) - 1) + [request.finish_reason], "ended other than once"
         match request.finish_reason:
             case FinishReason.CANCELLED | FinishReason.TIMEOUT:
@@ -163,7 +165,7 @@ def test_random_faults_keep_every_invariant():
         reasons.update(req.finish_reason for req in player.requests)
         losses[min(player.recovery.losses, 4)] += 1
         counters = player.workers.counters
-        why.update(stale=counters.stale, duplicates=counters.duplicates, rubbish=counters.malformed)
+        why.update(stale=counters.stale, duplicates=counters.duplicates, malformed=counters.malformed)
         why.update(refused=len(player.refused), failed=player.failure is not None)
         why.update(blamed=player.recovery.n_blamed)
     # The seeds have seen what they are for.
@@ -203,7 +205,7 @@ def test_one_request_s_poison_ends_that_request_alone():
                     assert request.finish_reason is not FinishReason.ERROR, "ended for another's poison"
                 elif request.finish_reason is FinishReason.ERROR:
                     assert request.failure is not None
-                    assert "no other request beside it, so it is not run again (stage " in request.failure
+                    assert "while it ran alone, so it is not retried (stage " in request.failure
         except BaseException as error:
             error.add_note(f"random_poison_trace({seed}) == {player.trace}")
             raise
@@ -311,7 +313,7 @@ def test_the_same_trace_plays_the_same_way():
         assert one.timeline.iterations == two.timeline.iterations
 
 
-@pytest.mark.parametrize("kind", ["crash", "stop", "wedge", "fail", "lie", "drop", "delay", "rubbish"])
+@pytest.mark.parametrize("kind", ["crash", "stop", "hang", "fail", "lie", "drop", "delay", "corrupt"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_fault_at_any_moment_loses_nothing(kind: FaultKind, stage: int):
     n_losses = 0
@@ -332,7 +334,7 @@ def test_a_frame_of_an_old_epoch_can_arrive_at_any_time(n_stages: int, which: in
     requests = tuple(PlannedRequest(0.0, 2 + i, 9) for i in range(2 * n_stages))
     for twentieth in range(1, 40):
         faults = (
-            Fault(0.25, "double", which * (n_stages - 1), 0.2 + twentieth / 20, which),
+            Fault(0.25, "duplicate", which * (n_stages - 1), 0.2 + twentieth / 20, which),
             Fault(0.45, "lie", 0, 0.0, 3),
         )
         player = played(
@@ -371,7 +373,7 @@ def test_a_stopped_worker_is_found_by_its_deadline_and_named():
 
 
 def test_a_device_that_hangs_ends_its_process_and_is_named():
-    player = Player(replace(CALM, faults=(Fault(0.55, "wedge", 1),)))
+    player = Player(replace(CALM, faults=(Fault(0.55, "hang", 1),)))
     troubles = list[str]()
     for _ in player.steps():
         if player.recovery.trouble is not None and player.recovery.trouble not in troubles:
@@ -383,7 +385,7 @@ def test_a_device_that_hangs_ends_its_process_and_is_named():
 
 def test_neighbours_that_hang_with_it_end_as_well_and_come_back():
     timing = Timing(pulls_hang=True)
-    player = played(replace(CALM, faults=(Fault(0.55, "wedge", 0),), timing=timing))
+    player = played(replace(CALM, faults=(Fault(0.55, "hang", 0),), timing=timing))
     assert player.recovery.losses == 1
     assert {req.finish_reason for req in player.requests} <= {FinishReason.LENGTH, FinishReason.STOP}
 

@@ -89,9 +89,9 @@ def test_the_demo_model_gives_the_references_tokens() -> None:
 def test_results_come_in_the_order_of_the_prompts(tiny: LLM, tiny_directory: Path) -> None:
     prompts: list[Any] = ["a", [98, 99], "dé", (100,), "a much longer prompt than all of the others"] * 2
     params = [SamplingParams(max_tokens=1 + i, temperature=0.0, ignore_eos=True) for i in range(10)]
-    told: list[tuple[int, GenerationResult]] = []
-    results = tiny.generate(prompts, params, on_result=lambda i, result: told.append((i, result)))
-    assert told == list(enumerate(results))
+    results_seen: list[tuple[int, GenerationResult]] = []
+    results = tiny.generate(prompts, params, on_result=lambda i, result: results_seen.append((i, result)))
+    assert results_seen == list(enumerate(results))
     assert [len(result.token_ids) for result in results] == list(range(1, 11))
     assert {result.finish_reason for result in results} == {"length"}
     ids = [list(prompt.encode()) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
@@ -137,12 +137,12 @@ def test_a_stop_string_ends_the_text(tiny: LLM) -> None:
 
 
 def test_loading_reports_its_progress(tiny_directory: Path) -> None:
-    told: list[tuple[int, int]] = []
-    with LLM(tiny_directory, max_batch_size=1, on_load=lambda *progress: told.append(progress)):
+    calls: list[tuple[int, int]] = []
+    with LLM(tiny_directory, max_batch_size=1, on_load=lambda *progress: calls.append(progress)):
         pass
-    totals = {total for _, total in told}
-    assert totals == {told[-1][0]}
-    assert told == sorted(told)
+    totals = {total for _, total in calls}
+    assert totals == {calls[-1][0]}
+    assert calls == sorted(calls)
     stored = find_tensors(tiny_directory).values()
     assert totals == {sum(tensor.n_bytes for tensor in stored)}
 
@@ -263,8 +263,8 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 3}, "tensor_parallel is 3, and the model's n_heads 2 is no multiple"),
-        ({"pipeline_parallel": 5}, "pipeline_parallel is 5, and the model's n_layers is 1"),
+        ({"tensor_parallel": 3}, "tensor_parallel is 3, but the model's n_heads 2 is not a multiple"),
+        ({"pipeline_parallel": 5}, "pipeline_parallel is 5, but the model's n_layers is 1"),
         ({"pipeline_parallel": 0}, "pipeline_parallel is 0"),
         ({"overlap": None}, "overlap is None; it must be True or False"),
         ({"load_format": "pickle"}, "load_format is 'pickle'; it must be one of auto, dummy"),
@@ -337,7 +337,7 @@ def test_a_dummy_model_has_no_tokenizer() -> None:
             InvalidPrompt, match="demo has no tokenizer, so a prompt must be a list of token ids"
         ):
             dummy.generate("In the beginning")
-        with pytest.raises(NotSupported, match="stop needs text") as caught:
+        with pytest.raises(NotSupported, match="stop needs a tokenizer") as caught:
             dummy.generate([1], SamplingParams(stop=("x",)))
         assert caught.value.param == "stop"
         (result,) = dummy.generate([1], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
@@ -363,7 +363,7 @@ def test_an_engine_failure_is_reported_and_permanent(tiny_directory: Path) -> No
         model.service.scheduler.engine._workers.issue = lost  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(EngineError, match="iteration 0 failed: MemoryError: out of device memory"):
             model.generate(["a", "b"])
-        with pytest.raises(EngineError, match="no more requests are taken"):
+        with pytest.raises(EngineError, match="accepts no more requests"):
             model.stream("a")
 
 

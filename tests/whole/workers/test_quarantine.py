@@ -56,7 +56,7 @@ def test_a_request_that_workers_die_of_ends_alone(tmp_path: Path, stage: int, at
         healthy = [service.submit(prompt, PARAMS) for prompt in PROMPTS[:2]]
         poison = service.submit([9, 9], PARAMS, request_id="poison")
         healthy += [service.submit(prompt, PARAMS) for prompt in PROMPTS[2:]]
-        with pytest.raises(OutputFailed, match="with no other request beside it, so it is not run again"):
+        with pytest.raises(OutputFailed, match="while it ran alone, so it is not retried"):
             poison.result(SOON)
         assert [generation.result(SOON).token_ids for generation in healthy] == right
         assert (service.recovery.losses, service.recovery.n_blamed) == (2, 1)
