@@ -1,1 +1,1 @@
-"""`python -m bench.kernel`: the split-attention kernel on a GPU, beside its floor and its peers."""
+"""`python -m bench.kernel`: the split-attention kernel on a GPU, relative to its floor and its peers."""

@@ -1,27 +1,26 @@
-"""The split-attention kernel on a GPU: right or not, how fast, and beside what else there is.
+"""Measures the split-attention kernel on a GPU: correctness, speed, and speed relative to its peers.
 
     python -m bench.kernel --json kernel.json --picture kernel.png
 
-From a checkout, on a machine with a Hopper GPU (H100, H200), an NVIDIA driver and `jax[cuda13]`; PyTorch and
-matplotlib are used where they are installed. It ends within 8 minutes. Without a GPU, where the CUDA plugin
-is installed all the same,
+Needs a checkout, a Hopper GPU (H100, H200), an NVIDIA driver and `jax[cuda13]`; uses PyTorch and matplotlib
+if they are installed. It ends within 8 minutes. Without a GPU, but with the CUDA plugin installed,
 
     JAX_PLATFORMS=cpu python -m bench.kernel --compile-only
 
-compiles every program of it for an H200.
+compiles all of its programs for an H200.
 
-In this order, each line printed as it is measured: the device's two ceilings (a copy's bytes, read and
-written, and a matrix product's operations, a second); the kernel against float64 for every head size, dtype
-and block size, on fresh random batches; increments, prompts, mixed batches; what one call launches, kernel
-by kernel; cuDNN, JAX's own decode_attention and paged_attention, one launch for each request, the engine's
-path without the kernel; PyTorch's scaled_dot_product_attention. What fails or is missing is a line that says
-why. The exit status is 1 where a form of the kernel is wrong, or could not be run. `--only` names sections,
-each of which can run alone.
+It prints each line as it is measured, in this order: the device's two ceilings (the bandwidth of a copy and
+the operations per second of a matrix product); the kernel against float64 for every head size, dtype and
+block size, on fresh random batches; decode batches ("increments"), prompts ("initiation"), mixed batches; the
+kernels that one call launches; cuDNN, JAX's own decode_attention and paged_attention, one launch per request,
+and the engine's path without the kernel; PyTorch's scaled_dot_product_attention. A failure or a missing peer
+is a line with the reason. The exit status is 1 if a form of the kernel is wrong or could not run. `--only`
+names sections, each of which can run by itself.
 
 The columns: median microseconds of a call, half the range of the repeats in %, the host's microseconds to
-issue a call (where they come near the call's time, they are what was measured), achieved GB/s and TFLOP/s and
-their shares of the ceilings, the floor, the time over it, and the relative error against float64 of a sample.
-`bench/kernel/clock.py` says how time is taken. Last come the aims, hit or missed, and one line of JSON;
+issue a call (if they are close to the call's time, they are what was measured), achieved GB/s and TFLOP/s and
+their shares of the ceilings, the floor, time over floor, and a sample's relative error against float64.
+`bench/kernel/clock.py` describes the timing. The aims, hit or missed, and one line of JSON come last;
 `--json` writes all figures to a file.
 """
 
@@ -55,7 +54,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Run:
-    """One run: what has been said so far, and the results."""
+    """One run: its progress and results."""
 
     def __init__(self, *, only: list[str], scale: Scale, seed: int) -> None:
         self.tasks = all_tasks(only, scale)
@@ -70,7 +69,7 @@ class Run:
         self._section = ""
 
     def work(self, seconds: float) -> None:
-        """All tasks, as far as `seconds` go."""
+        """Run all tasks, starting none after `seconds`."""
         end = time.time() + seconds
         if self.tasks:
             until = end - (_TORCH_SECONDS if self.torch_tasks else 0)
@@ -125,7 +124,7 @@ class Run:
             print(line(result, self.device), flush=True)
 
     def record(self, aims: list[Aim]) -> dict[str, Any]:
-        """Everything, for a file."""
+        """All figures, for a file."""
         return {
             "benchmark": "kernel",
             **self.versions,
@@ -146,9 +145,9 @@ class Run:
 
 
 def aims_table(aims: list[Aim]) -> Table:
-    """Aims, hit or missed."""
+    """A table of the aims, hit or missed."""
     table = Table(title="aims")
-    for column in ("aim", "", "cases", "the case furthest off"):
+    for column in ("aim", "", "cases", "case furthest from it"):
         table.add_column(column)
     for aim in aims:
         word = "not measured" if aim.hit is None else "hit" if aim.hit else "MISSED"
@@ -157,35 +156,37 @@ def aims_table(aims: list[Aim]) -> Table:
 
 
 def main() -> None:
-    """Run, print, and last one line of JSON."""
+    """Run, print results and a final line of JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.kernel",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", default=",".join(SECTIONS), help=f"of {','.join(SECTIONS)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="a few of each, for a first look")
+    parser.add_argument("--quick", action="store_true", help="a few cases of each section")
     parser.add_argument(
-        "--tiny", action="store_true", help="one of each, the kernel interpreted: for a machine without a GPU"
+        "--tiny", action="store_true", help="one case of each section, interpreted; needs no GPU"
     )
-    parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one)")
-    parser.add_argument("--seconds", type=float, default=440, help="begin nothing after these (default: 440)")
+    parser.add_argument("--seed", type=int, help="seed of the random inputs (default: random)")
+    parser.add_argument(
+        "--seconds", type=float, default=440, help="start no task after this time (default: 440)"
+    )
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--picture", type=Path, help="draw the shares of the ceilings into this file")
-    parser.add_argument("--compile-only", action="store_true", help="compile all for an H200; needs no GPU")
+    parser.add_argument("--picture", type=Path, help="plot the shares of the ceilings into this file")
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile all programs for an H200; needs no GPU"
+    )
     flags = parser.parse_args()
     only = flags.only.split(",")
     if unknown := sorted(set(only) - set(SECTIONS)):
-        parser.error(f"--only got {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+        parser.error(f"--only has {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}")
     scale: Scale = "tiny" if flags.tiny else "quick" if flags.quick else "all"
     if flags.compile_only:
         sys.exit(1 if compile_all(only, scale) else 0)
     if flags.picture and not matplotlib_here():
-        print(
-            "there will be no picture: matplotlib is not installed here (pip install matplotlib)", flush=True
-        )
+        print("--picture needs matplotlib, so there is none (pip install matplotlib)", flush=True)
     if "ceilings" not in only and set(only) - {"correctness"}:
-        only.insert(0, "ceilings")  # nothing else can be judged without them
+        only.insert(0, "ceilings")  # the other sections are judged by them
     seed = flags.seed if flags.seed is not None else int(time.time()) % 1_000_000
     print(f"seed {seed}", flush=True)
     run = Run(only=only, scale=scale, seed=seed)

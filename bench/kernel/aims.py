@@ -1,4 +1,4 @@
-"""What the kernel is meant to reach on a Hopper GPU, and whether the results at hand show it."""
+"""The kernel's performance and correctness targets on a Hopper GPU, checked against the results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,14 @@ OVER_CUDNN = 1.15
 OVER_PARTS = 1.10
 RELATIVE_ERROR = 1e-2
 _RIGHT, _STILL = f"error against float64 at most {RELATIVE_ERROR:g}", "the same input gives the same bits"
-CORRECT = (_RIGHT, _STILL)  # the aims that no speed makes up for
+CORRECT = (_RIGHT, _STILL)  # the aims of correctness
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """An aim: `hit` is None where nothing was measured; `worst` is its case furthest off, with its figure."""
+    """An aim. `hit` is None if nothing was measured; `worst` names the case furthest from it, with its
+    figure.
+    """
 
     name: str
     hit: bool | None
@@ -31,13 +33,13 @@ class Aim:
 
 
 def check_aims(results: Iterable[Result], device: Device | None) -> list[Aim]:
-    """Every aim, in the order of the table."""
+    """All aims, in the order of the table."""
     kept = list(results)
     return [_correct(kept), _equal(kept), *(_timed(kept, device) if device is not None else [])]
 
 
 def _aim(name: str, cases: Sequence[tuple[float, float, str]]) -> Aim:
-    """`cases`: (figure, bound, what it is of), each hit where the figure is at most the bound."""
+    """`cases` are (figure, bound, description); a case hits if the figure is at most the bound."""
     if not cases:
         return Aim(name, None, 0, 0, "not measured")
     n_hit = sum(figure <= bound for figure, bound, _ in cases)
@@ -46,7 +48,7 @@ def _aim(name: str, cases: Sequence[tuple[float, float, str]]) -> Aim:
 
 
 def _correct(results: Sequence[Result]) -> Aim:
-    """A form that could not run counts as an error without bound."""
+    """The error of every form; infinite if it could not run."""
     cases = []
     for result in results:
         if result.task.section == "correctness":
@@ -104,7 +106,7 @@ def _timed(results: Sequence[Result], device: Device) -> list[Aim]:
         for share in (case.n_flops / s / device.matrix_rate,)
     ]
 
-    def beside(peer: Subject, bound: float) -> list[tuple[float, float, str]]:
+    def relative_to(peer: Subject, bound: float) -> list[tuple[float, float, str]]:
         return [
             (s / theirs, bound, f"{case.name}: {s / theirs:.2f} of its time")
             for case, s in ours
@@ -119,13 +121,13 @@ def _timed(results: Sequence[Result], device: Device) -> list[Aim]:
                 share = s / (parts[0] + parts[1])
                 mixed.append((share, OVER_PARTS, f"{case.name}: {share:.2f} of its parts"))
     return [
-        _aim(f"increments that read 256 MB and more: {BANDWIDTH_SHARE:.0%} of the bandwidth", large),
-        _aim("increments that read less: floor + 5 us", small),
+        _aim(f"decodes that read 256 MB and more: {BANDWIDTH_SHARE:.0%} of the bandwidth", large),
+        _aim("decodes that read less: floor + 5 us", small),
         _aim(
             f"a prompt of {LONG_INITIATION} tokens and more: {MATRIX_RATE_SHARE:.0%} of the matrix rate", rate
         ),
-        _aim(f"prompts: at most {OVER_CUDNN:g} of cuDNN's time", beside("cudnn", OVER_CUDNN)),
-        _aim("ahead of JAX's decode_attention", beside("decode_attention", 1.0)),
-        _aim("ahead of JAX's paged_attention", beside("paged_attention", 1.0)),
+        _aim(f"prompts: at most {OVER_CUDNN:g} of cuDNN's time", relative_to("cudnn", OVER_CUDNN)),
+        _aim("ahead of JAX's decode_attention", relative_to("decode_attention", 1.0)),
+        _aim("ahead of JAX's paged_attention", relative_to("paged_attention", 1.0)),
         _aim(f"a mixed batch: at most {OVER_PARTS:g} of the sum of its parts", mixed),
     ]

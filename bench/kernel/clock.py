@@ -1,13 +1,13 @@
-"""How the kernel benchmark times: calls chained in one program, many programs in flight, one wait.
+"""How the kernel benchmark measures time: chained calls in one program, many programs in flight, one wait.
 
-A call's result is the next call's query, as between layers, and the program holds `n_calls` of them in a
-row: nothing can be left out, moved or run side by side, and nothing stands between two calls. Each call has
-keys and values of its own, as many sets as exceed the L2 cache where they are small. Programs are issued one
-behind the other for some 20 ms and waited for once; the time of a call is that over the number of calls.
-Nothing is subtracted. Where the host needs as long to issue a call as the call takes, `host` shows it.
+Each call's result is the next call's query, as between layers, and a program contains `n_calls` such calls.
+So no call can be dropped, moved or run concurrently, and nothing runs between two calls. Each call has its
+own keys and values; if they are small, there are enough sets to exceed the L2 cache. The programs are issued
+without waiting for about 20 ms, followed by one wait. The time of a call is the total over the number of
+calls; nothing is subtracted. `host` shows whether the host needs as long to issue a call as the call takes.
 
-Keys and queries have a spread of 1; a value's spread grows with the square root of its position, so that a
-result has about a query's spread, at every position, and a chain of them neither dies away nor grows.
+Keys and queries have a standard deviation of 1. A value's grows with the square root of its position, so that
+at every position a result is spread like a query, and a chain of results neither vanishes nor grows.
 """
 
 import math
@@ -25,7 +25,7 @@ Call = Callable[[Any, Any, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: median, least and most over the repeats; and the host's, to issue it."""
+    """Seconds of one call: median, least and most over the repeats, and the host's time to issue it."""
 
     median: float
     least: float
@@ -34,16 +34,17 @@ class Timing:
 
 
 def chain(call: Call) -> Callable[[Any, Any, Sequence[Any]], tuple[Any, Any]]:
-    """`run(q, shared, sets)`: `call(q, shared, one)` for one set after the other, each on the last's result.
+    """A function `run(q, shared, sets)` that calls `call(q, shared, set)` for each set on the previous
+    result.
 
-    Returns the last call's result and the first's.
+    It returns the last call's result and the first's.
     """
-    inner = jax.jit(call)  # traced once, however many calls there are
+    inner = jax.jit(call)  # traced once for all calls
 
     def run(q: Any, shared: Any, sets: Sequence[Any]) -> tuple[Any, Any]:
         results = []
-        for one in sets:
-            q = inner(q, shared, one)
+        for arrays in sets:
+            q = inner(q, shared, arrays)
             results.append(q)
         return q, results[0]
 
@@ -59,9 +60,9 @@ def time_calls(
     warm_up: int = 3,
     alone: int = 3,
 ) -> Timing:
-    """Time `run`, which issues `n_calls` calls and returns at once: `repeat` times `at_least` seconds.
+    """Time `run`, which issues `n_calls` calls and returns at once, `repeat` times for `at_least` seconds.
 
-    Before, `alone` runs are waited for one by one, which shows the host's part.
+    `alone` runs before that are waited for one by one, to measure the host's part.
     """
     for _ in range(warm_up):
         jax.block_until_ready(run())
@@ -69,7 +70,7 @@ def time_calls(
     for _ in range(alone):
         start = time.perf_counter()
         last = run()
-        host.append(time.perf_counter() - start)  # the device was idle: its queue cannot have been full
+        host.append(time.perf_counter() - start)  # the device was idle, so its queue was not full
         jax.block_until_ready(last)
         once.append(time.perf_counter() - start)
     n_runs = max(1, min(10_000, math.ceil(at_least / max(min(once), 1e-7))))
@@ -84,7 +85,7 @@ def time_calls(
 
 
 def value_spread(position: np.ndarray) -> np.ndarray:
-    """The spread of the value at `position`: with it a chained result settles at a variance of a half.
+    """The standard deviation of the value at `position`; chained results then settle at a variance of 1/2.
 
     n keys with scores of variance s have weights whose squares sum to exp(s) / n; with values of variance
     2 c (position + 1) the result's is c exp(s), and c = exp(-1/2) / 2 makes 1/2 the point where both agree.

@@ -1,6 +1,7 @@
-"""Every program of the kernel benchmark compiled for an H200 that need not be there, and how long each takes.
+"""Compiles every program of the kernel benchmark for an H200, without needing one, and times that.
 
-What compiles here can still fail where it runs, but not for a wrong shape, a missing name or shared memory.
+A program that compiles here can still fail at run time, but not for a wrong shape, a missing name or too
+little shared memory.
 """
 
 import itertools
@@ -22,10 +23,10 @@ _N_CORES = 132
 
 
 def compile_all(only: Sequence[str], scale: Scale) -> int:
-    """Compile, print a table and last one line of JSON; the number of programs that did not compile."""
+    """Compile, print a table and a final line of JSON; returns the number of programs that did not compile."""
     here = on_h200()
     table = Table(title=f"programs of bench.kernel for an H200, jax {jax.__version__}")
-    for column in ("section", "subject", "programs", "seconds, all", "the slowest", "do not compile"):
+    for column in ("section", "subject", "programs", "seconds in total", "slowest", "do not compile"):
         table.add_column(column, justify="left" if column in ("section", "subject") else "right")
     found, reasons = [], Counter[str]()
     start = time.perf_counter()
@@ -43,8 +44,8 @@ def compile_all(only: Sequence[str], scale: Scale) -> int:
                 except Exception as error:
                     failed += 1
                     which = key if isinstance(key, str) else subject
-                    said = " ".join(str(error).split())[:300]
-                    reasons[f"{section}, {which}: {type(error).__name__}: {said}"] += 1
+                    message = " ".join(str(error).split())[:300]
+                    reasons[f"{section}, {which}: {type(error).__name__}: {message}"] += 1
             unmade = [error for error in compiled.programs.values() if isinstance(error, Exception)]
             reasons.update(f"{section}, {subject}: {error}" for error in unmade)
             seconds = list(compiled.seconds.values()) or [0.0]

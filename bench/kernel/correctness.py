@@ -1,8 +1,8 @@
 """The kernel over random ragged batches against float64: every head size, dtype and block size.
 
-Each batch has both phases, pieces of prompts behind a cached beginning, rows of no length, padding, shared
-blocks, and NaN wherever nothing is. The result's memory is filled with NaN before a run where the allocator
-gives it back. The same batch is run several times: a result that moves is a race.
+Each batch has both phases, pieces of prompts after a cached prefix, empty rows, padding, shared blocks, and
+NaN in all unused slots. If the allocator reuses memory, the result's memory is filled with NaN before a run.
+The same batch runs several times: a result that changes reveals a race.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Attend = Callable[..., jax.Array]  # split_attention's six arrays
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a batch has room for: tokens and rows, keys of one row and of all; and how often it is run."""
+    """The size of a batch: tokens, rows, keys of the longest row and of all; and the number of runs."""
 
     n_tokens: int = 768
     n_rows: int = 16
@@ -56,11 +56,11 @@ class Form:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks for all rows, the last one of each not full, and some that nobody has."""
+        """Blocks for all rows, each with a partial last block, and some unused ones."""
         return self.room.n_keys // self.block_size + self.room.n_rows + 4
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of split_attention's six arrays."""
+        """The shapes of split_attention's six arrays."""
         cache = (self.n_blocks, self.n_kv_heads, self.block_size, self.head_size)
         n_rows = self.room.n_rows
         floats = ((self.room.n_tokens, self.n_heads, self.head_size), cache, cache)
@@ -73,7 +73,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a form's runs showed; `poisoned`: in how many the result lay in memory that held NaN before."""
+    """The results of a form's runs; in `poisoned` of them the result reused memory that held NaN."""
 
     relative: float
     largest: float
@@ -85,7 +85,7 @@ class Found:
 
 
 def forms(scale: Scale) -> list[Form]:
-    """Every head size and dtype with every block size: groups of 1, and beside them 4, 16 and 3 in turn."""
+    """Every head size, dtype and block size, each with groups of 1 and alternately groups of 4, 16 or 3."""
     if scale == "tiny":
         return [
             Form(80, "bfloat16", 16, 2, 2, TINY_ROOM),
@@ -104,12 +104,12 @@ def forms(scale: Scale) -> list[Form]:
 
 
 def form_named(name: str, scale: Scale) -> Form:
-    """Of `forms`."""
+    """The form of this name."""
     return next(form for form in forms(scale) if form.name == name)
 
 
 def random_rows(rng: np.random.Generator, room: Room) -> list[tuple[int, int]]:
-    """Rows (query tokens, keys) of every kind; their tokens are some fewer than there is room for."""
+    """Rows (query tokens, keys) of every kind, with some fewer tokens than fit."""
     most = room.longest
     short, prompt, piece = most // 8, room.n_tokens // 4, room.n_tokens // 5
     increments = [(1, int(n)) for n in rng.integers(1, most + 1, 3)] + [(1, most), (1, 1)]
@@ -140,7 +140,7 @@ def draw(form: Form, seed: int) -> Batch:
 
 
 def check(form: Form, attend: Attend, seed: int) -> dict[str, Any]:
-    """Run `attend` on a fresh batch, several times: the fields of Found."""
+    """Run `attend` on a fresh batch several times; returns the fields of Found."""
     batch = draw(form, seed)
     arrays = [jnp.asarray(a) for a in batch]
     results, poisoned = [], 0
@@ -170,7 +170,7 @@ def check(form: Form, attend: Attend, seed: int) -> dict[str, Any]:
 
 
 def _address(array: jax.Array) -> int | None:
-    """Where the array lies, where the runtime tells."""
+    """The array's address, if the runtime reveals it."""
     try:
         return array.unsafe_buffer_pointer()
     except (AttributeError, RuntimeError, ValueError):

@@ -1,10 +1,10 @@
-"""The kernel in one form on one random batch, for a tool that watches a process's memory.
+"""Runs the kernel in one form on one random batch, for a tool that checks memory accesses.
 
     export XLA_PYTHON_CLIENT_ALLOCATOR=platform
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m bench.kernel.one_form
 
-With that allocator each array is an allocation of its own, so that the tool sees what reaches past its end.
-The exit status is 1 where the result is wrong.
+With that allocator each array is a separate allocation, so the tool detects accesses past its end. The exit
+status is 1 if the result is wrong.
 """
 
 import argparse

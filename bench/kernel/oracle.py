@@ -1,4 +1,4 @@
-"""Attention in float64 on the host, and the errors of what is held against it."""
+"""Attention in float64 on the host, and errors relative to it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Batch(NamedTuple):
-    """What attention takes, as numpy arrays: q [T, N, D], caches [n_blocks, K, B, D], and int32 indices."""
+    """The arguments of attention as numpy arrays: q [T, N, D], caches [n_blocks, K, B, D], and int32 indices."""
 
     q: np.ndarray
     k_cache: np.ndarray
@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of a result against float64: |out - true| / |true| over all of it, and the largest single one."""
+    """Errors of a result: |out - true| / |true| over the whole array, and the largest absolute difference."""
 
     relative: float
     largest: float
@@ -39,10 +39,10 @@ def random_batch(
     n_blocks: int,
     dtype: np.dtype,
 ) -> Batch:
-    """Rows (query tokens, keys) over shuffled blocks; every second row shares some with the row before.
+    """Rows (query tokens, keys) over shuffled blocks; every second row shares some with the previous row.
 
-    Blocks and slots that nobody has, and queries of padding behind the last row, are NaN. Block ids behind a
-    row's own are of some block all the same. What is drawn is rounded to `dtype`.
+    Unused blocks and slots are NaN, and so are padding queries after the last row. Block ids after a row's
+    own are valid but arbitrary. Random numbers are rounded to `dtype`.
     """
     kv_length = np.array([n for _, n in rows], np.int32)
     row_start = np.concatenate([[0], np.cumsum([n for n, _ in rows])]).astype(np.int32)
@@ -50,17 +50,17 @@ def random_batch(
     assert needed.sum() <= n_blocks and needed.max() <= max_blocks and row_start[-1] <= n_tokens
     ids = iter(rng.permutation(n_blocks))
     table = rng.integers(0, n_blocks, (len(rows), max_blocks)).astype(np.int32)
-    there = np.zeros((n_blocks, block_size), bool)
+    used = np.zeros((n_blocks, block_size), bool)
     for r, n in enumerate(needed):
-        # Whole blocks of both: the slots behind a row's end are nobody's.
+        # Only whole blocks of both rows are shared: slots after a row's end stay unused.
         n_same = min(kv_length[r], kv_length[r - 1]) // block_size if r % 2 else 0
         table[r, :n_same] = table[r - 1, :n_same]
         table[r, n_same:n] = [next(ids) for _ in range(n - n_same)]
         for i in range(n):
-            there[table[r, i], : kv_length[r] - i * block_size] = True
+            used[table[r, i], : kv_length[r] - i * block_size] = True
     shape = (n_blocks, n_kv_heads, block_size, head_size)
     caches = [
-        np.where(there[:, None, :, None], rng.standard_normal(shape, np.float32), np.nan).astype(dtype)
+        np.where(used[:, None, :, None], rng.standard_normal(shape, np.float32), np.nan).astype(dtype)
         for _ in "kv"
     ]
     q = rng.standard_normal((n_tokens, n_heads, head_size), np.float32)
@@ -69,7 +69,7 @@ def random_batch(
 
 
 def attend_float64(batch: Batch) -> np.ndarray:
-    """The attention of every row, [T, N, D] float64; zeros for padding."""
+    """Attention of every row: [T, N, D] float64, with zeros for padding."""
     n_tokens, n_heads, head_size = batch.q.shape
     n_kv_heads, block_size = batch.k_cache.shape[1:3]
     out = np.zeros((n_tokens, n_heads, head_size))
@@ -89,7 +89,7 @@ def attend_float64(batch: Batch) -> np.ndarray:
 
 
 def attend_row(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, first: int) -> np.ndarray:
-    """Queries [n, G, D] at positions `first` and on, over keys and values [L, D]: [n, G, D] float64."""
+    """Queries [n, G, D] at positions from `first` on, over keys and values [L, D]; returns [n, G, D] float64."""
     scores = np.einsum("ngd,ld->ngl", queries.astype(np.float64), keys.astype(np.float64))
     scores /= np.sqrt(queries.shape[-1])
     seen = np.arange(len(keys)) <= first + np.arange(len(queries))[:, None]
@@ -100,7 +100,7 @@ def attend_row(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, fir
 
 
 def errors(out: np.ndarray, true: np.ndarray) -> Errors:
-    """Of `out` against `true`, of one shape. NaN and infinity make both infinite."""
+    """The errors of `out` relative to `true`, of the same shape; infinite if a value is not finite."""
     difference = out.astype(np.float64) - true
     if not np.isfinite(difference).all():
         return Errors(float("inf"), float("inf"))

@@ -1,6 +1,6 @@
 """JAX's own attention for GPUs, given the same batches: cuDNN for both phases, Pallas kernels for each.
 
-Each gets its keys and values in the layout that it takes without moving them.
+Each gets keys and values in the layout that it reads without a transposition.
 """
 
 import importlib
@@ -22,14 +22,14 @@ _MOST_CALLS = 16
 
 
 class NoPeer(Exception):
-    """A peer that cannot be had here, or not for this batch; the text says why."""
+    """A peer that is not available here or for this batch; the message says why."""
 
 
 def peer(case: Case, subject: Subject) -> Program:
     """The program of a peer. Raises NoPeer."""
     lengths = set(case.rows)
     if len(lengths) > 1:
-        raise NoPeer("takes rows of one length only")
+        raise NoPeer("supports only rows of one length")
     makers: dict[str, Callable[..., Program]] = {
         "cudnn": _cudnn, "cudnn paged": _cudnn_paged, "attention_mgpu": _mgpu,
         "decode_attention": _decode, "paged_attention": _paged,
@@ -38,7 +38,9 @@ def peer(case: Case, subject: Subject) -> Program:
 
 
 def splits(case: Case, *, least_keys: int) -> int:
-    """Parts of a row's keys, a power of two, that fill the chip; none has fewer than `least_keys`."""
+    """The number of parts of a row's keys, a power of two, that fills the chip; each has `least_keys` or
+    more.
+    """
     wanted = _FULL / (len(case.rows) * case.heads.n_kv_heads)
     most = max(1, case.rows[0][1] // least_keys)
     return min(1 << max(0, math.ceil(math.log2(wanted))), 1 << (most.bit_length() - 1))
@@ -124,11 +126,11 @@ def _cudnn(case: Case) -> Program:
 
 
 def _mgpu(case: Case) -> Program:
-    """Its causal form, in float16: it has no other. It knows no scale, so its queries are scaled before."""
+    """Its causal form in float16, the only one it has. It has no scale, so the queries are scaled before."""
     length, n_keys = case.rows[0]
     heads, n_rows = case.heads, len(case.rows)
     if length != n_keys or length % 256 or heads.head_size % 64:
-        raise NoPeer("takes whole prompts of a multiple of 256 tokens, and heads of a multiple of 64")
+        raise NoPeer("supports whole prompts of a multiple of 256 tokens, and head sizes of a multiple of 64")
     module = _module("attention_mgpu")
     block_kv = 128 if heads.head_size <= 128 else 64  # what fits into shared memory
     config = module.TuningConfig(block_q=64, block_kv=block_kv, max_concurrent_steps=2, causal=True)
@@ -151,7 +153,7 @@ def _mgpu(case: Case) -> Program:
 def _cudnn_paged(case: Case) -> Program:
     """cuDNN over our own blocks: a pool [n_blocks, K, B, D] for keys and one for values."""
     if not case.increments_only:
-        raise NoPeer("takes one query token of each row here")
+        raise NoPeer("supports one query token per row here")
     try:
         attention: Any = importlib.import_module("orca_jax.cudnn.paged_attention").paged_attention
     except ImportError as error:
@@ -200,9 +202,11 @@ def _cudnn_paged(case: Case) -> Program:
 
 
 def _decode(case: Case) -> Program:
-    """Its multi-query form, a batch entry for each row's key/value head: `gqa` would move all keys first."""
+    """Its multi-query form, with a batch entry per row and key/value head: `gqa` would transpose all keys
+    first.
+    """
     if not case.increments_only:
-        raise NoPeer("takes one query token of each row")
+        raise NoPeer("supports one query token per row")
     mqa = _module("decode_attention").mqa
     heads, n_rows, n_keys = case.heads, len(case.rows), case.rows[0][1]
     k_splits = splits(case, least_keys=128)
@@ -221,9 +225,9 @@ def _decode(case: Case) -> Program:
 
 
 def _paged(case: Case) -> Program:
-    """Its pool is [K, n_blocks, B, D]. It knows no scale: its keys are drawn with D ** -0.5 in them."""
+    """Its pool is [K, n_blocks, B, D]. It has no scale, so D ** -0.5 is in the keys."""
     if not case.increments_only:
-        raise NoPeer("takes one query token of each row")
+        raise NoPeer("supports one query token per row")
     paged_attention = _module("paged_attention").paged_attention
     heads, n_rows, n_keys, block_size = case.heads, len(case.rows), case.rows[0][1], case.block_size
     n_kv, head_size = heads.n_kv_heads, heads.head_size

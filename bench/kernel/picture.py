@@ -15,7 +15,7 @@ MARKS = {
 
 
 def draw(results: Iterable[Result], device: Device, path: Path, title: str) -> None:
-    """Write a PNG or what `path` ends in. Raises ImportError without matplotlib."""
+    """Write an image in the format of `path`'s suffix. Raises ImportError without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(2, len(HEADS), figsize=(7 * len(HEADS), 9), squeeze=False)
     points = [(r.task, figures(r, device)) for r in results if r.seconds is not None]
@@ -41,7 +41,7 @@ def draw(results: Iterable[Result], device: Device, path: Path, title: str) -> N
             else:
                 axis.axhline(60, linestyle=":", color="gray", label="aim from 2,048 tokens on")
             axis.set(
-                title=f"{heads.name}: {'increments' if increments else 'prompts'}",
+                title=f"{heads.name}: {'decode' if increments else 'prompts'}",
                 xlabel="MB of keys and values" if increments else "tokens",
                 ylabel=f"% of the measured {name}",
                 xscale="log",

@@ -1,7 +1,7 @@
-"""What is timed of our own: the kernel, the engine's path without it, and the kernel once for each request.
+"""Our own timed programs: the kernel, the engine's path without it, and one kernel launch per request.
 
 All three read keys and values from a pool of blocks in random order. The pool holds several sets of the same
-batch's keys and values, and a call's set is the block table it is given.
+batch's keys and values, and each call's block table selects one.
 """
 
 import math
@@ -32,7 +32,7 @@ _BASE_BYTES = 64 << 20  # of random numbers that are drawn; a larger array repea
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """What a program is given: queries, what all calls share, and a set for each call."""
+    """A program's arguments: queries, arrays shared by all calls, and a set for each call."""
 
     q: Any
     shared: Any
@@ -41,7 +41,8 @@ class Arrays:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A subject at a case: `call(q, shared, one)` gives a result like q. Programs of one key compile alike.
+    """A subject at a case: `call(q, shared, one)` gives a result like q. Programs with equal keys compile
+    alike.
 
     `shapes` has the arrays' shapes and one entry in `sets`; `make(seed)` has them all, on the device.
     `tokens` gives [T, N, D] of a q or result; `keys_values(arrays, row, kv_head)` the first set's keys and
@@ -69,7 +70,7 @@ def shape_of(*shape: int, dtype: Any = DTYPE) -> jax.ShapeDtypeStruct:
 
 
 def drawn(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    """Normal numbers; what is large repeats its first part along the first axis."""
+    """Normally distributed numbers; a large array repeats its first part along the first axis."""
     n = max(1, min(shape[0], _BASE_BYTES // (math.prod(shape[1:]) * ITEM_BYTES)))
     base = _normal(jnp.uint32(seed), (n, *shape[1:]))
     return base if n == shape[0] else _repeated(base, shape[0])
@@ -87,25 +88,25 @@ def _repeated(base: jax.Array, n: int) -> jax.Array:
 
 @jax.jit
 def spread(values: jax.Array, factor: jax.Array) -> jax.Array:
-    """`values` times `factor`, which has 1 along the axes it does not know."""
+    """`values` times `factor`, which broadcasts."""
     return (values * factor).astype(values.dtype)
 
 
 def calls_past_cache(kv_bytes: int, *, least: int, most: int) -> int:
-    """Calls in a row, a power of two, that read more than the L2 cache holds, as far as `most` goes."""
+    """A number of calls, a power of two and at most `most`, that reads more than the L2 cache holds."""
     return min(most, max(least, 1 << max(0, (_PAST_CACHE // kv_bytes).bit_length())))
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Where a batch's sets lie: tables [n_sets, R, max_blocks], and each block's index in its row."""
+    """The blocks of a batch's sets: tables [n_sets, R, max_blocks], and each block's index in its row."""
 
     tables: np.ndarray
     index: np.ndarray
 
 
 def lay_out(case: Case, n_sets: int, *, block_size: int, max_blocks: int, n_blocks: int, seed: int) -> Pool:
-    """As many sets with blocks of their own as there are blocks for, shuffled, and those over again."""
+    """As many sets with their own shuffled blocks as fit, then the same sets again."""
     rng = np.random.default_rng(seed)
     needed = np.array([-(-n // block_size) for _, n in case.rows])
     each = int(needed.sum())
@@ -126,8 +127,8 @@ def pooled(
 ) -> Program:
     """`kernel`, `static` or `per request` over a pool of blocks.
 
-    The kernel's increments have a pool and tables of the size the longest context needs, as an engine's have:
-    one program serves every context. With `interpret` the kernel runs on the CPU, one call at a time.
+    The kernel's decodes have a pool and tables sized for the longest context, as in an engine: one program
+    serves every context. With `interpret` the kernel runs on the CPU, one call at a time.
     """
     block_size = case.block_size
     heads = case.heads
@@ -240,7 +241,9 @@ def _of_row(pool: jax.Array, table: jax.Array, kv_head: int) -> jax.Array:
 
 
 def sampled_errors(case: Case, program: Program, arrays: Arrays, result: Any, *, seed: int) -> Errors:
-    """Of the first call's result against float64: a few queries of a few rows, two key/value heads each."""
+    """Errors of the first call's result against float64, for some queries of some rows and two key/value
+    heads.
+    """
     rng = np.random.default_rng(seed)
     q, out = program.tokens(arrays.q), program.tokens(result)
     group, n_kv = case.heads.group, case.heads.n_kv_heads

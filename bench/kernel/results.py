@@ -1,4 +1,4 @@
-"""A line of the kernel benchmark: what was measured, against floor and ceilings."""
+"""One result of the kernel benchmark, relative to the floor and the ceilings."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from orca_jax.planning.cost_model import Device
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a task gave; `failed` says why it gave nothing."""
+    """A task's values, or in `failed` why it has none."""
 
     task: Task
     values: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -17,12 +17,14 @@ class Result:
 
     @property
     def seconds(self) -> float | None:
-        """The median time of one call, where the task timed one."""
+        """The median time of one call, if the task measured it."""
         return self.values.get("seconds")
 
 
 def figures(result: Result, device: Device) -> dict[str, float]:
-    """Of a timed result: bandwidth and matrix rate, their shares of the ceilings, floor, and time over it."""
+    """Bandwidth and matrix rate of a timed result, their shares of the ceilings, the floor, and time over
+    floor.
+    """
     case, seconds = result.task.case, result.seconds
     assert case is not None and seconds is not None
     bandwidth, rate, floor = case.n_bytes / seconds, case.n_flops / seconds, case.floor(device)
@@ -38,7 +40,7 @@ def figures(result: Result, device: Device) -> dict[str, float]:
 
 
 def microseconds(seconds: float) -> str:
-    """Three figures or more."""
+    """With at least three significant digits."""
     us = seconds * 1e6
     return f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
@@ -50,16 +52,16 @@ HEAD = (
 
 
 def line(result: Result, device: Device | None) -> str:
-    """One line of text, under HEAD for what was timed."""
+    """One line of text; for timed results in the columns of HEAD."""
     task, values = result.task, result.values
     name = task.name.split(": ", 1)[-1] if task.case else task.name
     if result.failed is not None:
-        return f"{name:<55} nothing: {result.failed}"
+        return f"{name:<55} no result: {result.failed}"
     if task.section == "correctness":
         moved = values["n_runs"] - values["n_equal"]
         return (
             f"{name:<40} error {values['relative']:.1e}, largest {values['largest']:.1e}; "
-            f"{'moved in ' + str(moved) if moved else 'equal in all'} of {values['n_runs']} runs, "
+            f"{'different in ' + str(moved) if moved else 'equal in all'} of {values['n_runs']} runs, "
             f"{values['poisoned']} poisoned"
             f"{'' if values['finite'] else '; NOT FINITE'}"
             f"{'' if values['padding_zero'] else '; PADDING NOT 0'}"

@@ -1,7 +1,7 @@
 """The part of the kernel benchmark that holds the GPU: runs tasks in order, a line of JSON for each.
 
-A process of its own: a kernel that hangs or breaks the device ends with it, and `bench.kernel` starts another
-at the task after. Not to be run by hand.
+It runs in a separate process: if a kernel hangs or breaks the device, `bench.kernel` kills it and starts
+another one at the next task. Do not run it by hand.
 """
 
 import argparse
@@ -36,7 +36,7 @@ OURS = ("kernel", "static", "per request")
 
 
 def all_tasks(only: Sequence[str], scale: Scale) -> list[Task]:
-    """Everything that runs on JAX, in the order of SECTIONS."""
+    """All tasks that run on JAX, in the order of SECTIONS."""
     tasks = [Task("ceilings", "ceilings"), *timed_tasks(scale)]
     tasks += [Task("correctness", form.name) for form in forms(scale)]
     tasks += [
@@ -63,7 +63,7 @@ def all_tasks(only: Sequence[str], scale: Scale) -> list[Task]:
 
 
 def program_of(task: Task, *, n_cores: int, interpret: bool) -> Program:
-    """What a timed task times. Raises NoPeer."""
+    """The program of a timed task. Raises NoPeer."""
     assert task.case is not None and task.subject is not None
     if task.subject in OURS:
         return pooled(task.case, task.subject, n_cores=n_cores, interpret=interpret)
@@ -71,7 +71,7 @@ def program_of(task: Task, *, n_cores: int, interpret: bool) -> Program:
 
 
 class Compiled:
-    """The programs of some tasks, compiled side by side before the first of them runs."""
+    """The programs of some tasks, compiled in parallel before the first task runs."""
 
     def __init__(self, tasks: Sequence[Task], scale: Scale, *, n_cores: int, sharding: Any = None) -> None:
         self.scale: Scale = scale
@@ -99,13 +99,13 @@ class Compiled:
         return len(self._jobs)
 
     def _for_described(self) -> AbstractContextManager[Any]:
-        """Where Pallas's Triton looks for a GPU that is not there; each thread has its own."""
+        """Describes an absent GPU to Pallas's Triton; each thread needs its own context."""
         if self._sharding is None:
             return nullcontext()
         return jax.sharding.use_abstract_mesh(self._sharding.mesh.abstract_mesh)
 
     def compile(self) -> Iterator[Hashable]:
-        """Compile them all; yields each key as it is done. What fails is raised when it is asked for."""
+        """Compile all; yields each key when done. `of` raises the error of a program that failed."""
 
         def timed(key: Hashable) -> Hashable:
             start = time.perf_counter()
@@ -124,14 +124,14 @@ class Compiled:
                 yield job.result()
 
     def of(self, key: Hashable) -> Any:
-        """The compiled program. Raises what its compilation raised."""
+        """The compiled program. Raises the error of its compilation."""
         made = self._made[key]
         if isinstance(made, Exception):
             raise made
         return made
 
     def program(self, task: Task) -> Program:
-        """The task's. Raises what making it raised."""
+        """The task's program. Raises the error of its construction."""
         program = self.programs[task.name]
         if isinstance(program, Exception):
             raise program
@@ -165,7 +165,7 @@ def form_program(form: Form, n_cores: int, *, interpret: bool) -> tuple[Any, Any
 
 
 def checked(form: Form, kernel: Any, n_cores: int, seed: int) -> dict[str, Any]:
-    """`check` of the compiled kernel, with each batch's list of work."""
+    """`check` the compiled kernel, with each batch's list of work."""
     plan = _form_plan(form, n_cores)
 
     def with_work(*arrays: jax.Array) -> jax.Array:
@@ -176,7 +176,7 @@ def checked(form: Form, kernel: Any, n_cores: int, seed: int) -> dict[str, Any]:
 
 
 def ceilings(scale: Scale) -> dict[str, float]:
-    """Bytes a second of a copy, read and written, and of a sum, read; operations a second of a product."""
+    """Bytes per second of a copy (read and written) and of a sum (read); operations per second of a product."""
     n_bytes = 64 << 20 if scale == "tiny" else 4 << 30
     array = drawn(5, (n_bytes // 2 // 1024, 1024))
     copy = jax.jit(jnp.copy)
@@ -194,7 +194,7 @@ def ceilings(scale: Scale) -> dict[str, float]:
 def timed(
     case: Case, program: Program, run: Any, seed: int, times: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Errors of the first call, then its time; `times` goes to `time_calls`."""
+    """Errors of the first call, then its time; `times` are arguments of `time_calls`."""
     arrays: Arrays = program.make(seed)
     _, first = run(arrays.q, arrays.shared, arrays.sets)
     found = sampled_errors(case, program, arrays, first, seed=seed)
@@ -212,7 +212,7 @@ def timed(
 
 
 def launches(program: Program, run: Any, seed: int) -> dict[str, Any]:
-    """Each kernel of one call by name: how often, and microseconds together, as CUPTI has them."""
+    """The kernels of one call by name, with their launches and total microseconds according to CUPTI."""
     profiler: Any = importlib.import_module("jax.experimental.mosaic.gpu.profiler")  # needs a GPU's library
     arrays = program.make(seed)
     _, times = profiler.measure(run, aggregate=False)(arrays.q, arrays.shared, arrays.sets)
@@ -224,12 +224,12 @@ def launches(program: Program, run: Any, seed: int) -> dict[str, Any]:
 
 
 def say(**words: Any) -> None:
-    """A line for `bench.kernel`."""
+    """Print a line for `bench.kernel`."""
     print(json.dumps(words), flush=True)
 
 
 def run_task(task: Task, compiled: Compiled, seed: int) -> dict[str, Any]:
-    """The task's values. Raises whatever goes wrong in it."""
+    """Run a task; returns its values."""
     if task.section == "ceilings":
         return ceilings(compiled.scale)
     if task.section == "correctness":
@@ -246,7 +246,7 @@ def run_task(task: Task, compiled: Compiled, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Say what the device is; if it is a Hopper GPU, run the tasks after the first `--done`."""
+    """Report the device; if it is a Hopper GPU, run the tasks after the first `--done`."""
     parser = argparse.ArgumentParser(prog="python -m bench.kernel.run")
     parser.add_argument("--only", required=True)
     parser.add_argument("--scale", choices=get_args(Scale), required=True)

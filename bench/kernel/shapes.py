@@ -51,7 +51,7 @@ TINY = Heads("tiny", 2, 1, 64)
 class Case:
     """One batch: heads, and of each row (query tokens, keys); the queries are the last of the keys.
 
-    `block_size` is that of the K/V blocks, where there are such.
+    `block_size` is the size of the K/V blocks, if there are any.
     """
 
     heads: Heads
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values that the batch sees, each once."""
+        """Bytes of the keys and values that the batch reads, each counted once."""
         return 2 * sum(n for _, n in self.rows) * self.heads.n_kv_heads * self.heads.head_size * ITEM_BYTES
 
     @property
@@ -82,28 +82,28 @@ class Case:
 
     @property
     def n_flops(self) -> int:
-        """Floating-point operations of both products, over the keys that each query sees and no others."""
+        """Floating-point operations of both products, over only the keys that each query sees."""
         n_seen = sum(n * (end - n) + n * (n + 1) // 2 for n, end in self.rows)
         return 4 * self.heads.n_heads * self.heads.head_size * n_seen
 
     def floor(self, device: Device) -> float:
-        """Seconds below which no kernel can be: bytes over bandwidth or operations over the matrix rate."""
+        """The least possible seconds: bytes over bandwidth or operations over the matrix rate."""
         return max(self.n_bytes / device.bandwidth, self.n_flops / device.matrix_rate)
 
     @property
     def increments_only(self) -> bool:
-        """Has every row one query token?"""
+        """Whether every row has one query token."""
         return all(n == 1 for n, _ in self.rows)
 
     def parts(self) -> tuple["Case", "Case"]:
-        """A mixed batch's initiation-phase rows, and its increment-phase rows."""
+        """The prefill rows and the decode rows of a mixed batch."""
         initiations = tuple(row for row in self.rows if row[0] > 1)
         return Case(self.heads, initiations), Case(self.heads, tuple(row for row in self.rows if row[0] == 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line of the table: a subject at a case, or a whole section's only task."""
+    """One line of the table: a subject at a case, or the only task of a section."""
 
     section: Section
     name: str
@@ -112,7 +112,7 @@ class Task:
 
 
 def increments(heads: Heads, n_rows: int, context: int, *, block_size: int = BLOCK_SIZE) -> Case:
-    """`n_rows` requests of `context` tokens, the last of which is new."""
+    """`n_rows` decoding requests of `context` tokens."""
     return Case(heads, ((1, context),) * n_rows, block_size)
 
 
@@ -122,7 +122,7 @@ def initiation(heads: Heads, n_rows: int, length: int) -> Case:
 
 
 def mixed(heads: Heads) -> tuple[Case, ...]:
-    """One or a few prompts beside many increments."""
+    """Batches of one or a few prompts and many decodes."""
     return tuple(
         Case(heads, ((1, context),) * n_rows + ((length, length),) * n_prompts)
         for n_prompts, length, n_rows, context in (
@@ -184,7 +184,7 @@ def timed_tasks(scale: Scale) -> Iterator[Task]:
 
 
 def _tiny_tasks() -> Iterator[Task]:
-    """One of each kind, so that every line of the benchmark runs."""
+    """One task of each kind, to run every line of the benchmark."""
     prompt, ones = initiation(TINY, 1, 24), increments(TINY, 2, 40)
     both = Case(TINY, (*ones.rows, *prompt.rows))
     yield _at("increments", "kernel", ones)
@@ -199,7 +199,7 @@ def _tiny_tasks() -> Iterator[Task]:
 
 
 def launch_cases(scale: Scale) -> tuple[Case, ...]:
-    """The batches whose kernels are timed one by one."""
+    """The batches whose kernels are timed individually."""
     if scale == "tiny":
         return (increments(TINY, 2, 40),)
     heads = HEADS[0]
@@ -212,6 +212,6 @@ def launch_cases(scale: Scale) -> tuple[Case, ...]:
 
 
 def torch_cases(scale: Scale) -> tuple[Case, ...]:
-    """The peers' cases, each once: those PyTorch gets."""
+    """PyTorch's cases: those of the peers, without duplicates."""
     peers = [task.case for task in timed_tasks(scale) if task.section == "peers" and task.case]
     return tuple(dict.fromkeys(peers))

@@ -257,7 +257,7 @@ def test_a_line_has_shares_of_the_ceilings() -> None:
     assert figures(one, DEVICE)["bandwidth_share"] == pytest.approx(0.5)
     assert figures(one, DEVICE)["over_floor"] == pytest.approx(2.0)
     assert "GPT-3 13B, 32 x (1 of 1024)" in line(one, DEVICE) and " 50" in line(one, DEVICE)
-    assert "nothing: why not" in line(replace(one, failed="why not"), DEVICE)
+    assert "no result: why not" in line(replace(one, failed="why not"), DEVICE)
 
 
 WORKER = """
@@ -325,7 +325,7 @@ def test_every_line_is_printed_and_the_last_is_json(
     assert last["seed"] == 4 and last["device"] == "a GPU"
     hits = {aim["name"]: aim["hit"] for aim in last["aims"]}
     assert hits["ahead of JAX's decode_attention"] is None and hits["the same input gives the same bits"]
-    assert "nothing: no decode_attention" in printed and "split_attention_kernel: 1 x, 7.5 us" in printed
+    assert "no result: no decode_attention" in printed and "split_attention_kernel: 1 x, 7.5 us" in printed
     assert "PyTorch is not installed here" in printed and "seed 4" in printed
     record = json.loads(written.read_text())
     assert len(record["results"]) == len(all_tasks(SECTIONS, "quick"))
