@@ -1,4 +1,4 @@
-"""An engine on a cost model and a virtual clock: whole servings play in moments, and can be replayed."""
+"""A simulated engine with a cost model and a virtual clock: long runs take moments and can be replayed."""
 
 import heapq
 import math
@@ -15,35 +15,35 @@ from orca_jax.scheduling.engine_protocol import Iteration, Returned
 
 
 class VirtualClock:
-    """Time that moves only when it is told to, and things that happen at their times, in their order."""
+    """A clock that moves only on request, with events that run in order of time."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], object]]] = []
-        self._n_events = 0  # of two events at one time, the one that was set first comes first
+        self._n_events = 0  # breaks ties: of two events at the same time, the first one set runs first
 
     def now(self) -> float:
         """Seconds since the start."""
         return self._now
 
     def call_at(self, time: float, action: Callable[[], object]) -> None:
-        """Let `action` happen when the clock comes to `time`."""
-        assert time >= self._now, f"{time} is past: it is {self._now}"
+        """Run `action` at `time`."""
+        assert time >= self._now, f"{time} is in the past: the time is {self._now}"
         heapq.heappush(self._events, (time, self._n_events, action))
         self._n_events += 1
 
     def next_event(self) -> float:
-        """The time of the next event; infinity when there is none."""
+        """The time of the next event; infinity if there is none."""
         return self._events[0][0] if self._events else math.inf
 
     def run_next(self) -> None:
-        """Go on to the next event and let it happen."""
+        """Advance to the next event and run it."""
         time, _, action = heapq.heappop(self._events)
         self._now = time
         action()
 
     def advance_to(self, time: float) -> None:
-        """Go on to `time`, with no event on the way."""
+        """Advance to `time`; no event may come before it."""
         assert self._now <= time < self.next_event()
         self._now = time
 
@@ -51,7 +51,7 @@ class VirtualClock:
 def cost_model_duration(
     model: ModelConfig, device: Device, *, weight_bytes: int, kv_bytes: int
 ) -> Callable[[IterationShape], float]:
-    """The duration of an iteration at the device's floor, in seconds; sizes are bytes of one element."""
+    """The duration of an iteration in seconds, at the device's floor; sizes are bytes per element."""
 
     def duration(shape: IterationShape) -> float:
         return floor(operations(model, shape, weight_bytes=weight_bytes, kv_bytes=kv_bytes), device)
@@ -60,18 +60,18 @@ def cost_model_duration(
 
 
 def hashed_token(request: Request, index: int) -> int:
-    """A token from the request's seed and the token's index alone, as a real engine's tokens are."""
+    """A token that depends only on the request's seed and the token's index."""
     return (request.seed * 31 + index * 7919) % 50021
 
 
 def simulated_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
-    """The token has the probability 1/2, the id behind it 1/4, the next 1/8, ..."""
-    likeliest = tuple((token_id + i, -(i + 1) * math.log(2)) for i in range(n_top))
-    return TokenLogprobs(token_id, -math.log(2), likeliest)
+    """Log-probabilities: 1/2 for the token, 1/4 for the next id, 1/8 for the one after, ..."""
+    most_likely = tuple((token_id + i, -(i + 1) * math.log(2)) for i in range(n_top))
+    return TokenLogprobs(token_id, -math.log(2), most_likely)
 
 
 def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
-    """These tokens, and simulated log-probabilities where asked for: those of a prompt all at once."""
+    """These tokens with the simulated log-probabilities requested; a prompt's come all at once."""
     return Returned(
         token_ids,
         {
@@ -88,7 +88,7 @@ def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
 
 
 def batch_sums(rows: Sequence[Row]) -> IterationSums:
-    """Those of the iteration that is about to be issued, without a list of its lengths."""
+    """The sums of the iteration to issue, computed without a list of its lengths."""
     n_tokens = n_keys = n_seen = 0
     for req, n_input in rows:
         kv_length = req.n_computed + n_input
@@ -99,13 +99,13 @@ def batch_sums(rows: Sequence[Row]) -> IterationSums:
 
 
 class SimulatedEngine:
-    """`n_workers` stages in a row: a batch enters a stage when it has left the one before, and the
-    stage is free of the batch before it (ORCA 4.1, Figure 8a).
+    """A pipeline of `n_workers` stages (ORCA 4.1, Figure 8a).
 
-    `duration` gives the seconds of a whole iteration, of which each stage takes an equal part. Where stages
-    are not equal, `places` gives the seconds in every place that a batch passes in its turn: the stages, and
-    the links between them, which hold one batch at a time as well. `token` gives the token of a request and
-    an index; with None every token is 0. It knows no constraints. `fail` makes it fail as an engine does.
+    A batch enters a stage when it has left the previous stage and the previous batch has left this stage.
+    `duration` returns the seconds of a whole iteration, split equally over the stages. For unequal stages,
+    `places` returns the seconds in every place that a batch passes in order: the stages and the links between
+    them, each of which holds one batch at a time. `token` returns a request's token by index; with None every
+    token is 0. Constraints are ignored. `fail` makes the engine fail.
     """
 
     def __init__(
@@ -127,12 +127,12 @@ class SimulatedEngine:
         self._failing: Literal["issue", "wait"] | None = None
 
     def fail(self, at: Literal["issue", "wait"]) -> None:
-        """Raise EngineError at the next call of `issue` or `wait`, once, losing what is in flight."""
+        """Make the next call of `issue` or `wait` raise EngineError once and lose the batches in flight."""
         self._failing = at
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
-        """Send the batch through the stages; takes no time. Raises EngineError when told to."""
-        self._fail_if_told("issue")
+        """Send the batch through the stages; takes no time. Raises EngineError after `fail`."""
+        self._fail_if_requested("issue")
         seconds = self._seconds(rows)
         done_at = self.clock.now()
         if len(self._free_at) < len(seconds):
@@ -143,11 +143,11 @@ class SimulatedEngine:
         return Iteration(rows, done_at)
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
-        """Go on to the time when the batch is done; None if an event on the way is an interruption.
+        """Advance to the time when the batch is done; return None if interrupted before.
 
-        Events at that very time still happen before. Raises EngineError when told to.
+        Events at exactly that time run first. Raises EngineError after `fail`.
         """
-        self._fail_if_told("wait")
+        self._fail_if_requested("wait")
         done_at: float = iteration.pending
         while not interrupted():
             if self.clock.next_event() > done_at:
@@ -157,14 +157,14 @@ class SimulatedEngine:
         return None
 
     def _seconds(self, rows: Sequence[Row]) -> Sequence[float]:
-        """In each place, of the iteration that is being issued."""
+        """The iteration's seconds in each place."""
         if self._places is not None:
             return self._places(batch_sums(rows))
         shape = IterationShape([n for _, n in rows], [req.n_computed + n for req, n in rows])
         return [self._duration(shape) / self.n_workers] * self.n_workers
 
     def _next_tokens(self, rows: Sequence[Row]) -> list[int]:
-        """Any token will do for a request that has ended meanwhile: it is thrown away."""
+        """The batch's next tokens; a request that has ended meanwhile gets any token, which is dropped."""
         token = self._token
         if token is None:
             return [0] * len(rows)
@@ -172,8 +172,8 @@ class SimulatedEngine:
             0 if req.state is RequestState.FINISHED else token(req, len(req.output_ids)) for req, _ in rows
         ]
 
-    def _fail_if_told(self, at: Literal["issue", "wait"]) -> None:
+    def _fail_if_requested(self, at: Literal["issue", "wait"]) -> None:
         if self._failing == at:
             self._failing = None
             self._free_at.clear()
-            raise EngineError(f"the simulated engine failed in {at}, as it was told to")
+            raise EngineError(f"the simulated engine failed in {at}, as requested")

@@ -1,8 +1,8 @@
-"""A whole serving by workers that are lost: faults from a seed, on a virtual clock.
+"""Fault injection: serves requests while workers are lost, with faults from a seed, on a virtual clock.
 
-Scheduler, pool, K/V manager, engine master, the master's side of the workers and their controllers are the
-real ones; processes, devices and lines are simulated. The same trace plays the same way, so that a failing
-seed can be replayed.
+Scheduler, pool, K/V manager, engine master, the master's side of the workers and their controllers are real;
+processes, devices and lines are simulated. A trace always plays the same way, so a failing seed can be
+replayed.
 """
 
 import math
@@ -35,18 +35,19 @@ STOP_TOKEN = 5
 DEADLINES = Deadlines(
     iteration_seconds=2.0, worker_seconds=4.0, ready_seconds=12.0, retry_seconds=0.5, look_seconds=12.0
 )
-_PATIENCE = 0.9 * DEADLINES.ready_seconds  # of the supervisor
-# crash: the process dies, and is back after `seconds`. stop: as by SIGSTOP, for `seconds`. wedge: the device
-# hangs for good. fail: it raises. lie: the worker says something well-formed that is not so.
-FaultKind = Literal["crash", "stop", "wedge", "fail", "lie"] | Damage
-_PROCESS_FAULTS: tuple[FaultKind, ...] = ("crash", "crash", "stop", "stop", "wedge", "fail", "lie")
-_LINE_FAULTS: tuple[FaultKind, ...] = ("drop", "double", "delay", "rubbish")
+_SUPERVISOR_PATIENCE = 0.9 * DEADLINES.ready_seconds
+# crash: the process dies and restarts after `seconds`. stop: SIGSTOP for `seconds`. hang: the device never
+# finishes again. fail: the device raises an error. lie: the worker sends a well-formed but false frame.
+FaultKind = Literal["crash", "stop", "hang", "fail", "lie"] | Damage
+_PROCESS_FAULTS: tuple[FaultKind, ...] = ("crash", "crash", "stop", "stop", "hang", "fail", "lie")
+_LINE_FAULTS: tuple[FaultKind, ...] = ("drop", "duplicate", "delay", "corrupt")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request: when it comes, its tokens of input and output, whether a constraint acts on them, and
-    whether workers die of it.
+    """A request: its arrival time, its numbers of input and output tokens, and what is special about it.
+
+    A SimulatedConstraint may restrict its output, and it may kill workers (`poison`).
     """
 
     time: float
@@ -58,7 +59,7 @@ class PlannedRequest:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEnd:
-    """When a request, by its number, is asked to end."""
+    """When a user ends a request, given by its number."""
 
     time: float
     number: int
@@ -67,8 +68,10 @@ class PlannedEnd:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong at a stage, counted from 0. `which` chooses: a lie, the line and how many frames,
-    whether the master notices at once.
+    """A fault at a stage, counted from 0.
+
+    `which` chooses the lie, or the direction and number of damaged frames, or whether the master notices a
+    crash at once.
     """
 
     time: float
@@ -80,7 +83,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultTrace:
-    """All that a serving is made of."""
+    """The complete input of a simulation."""
 
     n_stages: int
     max_bs: int
@@ -92,13 +95,13 @@ class FaultTrace:
     faults: tuple[Fault, ...] = ()
     restarts: int = 100
     timing: Timing = field(default_factory=Timing)
-    supervised: bool = False  # a worker that is suspected is ended and started anew
+    supervised: bool = False  # suspected workers are killed and restarted
     forward_ahead: bool = True
     overlap: bool = True
 
 
 def random_fault_trace(seed: int) -> FaultTrace:
-    """A trace from a seed: a few requests, and faults while they run and while others are recovered from."""
+    """A trace from a seed: a few requests, and faults while they run and during recoveries."""
     rng = random.Random(seed)
     n_stages = rng.choice((1, 2, 2, 3, 4))
     requests: list[PlannedRequest] = []
@@ -119,18 +122,18 @@ def random_fault_trace(seed: int) -> FaultTrace:
         turn=rng.choice((0.0, 0.001, 0.05, 0.3)),
         pulls_hang=rng.random() < 0.3,
     )
-    # So long the whole takes without a fault, about; and some longer, for faults of a recovery.
+    # About the duration without faults; later faults hit a recovery.
     span = time + timing.iteration * n_stages * 5
     faults: list[Fault] = []
     at = 0.0
     for _ in range(rng.choice((1, 1, 2, 3))):
         at = rng.uniform(0, span) if rng.random() < 0.6 else at + rng.choice((0.01, 0.1, 1.0, 2.5))
         faults.append(_random_fault(rng, at, n_stages))
-        if rng.random() < 0.5:  # a frame that comes late, and a loss that is soon recovered from
-            late: FaultKind = rng.choice(("delay", "double"))
-            seconds, which = rng.uniform(0.02, 1.5), rng.choice((0, 0, 1))  # to a stage, or from it
+        if rng.random() < 0.5:  # a late frame, and a loss with a quick recovery
+            late: FaultKind = rng.choice(("delay", "duplicate"))
+            seconds, which = rng.uniform(0.02, 1.5), rng.choice((0, 0, 1))  # to or from a stage
             faults.append(Fault(at, late, rng.randrange(n_stages), seconds, which))
-            kind = rng.choice(("fail", "lie", "rubbish"))
+            kind = rng.choice(("fail", "lie", "corrupt"))
             at += rng.choice((0.01, 0.1, 0.3))
             faults.append(Fault(at, kind, rng.randrange(n_stages), 0.0, rng.randrange(16)))
     ends: list[PlannedEnd] = []
@@ -140,7 +143,7 @@ def random_fault_trace(seed: int) -> FaultTrace:
     n_slots = round_up(longest, block_size) + rng.choice((0, longest, 4 * longest))
     max_batch_tokens = max(max_bs, longest - 1) + rng.choice((0, 3, 30))
     restarts = rng.choice((0, 1, 2, 20, 20, 20, 20, 20, 20, 20))
-    # Programs may take longer than a worker's patience with its device, and shorter than a recovery may.
+    # Compiling may take longer than worker_seconds, and less than ready_seconds.
     timing = replace(timing, programs=rng.choice((0.0, 0.0, DEADLINES.worker_seconds + 0.5)))
     return FaultTrace(
         n_stages=n_stages,
@@ -169,11 +172,10 @@ def _random_fault(rng: random.Random, time: float, n_stages: int) -> Fault:
 
 
 def random_poison_trace(seed: int) -> FaultTrace:
-    """A trace from a seed: no faults but those that one or two of its requests cause, and at least one
-    healthy request beside them.
+    """A trace from a seed whose only faults come from one or two poisonous requests.
 
-    As many losses are allowed as there are such requests, where each fails at a certain token: they all count
-    as one.
+    It also has at least one healthy request. If each poisonous request strikes at a fixed token, the restart
+    bound is their number: all losses by one request count as one.
     """
     rng = random.Random(seed)
     trace = random_fault_trace(rng.getrandbits(32))
@@ -204,7 +206,7 @@ def _random_poison(rng: random.Random, request: PlannedRequest, n_stages: int, *
 
 
 class FaultSimulation:
-    """Plays a trace: `steps` to its end, and look at the rest of the fields."""
+    """Plays a trace: iterate over `steps` to its end, then inspect the fields."""
 
     def __init__(self, trace: FaultTrace) -> None:
         self.trace = trace
@@ -213,7 +215,7 @@ class FaultSimulation:
         self.refused: list[tuple[Request, OrcaError]] = []
         self.asked_to_end: set[str] = set()
         self.suspects: list[int] = []
-        self._joined: dict[int, Controller] = {}  # of each stage the process that was last ready
+        self._joined: dict[int, Controller] = {}  # each stage's process that was last ready
         self.failure: EngineError | None = None
         config = ServingConfig(
             max_batch_size=trace.max_bs,
@@ -253,8 +255,8 @@ class FaultSimulation:
             for i in range(trace.n_stages)
         ]
         self.lines.stages = self.stages
-        for stage, behind in zip(self.stages, self.stages[1:], strict=False):
-            stage.next = behind
+        for stage, following in zip(self.stages, self.stages[1:], strict=False):
+            stage.next = following
         self.workers = RemoteWorkers(
             self.lines,
             [
@@ -276,7 +278,7 @@ class FaultSimulation:
             self.kv,
             vocab_size=VOCAB_SIZE,
             n_workers=trace.n_stages,
-            sleep=lambda _: self.workers.wait(),  # it comes back after every event
+            sleep=lambda _: self.workers.wait(),  # returns after every event
         )
         self.timeline = Timeline(self.clock.now, max_records=None)
         self.pool = RequestPool(
@@ -292,10 +294,10 @@ class FaultSimulation:
         for end in trace.ends:
             self.clock.call_at(end.time, lambda end=end: self._end(end))
         for fault in trace.faults:
-            self.clock.call_at(fault.time, lambda fault=fault: self._happen(fault))
+            self.clock.call_at(fault.time, lambda fault=fault: self._inject(fault))
 
     def undisturbed(self, request: Request) -> list[int]:
-        """The tokens that a request must get, up to its last or its stop token."""
+        """The tokens that a request must get, up to its length or its stop token."""
         n_output = request.max_tokens - len(request.prompt_ids)
         tokens = undisturbed_tokens(
             request.prompt_ids,
@@ -308,15 +310,15 @@ class FaultSimulation:
         return tokens[: tokens.index(STOP_TOKEN) + 1] if STOP_TOKEN in tokens else tokens
 
     def steps(self) -> Iterator[None]:
-        """Play until every request has come and ended; yields after each turn that had something to do."""
+        """Play until every request has arrived and ended; yields after each turn that did some work."""
         try:
             self.engine.recover(lambda: False)
         except WorkerLost:
-            pass  # the first iteration finds it so
+            pass  # the first iteration recovers
         n_to_come = len(self.requests)
         while n_to_come or len(self.pool) or self.scheduler.leaving:
             try:
-                # After a failure the service's thread is gone, and who comes then is refused.
+                # As after the end of the service's thread, new requests are refused after a failure.
                 worked = self.failure is None and self.recovery.step(lambda: False)
             except EngineError as failure:  # as the service does
                 self.failure = failure
@@ -325,13 +327,13 @@ class FaultSimulation:
                 worked = True
             if worked:
                 yield
-                self._pass(self.trace.timing.turn)
+                self._let_pass(self.trace.timing.turn)
             elif not len(self.pool) and self.clock.next_event() < math.inf:
                 self.clock.run_next()
             n_to_come = sum(req.arrival < 0 for req in self.requests) - len(self.refused)
 
-    def _pass(self, seconds: float) -> None:
-        """The engine master's own time, in which it looks at nothing."""
+    def _let_pass(self, seconds: float) -> None:
+        """Let time pass in which the engine master computes and handles no arrivals."""
         end = self.clock.now() + seconds
         while self.clock.next_event() <= end:
             self.clock.run_next()
@@ -365,30 +367,30 @@ class FaultSimulation:
         self._joined[stage] = self.stages[stage].controller
 
     def _suspect(self, stage: int) -> None:
-        """As the supervisor, which leaves a process in peace that is only starting."""
+        """Act as the supervisor, which does not kill a process that is still starting."""
         self.suspects.append(stage)
-        its = self.stages[stage]
-        joined = self._joined.get(stage) is its.controller
-        if self.trace.supervised and (joined or self.clock.now() - its.began >= _PATIENCE):
-            its.die(self.trace.timing.restart, noticed=True)
+        suspect = self.stages[stage]
+        joined = self._joined.get(stage) is suspect.controller
+        if self.trace.supervised and (joined or self.clock.now() - suspect.began >= _SUPERVISOR_PATIENCE):
+            suspect.die(self.trace.timing.restart, noticed=True)
 
     def _end(self, end: PlannedEnd) -> None:
         if self.pool.end(self.requests[end.number], end.reason):
             self.asked_to_end.add(str(end.number))
 
-    def _happen(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         stage = self.stages[fault.stage]
         match fault.kind:
             case "crash":
                 stage.die(fault.seconds, noticed=fault.which % 2 == 0)
             case "stop":
                 stage.stop(fault.seconds)
-            case "wedge":
-                stage.device.wedged = True
+            case "hang":
+                stage.device.hangs = True
             case "fail":
-                stage.device.broken = True
+                stage.device.fails_next = True
             case "lie":
                 stage.lie(fault.which)
             case damage:
                 for _ in range(1 + fault.which // 2 % 4):
-                    self.lines.spoil(fault.stage, fault.which % 2 == 0, damage, fault.seconds)
+                    self.lines.damage_next(fault.stage, fault.which % 2 == 0, damage, fault.seconds)

@@ -1,4 +1,4 @@
-"""The lines between a master and simulated workers, on a virtual clock, with damage where it is asked for."""
+"""The lines between a master and simulated workers, on a virtual clock, with damage on request."""
 
 import math
 from collections import deque
@@ -8,22 +8,22 @@ from typing import Literal, Protocol
 from orca_jax.engine.channel import Arrival
 from orca_jax.simulation.engine import VirtualClock
 
-Damage = Literal["drop", "double", "delay", "rubbish"]
-_MOST_LOOKS = 200_000  # of the master at its lines; a serving of a few requests takes some thousands
+Damage = Literal["drop", "duplicate", "delay", "corrupt"]
+_MAX_RECEIVES = 200_000  # the master's calls of `receive`; serving a few requests takes some thousands
 
 
 class TakesFrames(Protocol):
-    """A stage at the other end."""
+    """A stage at the other end of a line."""
 
     def take(self, data: bytes) -> None:
-        """A frame arrives."""
+        """Handle a frame."""
         ...
 
 
 class SimulatedLines:
-    """The lines between master and stages, and from stage to stage; `Channel` for the master.
+    """The lines between master and stages and between stages; implements `Channel` for the master.
 
-    `spoil` has the next frame to or from a stage dropped, doubled, delayed or damaged.
+    `damage_next` drops, duplicates, delays or corrupts the next frame to or from a stage.
     """
 
     def __init__(self, clock: VirtualClock, *, seconds: float, longest_wait: float) -> None:
@@ -32,35 +32,35 @@ class SimulatedLines:
         self._seconds = seconds
         self._longest_wait = longest_wait
         self._inbox: deque[Arrival] = deque()
-        self._n_looks = 0
-        self._spoiled: dict[tuple[int, bool], deque[tuple[Damage, float]]] = {}
+        self._n_receives = 0
+        self._damages: dict[tuple[int, bool], deque[tuple[Damage, float]]] = {}
 
-    def spoil(self, stage: int, inbound: bool, damage: Damage, seconds: float) -> None:
-        """Spoil the next frame to (`inbound`) or from a stage; a delay or a double comes `seconds` late."""
-        self._spoiled.setdefault((stage, inbound), deque()).append((damage, seconds))
+    def damage_next(self, stage: int, inbound: bool, damage: Damage, seconds: float) -> None:
+        """Damage the next frame to (`inbound`) or from a stage; a delay or duplicate is `seconds` late."""
+        self._damages.setdefault((stage, inbound), deque()).append((damage, seconds))
 
     def to_stage(self, stage: int, data: bytes) -> None:
-        """From whom does not matter."""
+        """Carry a frame to a stage, from the master or another stage."""
         self._carry((stage, True), data, self.stages[stage].take)
 
     def to_master(self, stage: int, data: bytes) -> None:
-        """From a stage."""
+        """Carry a frame from a stage to the master."""
         self._carry((stage, False), data, lambda data: self._inbox.append(Arrival(stage, data)))
 
     def broken(self, stage: int) -> None:
-        """The line between the master and a stage breaks."""
+        """Break the line between the master and a stage."""
         arrival = Arrival(stage, None, "the connection was closed")
         self.clock.call_at(self.clock.now() + self._seconds, lambda: self._inbox.append(arrival))
 
     def send(self, stage: int, data: bytes) -> None:
-        """Channel."""
+        """As in Channel."""
         self.to_stage(stage, data)
 
     def receive(self, timeout: float) -> Arrival | None:
-        """Channel. Comes back after every event, because it may be an interruption."""
+        """As in Channel; returns after every event, because it may be an interruption."""
         assert 0 <= timeout <= self._longest_wait, f"a wait of {timeout} seconds"
-        self._n_looks += 1
-        assert self._n_looks < _MOST_LOOKS, "it waits for ever"
+        self._n_receives += 1
+        assert self._n_receives < _MAX_RECEIVES, "the master waits forever"
         if not self._inbox and timeout > 0:
             now = self.clock.now()
             end = max(now + timeout, math.nextafter(now, math.inf))
@@ -71,17 +71,17 @@ class SimulatedLines:
         return self._inbox.popleft() if self._inbox else None
 
     def close(self) -> None:
-        """Channel."""
+        """As in Channel."""
         self._inbox.clear()
 
     def _carry(self, line: tuple[int, bool], data: bytes, take: Callable[[bytes], object]) -> None:
         at = self.clock.now() + self._seconds
-        spoiled = self._spoiled.get(line)
-        if spoiled:
-            damage, seconds = spoiled.popleft()
+        damages = self._damages.get(line)
+        if damages:
+            damage, seconds = damages.popleft()
             if damage == "drop":
                 return
-            if damage == "double":
+            if damage == "duplicate":
                 self.clock.call_at(at + seconds, lambda: take(data))
             elif damage == "delay":
                 at += seconds

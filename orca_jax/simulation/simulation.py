@@ -1,4 +1,4 @@
-"""A whole serving on a virtual clock: arrivals and cancellations at their times, from a trace to its end."""
+"""Simulates serving on a virtual clock: plays the arrivals and cancellations of a trace to its end."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,15 +17,15 @@ from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_tok
 
 
 class Steps(Protocol):
-    """What a simulation drives: a Scheduler, or one that is compared with it."""
+    """What a simulation drives: a Scheduler, or a scheduler to compare with it."""
 
     def step(self) -> bool:
-        """One turn; False when no request is live."""
+        """Take one turn; return False when no request is live."""
         ...
 
 
 def steps(clock: VirtualClock, scheduler: Steps) -> Iterator[None]:
-    """Play to the end; yields after each turn of the scheduler's loop that had something to do."""
+    """Play to the end; yields after each turn of the scheduler's loop that did some work."""
     while True:
         while clock.next_event() <= clock.now():
             clock.run_next()
@@ -40,9 +40,10 @@ def steps(clock: VirtualClock, scheduler: Steps) -> Iterator[None]:
 def arrive(
     clock: VirtualClock, arrivals: Iterable[tuple[float, Request]], add: Callable[[Request], None]
 ) -> None:
-    """Let requests arrive at their times, which ascend.
+    """Schedule the arrivals of requests, in ascending order of time.
 
-    One is asked for when the one before it has arrived, so that a million of them need no more room than one.
+    Each request is taken from `arrivals` when the previous one has arrived, so a million need no more memory
+    than one.
     """
     upcoming = iter(arrivals)
 
@@ -59,12 +60,12 @@ def arrive(
 
 
 class Simulation:
-    """Pool, scheduler, K/V manager and simulated engine, as a service has them, on one virtual clock.
+    """A service's pool, scheduler and K/V manager with a simulated engine, on one virtual clock.
 
-    Set what shall happen with `add_at`, `add_each` and `end_at`, then `run`. `deliveries` collects what users
-    would see, `refused` the requests that the pool did not take, each with the error; `timeline` holds every
-    record. With `max_records` the timeline has so many alone, and no delivery is kept: whoever wants figures
-    of a long run observes the timeline.
+    Schedule events with `add_at`, `add_each` and `end_at`, then `run`. `deliveries` collects what users would
+    see, `refused` the requests that the pool rejected, each with the error, and `timeline` every record. With
+    `max_records` the timeline keeps only that many and deliveries are dropped: observe the timeline for the
+    figures of a long run.
     """
 
     def __init__(
@@ -95,31 +96,31 @@ class Simulation:
         self.kv = KVManager(
             n_blocks=config.n_blocks,
             block_size=config.block_size,
-            # A request is admitted only into a batch with all earlier ones that may run, and what holds a row
-            # and may not is in a batch in flight: there is a row for each place of all these batches.
+            # A request is admitted only together with all earlier ones that may run, and every other request
+            # that holds a row is in a batch in flight, so one row for each place of these batches suffices.
             n_rows=(n_workers + config.overlap) * config.max_batch_size,
             max_blocks_per_row=config.n_blocks,
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
 
     def add_at(self, time: float, request: Request) -> None:
-        """Let `request` arrive at `time`."""
+        """Schedule the arrival of `request` at `time`."""
         self.clock.call_at(time, lambda: self._add(request))
 
     def add_each(self, arrivals: Iterable[tuple[float, Request]]) -> None:
-        """Let these arrive, each at its time; the times ascend."""
+        """Schedule arrivals, in ascending order of time."""
         arrive(self.clock, arrivals, self._add)
 
     def end_at(self, time: float, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Let the user of `request_id` ask for its end at `time`, whether it is live or not."""
+        """Schedule the end of a request by its user at `time`, whether or not it is live then."""
         self.clock.call_at(time, lambda: self.pool.end_named(request_id, reason))
 
     def steps(self) -> Iterator[None]:
-        """Play to the end; yields after each turn of the scheduler's loop that had something to do."""
+        """Play to the end; yields after each turn of the scheduler's loop that did some work."""
         return steps(self.clock, self.scheduler)
 
     def run(self) -> Timeline:
-        """Play to the end; returns the timeline."""
+        """Play to the end and return the timeline."""
         for _ in self.steps():
             pass
         return self.timeline

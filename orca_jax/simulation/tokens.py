@@ -1,4 +1,4 @@
-"""What simulated devices compute: tokens that depend on all tokens before, on the seed and on the stages."""
+"""The tokens of simulated devices: each depends on all earlier tokens, the seed and the number of stages."""
 
 from collections.abc import Sequence
 
@@ -11,27 +11,27 @@ _PRIME = 1_000_003
 
 
 def prefix_digest(digest: int, token_id: int) -> int:
-    """What a cache holds for a token: it depends on all tokens up to there."""
+    """The cache entry of a token, which depends on all tokens up to it."""
     return (digest * 131 + token_id + 1) % _PRIME
 
 
 def through_stage(hidden: int, digest: int) -> int:
-    """What a stage makes of the hidden state that comes in, with what its cache holds."""
+    """A stage's output from its input hidden state and its cache entry."""
     return (hidden * 31 + digest) % _PRIME
 
 
 def token_of(hidden: int, seed: int, index: int, vocab_size: int) -> int:
-    """What the last stage samples."""
+    """The token that the last stage samples."""
     return (hidden + seed * 31 + index * 7919) % vocab_size
 
 
-def _may_come(token_id: int, digest: int) -> bool:
-    """What a SimulatedConstraint allows behind the tokens of this digest: two thirds of all tokens."""
+def _is_allowed(token_id: int, digest: int) -> bool:
+    """Whether a SimulatedConstraint allows a token after a prefix; it allows two thirds of all tokens."""
     return (token_id + digest) % 3 != 0
 
 
 class SimulatedConstraint:
-    """A request.OutputConstraint that acts on every other token, and depends on all tokens before."""
+    """A request.OutputConstraint that acts on every other token and depends on all earlier tokens."""
 
     failure: str | None = None
 
@@ -39,18 +39,18 @@ class SimulatedConstraint:
         self._vocab_size = vocab_size
 
     def acts(self, n_output: int) -> bool:
-        """On the first, the third, ..."""
+        """Whether it restricts this token: the first, the third, ..."""
         return n_output % 2 == 0
 
     def allowed(
         self, prompt_ids: Sequence[int], output_ids: Sequence[int], into: npt.NDArray[np.int32]
     ) -> None:
-        """Fill in the words."""
+        """Fill in the mask words."""
         digest = _digest((*prompt_ids, *output_ids))
-        into[:] = words_of([t for t in range(self._vocab_size) if _may_come(t, digest)], self._vocab_size)
+        into[:] = words_of([t for t in range(self._vocab_size) if _is_allowed(t, digest)], self._vocab_size)
 
     def accept(self, token_id: int) -> bool:
-        """It ends nothing."""
+        """Never ends the output."""
         return False
 
 
@@ -70,7 +70,7 @@ def undisturbed_tokens(
     vocab_size: int,
     constrained: bool = False,
 ) -> list[int]:
-    """The tokens that a request gets where nothing goes wrong, `constrained` by a SimulatedConstraint."""
+    """The tokens that a request gets without faults; `constrained` by a SimulatedConstraint."""
     digest = _digest(prompt_ids)
     tokens: list[int] = []
     for index in range(n_output):
@@ -78,7 +78,7 @@ def undisturbed_tokens(
         for _ in range(n_stages):
             hidden = through_stage(hidden, digest)
         token_id = token_of(hidden, seed, index, vocab_size)
-        while constrained and index % 2 == 0 and not _may_come(token_id, digest):
+        while constrained and index % 2 == 0 and not _is_allowed(token_id, digest):
             token_id = (token_id + 1) % vocab_size
         tokens.append(token_id)
         digest = prefix_digest(digest, tokens[-1])

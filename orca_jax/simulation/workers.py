@@ -1,7 +1,7 @@
-"""Workers and their lines on a virtual clock, with the real controllers; they fail when they are told to.
+"""Simulated workers on a virtual clock, with real controllers; they fail on request.
 
-The devices compute tokens from what lies in their simulated caches, so that keys and values that were lost,
-or belong to another request, give wrong tokens.
+The devices compute tokens from their simulated caches, so lost keys and values, or another request's, give
+wrong tokens.
 """
 
 import math
@@ -23,52 +23,53 @@ from orca_jax.simulation.lines import SimulatedLines
 from orca_jax.simulation.tokens import prefix_digest, through_stage, token_of
 from orca_jax.workers.controller import Controller
 
-_LOST = 777_777  # what a cache gives that was never written
-HIDDEN_BYTES = 4  # that one row's hidden state takes on the link
+_LOST = 777_777  # read from a cache slot that was never written
+HIDDEN_BYTES = 4  # of one row's hidden state on the link
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Seconds that things take; `line` and `link` are the ways of control messages and hidden states."""
+    """Durations in seconds; control messages take `line`, and hidden states `link`."""
 
     line: float = 0.002
     link: float = 0.001
     iteration: float = 0.1  # one stage's part
-    caches: float = 0.05  # to make them new
-    programs: float = 0.0  # to make them, once in a process
+    caches: float = 0.05  # to make new caches
+    programs: float = 0.0  # to compile programs, once per process
     restart: float = 1.0  # from a process's end to the next one's start
-    turn: float = 0.0  # the engine master's own, each time that it goes on
-    pulls_hang: bool = False  # a device that waits for a lost neighbour never comes back from it
+    turn: float = 0.0  # of the engine master, each time
+    pulls_hang: bool = False  # a device that waits for a lost neighbour hangs forever
 
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """A request that makes the process of a stage die: whenever it computes the output token of this index,
-    or with this probability at each iteration.
+    """A request that kills a stage's process when it computes output token `token_index`.
+
+    With `token_index` None it does so at each iteration with `probability`.
     """
 
     stage: int
     token_index: int | None = None
     probability: float = 0.0
-    noticed: bool = True  # at once, or by a deadline
+    noticed: bool = True  # the master notices at once; otherwise by a deadline
 
     def strikes(self, stage: int, token_index: int, rng: random.Random) -> bool:
-        """Whether the process of this stage dies of computing this token."""
+        """Whether computing this token kills this stage's process."""
         if stage != self.stage:
             return False
         return token_index == self.token_index or rng.random() < self.probability
 
 
 class SimulatedStageDevice:
-    """A stage's device: one iteration after the other, when the stage before has sent its hidden states."""
+    """A stage's device: runs each iteration in order once the previous stage has sent its hidden states."""
 
     def __init__(self, stage: "SimulatedStage") -> None:
-        self.wedged = False  # it never finishes anything any more
-        self.broken = False  # what it runs next fails
+        self.hangs = False  # it never finishes anything again
+        self.fails_next = False  # its next iteration fails
         self._stage = stage
         self._shape: EngineShape
         self._epoch = 0
-        self._programs_at = math.inf  # when they are made
+        self._programs_at = math.inf  # when the programs are compiled
         self._cache: dict[int, int] = {}  # by slot
         self._last_token: dict[int, int] = {}  # by row; on the last stage
         self._queue: deque[tuple[int, ControlMessage]] = deque()
@@ -77,11 +78,11 @@ class SimulatedStageDevice:
         self._busy = False
 
     def start(self, epoch: int, order: StartOrder) -> bool:
-        """StageDevice."""
-        assert epoch > self._epoch, "epochs grow"
+        """As in StageDevice."""
+        assert epoch > self._epoch, "epochs increase"
         self._shape = order.shape
         if self._queue and not self._busy and self._stage.timing.pulls_hang:
-            self.wedged = True
+            self.hangs = True
         self._epoch = epoch
         self._cache.clear()
         self._last_token.clear()
@@ -96,28 +97,28 @@ class SimulatedStageDevice:
         return seconds > 0
 
     def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
-        """StageDevice."""
+        """As in StageDevice."""
         assert epoch == self._epoch
         self._words[iteration] = words
-        self._go_on()
+        self._continue()
 
     def run(self, epoch: int, iteration: int, message: ControlMessage) -> None:
-        """StageDevice."""
+        """As in StageDevice."""
         assert epoch == self._epoch
         self._queue.append((iteration, message))
-        self._go_on()
+        self._continue()
 
     def hidden_arrived(self, epoch: int, iteration: int, hidden: list[int]) -> None:
-        """The stage before has sent an iteration's hidden states."""
+        """Take an iteration's hidden states from the previous stage."""
         if epoch >= self._epoch:
             self._arrived[epoch, iteration] = hidden
-            self._go_on()
+            self._continue()
 
     def _started(self, epoch: int) -> None:
-        if not self.wedged and epoch == self._epoch:
+        if not self.hangs and epoch == self._epoch:
             self._stage.controller.started(epoch)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         if self._busy or not self._queue:
             return
         key = (self._epoch, self._queue[0][0])
@@ -130,10 +131,10 @@ class SimulatedStageDevice:
         self._stage.later(self._stage.timing.iteration, lambda: self._finish(*key))
 
     def _finish(self, epoch: int, iteration: int) -> None:
-        if self.wedged or epoch != self._epoch:
+        if self.hangs or epoch != self._epoch:
             return
-        if self.broken:
-            self.broken = False
+        if self.fails_next:
+            self.fails_next = False
             self._queue.clear()
             self._busy = False
             self._stage.controller.failed(epoch, "the device failed")
@@ -156,10 +157,10 @@ class SimulatedStageDevice:
             self._stage.send_hidden(epoch, iteration, out)
             link_bytes = HIDDEN_BYTES * len(out)
         self._stage.controller.done(epoch, iteration, sampled, link_bytes=link_bytes)
-        self._go_on()
+        self._continue()
 
     def _constrain(self, tokens: list[int], message: ControlMessage, iteration: int) -> None:
-        """Go on from each token that may not come to the next that may."""
+        """Replace each forbidden token by the next allowed one."""
         rows = np.flatnonzero(message.constrained).tolist()
         if not rows:
             return
@@ -173,7 +174,7 @@ class SimulatedStageDevice:
     def _compute(self, message: ControlMessage, hidden: list[int]) -> list[int]:
         size, cache = self._shape.block_size, self._cache
         known = message.token_ids.tolist()
-        if message.token_on_device.any():  # then this stage is the last one as well
+        if message.token_on_device.any():  # only if this stage is also the last
             starts = (np.cumsum(message.input_length) - message.input_length).tolist()
             for start, row, on_device in zip(
                 starts, message.row.tolist(), message.token_on_device.tolist(), strict=True
@@ -198,7 +199,7 @@ class SimulatedStageDevice:
 
 
 class SimulatedStage:
-    """A worker process: a controller and its device, that die, stop, lie and come back when told to."""
+    """A worker process: a controller and its device, which die, stop, lie and restart on request."""
 
     def __init__(
         self,
@@ -211,7 +212,7 @@ class SimulatedStage:
     ) -> None:
         self.index = index
         self.timing = timing
-        self.poisons: dict[int, Poison] = {}  # by the seed of the request
+        self.poisons: dict[int, Poison] = {}  # by the request's seed
         self.rng = random.Random(index)
         self.next: SimulatedStage | None = None
         self.alive = False
@@ -219,15 +220,15 @@ class SimulatedStage:
         self._lines = lines
         self._forward_ahead = forward_ahead
         self.clock = lines.clock
-        self._life = 0  # which process of this stage it is
-        self._n_stops = 0  # of the stops in force, all but the longest are over when this says so
+        self._life = 0  # the number of this stage's processes so far
+        self._n_stops = 0  # a stop ends only if no later stop has begun
         self._stopped = False
         self._backlog: list[Callable[[], object]] = []
         self._check_at = math.inf
         self.begin()
 
     def begin(self) -> None:
-        """A new process, if the one before is dead."""
+        """Start a new process if the previous one is dead."""
         if self.alive:
             return
         self.alive = True
@@ -248,7 +249,7 @@ class SimulatedStage:
         )
 
     def die(self, back_after: float, *, noticed: bool) -> None:
-        """The process ends; the master's line breaks at once, if that is noticed."""
+        """End the process; if `noticed`, the master's line breaks at once."""
         if not self.alive:
             return
         self.alive = False
@@ -258,7 +259,7 @@ class SimulatedStage:
             self.clock.call_at(self.clock.now() + back_after, self.begin)
 
     def is_poisoned(self, message: ControlMessage) -> bool:
-        """Whether the process has died of this iteration."""
+        """Whether this iteration has killed the process."""
         if not self.poisons:
             return False
         token_indices = np.where(message.samples, message.token_index, -1)  # -1: no token is computed
@@ -270,7 +271,7 @@ class SimulatedStage:
         return False
 
     def stop(self, seconds: float) -> None:
-        """As by SIGSTOP; what is for it waits until it goes on."""
+        """Stop the process as by SIGSTOP; its events wait until it continues."""
         self._stopped = True
         self._n_stops += 1
         stop, life = self._n_stops, self._life
@@ -286,25 +287,25 @@ class SimulatedStage:
             self.clock.call_at(self.clock.now() + seconds, go_on)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
-        """Let the process, if it lives then, do something."""
+        """Run `action` after `seconds`, unless the process has died by that time."""
         life = self._life
         self.clock.call_at(self.clock.now() + seconds, lambda: self._do(action, life))
 
     def take(self, data: bytes) -> None:
-        """A frame arrives; a dead process takes none."""
+        """Handle a frame; a dead process ignores it."""
         self._do(lambda: self.controller.take(data))
 
     def send_hidden(self, epoch: int, iteration: int, hidden: list[int]) -> None:
-        """Over the link to the next stage, whichever process that is by then."""
-        behind = self.next
-        assert behind is not None
+        """Send hidden states over the link to the process that the next stage has when they arrive."""
+        following = self.next
+        assert following is not None
         at = self.clock.now() + self.timing.link
         self.clock.call_at(
-            at, lambda: behind._do(lambda: behind.device.hidden_arrived(epoch, iteration, hidden))
+            at, lambda: following._do(lambda: following.device.hidden_arrived(epoch, iteration, hidden))
         )
 
     def lie(self, which: int) -> None:
-        """Say something well-formed that is not so."""
+        """Send a well-formed but false frame."""
         if not self.alive or self._stopped:
             return
         epoch, stage = self.controller.epoch, self.index
@@ -320,16 +321,16 @@ class SimulatedStage:
         self.report(encode_frame(lies[which % len(lies)]))
 
     def connect(self, address: str) -> None:
-        """Lines. An address is the number of a stage."""
+        """As in Lines; an address is a stage's number."""
         self._next_address = address
 
     def forward(self, data: bytes) -> None:
-        """Lines."""
-        assert self._next_address is not None, "it was never told where the next stage is"
+        """As in Lines."""
+        assert self._next_address is not None, "`connect` comes first"
         self._lines.to_stage(int(self._next_address), data)
 
     def report(self, data: bytes) -> None:
-        """Lines."""
+        """As in Lines."""
         self._lines.to_master(self.index, data)
 
     def _do(self, action: Callable[[], object], life: int | None = None) -> None:
@@ -342,7 +343,7 @@ class SimulatedStage:
         self._watch()
 
     def _watch(self) -> None:
-        """Ask for the worker's own deadline when it has come; a process past it exits."""
+        """Schedule a check at the worker's own deadline; a process past it exits."""
         deadline = self.controller.deadline()
         if self.alive and deadline < self._check_at:
             self._check_at = deadline
