@@ -258,6 +258,7 @@ class EngineConfig:
 
     model: str | Path | None = None
     load_format: LoadFormat = "auto"
+    generation_config: str = "auto"
     dtype: Dtype | None = None
     seed: int | None = None
     attention: Attention | None = None
@@ -270,6 +271,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, get_args(LoadFormat))
+        if not isinstance(self.generation_config, str) or not self.generation_config:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
+            )
         if self.dtype is not None:
             _check_choice("dtype", self.dtype, get_args(Dtype))
         if self.attention is not None:

@@ -42,6 +42,11 @@ class LLM:
     no tokenizer: prompts are token ids and texts are empty. `dtype` defaults to float32 on a CPU and to
     bfloat16 elsewhere. `seed` also determines the seeds of requests without their own.
 
+    The attribute `generation_defaults` has the sampling parameters that the model recommends, and the model's
+    end-of-sequence tokens include the recommended ones. `generation_config` says where they come from: "auto"
+    is generation_config.json in the model's directory, "none" nowhere, anything else a directory
+    (docs/generation.md).
+
     For `max_batch_size`, `n_slots`, `max_batch_tokens`, `block_size` and the `max_queue` limits see
     ServingConfig. `n_slots` defaults to the largest number that fits into `memory_fraction` of each device's
     memory next to weights, tables and temporaries, and at most to what all admitted requests can reserve
@@ -86,6 +91,7 @@ class LLM:
         max_batch_tokens: int | None = None,
         dtype: Dtype | None = None,
         load_format: LoadFormat = "auto",
+        generation_config: str | Path = "auto",
         seed: int | None = None,
         tensor_parallel: int = 1,
         pipeline_parallel: int = 1,
@@ -117,6 +123,7 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             dtype=dtype,
             load_format=load_format,
+            generation_config=str(generation_config),
             seed=seed,
             tensor_parallel=tensor_parallel,
             pipeline_parallel=pipeline_parallel,
@@ -161,10 +168,11 @@ class LLM:
         on_program: Callable[[int, int, str], object] | None,
         on_event: Callable[[str], None] | None,
     ) -> None:
-        found = find_model(config.model, config.load_format)
+        found = find_model(config.model, config.load_format, config.generation_config)
         self.name = found.name
         self.directory = found.directory
         self.tokenizer = found.tokenizer
+        self.generation_defaults = found.generation
         self._compiles = CompileCounter()
         built = start_engine(
             found, config, on_load=on_load, on_program=on_program, on_event=on_event or _ignore
@@ -213,6 +221,7 @@ class LLM:
         """Continue one prompt (a text or token ids) or a list of them. Results are in the prompts' order.
 
         Give one SamplingParams for all prompts or one for each; the `n` outputs of a prompt are adjacent.
+        Without any, prompts run with the model's `generation_defaults`.
         `on_result(index, result)` receives the results in order, each as soon as it and all before it exist.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
@@ -221,6 +230,8 @@ class LLM:
         """
         service = self.service
         listed = listed_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.generation_defaults.sampling_params()
         sampling = one_for_each(sampling_params, len(listed))
         prepared: list[tuple[CheckedPrompt, OutputRules]] = []
         for i, (prompt, params) in enumerate(zip(listed, sampling, strict=True)):
@@ -254,6 +265,8 @@ class LLM:
         The request starts now and runs concurrently with all others. Closing or dropping the iterator cancels
         it. `sampling_params.n` must be 1. Raises as `generate` does.
         """
+        if sampling_params is None:
+            sampling_params = self.generation_defaults.sampling_params()
         (params,) = one_for_each(sampling_params, 1)
         return self.service.submit(
             prompt_token_ids(self.name, self.tokenizer, prompt), params, request_id=request_id

@@ -1,19 +1,22 @@
 """A model by its name: the demo model, a directory, a name on the hub, or a preset with random weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from orca_jax.checkpoint.directory import Placement, load_directory, model_config
+from orca_jax.checkpoint.generation_config import read_generation_defaults
 from orca_jax.checkpoint.locate import find_directory
 from orca_jax.config import LoadFormat
-from orca_jax.errors import ConfigError, NotACheckpoint
+from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.model.gpt import Parameters
+from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.request.tokenizer_config import read_tokenizer_config
 from orca_jax.sharding.random_parameters import random_parameters
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -22,23 +25,32 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 @dataclass(frozen=True, slots=True)
 class FoundModel:
     """A model before its weights are read, and what came with it; a preset has neither tokenizer nor
-    directory.
+    directory. `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the
+    tokenizer's.
     """
 
     name: str
     config: ModelConfig
     tokenizer: Tokenizer | None
     directory: Path | None
+    generation: GenerationDefaults = NO_DEFAULTS
 
 
-def find_model(model: str | Path | None, load_format: LoadFormat) -> FoundModel:
-    """What `model` names: None is the demo model. Raises ConfigError or a CheckpointError."""
+def find_model(
+    model: str | Path | None, load_format: LoadFormat, generation_config: str = "none"
+) -> FoundModel:
+    """What `model` names: None is the demo model.
+
+    `generation_config` is "auto" for the generation_config.json of the model's directory, "none", or another
+    directory that has one. Raises ConfigError or a CheckpointError.
+    """
     place = DEMO_MODEL if model is None else model
     name = "the demo model" if model is None else str(model)
     if not isinstance(place, str | Path):
         raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
     if load_format == "dummy" and str(place) in PRESETS:
-        return FoundModel(name, PRESETS[str(place)], None, None)
+        generation = read_generation_defaults(None, generation_config)
+        return FoundModel(name, _ended(PRESETS[str(place)], generation, None), None, None, generation)
     try:
         directory = find_directory(place)
     except NotACheckpoint as error:
@@ -46,7 +58,14 @@ def find_model(model: str | Path | None, load_format: LoadFormat) -> FoundModel:
             raise
         hint = f'{place} is also a preset: load_format="dummy" runs it with random weights'
         raise NotACheckpoint(f"{error}; {hint}") from error
-    return FoundModel(name, model_config(directory), _tokenizer(directory), directory)
+    tokenizer = _tokenizer(directory)
+    generation = read_generation_defaults(directory, generation_config)
+    end = None
+    if tokenizer is not None:
+        end_name = read_tokenizer_config(directory).special_tokens.get("eos_token")
+        end = None if end_name is None else tokenizer.token_id(end_name)
+    config = _ended(model_config(directory), generation, end)
+    return FoundModel(name, config, tokenizer, directory, generation)
 
 
 def find_config(model: str | Path | None) -> ModelConfig:
@@ -91,3 +110,15 @@ def load_parameters(
 def _tokenizer(directory: Path) -> Tokenizer | None:
     path = directory / "tokenizer.json"
     return Tokenizer.from_file(path) if path.exists() else None
+
+
+def _ended(config: ModelConfig, generation: GenerationDefaults, end: int | None) -> ModelConfig:
+    """With the end-of-sequence tokens of the generation defaults, and the tokenizer's `end`."""
+    more = (*generation.eos_token_ids, *([] if end is None else [end]))
+    try:
+        return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
+    except ConfigError as error:
+        raise BadModelConfig(
+            f"{generation.source or 'the tokenizer'} does not fit the model (vocab_size "
+            f"{config.vocab_size}): {error}"
+        ) from error

@@ -137,9 +137,13 @@ def _is_ipv6(host: str) -> bool:
 
 
 def model_digest(config: ModelConfig) -> str:
-    """A digest of a ModelConfig, leaving out what depends on the devices that share a stage."""
+    """A digest of what a worker needs to know of a ModelConfig.
+
+    Leaves out special tokens and what depends on the devices that share a stage.
+    """
     shape = asdict(config.with_kv_heads(1))
-    del shape["vocab_multiple"]
+    for name in ("vocab_multiple", "bos_token_id", "eos_token_ids"):
+        del shape[name]
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -8,7 +8,7 @@ as we always do). A missing size is an error, not the architecture's default.
 
 import os.path
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 
 def read_hf_config(directory: Path) -> HFConfig:
-    """Read config.json, and generation_config.json and tokenizer.json where they stand beside it.
+    """Read config.json, and check it against the tokenizer.json next to it, if there is one.
 
     Raises NotACheckpoint (no config.json), CorruptFile (not JSON), BadModelConfig (a value that is missing,
     of the wrong type or absurd, or two files that disagree) and UnsupportedModel; each names the file.
@@ -62,7 +62,6 @@ def read_hf_config(directory: Path) -> HFConfig:
         # The message speaks of our names; a reader of config.json looks for its own.
         message = re.sub(r"\w+", lambda word: family.config_names.get(word[0], word[0]), str(error))
         raise BadModelConfig(f"{shown(path)}: {shown(message)}") from error
-    model = _with_generation_config(model, path, directory / "generation_config.json")
     check_tokenizer(model, path, directory / "tokenizer.json")
     return HFConfig(path, family, model)
 
@@ -88,35 +87,6 @@ def _refuse_other_models(fields: ConfigFields, architectures: tuple[str, ...]) -
         if fields.raw(name):
             raise UnsupportedModel(f"{shown(fields.path)}: {name} is set: {meaning} is not supported")
     fields.must_be("is_encoder_decoder", False, "an encoder")
-
-
-def _with_generation_config(model: ModelConfig, path: Path, other: Path) -> ModelConfig:
-    """With generation_config.json's special tokens: it may add end tokens, not take any away."""
-    if not os.path.exists(other):
-        return model
-    fields = ConfigFields(other, read_object(other, _MAX_CONFIG_BYTES))
-    special = fields.special_ids()
-    eos, bos = special["eos_token_ids"], special["bos_token_id"]
-    if eos and not set(model.eos_token_ids) <= set(eos):
-        raise _disagree("eos_token_id", path, list(model.eos_token_ids), other, list(eos))
-    if bos is not None and model.bos_token_id not in (None, bos):
-        raise _disagree("bos_token_id", path, model.bos_token_id, other, bos)
-    try:
-        return replace(
-            model,
-            eos_token_ids=eos or model.eos_token_ids,
-            bos_token_id=model.bos_token_id if bos is None else bos,
-        )
-    except ConfigError as error:
-        raise BadModelConfig(
-            f"{shown(other)} does not fit {shown(path)} (vocab_size {model.vocab_size}): {error}"
-        ) from error
-
-
-def _disagree(name: str, one: Path, first: object, other: Path, second: object) -> BadModelConfig:
-    return BadModelConfig(
-        f"two files disagree on {name}: {shown(one)} says {shown(first)}, {shown(other)} says {shown(second)}"
-    )
 
 
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:

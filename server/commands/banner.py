@@ -28,6 +28,8 @@ def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, 
         ("attention", llm.attention),
         ("max_bs", f"{serving.max_batch_size} requests in one iteration"),
         ("buckets", f"{len(sizes)}, from {sizes[0]} to {sizes[-1]} tokens"),
+        ("end", _end_tokens(model)),
+        ("defaults", str(llm.generation_defaults) or "the API's (no generation_config.json)"),
         ("HTTP", f"{endpoints.http_url}  (its pages: {endpoints.http_url}/docs)"),
         ("gRPC", endpoints.grpc_address or "off"),
         ("API key", "required" if keyed else "not required: anyone who reaches the port can use it"),
@@ -35,6 +37,15 @@ def show(notes: Notes, llm: "LLM", model: ServedModel, endpoints: Endpoints, *, 
         notes(f"{name:<11}{value}", style="")
     notes("ready; a first request:", style="bold")
     notes(_first_request(model, endpoints.http_url, keyed=keyed), style="")
+
+
+def _end_tokens(model: ServedModel) -> str:
+    """The end-of-sequence tokens, by id and name."""
+    names = list[str]()
+    for token_id in model.config.eos_token_ids:
+        name = None if model.tokenizer is None else model.tokenizer.token_name(token_id)
+        names.append(str(token_id) if name is None else f"{token_id} {name}")
+    return f"at {', '.join(names)}" if names else "at no token"
 
 
 def _first_request(model: ServedModel, url: str, *, keyed: bool) -> str:

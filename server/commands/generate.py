@@ -33,24 +33,28 @@ _NO_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
-    sampling = sampling_params(args)
+    sampling_params(args)  # report a mistake in the flags before the model is loaded
     notes = Notes()
     if args.input is None:
         if args.output is not None:
             raise UsageError("--output needs --input; the text of a PROMPT goes to stdout")
         prompts = _prompts(args.prompt)
         with _load(args, notes) as llm:
+            sampling = sampling_params(args, llm.generation_defaults.sampling)
             _stream_all(llm, prompts, sampling, notes)
         return 0
     if args.prompt:
         raise UsageError("give either PROMPTs or --input, not both")
     with jsonl.open_files(args.input, args.output) as (source, sink), _load(args, notes) as llm:
+        sampling = sampling_params(args, llm.generation_defaults.sampling)
         return jsonl.run(llm, source, sink, sampling, notes.console)
 
 
 def _load(args: argparse.Namespace, notes: Notes) -> "LLM":
     llm = load(notes, EngineConfig.of(**engine_options(args)))
     notes(summary(llm))
+    if llm.generation_defaults.source:
+        notes(f"sampling defaults: {llm.generation_defaults}")
     return llm
 
 

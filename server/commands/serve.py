@@ -61,6 +61,7 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
             serving=llm.serving,
             tokenizer=llm.tokenizer,
             chat_template=template,
+            defaults=llm.generation_defaults,
             compiles=lambda: llm.compiles,
         )
         metrics.attach(model)

@@ -8,6 +8,7 @@ from typing import Protocol
 from orca_jax.config import ServingConfig
 from orca_jax.errors import InvalidPrompt, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.orca import Orca
 from server.gateway.chat_template import Templates
@@ -36,8 +37,8 @@ class CompileCounts(Protocol):
 class ServedModel:
     """A running service, its tokenizer, and the name that clients use for the model.
 
-    Without a tokenizer prompts must be token ids, and output text is empty. `created` is in seconds since
-    1970.
+    `defaults` apply to requests that leave a parameter out. Without a tokenizer prompts must be token ids,
+    and output text is empty. `created` is in seconds since 1970.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ServedModel:
     serving: ServingConfig
     tokenizer: Tokenizer | None = None
     chat_template: Templates | None = None
+    defaults: GenerationDefaults = NO_DEFAULTS
     compiles: Callable[[], CompileCounts] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -103,7 +103,7 @@ class Generation:
 
     def _read(self, request: pb.GenerateRequest, model: ServedModel) -> tuple[SamplingParams, list[int]]:
         """The sampling parameters and the prompt. The cost grows with the message."""
-        sampling = messages.sampling_params(request.sampling)
+        sampling = messages.sampling_params(request.sampling, model.defaults.sampling)
         self._check_number(sampling.n, model)
         if messages.prompt_kind(request) == "token_ids":
             return sampling, messages.numbers("prompt", request.token_ids.ids)

@@ -64,12 +64,13 @@ def request_id(request: pb.GenerateRequest) -> str:
     return request.request_id
 
 
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """The engine's sampling parameters; unset fields get the engine's defaults.
+def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The engine's sampling parameters; unset fields get the model's `defaults`, or else the engine's.
 
     Raises InvalidSamplingParameter.
     """
-    return SamplingParams(**{field.name: _plain(value) for field, value in message.ListFields()})
+    given = {field.name: _plain(value) for field, value in message.ListFields()}
+    return SamplingParams(**{**defaults, **given})
 
 
 def _plain(value: Any) -> Any:

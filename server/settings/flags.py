@@ -25,7 +25,10 @@ _PIPELINE = options_of(PipelineOptions, "workers")
 # `orca generate` has a `--seed` for sampling, and waits for room in the queue itself.
 GENERATE_OPTIONS = (MODEL, *(o for o in _ENGINE if o.group == _ENGINE_GROUP and o.name != "seed"))
 # The options that determine which programs a server needs.
-COMPILE_OPTIONS = (*GENERATE_OPTIONS, *(o for o in _PIPELINE if o.name == "worker_processes"))
+COMPILE_OPTIONS = (
+    *(o for o in GENERATE_OPTIONS if o.name != "generation_config"),
+    *(o for o in _PIPELINE if o.name == "worker_processes"),
+)
 SERVE_OPTIONS = (
     MODEL,
     *options_of(EndpointOptions, "limits"),

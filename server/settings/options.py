@@ -81,6 +81,11 @@ class EngineOptions:
     memory_fraction: MemoryFractionFlag = None
     dtype: DtypeFlag = None
     load_format: LoadFormatFlag = "auto"
+    generation_config: Annotated[
+        str,
+        "where generation_config.json is read for defaults of requests; auto: the model's directory, none: "
+        "nowhere, else a directory",
+    ] = "auto"
     attention: AttentionFlag = None
     command_buffer_collectives: CommandBufferCollectivesFlag = False
     seed: Annotated[int | None, "seed for requests without their own (default: random)"] = None

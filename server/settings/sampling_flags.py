@@ -1,7 +1,8 @@
 """The flags of `orca generate` for SamplingParams."""
 
 import argparse
-from collections.abc import Callable, Iterable
+from argparse import SUPPRESS
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -14,6 +15,8 @@ from server.settings.small_files import read_text
 
 # Where the command line's defaults differ from SamplingParams', to suit a person who reads the output.
 GENERATE_DEFAULTS = {"max_tokens": 128, "temperature": 0.8}
+# A model may recommend other defaults for these.
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 _HELP = {
     "n": "number of outputs per prompt, with the seeds SEED, SEED + 1, ...",
@@ -94,7 +97,8 @@ def add_sampling_flags(parser: argparse._ArgumentGroup) -> None:
         form = _FORMS.get(name)
         if form is None:
             default = GENERATE_DEFAULTS.get(name, field.default)
-            add_flag(parser, option(name, hints[name], default, text), default)
+            absent = SUPPRESS if name in _RECOMMENDED else default
+            add_flag(parser, option(name, hints[name], default, text), absent)
         else:
             parser.add_argument(
                 "--" + name.replace("_", "-"),
@@ -105,9 +109,16 @@ def add_sampling_flags(parser: argparse._ArgumentGroup) -> None:
             )
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The parameters from the flags. Raises InvalidSamplingParameter, or UsageError for a duplicate bias."""
-    values = {field.name: getattr(args, field.name) for field in fields(SamplingParams)}
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """The parameters from the flags, with the model's `defaults` for absent ones.
+
+    Raises InvalidSamplingParameter, or UsageError for a duplicate bias.
+    """
+    defaults = {**GENERATE_DEFAULTS, **(defaults or {})}
+    values = {
+        field.name: getattr(args, field.name, defaults.get(field.name, field.default))
+        for field in fields(SamplingParams)
+    }
     for name in ("stop_token_ids", "allowed_token_ids"):
         if values[name] is not None:
             values[name] = [token_id for token_ids in values[name] for token_id in token_ids]

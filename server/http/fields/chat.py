@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
+from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.http.fields.both import FinishReason, GenerationRequest, Usage
 from server.http.fields.conversation import ConversationFields
@@ -46,8 +47,8 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         """The client's names for fields of `SamplingParams` and for the prompt; see `renamed_fields`."""
         return {**super().client_names, "logprobs": "top_logprobs", "prompt": "messages"}
 
-    def sampling(self, *, longest: int) -> SamplingParams:
-        """The sampling parameters. `longest` is the default for `max_tokens`.
+    def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
+        """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
 
         Raises a subclass of InvalidRequest.
         """
@@ -55,8 +56,11 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         if n_top and not self.logprobs:
             message = f"top_logprobs is {n_top} without logprobs; set logprobs to true, or leave it out"
             raise InvalidRequest(message, param="top_logprobs")
+        if wanted is None:
+            wanted = min(max(defaults.max_tokens or longest, self.min_tokens or 0), longest)
         return self.sampling_params(
-            max_tokens=longest if wanted is None else wanted,
+            defaults.sampling,
+            max_tokens=wanted,
             logprobs=(n_top or 0) if self.logprobs else None,
         )
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.http.fields.both import FinishReason, GenerationRequest, Usage
 from server.http.fields.logprobs import CompletionLogprobs
@@ -61,8 +62,8 @@ class CompletionRequest(GenerationRequest):
         """Whether to generate nothing and only return, and perhaps score, the prompt."""
         return bool(self.echo) and self.wanted_tokens == 0
 
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters. Raises a subclass of InvalidRequest.
+    def sampling(self, defaults: GenerationDefaults) -> SamplingParams:
+        """The sampling parameters, with the model's `defaults`. Raises a subclass of InvalidRequest.
 
         If nothing is to be generated they still ask for one token, because scoring a prompt takes an
         iteration.
@@ -74,6 +75,7 @@ class CompletionRequest(GenerationRequest):
                 raise InvalidSamplingParameter(message, param="min_tokens")
             wanted = 1
         return self.sampling_params(
+            defaults.sampling,
             max_tokens=_DEFAULT_MAX_TOKENS if wanted is None else wanted,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,

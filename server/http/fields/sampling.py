@@ -4,6 +4,7 @@ The schema states ranges as documentation; only `SamplingParams` enforces them.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -54,13 +55,17 @@ class SamplingFields(Strict):
     ] = None
     temperature: Annotated[
         float | None,
-        ranged(f"default 1; 0 is greedy; other values are at least {_LEAST:g}", 0, _MOST),
+        ranged(f"default: the model's, or 1; 0 is greedy; other values are at least {_LEAST:g}", 0, _MOST),
     ] = None
-    top_p: Annotated[float | None, ranged("default 1: all tokens", *TOP_P_RANGE)] = None
-    top_k: Annotated[int | None, ranged("an extension; default 0, or -1: all tokens", -1, 1 << 30)] = None
-    min_p: Annotated[float | None, ranged("an extension; default 0: all tokens", 0, 1)] = None
+    top_p: Annotated[float | None, ranged("default: the model's, or 1: all tokens", *TOP_P_RANGE)] = None
+    top_k: Annotated[
+        int | None, ranged("an extension; default: the model's, or 0 (or -1): all tokens", -1, 1 << 30)
+    ] = None
+    min_p: Annotated[float | None, ranged("an extension; default: the model's, or 0: all tokens", 0, 1)] = (
+        None
+    )
     repetition_penalty: Annotated[
-        float | None, ranged("an extension; default 1: no penalty", *REPETITION_RANGE)
+        float | None, ranged("an extension; default: the model's, or 1: no penalty", *REPETITION_RANGE)
     ] = None
     frequency_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
     presence_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
@@ -132,8 +137,9 @@ class SamplingFields(Strict):
         structured = {} if self.response_format is None else self.response_format.client_names
         return {"max_tokens": name, **structured}
 
-    def sampling_params(self, **more: Any) -> SamplingParams:
-        """The request's sampling parameters. `more` are those that each route names differently.
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The request's sampling parameters. `more` are those that each route names differently; `defaults`
+        are the model's.
 
         Raises a subclass of InvalidRequest, which names the field as `SamplingParams` does.
         """
@@ -145,7 +151,7 @@ class SamplingFields(Strict):
                     message = f"response_format and {name} are both given; an output follows one grammar"
                     raise InvalidRequest(message, param="response_format")
             given |= guided
-        return SamplingParams(**given, **more)
+        return SamplingParams(**{**defaults, **given, **more})
 
 
 # The fields that `SamplingParams` has under the same name. The default of `max_tokens` depends on the route.

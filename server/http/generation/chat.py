@@ -42,7 +42,9 @@ async def create_chat_completion(
     n_bytes = len(await request.body())
 
     def read() -> tuple[SamplingParams, list[int]]:
-        body.sampling(longest=service.most_output(1))  # reject invalid parameters before the expensive work
+        body.sampling(
+            model.defaults, longest=service.most_output(1)
+        )  # reject invalid parameters before the expensive work
         check_number(1, body.n_choices, options, model)
         text = text_of(model, body, use_tools=body.tool_choice != "none")
         # The chat template writes the special tokens, so by default the tokenizer does not add any.
@@ -50,7 +52,7 @@ async def create_chat_completion(
         longest = service.most_output(len(prompt))
         if longest < 1:  # `check` below rejects the prompt
             longest = max(body.min_tokens or 0, 1)
-        return body.sampling(longest=longest), prompt
+        return body.sampling(model.defaults, longest=longest), prompt
 
     with renamed_fields(**body.client_names):
         sampling, prompt = await run_for_request(n_bytes, read)

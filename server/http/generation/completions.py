@@ -40,7 +40,7 @@ async def create_completion(
     n_bytes = len(await request.body())
 
     def read() -> tuple[SamplingParams, list[list[int]]]:
-        sampling = body.sampling()
+        sampling = body.sampling(model.defaults)
         check_number(len(body.prompts), body.n_choices, options, model)
         return sampling, encode(model, body.prompts)
 

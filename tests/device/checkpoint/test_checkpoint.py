@@ -233,14 +233,6 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert load_checkpoint(str(snapshot), dtype=np.float32).parameters
 
 
-def test_special_tokens_of_generation_config(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {**GPT2, "bos_token_id": None}, gpt2_tensors())
-    write_json(tmp_path / "generation_config.json", {"eos_token_id": [3, 10], "bos_token_id": 1})
-    config = read_config(tmp_path)
-    assert config.eos_token_ids == (3, 10)
-    assert config.bos_token_id == 1
-
-
 @pytest.mark.parametrize(
     "tokenizer",
     [

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from orca_jax.checkpoint.generation_config import read_generation_defaults
 from orca_jax.checkpoint.huggingface import find_tensors
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.checkpoint.safetensors_reader import read_header
@@ -127,13 +128,27 @@ def test_a_mutated_checkpoint(tmp_path: Path, data: st.DataObject) -> None:
 @given(data=st.data(), base=st.sampled_from([GPT2, OPT]))
 def test_mutated_configs(tmp_path: Path, data: st.DataObject, base: dict[str, Any]) -> None:
     write_json(tmp_path / "config.json", mutate(data, base))
-    for name, values in (
-        ("generation_config.json", {"eos_token_id": [10, 2], "bos_token_id": 0}),
-        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}),
-    ):
-        write_json(tmp_path / name, mutate(data, values))
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}
+    write_json(tmp_path / "tokenizer.json", mutate(data, tokenizer))
     try:
         read_config(tmp_path)
+    except CheckpointError:
+        pass
+
+
+@fuzz
+@given(data=st.data())
+def test_mutated_generation_configs(tmp_path: Path, data: st.DataObject) -> None:
+    values = {
+        "eos_token_id": [10, 2],
+        "temperature": 0.6,
+        "top_k": 50,
+        "max_new_tokens": 9,
+        "do_sample": True,
+    }
+    write_json(tmp_path / "generation_config.json", mutate(data, values))
+    try:
+        assert str(read_generation_defaults(tmp_path, "auto"))
     except CheckpointError:
         pass
 

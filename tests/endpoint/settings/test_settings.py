@@ -35,6 +35,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "memory_fraction": (0.5, 1.0, 0.25, None),
     "dtype": ("float32", "bfloat16", "float16", "float32"),
     "load_format": ("dummy", "auto", "dummy", "auto"),
+    "generation_config": ("none", "auto", "some/directory", "auto"),
     "attention": ("kernel", "static", "follow_lengths", "native"),
     "command_buffer_collectives": (True, False, True, False),
     "seed": (0, -1, 2**63, 7),

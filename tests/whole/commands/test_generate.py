@@ -123,6 +123,17 @@ def test_defaults_equal_the_api_s_except_for_two() -> None:
     assert params() == SamplingParams(max_tokens=128, temperature=0.8)
 
 
+def test_a_models_defaults_apply_to_absent_flags() -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    for flags, expected in (
+        ([], SamplingParams(max_tokens=128, **recommended)),
+        (["--top-k", "0"], SamplingParams(max_tokens=128, temperature=0.6, top_p=0.9)),
+        (["--temperature", "0.8"], SamplingParams(max_tokens=128, temperature=0.8, top_p=0.9, top_k=20)),
+    ):
+        args = cli.parser().parse_args(["generate", "x", *flags])
+        assert sampling_params(args, recommended) == expected
+
+
 @pytest.mark.parametrize("name", ["guided_json", "guided_grammar"])
 def test_a_schema_and_a_grammar_can_come_from_a_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -76,6 +76,8 @@ def test_it_serves_both_endpoints_and_ends_in_order(options: tuple[str, ...]) ->
             and "buckets" in stderr
             and "n_slots" in stderr
         )
+        assert re.search(r"^end        at \d+", stderr, re.MULTILINE)
+        assert "defaults   the API's (no generation_config.json)" in stderr
         # The first request that the banner prints works as it is printed.
         (command,) = [line for line in server.stderr().splitlines() if line.startswith("curl")]
         done = (
