@@ -8,7 +8,7 @@ as we always do). A missing size is an error, not the architecture's default.
 
 import os.path
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
