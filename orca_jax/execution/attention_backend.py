@@ -1,8 +1,8 @@
 """Chooses the split attention of a stage's forward program; nothing else does.
 
-A CPU with AVX-512 and a C compiler runs it in C (native/), other CPUs in pure JAX with loops that follow the
-real lengths. GPUs use GPU_PATHS. A path has two halves: what the host prepares once per iteration, as words
-after the flat batch's buffer, and what is traced into the forward program.
+A CPU with AVX-512 or AVX2 and a C compiler runs it in C (native/), other CPUs in pure JAX with loops that
+follow the real lengths. GPUs use GPU_PATHS. A path has two halves: what the host prepares once per iteration,
+as words after the flat batch's buffer, and what is traced into the forward program.
 """
 
 import math
@@ -109,8 +109,18 @@ class Native:
             q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
         ) -> jax.Array:
             return native.native_split_attention(
-                q[:, 0], cache.keys, cache.values, batch.block_table, batch.row_start, batch.kv_length
-            )[:, None]
+                q,
+                cache.keys,
+                cache.values,
+                batch.block_table,
+                batch.row_start,
+                batch.kv_length,
+                group=own.group,
+                scale=own.scale,
+                window=own.scores.window,
+                soft_cap=own.scores.soft_cap,
+                slopes=slopes,
+            )
 
         return attend
 
@@ -238,7 +248,7 @@ Feature = Literal["grouped heads", "another scale", "a sliding window", "a soft 
 _EVERY_FEATURE = frozenset(get_args(Feature))
 # What each path computes beyond causal attention with as many K/V heads as query heads.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
-    "native": frozenset(),
+    "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
     "kernel": frozenset({"another scale"}),
@@ -366,7 +376,7 @@ class _OnDevice(NamedTuple):
         reason = native.unsupported(*sizes)
         if reason is None:
             try:
-                native.attention_target(self.head_size, self.block_size)
+                native.attention_target(self.head_size, self.block_size, self.dtype, self.dtype)
             except NotBuilt as error:
                 return str(error)
         return reason

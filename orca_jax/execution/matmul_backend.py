@@ -1,6 +1,7 @@
 """Chooses the matrix product for a stage's linear layers and head; nothing else does.
 
-The product in C (native/) for float32 on a CPU with AVX-512 and a compiler; otherwise XLA's.
+On a CPU with AVX-512 or AVX2 and a C compiler, float32 and bfloat16 weights use the product in C (native/).
+Everything else uses XLA's.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.native.compiler import NotBuilt
-from orca_jax.native.linear import has_form, linear_target, native_linear
+from orca_jax.native.linear import DTYPES, has_form, linear_target, native_linear
 
 Device = Any  # a jax.Device
 
@@ -48,10 +49,11 @@ def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) 
     if device.platform != "cpu":
         return Products(native=False)
     name = np.dtype(dtype).name
-    if name != "float32":
-        return Products(False, f"XLA's products: the native ones are for float32, and weights are {name}")
+    if name not in DTYPES:
+        allowed = " and ".join(DTYPES)
+        return Products(False, f"XLA's products: the native ones are for {allowed}, and weights are {name}")
     try:
-        linear_target()
+        linear_target(name, name)
     except NotBuilt as error:
         return Products(False, f"XLA's products: {error}")
     return Products(True, "native products", whole=deterministic)

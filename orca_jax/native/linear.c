@@ -1,47 +1,74 @@
-/* The product of a linear layer on a CPU, in float32: an XLA custom call (ORCA 3.2: all tokens at once).
+/* The matrix product of a linear layer on a CPU, as an XLA custom call (ORCA 3.2: all tokens at once).
  *
- * x [T, I] times weight [O, I] gives y [T, O] of the first n_tokens [1] int32, and zeros behind them. Both are
- * read where they lie; XLA's own library packs the weight before each product, which counts where tokens are few.
+ * y [T, O] = x [T, I] times weight [O, I] for the first n_tokens [1] int32; the rest of y is zero. The call reads
+ * both arrays in place, while XLA's library first packs the weight, which costs most when tokens are few.
  *
- * FEW tokens or less: vectors go along the sum, and a strip of outputs passes over all tokens while its
- * weights are in the first cache. More: vectors go across the tokens of a panel, whose x each thread transposes
- * for itself, and each weight meets all tokens of the panel at once. What a token gets depends on whether there
- * are FEW or more, and on nothing else of its batch.
+ * X_BITS and WEIGHT_BITS are 32 for float32 and 16 for bfloat16; y has the dtype of x. Products and sums are
+ * float32: bfloat16 is widened as it is read. AVX512-BF16 is not used. It rounds and flushes differently, and the
+ * decode phase, which waits for memory, gains nothing from it.
  *
- * I is a multiple of LANES, O at least LANES.
+ * FEW tokens or less: vectors run along the sum, and a strip of outputs passes over all tokens while its weights
+ * are in the first cache. More: vectors run across the tokens of a panel, whose x each thread transposes for
+ * itself, and each weight meets all tokens of the panel at once. A token's result depends on whether there are
+ * more than FEW tokens, and on nothing else of its batch.
+ *
+ * I is a multiple of 16, and O is at least 16.
  */
 
 #include "vectors.h"
 #include "xla_call.h"
 
-/* Sums that fill the 32 registers beside what they are made of. */
-#define AT_ONCE 4      /* tokens that a few are cut into, for FEW_OUTPUTS */
-#define MOST_VECTORS 3 /* of tokens, in a panel, for ROWS outputs */
-#define ROWS 8
+#ifndef X_BITS
+#define X_BITS 32
+#endif
+#ifndef WEIGHT_BITS
+#define WEIGHT_BITS 32
+#endif
 
-#define FEW (2 * AT_ONCE)
-#define FEW_OUTPUTS 4 /* that leave together */
-#define STRIP LANES   /* likewise, of more tokens */
-#define DEPTH 256     /* terms that are summed before the sum joins the others: shorter sums err less */
-#define CHUNK 96      /* outputs of an item, at least: whole strips */
+typedef ELEMENT(X_BITS) x_type;
+typedef ELEMENT(WEIGHT_BITS) weight_type;
+
+#define FEW 8
+#define FEW_OUTPUTS 4  /* outputs that are stored together */
+#define FEW_DEPTH 1024 /* terms whose weights all tokens meet before the next ones */
+#define MOST_VECTORS 3 /* of tokens, in a panel */
+
+/* Sums that fill the registers, 32 or 16, together with their factors. */
+#if LANES == 16
+#define AT_ONCE 4 /* tokens of a few, for FEW_OUTPUTS */
+#define ROWS 8    /* outputs, for MOST_VECTORS */
+#define PANELS 1  /* that an item works on, each strip of weights in turn */
+#else
+#define AT_ONCE 3
+#define ROWS 4
+#define PANELS 2
+#endif
+
+#define STRIP LANES                       /* outputs that are stored together, of more tokens */
+#define DEPTH 256                         /* terms summed before the sum joins the others: shorter sums err less */
+#define CHUNK 96                          /* outputs of an item, at least: whole strips */
+#define LINE (64 / sizeof(weight_type))   /* weights of a cache line */
 
 /* Items for each thread, so that none waits long for another. */
 #define ITEMS 8
 
-/* A thread's start against what a core does meanwhile: bytes of weights that it reads, products. */
+/* What a core does in the time that starting a thread takes: bytes of weights read, multiplications. */
 #define BYTES_WORTH_A_THREAD (1 << 18)
 #define PRODUCTS_WORTH_A_THREAD (1 << 20)
 
 typedef struct {
   Work work;
-  const float *x, *weight;
-  float *y;
+  const x_type *x;
+  const float *few_x; /* x as float32, of a few tokens */
+  const weight_type *weight;
+  x_type *y;
   size_t n_tokens, n_in, n_out;
   size_t n_panels, n_chunks; /* of tokens, of outputs */
   unsigned long number;      /* of this product */
+  float widened[];           /* few_x, where x is bfloat16 */
 } Linear;
 
-/* The panel's x that a thread has transposed. It keeps the room for the next. */
+/* The x of panels that a thread has transposed. It keeps the memory for its next products. */
 typedef struct {
   float *columns;
   size_t size;
@@ -49,63 +76,77 @@ typedef struct {
   size_t panel;
 } Packed;
 
-static _Thread_local Packed packed;
+static _Thread_local Packed packed[PANELS];
 static atomic_ulong n_products;
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 /* ---- a few tokens ---- */
 
-/* FEW_OUTPUTS of `n` tokens from `token` on; `ahead`: the next strip's weights, or NULL. The compiler knows n. */
-INLINE void few_at_once(const Linear *l, size_t token, size_t out, const float *ahead, const int n) {
+/* Adds `n_terms` terms from `k` on to the sums of FEW_OUTPUTS, for `n` tokens from `token` on; the compiler knows n.
+ * `ahead`: the next strip's weights, or NULL. */
+INLINE void few_at_once(const Linear *l, size_t token, size_t out, size_t k, size_t n_terms, const weight_type *ahead,
+                        vec4 *totals, const int n) {
   const size_t n_in = l->n_in;
-  const float *x = l->x + token * n_in, *w = l->weight + out * n_in;
+  const float *x = l->few_x + token * n_in;
+  const weight_type *w = l->weight + out * n_in;
   vec sums[AT_ONCE][FEW_OUTPUTS];
   UNROLL for (int t = 0; t < n; t++)
     UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) sums[t][i] = all(0);
-  for (size_t k = 0; k < n_in; k += LANES) {
+  for (const size_t end = k + n_terms; k < end; k += LANES) {
+    if (ahead && (LINE <= LANES || k % LINE == 0))
+      UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
     vec xs[AT_ONCE];
-    UNROLL for (int t = 0; t < n; t++) xs[t] = load(x + t * n_in + k);
+    UNROLL for (int t = 0; t < n; t++) xs[t] = kept(load(x + t * n_in + k));
     UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) {
-      if (ahead) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
-      const vec weights = load(w + i * n_in + k);
+      const vec weights = kept(load(w + i * n_in + k));
       UNROLL for (int t = 0; t < n; t++) sums[t][i] += weights * xs[t];
     }
   }
-  UNROLL for (int t = 0; t < n; t++)
-    store4(l->y + (token + t) * l->n_out + out, sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]));
+  UNROLL for (int t = 0; t < n; t++) totals[token + t] += sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
 }
 
-static void few(const Linear *l, size_t out, const float *ahead) {
-  size_t token = 0;
-  for (; token + AT_ONCE <= l->n_tokens; token += AT_ONCE, ahead = NULL) few_at_once(l, token, out, ahead, AT_ONCE);
-  switch (l->n_tokens - token) {
-    case 1: few_at_once(l, token, out, ahead, 1); break;
-    case 2: few_at_once(l, token, out, ahead, 2); break;
-    case 3: few_at_once(l, token, out, ahead, 3); break;
+/* FEW_OUTPUTS of all tokens. The terms are cut so that their weights stay in the first cache. */
+static void few(const Linear *l, size_t out, const weight_type *ahead) {
+  vec4 totals[FEW] = {{0}};
+  for (size_t k = 0; k < l->n_in; k += FEW_DEPTH) {
+    const size_t n_terms = least(FEW_DEPTH, l->n_in - k);
+    const weight_type *next = ahead;
+    size_t token = 0;
+    for (; token + AT_ONCE <= l->n_tokens; token += AT_ONCE, next = NULL)
+      few_at_once(l, token, out, k, n_terms, next, totals, AT_ONCE);
+    switch (l->n_tokens - token) {
+      case 1: few_at_once(l, token, out, k, n_terms, next, totals, 1); break;
+      case 2: few_at_once(l, token, out, k, n_terms, next, totals, 2); break;
+#if AT_ONCE > 3
+      case 3: few_at_once(l, token, out, k, n_terms, next, totals, 3); break;
+#endif
+    }
   }
+  for (size_t token = 0; token < l->n_tokens; token++) store4(l->y + token * l->n_out + out, totals[token]);
 }
 
 /* ---- more tokens ---- */
 
-/* Where a panel's tokens begin, in vectors: all have MOST_VECTORS or one less. */
+/* The vector of tokens that a panel starts with. Each panel has MOST_VECTORS or one less. */
 static inline size_t panel_start(const Linear *l, size_t panel) {
   return (l->n_tokens + LANES - 1) / LANES * panel / l->n_panels;
 }
 
-/* A panel's x, transposed by this thread: columns [I][tokens], with zeros behind the last token. NULL without
- * memory. */
+/* A panel's x, transposed by this thread: columns [I][tokens], with zeros after the last token. NULL if memory
+ * runs out. */
 static const float *columns_of(const Linear *l, size_t panel) {
-  if (packed.number == l->number && packed.panel == panel) return packed.columns;
+  Packed *own = &packed[panel % PANELS];
+  if (own->number == l->number && own->panel == panel) return own->columns;
   const size_t first = panel_start(l, panel) * LANES, width = panel_start(l, panel + 1) * LANES - first;
-  if (packed.size < width * l->n_in) {
-    free(packed.columns);
-    packed.columns = aligned_alloc(64, width * l->n_in * sizeof(float));
-    packed.size = packed.columns ? width * l->n_in : 0;
-    if (!packed.columns) return NULL;
+  if (own->size < width * l->n_in) {
+    free(own->columns);
+    own->columns = aligned_alloc(64, width * l->n_in * sizeof(float));
+    own->size = own->columns ? width * l->n_in : 0;
+    if (!own->columns) return NULL;
   }
-  packed.number = l->number;
-  packed.panel = panel;
+  own->number = l->number;
+  own->panel = panel;
   for (size_t at = 0; at < width; at += LANES)
     for (size_t k = 0; k < l->n_in; k += LANES) {
       vec tile[LANES];
@@ -114,25 +155,26 @@ static const float *columns_of(const Linear *l, size_t panel) {
         tile[i] = token < l->n_tokens ? load(l->x + token * l->n_in + k) : all(0);
       }
       transpose(tile);
-      UNROLL for (int i = 0; i < LANES; i++) store(packed.columns + (k + i) * width + at, tile[i]);
+      UNROLL for (int i = 0; i < LANES; i++) store(own->columns + (k + i) * width + at, tile[i]);
     }
-  return packed.columns;
+  return own->columns;
 }
 
-/* `n_terms` of the sums of `rows` outputs and `vectors` of tokens, both of which the compiler knows. They are
- * added to sums [rows][vectors] if there is `more` there. */
-INLINE void add_terms(const float *w, const float *ahead, size_t n_in, size_t n_terms, const float *columns,
-                      bool more, vec *sums, const int rows, const int vectors) {
-  vec terms[LANES][MOST_VECTORS];
+/* `n_terms` of the sums of `rows` outputs and `vectors` of tokens, both of which the compiler knows. The weights
+ * w are `stride` apart; `ahead`: later ones, n_in apart. With `more`, sums [rows][vectors] has the terms so far. */
+INLINE void add_terms(const float *w, size_t stride, const weight_type *ahead, size_t n_in, size_t n_terms,
+                      const float *columns, bool more, vec *sums, const int rows, const int vectors) {
+  vec terms[ROWS][MOST_VECTORS];
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int g = 0; g < vectors; g++) terms[i][g] = all(0);
   for (size_t k = 0; k < n_terms; k += LANES) {
-    UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
+    if (LINE <= LANES || k % LINE == 0)
+      UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
     for (int lane = 0; lane < LANES; lane++) {
       vec xs[MOST_VECTORS];
-      UNROLL for (int g = 0; g < vectors; g++) xs[g] = load(columns + ((k + lane) * vectors + g) * LANES);
+      UNROLL for (int g = 0; g < vectors; g++) xs[g] = kept(load(columns + ((k + lane) * vectors + g) * LANES));
       UNROLL for (int i = 0; i < rows; i++) {
-        const vec weight = all(w[i * n_in + k + lane]);
+        const vec weight = all(w[i * stride + k + lane]);
         UNROLL for (int g = 0; g < vectors; g++) terms[i][g] += weight * xs[g];
       }
     }
@@ -144,34 +186,45 @@ INLINE void add_terms(const float *w, const float *ahead, size_t n_in, size_t n_
     }
 }
 
-/* Not inlined: the compiler would keep `sums` in the registers that the terms need. */
+/* Not inlined: otherwise the compiler keeps `sums` in the registers that the terms need. */
 #define ADD_TERMS(VECTORS)                                                                                        \
-  static __attribute__((noinline)) void add_terms_##VECTORS(const float *w, const float *ahead, size_t n_in,     \
-                                                            size_t n_terms, const float *columns, bool more,     \
-                                                            vec *sums) {                                         \
-    add_terms(w, ahead, n_in, n_terms, columns, more, sums, ROWS, VECTORS);                                      \
+  static __attribute__((noinline)) void add_terms_##VECTORS(const float *w, size_t stride, const weight_type *ahead, \
+                                                            size_t n_in, size_t n_terms, const float *columns,   \
+                                                            bool more, vec *sums) {                              \
+    add_terms(w, stride, ahead, n_in, n_terms, columns, more, sums, ROWS, VECTORS);                              \
   }
 ADD_TERMS(1)
 ADD_TERMS(2)
 ADD_TERMS(3)
 
-static void (*const add_terms_of[])(const float *, const float *, size_t, size_t, const float *, bool, vec *) = {
-    NULL, add_terms_1, add_terms_2, add_terms_3};
+static void (*const add_terms_of[])(const float *, size_t, const weight_type *, size_t, size_t, const float *, bool,
+                                    vec *) = {NULL, add_terms_1, add_terms_2, add_terms_3};
 
 /* STRIP outputs of a panel's tokens. */
 static void strip(const Linear *l, size_t out, size_t panel, const float *columns) {
   const size_t n_in = l->n_in, n_out = l->n_out;
   const size_t first = panel_start(l, panel) * LANES, vectors = panel_start(l, panel + 1) - first / LANES;
   const size_t n = least(vectors * LANES, l->n_tokens - first);
-  float *y = l->y + first * n_out + out;
+  x_type *y = l->y + first * n_out + out;
   vec sums[STRIP * MOST_VECTORS];
   for (size_t row = 0; row < STRIP; row += ROWS) {
-    const float *w = l->weight + (out + row) * n_in;
-    const float *ahead = out + row + 2 * ROWS <= n_out ? w + ROWS * n_in : w;
+    const weight_type *w = l->weight + (out + row) * n_in;
+    const weight_type *ahead = out + row + 2 * ROWS <= n_out ? w + ROWS * n_in : w;
     for (size_t i = row ? n / 2 : 0; i < (row ? n : n / 2); i++) __builtin_prefetch(y + i * n_out, 1, 3);
-    for (size_t k = 0; k < n_in; k += DEPTH)
-      add_terms_of[vectors](w + k, ahead + k, n_in, least(DEPTH, n_in - k), columns + k * vectors * LANES, k > 0,
+    for (size_t k = 0; k < n_in; k += DEPTH) {
+      const size_t n_terms = least(DEPTH, n_in - k);
+#if WEIGHT_BITS == 32
+      const float *wide = w + k;
+      const size_t stride = n_in;
+#else
+      float wide[ROWS * DEPTH];
+      const size_t stride = DEPTH;
+      for (int i = 0; i < ROWS; i++)
+        for (size_t at = 0; at < n_terms; at += LANES) store(wide + i * DEPTH + at, load(w + i * n_in + k + at));
+#endif
+      add_terms_of[vectors](wide, stride, ahead + k, n_in, n_terms, columns + k * vectors * LANES, k > 0,
                             sums + row * vectors);
+    }
   }
   for (size_t g = 0; g < vectors; g++) {
     vec tile[LANES];
@@ -183,11 +236,11 @@ static void strip(const Linear *l, size_t out, size_t panel, const float *column
 
 /* ---- */
 
-/* A chunk of outputs, of all tokens if they are few, else of a panel. The last strip does anew what would be too
- * little for one. */
+/* A chunk of outputs, of a few tokens or of PANELS panels. The last strip starts early enough to be whole, and
+ * so computes some outputs twice. */
 static void do_item(Work *work, int item) {
   const Linear *l = (const Linear *)work;
-  const size_t panel = item / l->n_chunks, chunk = item % l->n_chunks, n_strips = l->n_out / STRIP;
+  const size_t chunk = item % l->n_chunks, n_strips = l->n_out / STRIP;
   const size_t start = n_strips * chunk / l->n_chunks * STRIP;
   const size_t end = chunk + 1 < l->n_chunks ? n_strips * (chunk + 1) / l->n_chunks * STRIP : l->n_out;
   if (l->n_tokens <= FEW) {
@@ -197,39 +250,51 @@ static void do_item(Work *work, int item) {
     }
     return;
   }
-  const float *columns = columns_of(l, panel);
-  if (!columns) {
-    work->failed = true;
-    return;
+  const size_t panel = item / l->n_chunks * PANELS, n_panels = least(PANELS, l->n_panels - panel);
+  const float *columns[PANELS];
+  for (size_t i = 0; i < n_panels; i++) {
+    columns[i] = columns_of(l, panel + i);
+    if (!columns[i]) {
+      work->failed = true;
+      return;
+    }
   }
-  for (size_t out = start; out < end; out += STRIP) strip(l, least(out, end - STRIP), panel, columns);
+  for (size_t out = start; out < end; out += STRIP)
+    for (size_t i = 0; i < n_panels; i++) strip(l, least(out, end - STRIP), panel + i, columns[i]);
 }
 
 XLA_FFI_Error *linear(XLA_FFI_CallFrame *frame) {
   if (asked_what_it_is(frame)) return NULL;
   const XLA_FFI_Buffer *x = argument(frame, 0), *weight = argument(frame, 1);
   const size_t most_tokens = x->dims[0], n_out = weight->dims[0], n_real = *(const int32_t *)argument(frame, 2)->data;
-  const size_t n_tokens = least(n_real, most_tokens);
-  float *y = result(frame, 0)->data;
-  memset(y + n_tokens * n_out, 0, (most_tokens - n_tokens) * n_out * sizeof(float));
+  const size_t n_tokens = least(n_real, most_tokens), n_in = x->dims[1];
+  x_type *y = result(frame, 0)->data;
+  memset(y + n_tokens * n_out, 0, (most_tokens - n_tokens) * n_out * sizeof *y);
   if (!n_tokens) return NULL;
-  Linear *l = calloc(1, sizeof *l);
+  const size_t n_widened = X_BITS == 16 && n_tokens <= FEW ? n_tokens * n_in : 0;
+  Linear *l = malloc(sizeof *l + n_widened * sizeof(float));
   if (!l) return no_memory(frame);
   l->work.do_item = do_item;
   l->x = x->data;
   l->weight = weight->data;
   l->y = y;
   l->n_tokens = n_tokens;
-  l->n_in = x->dims[1];
+  l->n_in = n_in;
   l->n_out = n_out;
   l->number = atomic_fetch_add(&n_products, 1) + 1;
-  l->n_panels = ((n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
+#if X_BITS == 32
+  l->few_x = l->x;
+#else
+  l->few_x = l->widened;
+  for (size_t i = 0; i < n_widened; i += LANES) store(l->widened + i, load(l->x + i));
+#endif
+  l->n_panels = n_tokens <= FEW ? 1 : ((n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
+  const size_t n_groups = (l->n_panels + PANELS - 1) / PANELS;
   const size_t n_threads = count_threads(frame), most = n_out < CHUNK ? 1 : n_out / CHUNK;
-  if (n_tokens <= FEW) l->n_panels = 1;
-  l->n_chunks = least(most, (ITEMS * n_threads + l->n_panels - 1) / l->n_panels);
-  l->work.n_items = l->n_panels * l->n_chunks;
-  const double n_weights = (double)l->n_in * n_out;
-  const double by_bytes = n_weights * sizeof(float) / BYTES_WORTH_A_THREAD;
+  l->n_chunks = least(most, (ITEMS * n_threads + n_groups - 1) / n_groups);
+  l->work.n_items = n_groups * l->n_chunks;
+  const double n_weights = (double)n_in * n_out;
+  const double by_bytes = n_weights * sizeof(weight_type) / BYTES_WORTH_A_THREAD;
   const double by_products = n_weights * n_tokens / PRODUCTS_WORTH_A_THREAD;
   const double worth = by_bytes > by_products ? by_bytes : by_products;
   return do_all(&l->work, frame, worth < n_threads ? worth : n_threads);

@@ -1,33 +1,43 @@
-"""The product of a linear layer as a custom call, on a CPU (ORCA 3.2); linear.c has the work."""
+"""The matrix product of a linear layer as a custom call on a CPU (ORCA 3.2), written in C (linear.c)."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orca_jax.native.compiler import target
 
-_LANES = 16  # as in linear.c
+_WIDTH = 16  # the input is a multiple of this, and the output at least this (linear.c)
+_BITS = {"float32": 32, "bfloat16": 16}
+DTYPES = tuple(_BITS)
 
 
-def linear_target() -> str:
-    """The name of the custom call. Raises NotBuilt."""
-    return target("linear")
+def linear_target(x_dtype: Any, weight_dtype: Any) -> str:
+    """The name of the custom call for these DTYPES. Raises NotBuilt."""
+    return target(
+        "linear", X_BITS=_BITS[np.dtype(x_dtype).name], WEIGHT_BITS=_BITS[np.dtype(weight_dtype).name]
+    )
 
 
 def has_form(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether there is one for x [T, in] times weight [out, in]."""
-    return x.shape[1] % _LANES == 0 and x.shape[1] > 0 and weight.shape[0] >= _LANES
+    """Whether native_linear can multiply x [T, in] by weight [out, in]."""
+    if x.dtype.name not in DTYPES or weight.dtype.name not in DTYPES:
+        return False
+    return x.shape[1] % _WIDTH == 0 and x.shape[1] > 0 and weight.shape[0] >= _WIDTH
 
 
 def native_linear(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None = None) -> jax.Array:
-    """x [T, in] times weight [out, in], giving [T, out], all float32.
+    """x [T, in] times weight [out, in], giving [T, out] in x's dtype.
 
-    Behind the first `n_tokens` [1] int32, by default all, nothing is computed and the result is zero. What a
-    token gets does not depend on the others, but for whether more than eight are computed. Raises NotBuilt
-    where there is no compiler, or no AVX-512.
+    Each is float32 or bfloat16; products and sums are float32. Only the first `n_tokens` [1] int32, by
+    default all, are computed; the other results are zero. A token's result does not depend on the other
+    tokens, except on whether more than eight are computed. Raises NotBuilt without a C compiler, or without
+    AVX-512 or AVX2.
     """
-    assert x.dtype == weight.dtype == jnp.float32 and x.shape[1] == weight.shape[1] and has_form(x, weight)
+    assert x.shape[1] == weight.shape[1] and has_form(x, weight)
     if n_tokens is None:
         n_tokens = jnp.full(1, x.shape[0], jnp.int32)
     assert n_tokens.shape == (1,) and n_tokens.dtype == jnp.int32
     y = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), x.dtype)
-    return jax.ffi.ffi_call(linear_target(), y)(x, weight, n_tokens)
+    return jax.ffi.ffi_call(linear_target(x.dtype, weight.dtype), y)(x, weight, n_tokens)

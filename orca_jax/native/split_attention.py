@@ -1,29 +1,35 @@
-"""Split attention as one custom call a layer, on a CPU (ORCA 3.2); split_attention.c has the work."""
+"""Split attention on a CPU (ORCA 3.2): one custom call per layer, written in C (split_attention.c)."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orca_jax.native.compiler import target
 
-_LANES, _STRIP = 16, 8  # as in split_attention.c
+_WIDTH, _STRIP = 16, 8  # as in split_attention.c
+_BITS = {"float32": 32, "bfloat16": 16}
+_ALL_KEYS = 2**31 - 1  # a window that no row exceeds
 
 
 def unsupported(head_size: int, block_size: int, dtype: str, n_heads: int, n_kv_heads: int) -> str | None:
-    """Why there is no form for such a model, or None."""
-    if dtype != "float32":
-        return f"the native attention is for float32, and keys and values are {dtype}"
-    if head_size % _LANES or not 0 < head_size <= 256:
-        return f"the native attention is for heads of 16 to 256 in steps of {_LANES}, not of {head_size}"
+    """Why the native attention cannot run such a model, or None if it can."""
+    if dtype not in _BITS:
+        return f"the native attention is for float32 and bfloat16, and keys and values are {dtype}"
+    if head_size % _WIDTH or not 0 < head_size <= 256:
+        return f"the native attention is for heads of 16 to 256 in steps of {_WIDTH}, not of {head_size}"
     if block_size % _STRIP:
         return f"the native attention is for blocks of a multiple of {_STRIP} slots, not of {block_size}"
-    if n_heads != n_kv_heads:
-        return "the native attention is for as many key/value heads as query heads"
+    if n_heads % n_kv_heads:
+        return f"its {n_heads} query heads are not a multiple of its {n_kv_heads} key/value heads"
     return None
 
 
-def attention_target(head_size: int, block_size: int) -> str:
-    """The name of the custom call. Raises NotBuilt."""
-    return target("split_attention", HEAD_SIZE=head_size, BLOCK_SIZE=block_size)
+def attention_target(head_size: int, block_size: int, q_dtype: Any, kv_dtype: Any) -> str:
+    """The name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
+    bits = {"Q_BITS": _BITS[np.dtype(q_dtype).name], "KV_BITS": _BITS[np.dtype(kv_dtype).name]}
+    return target("split_attention", HEAD_SIZE=head_size, BLOCK_SIZE=block_size, **bits)
 
 
 def native_split_attention(
@@ -33,19 +39,49 @@ def native_split_attention(
     block_table: jax.Array,
     row_start: jax.Array,
     kv_length: jax.Array,
+    *,
+    group: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    slopes: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of each request's query tokens to its own keys.
 
-    q [T, N, D]; keys and values [n_blocks, N, B, D], all float32; block_table [R, max_blocks], row_start
-    [R + 1] and kv_length [R] int32. A row's queries are the last positions of its `kv_length`. The result is
-    [T, N, D], with zeros for padding tokens. Raises NotBuilt where there is no compiler.
+    The first G = `group` slices, by default all, of q [T, n, K, D] are the queries, in group-major order:
+    query head [g, k] attends to key/value head k. keys and values [n_blocks, K, B, D]; block_table
+    [R, max_blocks], row_start [R + 1] and kv_length [R] int32. A row's queries are the last positions of its
+    `kv_length`. The result is [T, G, K, D] in q's dtype, with zeros for padding tokens. q and the cache are
+    each float32 or bfloat16; the arithmetic is float32.
+
+    Scores are `scale` (by default D**-0.5) times q.k, then soft_cap * tanh(score / soft_cap), then ALiBi adds
+    `slopes` [G, K] float32 times (key position - query position). A query sees its own position and the
+    `window` - 1 before it, by default all; blocks outside the window are not read. Raises NotBuilt without
+    a C compiler, or without AVX-512 or AVX2.
     """
-    n_heads, head_size = q.shape[1:]
+    n_slices, n_kv_heads, head_size = q.shape[1:]
+    group = n_slices if group is None else group
     block_size = keys.shape[2]
-    reason = unsupported(head_size, block_size, str(q.dtype), n_heads, keys.shape[1])
+    reason = unsupported(head_size, block_size, keys.dtype.name, group * n_kv_heads, keys.shape[1])
     assert reason is None, reason
-    assert keys.shape == values.shape and keys.dtype == values.dtype == q.dtype
+    assert 0 < group <= n_slices and keys.shape == values.shape and keys.shape[1] == n_kv_heads
+    assert keys.dtype == values.dtype and q.dtype.name in _BITS
     assert block_table.dtype == row_start.dtype == kv_length.dtype == jnp.int32
     assert block_table.shape[0] == kv_length.shape[0] == row_start.shape[0] - 1
-    call = jax.ffi.ffi_call(attention_target(head_size, block_size), jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, keys, values, block_table, row_start, kv_length)
+    assert (window is None or window > 0) and (soft_cap is None or soft_cap > 0)
+    slopes = jnp.zeros((0, 0), jnp.float32) if slopes is None else slopes
+    assert slopes.dtype == jnp.float32 and slopes.shape in ((0, 0), (group, n_kv_heads))
+    result = jax.ShapeDtypeStruct((q.shape[0], group, n_kv_heads, head_size), q.dtype)
+    call = jax.ffi.ffi_call(attention_target(head_size, block_size, q.dtype, keys.dtype), result)
+    return call(
+        q,
+        keys,
+        values,
+        block_table,
+        row_start,
+        kv_length,
+        slopes,
+        scale=np.float32(head_size**-0.5 if scale is None else scale),
+        soft_cap=np.float32(soft_cap or 0),
+        window=np.int32(_ALL_KEYS if window is None else min(window, _ALL_KEYS)),
+    )

@@ -1,46 +1,132 @@
-/* Vectors of LANES floats, as GCC and clang write them. */
+/* Vectors of LANES floats, in the vector extensions of GCC and clang.
+ *
+ * LANES fits the registers: 16 with AVX-512, 8 with AVX2. Setting another LANES gives the same results, so that
+ * either form can be tested on either processor, but vectors wider than the registers are far slower than XLA.
+ */
 
 #ifndef ORCA_VECTORS_H
 #define ORCA_VECTORS_H
 
-#ifndef __AVX512F__
-#error "there is a form for AVX-512 only" /* what compilers make of vectors wider than registers is slower than XLA */
+#if !defined(__AVX512F__) && !(defined(__AVX2__) && defined(__FMA__))
+#error "the native code needs a processor with AVX-512, or with AVX2 and FMA"
 #endif
 
+#include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
+#ifndef LANES
+#ifdef __AVX512F__
 #define LANES 16
+#else
+#define LANES 8
+#endif
+#endif
+
+typedef uint16_t bfloat16; /* the upper half of a float */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef bfloat16 hvec __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef float vec8 __attribute__((vector_size(32), aligned(4)));
 typedef float vec4 __attribute__((vector_size(16), aligned(4)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
-/* Lanes of two vectors by number, the second's from LANES on. */
+/* The element type of 16 or 32 bits. */
+#define ELEMENT(bits) ELEMENT_OF(bits)
+#define ELEMENT_OF(bits) ELEMENT_##bits
+#define ELEMENT_16 bfloat16
+#define ELEMENT_32 float
+
+/* Lanes of two vectors by number; the second vector's start at LANES. */
 #if defined(__clang__) || __GNUC__ >= 12
 #define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
 #endif
 
-INLINE vec load(const float *from) { return *(const vec *)from; }
-INLINE void store(float *to, vec v) { *(vec *)to = v; }
+INLINE vec all(float x) {
+#if LANES == 16
+  return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+#else
+  return (vec){x, x, x, x, x, x, x, x};
+#endif
+}
 
-INLINE vec all(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+/* 0, 1, 2, ... */
+INLINE vec counted(void) {
+#if LANES == 16
+  return (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+  return (vec){0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+}
 
-INLINE void store4(float *to, vec4 v) { *(vec4 *)to = v; }
+INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
-/* The sum of sixteen lanes, by halves. */
+INLINE vec larger(vec a, vec b) { return choose(a > b, a, b); }
+
+/* ---- memory: floats as they are; bfloat16 widened exactly, and narrowed to the nearest, ties to even ---- */
+
+INLINE vec load_float(const float *from) { return *(const vec *)from; }
+INLINE vec load_bfloat16(const bfloat16 *from) {
+#if LANES == 16 && defined(__AVX512F__)
+  const uvec wide = (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
+#elif LANES == 8
+  const uvec wide = (uvec)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from));
+#else
+  const uvec wide = __builtin_convertvector(*(const hvec *)from, uvec);
+#endif
+  return (vec)(wide << 16);
+}
+
+INLINE bfloat16 narrowed(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+INLINE void store_float(float *to, vec v) { *(vec *)to = v; }
+INLINE void store_bfloat16(bfloat16 *to, vec v) {
+  const uvec bits = (uvec)v, nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const uvec is_number = (uvec)(v == v);
+  *(hvec *)to = __builtin_convertvector((nearest & is_number) | (0x7fc0 & ~is_number), hvec);
+}
+
+INLINE void store4_float(float *to, vec4 v) { *(vec4 *)to = v; }
+INLINE void store4_bfloat16(bfloat16 *to, vec4 v) {
+  for (int i = 0; i < 4; i++) to[i] = narrowed(v[i]);
+}
+
+#define load(from) _Generic(*(from), float: load_float, bfloat16: load_bfloat16)(from)
+#define store(to, v) _Generic(*(to), float: store_float, bfloat16: store_bfloat16)(to, v)
+#define store4(to, v) _Generic(*(to), float: store4_float, bfloat16: store4_bfloat16)(to, v)
+
+/* v, in a register. Short of registers, GCC would otherwise load v anew at each use, and loads are what limits
+ * AVX2: its multiply-adds cannot broadcast from memory. */
+INLINE vec kept(vec v) {
+#if LANES == 8
+  __asm__("" : "+x"(v));
+#endif
+  return v;
+}
+
+/* ---- sums of lanes ---- */
+
+/* The sums of lanes that are a multiple of 4 apart: halves are added until 4 lanes are left. */
 INLINE vec4 folded(vec v) {
-  vec8 eight[2];
-  memcpy(eight, &v, sizeof eight);
-  eight[0] += eight[1];
+#if LANES == 16
+  vec8 halves[2], eight;
+  memcpy(halves, &v, sizeof halves);
+  eight = halves[0] + halves[1];
+#else
+  const vec8 eight = v;
+#endif
   vec4 four[2];
-  memcpy(four, eight, sizeof four);
+  memcpy(four, &eight, sizeof four);
   return four[0] + four[1];
 }
 
@@ -49,27 +135,66 @@ INLINE float sum(vec v) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* The sums of four vectors: within each quarter first, two lanes at a time. */
+/* The sums of four vectors: first within each quarter, two lanes at a time. */
 INLINE vec4 sum4(vec a, vec b, vec c, vec d) {
+#if LANES == 16
   const vec ab = LANES_OF(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                  LANES_OF(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   const vec cd = LANES_OF(c, d, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
                  LANES_OF(c, d, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   return folded(LANES_OF(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
                 LANES_OF(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+#else
+  const vec ab = LANES_OF(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + LANES_OF(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+  const vec cd = LANES_OF(c, d, 0, 8, 1, 9, 4, 12, 5, 13) + LANES_OF(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+  return folded(LANES_OF(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + LANES_OF(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15));
+#endif
 }
 
-/* Rows become columns. */
+/* Rows become columns. Each round interleaves rows i and i + LANES / 2. */
 INLINE void transpose(vec tile[LANES]) {
-  UNROLL for (int round = 0; round < 4; round++) { /* each puts rows i and i + 8 together */
+  UNROLL for (int rows = 1; rows < LANES; rows *= 2) {
     vec mixed[LANES];
     UNROLL for (int i = 0; i < LANES / 2; i++) {
       vec a = tile[i], b = tile[i + LANES / 2];
+#if LANES == 16
       mixed[2 * i] = LANES_OF(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
       mixed[2 * i + 1] = LANES_OF(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+      mixed[2 * i] = LANES_OF(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+      mixed[2 * i + 1] = LANES_OF(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#endif
     }
     UNROLL for (int i = 0; i < LANES; i++) tile[i] = mixed[i];
   }
+}
+
+/* ---- functions ---- */
+
+/* e^x for x <= 0, to about one unit in the last place; 0 where the result would be subnormal. */
+INLINE vec exponential(vec x) {
+  const vec least = all(-87.0f), shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
+  const ivec kept = x > least;
+  x = larger(x, least);
+  const vec rounded = x * all(1.44269504f) + shift, n = rounded - shift;
+  /* r = x - n ln 2, with ln 2 in two parts so that the difference is exact; then the Taylor series up to r^6. */
+  const vec r = (x - n * all(0.693359375f)) + n * all(2.12194440e-4f);
+  vec p = all(1.0f / 720);
+  p = p * r + all(1.0f / 120);
+  p = p * r + all(1.0f / 24);
+  p = p * r + all(1.0f / 6);
+  p = p * r + all(0.5f);
+  p = p * r + all(1.0f);
+  p = p * r + all(1.0f);
+  const ivec exponent = ((ivec)rounded - (ivec)shift + 127) << 23;
+  return choose(kept, p * (vec)exponent, all(0));
+}
+
+/* tanh x, with an error of about 1e-7. */
+INLINE vec hyperbolic_tangent(vec x) {
+  const ivec sign = (ivec)x & INT32_MIN;
+  const vec e = exponential((vec)((ivec)(x + x) | INT32_MIN)); /* e^-2|x| */
+  return (vec)((ivec)((all(1) - e) / (all(1) + e)) | sign);
 }
 
 #endif

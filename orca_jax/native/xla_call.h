@@ -7,6 +7,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -34,6 +35,14 @@ static inline bool asked_what_it_is(XLA_FFI_CallFrame *frame) {
 
 static inline XLA_FFI_Buffer *argument(const XLA_FFI_CallFrame *frame, int i) { return frame->args.args[i]; }
 static inline XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *frame, int i) { return frame->rets.rets[i]; }
+
+/* The value of the scalar attribute `name`, which the caller gives. */
+static inline const void *attribute(const XLA_FFI_CallFrame *frame, const char *name) {
+  const XLA_FFI_Attrs *attrs = &frame->attrs;
+  int64_t i = 0;
+  while (attrs->names[i]->len != strlen(name) || memcmp(attrs->names[i]->ptr, name, strlen(name))) i++;
+  return ((const XLA_FFI_Scalar *)attrs->attrs[i])->value;
+}
 
 static inline XLA_FFI_Error *no_memory(const XLA_FFI_CallFrame *frame) {
   XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, NULL, "no memory is left on the host",

@@ -42,7 +42,8 @@ def model(head_size: int) -> ModelConfig:
     [
         pytest.param(CPU, 64, "float32", Native(), "native", marks=needs_native),
         (CPU, 72, "float32", FOLLOW, "real lengths: the native attention is for heads of 16 to 256"),
-        (CPU, 64, "bfloat16", FOLLOW, "real lengths: the native attention is for float32"),
+        pytest.param(CPU, 64, "bfloat16", Native(), "native", marks=needs_native),
+        (CPU, 64, "float16", FOLLOW, "real lengths: the native attention is for float32"),
         (H200, 128, "bfloat16", KERNEL, "kernel"),
         (H200, 80, "float16", KERNEL, "kernel"),
         (H200, 128, "float32", STATIC, "static shapes: its K/V cache is float32"),

@@ -1,5 +1,8 @@
-"""What the C of orca_jax/native needs of a machine; without it the tests of that C have nothing to test."""
+"""Whether this machine can run the C code of orca_jax/native; without it that code's tests are skipped."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from orca_jax.native.compiler import NotBuilt
@@ -9,9 +12,14 @@ from orca_jax.native.linear import linear_target
 def has_native() -> bool:
     """Whether this machine can build and run it."""
     try:
-        return bool(linear_target())
+        return bool(linear_target(np.float32, np.float32))
     except NotBuilt:
         return False
 
 
-needs_native = pytest.mark.skipif(not has_native(), reason="no C compiler, or a processor without AVX-512")
+def other_lanes() -> int:
+    """The number of lanes that this processor does not choose: 8 with AVX-512, else 16."""
+    return 8 if "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split() else 16
+
+
+needs_native = pytest.mark.skipif(not has_native(), reason="no C compiler, or neither AVX-512 nor AVX2")

@@ -1,7 +1,11 @@
 """The CPU's linear layers in C, against the product in float64."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,13 +14,15 @@ from hypothesis import strategies as st
 from orca_jax.execution import matmul_backend
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.model.layers import matmul
-from orca_jax.native import compiler
+from orca_jax.native import compiler, linear
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.linear import has_form, native_linear
-from tests.device.native.native_form import needs_native
+from tests.device.native.native_form import needs_native, other_lanes
 
 CPU = jax.devices("cpu")[0]
 product_jitted = jax.jit(native_linear)
+BFLOAT16 = ml_dtypes.bfloat16
+HALF_UNIT = 2.0**-8  # of a bfloat16, relative
 
 
 def arrays(seed: int, n_tokens: int, n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray]:
@@ -34,7 +40,7 @@ def product(x: np.ndarray, weight: np.ndarray, n_tokens: int | None = None) -> n
 @settings(max_examples=80)
 @given(
     n_tokens=st.integers(1, 130),
-    vectors_in=st.integers(1, 40),
+    vectors_in=st.integers(1, 80),
     n_out=st.integers(16, 400),
     share=st.floats(0, 1),
     seed=st.integers(0, 2**31),
@@ -50,6 +56,53 @@ def test_equals_the_product_and_is_zero_after_the_real_tokens(
     bound = 1e-6 * np.abs(x[:n_real]) @ np.abs(weight.T) + 1e-6
     assert (np.abs(given[:n_real] - true) <= bound).all()
     assert not given[n_real:].any()
+
+
+@needs_native
+@settings(max_examples=40)
+@given(
+    n_tokens=st.integers(1, 60),
+    vectors_in=st.integers(1, 80),
+    n_out=st.integers(16, 200),
+    x_dtype=st.sampled_from([np.float32, BFLOAT16]),
+    seed=st.integers(0, 2**31),
+)
+def test_bfloat16_weights_have_float32_sums(
+    n_tokens: int, vectors_in: int, n_out: int, x_dtype: Any, seed: int
+) -> None:
+    x, weight = arrays(seed, n_tokens, 16 * vectors_in, n_out)
+    x, weight = x.astype(x_dtype), weight.astype(BFLOAT16)
+    given = product(x, weight)
+    true = x.astype(np.float64) @ weight.astype(np.float64).T
+    assert given.dtype == x_dtype
+    bound = 1e-6 * np.abs(x.astype(np.float64)) @ np.abs(weight.astype(np.float64)).T + 1e-6
+    if x_dtype == BFLOAT16:
+        bound += HALF_UNIT * np.abs(true)
+    assert (np.abs(given.astype(np.float64) - true) <= bound).all()
+
+
+@needs_native
+def test_bfloat16_results_are_rounded_to_the_nearest_and_ties_to_even() -> None:
+    sums = [1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.0e38, 3.4e38, np.inf, np.nan]
+    weight = np.zeros((16, 16), np.float32)
+    weight[: len(sums), 0] = sums
+    for n_tokens in (1, 9):
+        x = np.zeros((n_tokens, 16), BFLOAT16)
+        x[:, 0] = 1
+        given = product(x, weight)
+        expected = np.broadcast_to(weight[:, 0].astype(BFLOAT16), given.shape)
+        assert np.array_equal(given.astype(np.float32), expected.astype(np.float32), equal_nan=True)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
+def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "target", partial(linear.target, LANES=other_lanes()))
+    for n_tokens in (1, 3, 8, 9, 40, 101):
+        x, weight = arrays(n_tokens, n_tokens, 1040, 77)
+        weight = weight.astype(dtype)
+        true = x.astype(np.float64) @ weight.astype(np.float64).T
+        np.testing.assert_allclose(native_linear(jnp.asarray(x), jnp.asarray(weight)), true, atol=2e-4)
 
 
 @needs_native
@@ -84,6 +137,7 @@ def zeros(n_in: int, n_out: int) -> tuple[jax.Array, jax.Array]:
 
 def test_shapes_without_a_form_run_in_xla() -> None:
     assert has_form(*zeros(16, 16)) and has_form(*zeros(768, 50257))
+    assert not has_form(*(array.astype(jnp.float16) for array in zeros(16, 16)))
     assert not has_form(*zeros(24, 64)) and not has_form(*zeros(64, 15)) and not has_form(*zeros(0, 64))
     x, weight = arrays(3, 5, 24, 64)
     chosen = choose_products(CPU, np.float32).bind(None)
@@ -91,26 +145,30 @@ def test_shapes_without_a_form_run_in_xla() -> None:
 
 
 @needs_native
-def test_a_cpu_with_a_compiler_runs_it() -> None:
-    assert choose_products(CPU, np.float32).native
-    assert choose_products(CPU, np.float32).describe_with("attention") == "attention; native products"
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_cpu_with_a_compiler_runs_it(dtype: Any) -> None:
+    chosen = choose_products(CPU, dtype)
+    assert chosen.native
+    assert chosen.describe_with("attention") == "attention; native products"
+    x, weight = (jnp.array(array, dtype) for array in arrays(4, 5, 64, 48))
+    assert np.array_equal(chosen.bind(None)(x, weight), product_jitted(x, weight))
 
 
-def test_unsupported_sizes_are_reported_and_run_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = choose_products(CPU, jnp.bfloat16)
-    assert not narrow.native and "weights are bfloat16" in narrow.description
-    assert narrow.bind(None) is matmul
+def test_an_unsupported_dtype_is_reported_and_runs_in_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = choose_products(CPU, jnp.float16)
+    assert not half.native and "weights are float16" in half.description
+    assert half.bind(None) is matmul
 
-    def none() -> str:
+    def none(x_dtype: Any, weight_dtype: Any) -> str:
         raise NotBuilt("no C compiler was found")
 
     monkeypatch.setattr(matmul_backend, "linear_target", none)
     assert choose_products(CPU, np.float32).description == "XLA's products: no C compiler was found"
 
 
-def test_a_processor_without_avx_512_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_without_avx_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_PROCESSOR", ())
-    with pytest.raises(NotBuilt, match=r"no C compiler was found|there is a form for AVX-512 only"):
+    with pytest.raises(NotBuilt, match=r"no C compiler was found|needs a processor with AVX-512"):
         compiler.target("linear", THAT_NOTHING_ELSE_HAS_SET=1)
 
 

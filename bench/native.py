@@ -1,0 +1,145 @@
+"""The native linear layer and split attention against XLA's operations, in turn in one process on the CPU.
+
+    taskset -c 0 python -m bench.native [--dtype bfloat16] [--rounds 9]
+
+Times are processor time, which on a shared machine leaves out the time that other programs run. On one core
+it is the duration of the call; XLA starts one thread for each core that it may use.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.model.attention import attention_work
+from orca_jax.model.attention import split_attention as jax_attention
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import matmul
+from orca_jax.native.linear import native_linear
+from orca_jax.native.split_attention import native_split_attention
+
+LAYERS = 8  # different weights or caches in a call, so that they come from memory as in a model
+BLOCK = 16
+LINEAR = [(2304, 768), (768, 3072)]
+TOKENS = [1, 4, 8, 16, 32, 48, 128, 512]
+
+
+class Case(NamedTuple):
+    """Rows of `tokens` query tokens and `keys` keys each; `group` query heads to a key/value head."""
+
+    rows: int
+    tokens: int
+    keys: int
+    group: int
+    kv_heads: int
+    head_size: int = 64
+    window: int | None = None
+
+
+ATTENTION = [
+    Case(1, 1, 512, 1, 12),
+    Case(8, 1, 512, 1, 12),
+    Case(32, 1, 512, 1, 12),
+    Case(1, 512, 512, 1, 12),
+    Case(8, 16, 128, 1, 12),
+    Case(8, 1, 512, 3, 4),
+    Case(8, 1, 512, 4, 8, 128),
+    Case(1, 512, 512, 3, 4),
+    Case(8, 1, 1024, 3, 4, 64, 128),
+]
+
+
+def milliseconds(calls: dict[str, Callable[[], jax.Array]], rounds: int) -> dict[str, float]:
+    """The median processor time of each call, all called in turn."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            start, n = time.process_time(), 0
+            while n == 0 or time.process_time() - start < 0.02:
+                call().block_until_ready()
+                n += 1
+            taken[name].append(1e3 * (time.process_time() - start) / n)
+    return {name: round(median(times[1:]), 3) for name, times in taken.items()}
+
+
+def linear(dtype: Any, rounds: int) -> None:
+    """LAYERS products of each shape."""
+    rng = np.random.default_rng(0)
+    for n_out, n_in in LINEAR:
+        weights = [jnp.asarray(rng.standard_normal((n_out, n_in)), dtype) for _ in range(LAYERS)]
+        for n_tokens in TOKENS:
+            x = jnp.asarray(rng.standard_normal((n_tokens, n_in)), dtype)
+            programs = {
+                name: jax.jit(lambda x, weights, f=f: sum(f(x, w)[0, 0] for w in weights))
+                for name, f in (("xla", matmul), ("native", native_linear))
+            }
+            report({"linear": [n_out, n_in], "tokens": n_tokens}, programs, (x, weights), rounds)
+
+
+def attention(dtype: Any, rounds: int) -> None:
+    """LAYERS times the attention of each case; XLA's path, where there is one (no groups, no window)."""
+    rng = np.random.default_rng(0)
+    for case in ATTENTION:
+        n_blocks = -(-case.keys // BLOCK)
+        shape = (case.rows * n_blocks, case.kv_heads, BLOCK, case.head_size)
+        caches = [
+            LayerCache(*(jnp.asarray(rng.standard_normal(shape), dtype) for _ in "kv")) for _ in range(LAYERS)
+        ]
+        table = jnp.asarray(rng.permutation(case.rows * n_blocks).reshape(case.rows, -1), jnp.int32)
+        row_start = jnp.arange(case.rows + 1, dtype=jnp.int32) * case.tokens
+        kv_length = jnp.full(case.rows, case.keys, jnp.int32)
+        q_shape = (case.rows * case.tokens, case.group, case.kv_heads, case.head_size)
+        q = jnp.asarray(rng.standard_normal(q_shape), dtype)
+        programs = {"native": jax.jit(partial(native_layers, window=case.window))}
+        if case.group == 1 and case.window is None:
+            programs = {"xla": jax.jit(xla_layers), **programs}
+        report(case._asdict(), programs, (q, caches, table, row_start, kv_length), rounds)
+
+
+def native_layers(
+    q: jax.Array, caches: list[LayerCache], *tables: jax.Array, window: int | None
+) -> jax.Array:
+    """One layer's result is the next one's queries."""
+    for keys, values in caches:
+        q = native_split_attention(q, keys, values, *tables, window=window)
+    return q
+
+
+def xla_layers(
+    q: jax.Array, caches: list[LayerCache], table: jax.Array, row_start: jax.Array, kv_length: jax.Array
+) -> jax.Array:
+    """The same in pure JAX, following the real lengths."""
+    work = attention_work(row_start, kv_length, q.shape[0], follow_lengths=True)
+    q = q[:, 0]
+    for cache in caches:
+        q = jax_attention(q, cache, table, row_start, kv_length, work, follow_lengths=True)
+    return q
+
+
+def report(
+    case: dict[str, Any], programs: dict[str, Callable[..., jax.Array]], arguments: Any, rounds: int
+) -> None:
+    """Print one line of JSON: the case, and milliseconds by program."""
+    calls = {name: partial(program, *arguments) for name, program in programs.items()}
+    print(json.dumps(case | milliseconds(calls, rounds)), flush=True)
+
+
+def main() -> None:
+    """Measure both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    linear(options.dtype, options.rounds)
+    attention(options.dtype, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+/* What both kinds of split attention's work share: the arguments, and where keys, values and queries are. */
+
+#ifndef ORCA_ATTENTION_H
+#define ORCA_ATTENTION_H
+
+#include "vectors.h"
+#include "xla_call.h"
+
+#ifndef Q_BITS
+#define Q_BITS 32
+#endif
+#ifndef KV_BITS
+#define KV_BITS 32
+#endif
+
+typedef ELEMENT(Q_BITS) q_type;
+typedef ELEMENT(KV_BITS) kv_type;
+
+#define CHUNK 64 /* keys */
+#define PARTS (HEAD_SIZE / LANES)
+
+typedef struct {
+  int row, start, n; /* the row, the tile's first query within it, queries */
+} Tile;
+
+typedef struct {
+  Work work;
+  const q_type *q;
+  const kv_type *keys, *values;
+  const float *slopes; /* of ALiBi, or NULL */
+  const int32_t *block_table, *row_start, *kv_length;
+  q_type *out;
+  float scale, soft_cap; /* soft_cap 0: none */
+  int window;            /* keys that a query sees, its own counted */
+  int n_slices, group, n_heads, max_blocks; /* n, G, K */
+  int n_many, heads_at_once; /* tiles for attend_many, which come first; heads of an item of attend_one */
+  Tile tiles[];
+} Attention;
+
+static const float NOTHING = -1e30f; /* the score of a key that a query does not see */
+
+static inline int lesser(int a, int b) { return a < b ? a : b; }
+static inline int greater(int a, int b) { return a > b ? a : b; }
+
+/* A row's key (or value) at `position`. */
+static inline const kv_type *slot(const Attention *a, const kv_type *pool, const int32_t *table, int head,
+                                  unsigned position) {
+  const size_t block = (size_t)table[position / BLOCK_SIZE] * a->n_heads + head;
+  return pool + (block * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_SIZE;
+}
+
+/* The slots [CHUNK] of `n` positions from `base` on; those after are the last again. */
+static inline void find(const Attention *a, const kv_type *pool, const int32_t *table, int head, int base, int n,
+                        const kv_type **slots) {
+  for (int c = 0; c < n; c++) slots[c] = slot(a, pool, table, head, base + c);
+  for (int c = n; c < CHUNK; c++) slots[c] = slots[n - 1];
+}
+
+/* Prefetches a slot. The processor cannot guess the next block, which may be anywhere. The second cache waits for
+ * more memory at a time than the first does. */
+static inline void fetch(const kv_type *slot) {
+  for (int i = 0; i < (int)(HEAD_SIZE * sizeof *slot); i += 64) __builtin_prefetch((const char *)slot + i, 0, 2);
+}
+
+static inline const q_type *query(const Attention *a, int token, int g, int head) {
+  return a->q + (((size_t)token * a->n_slices + g) * a->n_heads + head) * HEAD_SIZE;
+}
+
+static inline q_type *result_of(const Attention *a, int token, int g, int head) {
+  return a->out + (((size_t)token * a->group + g) * a->n_heads + head) * HEAD_SIZE;
+}
+
+static inline float slope(const Attention *a, int g, int head) {
+  return a->slopes ? a->slopes[g * a->n_heads + head] : 0;
+}
+
+static inline vec capped(vec scores, float cap) { return all(cap) * hyperbolic_tangent(scores * all(1 / cap)); }
+
+#endif

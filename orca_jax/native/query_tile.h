@@ -1,0 +1,185 @@
+/* Split attention for a tile of several queries of a row (the initiation, or prefill, phase, and large groups).
+ *
+ * Vectors run across the queries for the scores, and along the head for the sums of values. Queries are numbered
+ * token by token, and by group within a token, so the queries of a group share each read of a key and a value.
+ */
+
+#ifndef ORCA_QUERY_TILE_H
+#define ORCA_QUERY_TILE_H
+
+#include "attention.h"
+
+/* Sums that fill the registers, 32 or 16, together with their factors. */
+#if LANES == 16
+#define TILE 32       /* queries: two vectors */
+#define STRIP 8       /* keys whose scores are computed together; all of one block */
+#define PANEL 4       /* queries whose values are summed together, */
+#define PANEL_PARTS 4 /* and parts of the head */
+#else
+#define TILE 24
+#define STRIP 4
+#define PANEL 6
+#define PANEL_PARTS 2
+#endif
+
+_Static_assert(HEAD_SIZE % 16 == 0 && BLOCK_SIZE % STRIP == 0, "unsupported() in split_attention.py refuses these");
+_Static_assert(TILE % LANES == 0 && TILE % PANEL == 0 && CHUNK % STRIP == 0, "whole vectors, panels and strips");
+
+/* The keys that a tile's queries see. */
+typedef struct {
+  int32_t first[TILE], last[TILE]; /* of each query */
+  float slopes[TILE];
+  int first_any, last_any, first_all, last_all; /* any query sees these keys; all queries see these */
+} Seen;
+
+/* The scores of a strip of keys from `position` on, for `vectors` of a tile's queries; the compiler knows vectors. */
+INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE][TILE], const Seen *seen, int position,
+                        float weights[STRIP][TILE], const int vectors) {
+  vec scores[STRIP][TILE / LANES];
+  UNROLL for (int i = 0; i < STRIP; i++)
+    UNROLL for (int g = 0; g < vectors; g++) scores[i][g] = all(0);
+  for (int d = 0; d < HEAD_SIZE; d++) {
+    vec queries[TILE / LANES];
+    UNROLL for (int g = 0; g < vectors; g++) queries[g] = kept(load(&q[d][g * LANES]));
+    UNROLL for (int i = 0; i < STRIP; i++) {
+      const vec element = all(key[i * HEAD_SIZE + d]);
+      UNROLL for (int g = 0; g < vectors; g++) scores[i][g] += element * queries[g];
+    }
+  }
+  UNROLL for (int i = 0; i < STRIP; i++)
+    UNROLL for (int g = 0; g < vectors; g++) store(&weights[i][g * LANES], scores[i][g]);
+  if (a->soft_cap)
+    for (int i = 0; i < STRIP; i++)
+      for (int g = 0; g < vectors; g++) {
+        float *score = &weights[i][g * LANES];
+        store(score, capped(load(score), a->soft_cap));
+      }
+  if (a->slopes)
+    for (int i = 0; i < STRIP; i++)
+      for (int g = 0; g < vectors; g++) {
+        float *score = &weights[i][g * LANES];
+        const ivec distance = position + i - *(const ivec *)&seen->last[g * LANES];
+        store(score, load(score) + load(&seen->slopes[g * LANES]) * __builtin_convertvector(distance, vec));
+      }
+  if (position >= seen->first_all && position + STRIP - 1 <= seen->last_all) return;
+  for (int i = 0; i < STRIP; i++)
+    for (int g = 0; g < vectors; g++) {
+      float *score = &weights[i][g * LANES];
+      const ivec first = *(const ivec *)&seen->first[g * LANES], last = *(const ivec *)&seen->last[g * LANES];
+      /* Slots outside may hold NaN, left by other rows. Choosing drops them; arithmetic would not. */
+      store(score, choose((first <= position + i) & (last >= position + i), load(score), all(NOTHING)));
+    }
+}
+
+/* The values of a chunk, for PANEL queries and `parts` of the head; the compiler knows parts. */
+INLINE void add_panel(const kv_type *const *slots, int skip, int n, float weights[][TILE], const float *shrink,
+                      float out[][HEAD_SIZE], int m, int part, const int parts) {
+  vec sums[PANEL][PANEL_PARTS];
+  UNROLL for (int i = 0; i < PANEL; i++)
+    UNROLL for (int d = 0; d < parts; d++) sums[i][d] = load(&out[m + i][(part + d) * LANES]) * all(shrink[m + i]);
+  for (int c = skip; c < n; c++) {
+    const kv_type *value = slots[c - skip] + part * LANES;
+    vec values[PANEL_PARTS];
+    UNROLL for (int d = 0; d < parts; d++) values[d] = kept(load(value + d * LANES));
+    UNROLL for (int i = 0; i < PANEL; i++) {
+      const vec weight = all(weights[c][m + i]);
+      UNROLL for (int d = 0; d < parts; d++) sums[i][d] += weight * values[d];
+    }
+  }
+  UNROLL for (int i = 0; i < PANEL; i++)
+    UNROLL for (int d = 0; d < parts; d++) store(&out[m + i][(part + d) * LANES], sums[i][d]);
+}
+
+/* A tile of at most `vectors` of queries, which the compiler knows: vectors run across the queries for the scores,
+ * along the head for the sums of values. */
+INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int vectors) {
+  const int begin = a->row_start[tile.row], length = a->kv_length[tile.row], group = a->group;
+  const int before = length - (a->row_start[tile.row + 1] - begin); /* positions before the row's first token */
+  const int32_t *table = a->block_table + (size_t)tile.row * a->max_blocks;
+  float q[HEAD_SIZE][TILE], weights[CHUNK][TILE], out[TILE][HEAD_SIZE], shrink[TILE], totals[TILE];
+  Seen seen;
+  memset(weights, 0, sizeof weights);
+  memset(shrink, 0, sizeof shrink);
+  memset(out, 0, sizeof out);
+  for (int m = 0; m < vectors * LANES; m++) {
+    const int number = tile.start + lesser(m, tile.n - 1), token = number / group, g = number % group;
+    const q_type *from = query(a, begin + token, g, head);
+    seen.last[m] = before + token;
+    seen.first[m] = greater(0, seen.last[m] - a->window + 1);
+    seen.slopes[m] = slope(a, g, head);
+    for (int i = 0; i < PARTS; i++) {
+      const vec part = load(from + i * LANES) * all(a->scale);
+      UNROLL for (int d = 0; d < LANES; d++) q[i * LANES + d][m] = part[d];
+    }
+  }
+  seen.first_any = seen.first[0];
+  seen.last_any = seen.last[tile.n - 1];
+  seen.first_all = seen.first[tile.n - 1];
+  seen.last_all = seen.last[0];
+  vec top[TILE / LANES], total[TILE / LANES];
+  for (int g = 0; g < vectors; g++) {
+    top[g] = all(NOTHING);
+    total[g] = all(0);
+  }
+  /* Chunks start at fixed positions, so that a query's result does not depend on where its tile starts. With a short
+   * window a query may see no key of the first chunks. Its largest score is then NOTHING, and its sums are wrong until
+   * it sees a key: then they are multiplied by e^NOTHING, which is 0. */
+  for (int base = seen.first_any / CHUNK * CHUNK; base <= seen.last_any; base += CHUNK) {
+    const int n = lesser(seen.last_any + 1 - base, CHUNK), skip = greater(0, seen.first_any - base);
+    const kv_type *values[CHUNK];
+    find(a, a->values, table, head, base + skip, n - skip, values);
+    for (int c = skip / STRIP * STRIP; c < n; c += STRIP) { /* a block holds whole strips */
+      const kv_type *slots = slot(a, a->keys, table, head, base + c);
+      for (int i = 0; i < STRIP; i++) fetch(values[greater(0, c + i - skip)]);
+#if KV_BITS == 32
+      const float *key = slots;
+#else
+      float key[STRIP * HEAD_SIZE];
+      for (int i = 0; i < STRIP * HEAD_SIZE; i += LANES) store(key + i, load(slots + i));
+#endif
+      score_strip(a, key, q, &seen, base + c, &weights[c], vectors);
+    }
+    for (int g = 0; g < vectors; g++) {
+      vec new_top = top[g], sums = all(0);
+      for (int c = skip; c < n; c++) new_top = larger(new_top, load(&weights[c][g * LANES]));
+      for (int c = skip; c < n; c++) {
+        const vec weight = exponential(load(&weights[c][g * LANES]) - new_top);
+        store(&weights[c][g * LANES], weight);
+        sums += weight;
+      }
+      const vec shrunk = exponential(top[g] - new_top);
+      store(&shrink[g * LANES], shrunk);
+      total[g] = total[g] * shrunk + sums;
+      top[g] = new_top;
+    }
+    for (int m = 0; m < tile.n; m += PANEL) {
+      int part = 0;
+      for (; part + PANEL_PARTS <= PARTS; part += PANEL_PARTS)
+        add_panel(values, skip, n, weights, shrink, out, m, part, PANEL_PARTS);
+      if (PARTS % PANEL_PARTS)
+        add_panel(values, skip, n, weights, shrink, out, m, part, PARTS % PANEL_PARTS);
+    }
+  }
+  for (int g = 0; g < vectors; g++) store(&totals[g * LANES], total[g]);
+  for (int m = 0; m < tile.n; m++) {
+    const int number = tile.start + m;
+    q_type *to = result_of(a, begin + number / group, number % group, head);
+    for (int d = 0; d < PARTS; d++) store(to + d * LANES, load(&out[m][d * LANES]) * all(1 / totals[m]));
+  }
+}
+
+/* Not inlined, so that each has the registers and the stack to itself. */
+#define ATTEND_MANY(VECTORS)                                                                                     \
+  static __attribute__((noinline)) void attend_many_##VECTORS(const Attention *a, Tile tile, int head) {         \
+    attend_vectors(a, tile, head, VECTORS);                                                                      \
+  }
+ATTEND_MANY(1)
+ATTEND_MANY(2)
+#if TILE / LANES == 3
+ATTEND_MANY(3)
+static void (*const attend_many[])(const Attention *, Tile, int) = {NULL, attend_many_1, attend_many_2, attend_many_3};
+#else
+static void (*const attend_many[])(const Attention *, Tile, int) = {NULL, attend_many_1, attend_many_2};
+#endif
+
+#endif

@@ -1,0 +1,86 @@
+"""Random batches for the native attention, and its result by definition, in float64."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.device.model.ragged import Ragged, ragged
+
+MOST_TOKENS = 96
+MOST_ROWS = 12
+MOST_KEYS = 256
+
+
+class Form(NamedTuple):
+    """What one compiled program is for: sizes, and how scores are made."""
+
+    group: int
+    n_kv_heads: int
+    head_size: int
+    block_size: int
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+
+    def slopes(self) -> np.ndarray | None:
+        """ALiBi's slopes [G, K]; one is 0."""
+        if not self.alibi:
+            return None
+        slopes = 0.5 ** np.arange(self.group * self.n_kv_heads)
+        slopes[-1] = 0
+        return slopes.reshape(self.group, self.n_kv_heads).astype(np.float32)
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of native_split_attention."""
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "soft_cap": self.soft_cap,
+            "slopes": self.slopes(),
+        }
+
+
+def batch_of(rows: list[tuple[int, int]], form: Form, *, seed: int) -> Ragged:
+    """A batch of few shapes, since each is compiled: q [T, G, K, D]. Blocks outside the window hold NaN."""
+    batch = ragged(
+        seed,
+        rows,
+        n_padding=MOST_TOKENS - sum(n for n, _ in rows),
+        n_heads=form.group * form.n_kv_heads,
+        n_kv_heads=form.n_kv_heads,
+        head_size=form.head_size,
+        block_size=form.block_size,
+        n_rows=MOST_ROWS,
+        n_blocks=MOST_ROWS * MOST_KEYS // form.block_size,
+        max_blocks=MOST_KEYS // form.block_size,
+    )
+    for (n, length), table in zip(rows, batch.block_table, strict=False):
+        first_seen = max(0, length - n + 1 - (form.window or length))
+        for cache in (batch.k_cache, batch.v_cache):
+            cache[table[: first_seen // form.block_size]] = np.nan
+    return batch._replace(q=batch.q.reshape(MOST_TOKENS, form.group, form.n_kv_heads, form.head_size))
+
+
+def truth(batch: Ragged, form: Form) -> np.ndarray:
+    """The result [T, G, K, D], query by query in float64."""
+    out = np.zeros(batch.q.shape)
+    scale = form.head_size**-0.5 if form.scale is None else form.scale
+    slopes = form.slopes()
+    for r, n_keys in enumerate(batch.kv_length):
+        begin, end = batch.row_start[r], batch.row_start[r + 1]
+        for token in range(begin, end):
+            position = n_keys - end + token
+            seen = np.arange(max(0, position + 1 - (form.window or n_keys)), position + 1)
+            blocks, slots = batch.block_table[r, seen // form.block_size], seen % form.block_size
+            keys = batch.k_cache[blocks, :, slots].astype(np.float64)  # [P, K, D]
+            values = batch.v_cache[blocks, :, slots].astype(np.float64)
+            scores = scale * np.einsum("gkd,pkd->gkp", batch.q[token].astype(np.float64), keys)
+            if form.soft_cap is not None:
+                scores = form.soft_cap * np.tanh(scores / form.soft_cap)
+            if slopes is not None:
+                scores += slopes[:, :, None] * (seen - position)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            out[token] = np.einsum("gkp,pkd->gkd", weights, values)
+    return out
