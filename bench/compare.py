@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.peers.checkpoint import write_random_gpt2
-from bench.peers.child import told_variables
+from bench.peers.child import environment_variables
 from bench.peers.engine_process import PLAY_SECONDS, EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
 from bench.peers.orca_server import OrcaServer
@@ -184,7 +184,7 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "commit": commit,
-        "variables": told_variables(),
+        "variables": environment_variables(),
     }
 
 

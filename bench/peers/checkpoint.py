@@ -16,7 +16,9 @@ from orca_jax.families.parameters import Initial, parameter_table
 def write_random_gpt2(
     directory: Path, model: ModelConfig, *, seed: int = 0, max_file_bytes: int = 1 << 30
 ) -> None:
-    """GPT-2's layout and names, float32: normal with deviation 0.02, norms at 1 and 0, as initialised."""
+    """Write random weights with GPT-2's layout and names in float32: normal with deviation 0.02, norms at 1
+    and 0.
+    """
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(hf_config_of(model)))
     rng = np.random.default_rng(seed)

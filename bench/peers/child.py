@@ -1,6 +1,6 @@
-"""A peer's side of the pipe: questions and answers are lines of JSON, and what a library prints is no answer.
+"""A peer's end of the pipe: questions and answers are lines of JSON, apart from what libraries print.
 
-Needs the standard library alone: an engine's environment may have neither this project nor JAX.
+Needs only the standard library, because an engine's environment may have neither this project nor JAX.
 """
 
 import json
@@ -12,8 +12,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-# Variables that may change how fast an engine is; what is secret goes into no record.
-_TOLD = ("CUDA_", "JAX_", "KMP_", "LD_PRELOAD", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH", "VLLM_", "XLA_")
+# Variables that may change an engine's speed, without secrets.
+_RECORDED = (
+    "CUDA_",
+    "JAX_",
+    "KMP_",
+    "LD_PRELOAD",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "PYTORCH_",
+    "TORCH",
+    "VLLM_",
+    "XLA_",
+)
 _SECRET = ("KEY", "SECRET", "TOKEN")
 
 
@@ -29,7 +41,7 @@ class Asked:
 class Playing:
     """A trace while an engine plays it: which requests have arrived, and when each was done.
 
-    Its clock starts when it is made. `done` may be called from any thread, the rest from one.
+    Its clock starts at construction. `done` may be called from any thread, the other methods from one thread.
     """
 
     def __init__(self, requests: Sequence[Asked], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -42,16 +54,16 @@ class Playing:
 
     @property
     def n_done(self) -> int:
-        """Requests that `done` was told of."""
+        """The number of finished requests."""
         return len(self._latency)
 
     @property
     def is_done(self) -> bool:
-        """Is every request?"""
+        """Whether every request is done."""
         return self.n_done == len(self.requests)
 
     def arrived(self, most: int | None = None) -> list[int]:
-        """Indices of the requests that have arrived and were not given before, oldest first; no wait."""
+        """Indices of the newly arrived requests, oldest first, without waiting."""
         taken: list[int] = []
         while len(taken) != most and self.until_next() == 0.0:
             taken.append(self._n_taken)
@@ -59,13 +71,13 @@ class Playing:
         return taken
 
     def until_next(self) -> float | None:
-        """Seconds until `arrived` has one more; None when it has given all."""
+        """Seconds until `arrived` has another request; None after the last."""
         if self._n_taken == len(self.requests):
             return None
         return max(0.0, self.requests[self._n_taken].arrival - self._now())
 
     def next_arrivals(self, most: int | None = None) -> list[int]:
-        """The same, but sleeps until there is one at least; empty when all were given."""
+        """As `arrived`, but sleeps until there is at least one; empty after the last."""
         while (seconds := self.until_next()) is not None:
             time.sleep(seconds)
             if indices := self.arrived(most):
@@ -73,14 +85,13 @@ class Playing:
         return []
 
     def done(self, index: int, token_ids: Sequence[int]) -> None:
-        """All of a request's output is there, now."""
+        """Record that a request's output is complete now."""
         self._latency[index] = self._now() - self.requests[index].arrival
         self._token_ids[index] = token_ids
 
     def answer(self) -> dict[str, Any]:
-        """What was measured: `seconds` until the last was done, and of each request, in their order, its
-        `latency` in seconds from its arrival in the trace, whenever the engine took it, and its output's
-        `token_ids`.
+        """The measurements: `seconds` until the last request was done, and for each request, in order, its
+        `latency` in seconds since its arrival in the trace, and its output's `token_ids`.
         """
         indices = range(len(self.requests))
         return {
@@ -97,33 +108,33 @@ Play = Callable[[Playing], None]  # returns when all requests are done
 
 
 def serve(start: Callable[[dict[str, Any], ExitStack], tuple[Play, dict[str, Any]]]) -> None:
-    """Start an engine as the first line says, tell about it, and play a trace for each line until they end.
+    """Start an engine with the flags in the first line, describe it, and play a trace for each further line.
 
-    `start(flags, closing)` gives the way to play a trace and what is to be known of the engine: versions,
-    flags; what ends the engine it leaves in `closing`.
+    `start(flags, closing)` returns a function that plays a trace and a description of the engine (versions,
+    flags). It registers the engine's shutdown in `closing`.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # an engine's own prints go where its warnings go
+    os.dup2(2, 1)  # an engine's prints go to stderr
 
-    def say(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
     with ExitStack() as closing:
         play, about = start(json.loads(sys.stdin.readline()), closing)
-        say({**about, "variables": told_variables()})
+        send({**about, "variables": environment_variables()})
         for line in sys.stdin:
-            said = json.loads(line)
-            rows = zip(said["prompts"], said["n_outputs"], said["arrivals"], strict=True)
+            question = json.loads(line)
+            rows = zip(question["prompts"], question["n_outputs"], question["arrivals"], strict=True)
             playing = Playing([Asked(*row) for row in rows])
             play(playing)
-            say(playing.answer())
+            send(playing.answer())
 
 
-def told_variables() -> dict[str, str]:
-    """Of this process's environment, what may matter to speed."""
+def environment_variables() -> dict[str, str]:
+    """The variables of this process's environment that may affect speed."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
-        if name.startswith(_TOLD) and not any(word in name for word in _SECRET)
+        if name.startswith(_RECORDED) and not any(word in name for word in _SECRET)
     }

@@ -1,4 +1,4 @@
-"""An engine in a process of its own environment, behind a pipe of JSON lines (child.py is the other end)."""
+"""An engine in a process with its own environment, behind a pipe of JSON lines (other end: child.py)."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from orca_jax.processes.json_child import ChildSilent, JsonChild
 
 START_SECONDS, PLAY_SECONDS = 900.0, 1800.0
 _ROOT = Path(__file__).parents[2]
-_GRACE_SECONDS = 30.0  # for an engine to end by itself
+_GRACE_SECONDS = 30.0  # for an engine to exit by itself
 
 
 class EngineEnded(Exception):
@@ -19,7 +19,7 @@ class EngineEnded(Exception):
 
 
 class EngineProcess:
-    """A context manager that ends the process. `about` is what the engine says of itself, after `start`."""
+    """A context manager that ends the process. `about` describes the engine after `start`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class EngineProcess:
         try:
             self._child = JsonChild(
                 [python, "-m", module],
-                folder=_ROOT,  # where `bench` is found
+                folder=_ROOT,  # contains `bench`
                 environment={**os.environ, **(variables or {})},
                 grace_seconds=_GRACE_SECONDS,
             )
@@ -44,7 +44,7 @@ class EngineProcess:
             raise EngineEnded(f"{name} did not start: {error}") from error
 
     def start(self, flags: dict[str, Any], seconds: float = START_SECONDS) -> None:
-        """Load the model; `about` is known then. Raises EngineEnded."""
+        """Load the model and set `about`. Raises EngineEnded."""
         self.about = self._ask(flags, seconds)
 
     def play(self, trace: Trace) -> Played:
@@ -63,7 +63,7 @@ class EngineProcess:
         )
 
     def warm_up(self, trace: Trace) -> Played:
-        """Play a trace once, and have its tokens. Raises EngineEnded."""
+        """Play a trace once, with its tokens. Raises EngineEnded."""
         return self.play(trace)
 
     def __enter__(self) -> Self:

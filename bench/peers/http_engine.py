@@ -1,7 +1,7 @@
-"""An engine behind OpenAI's protocol: streams of /v1/completions for prompts of token ids, a task each.
+"""An engine behind OpenAI's protocol: one stream of /v1/completions per request, with token ids as prompts.
 
-Servers differ in the fields that they take. Which of them a server is sent is tried out when it is met, with
-one request of two tokens, and told in `about`; what it gives is counted, not believed.
+Servers accept different fields. `start` finds out which ones with a request for two tokens, and `about` lists
+them. The output tokens are counted, because a server may ignore a field.
 """
 
 import asyncio
@@ -21,25 +21,25 @@ PLAY_SECONDS = 1800.0
 _QUESTION_SECONDS = 120.0
 _READ_BYTES = 1 << 16
 _N_OUTPUT = "the request's output tokens"
-# How a server is told that a text's end is no end, the best first: one that knows neither refuses both or
-# passes them over.
+# Ways to generate past an end-of-sequence token, the best first. A server without either refuses or ignores
+# them.
 _NO_END: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"min_tokens": _N_OUTPUT}, {})
 _USAGE: tuple[dict[str, Any], ...] = ({"stream_options": {"include_usage": True}}, {})
-# How a server tells the ids of the tokens that it gives.
-_TELL: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"logprobs": 0})
-_TOLD_ID = "token_id:"  # a token's name where there is no text for it
+# Ways to get the ids of output tokens.
+_TOKEN_IDS: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"logprobs": 0})
+_TOKEN_ID = "token_id:"  # prefix of a token's name if the token has no text
 _VERSION_PATHS = ("/version", "/get_server_info", "/props", "/info")
 _VERSION_FIELDS = ("version", "build_info", "docker_label")
 
 
 class AddressFailed(Exception):
-    """A server cannot be measured, or failed while it was; the message names it and says why."""
+    """A server failed or cannot be measured; the message names it and the reason."""
 
 
 class HttpEngine:
     """A server at a URL, with or without /v1 at its end; a context manager.
 
-    `model` is what requests call the model; without it the server's first. `body` goes into every request.
+    `model` is the model's name in requests, by default the server's first. `body` is added to every request.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class HttpEngine:
         self.about: dict[str, Any] = {}
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
-            raise AddressFailed(f"{name}: {url!r} is no address of the form http://HOST[:PORT][/PATH]")
+            raise AddressFailed(f"{name}: {url!r} is not an address of the form http://HOST[:PORT][/PATH]")
         self._url = url
         self._address = (parts.hostname, parts.port or 80)
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._model = model
         self._body = dict(body or {})
         self._play_seconds = play_seconds
-        self._tell: dict[str, Any] | None = None
+        self._ids_field: dict[str, Any] | None = None
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def start(self) -> None:
-        """Find out what the server takes; `about` is known then. Raises AddressFailed."""
+        """Find out which fields the server accepts and set `about`. Raises AddressFailed."""
         self._runner.run(self._within(_QUESTION_SECONDS, self._meet()))
 
     def play(self, trace: Trace) -> Played:
@@ -74,8 +74,8 @@ class HttpEngine:
         return self._runner.run(self._within(self._play_seconds, self._play(trace, {})))
 
     def warm_up(self, trace: Trace) -> Played:
-        """Play a trace once, and have its tokens, if the server tells them. Raises AddressFailed."""
-        return self._runner.run(self._within(self._play_seconds, self._play(trace, self._tell or {})))
+        """Play a trace once, with its tokens if the server returns them. Raises AddressFailed."""
+        return self._runner.run(self._within(self._play_seconds, self._play(trace, self._ids_field or {})))
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +105,7 @@ class HttpEngine:
                 answer = await self._whole(self._post(request, body))
                 if status_of(answer) == 200:
                     self._body = body
-                    self._tell = await self._how_it_tells(request)
+                    self._ids_field = await self._token_id_field(request)
                     self.about = {
                         "versions": await self._version(answer),
                         "flags": {
@@ -113,26 +113,26 @@ class HttpEngine:
                             "model": self._model,
                             "sent": self._fields(_N_OUTPUT, {}),
                         },
-                        "tokens told by": self._tell,
+                        "token ids by": self._ids_field,
                     }
                     return
                 refused = answer
-        said = refused.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
+        text = refused.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
         raise AddressFailed(
-            f"{self.name} ({self._url}) takes no stream of /v1/completions for a prompt of token ids: "
-            f"status {status_of(refused)}, {said}"
+            f"{self.name} ({self._url}) refuses to stream /v1/completions for a prompt of token ids: "
+            f"status {status_of(refused)}, {text}"
         )
 
-    async def _how_it_tells(self, request: TracedRequest) -> dict[str, Any] | None:
-        for tell in _TELL:
-            answer = await self._whole(self._post(request, {**self._body, **tell}))
+    async def _token_id_field(self, request: TracedRequest) -> dict[str, Any] | None:
+        for field in _TOKEN_IDS:
+            answer = await self._whole(self._post(request, {**self._body, **field}))
             if status_of(answer) == 200 and (ids := token_ids(events_of(answer))) and len(ids) == 2:
-                return tell
+                return field
         return None
 
     async def _version(self, answer: bytes) -> str:
-        """What it says of itself, and the Server field of its answers' heads."""
-        said: list[str] = []
+        """The server's version, and the Server header of its answers."""
+        lines: list[str] = []
         for path in _VERSION_PATHS:
             got = await self._whole(self._get(path))
             if status_of(got) != 200:
@@ -142,11 +142,11 @@ class HttpEngine:
             except ValueError:
                 continue
             if isinstance(found, dict):
-                said += [f"{field} {found[field]}" for field in _VERSION_FIELDS if field in found]
+                lines += [f"{field} {found[field]}" for field in _VERSION_FIELDS if field in found]
         for line in answer.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n"):
             if line.lower().startswith("server:"):
-                said.append(line)
-        return ", ".join(said) or "not told"
+                lines.append(line)
+        return ", ".join(lines) or "unknown"
 
     async def _play(self, trace: Trace, more: Mapping[str, Any]) -> Played:
         messages = [self._post(request, {**self._body, **more}) for request in trace]
@@ -165,16 +165,16 @@ class HttpEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         n_tokens: list[int] = []
-        told: list[tuple[int, ...] | None] = []
+        outputs: list[tuple[int, ...] | None] = []
         for _, answer in done:
             if status_of(answer) != 200:
-                said = answer.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
-                raise AddressFailed(f"{self.name} answered with {status_of(answer)}: {said}")
+                text = answer.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
+                raise AddressFailed(f"{self.name} answered with {status_of(answer)}: {text}")
             events = events_of(answer)
             n_tokens.append(count(events))
             ids = token_ids(events)
-            told.append(None if ids is None else tuple(ids))
-        known = [ids for ids in told if ids is not None] if more else []
+            outputs.append(None if ids is None else tuple(ids))
+        known = [ids for ids in outputs if ids is not None] if more else []
         return Played(
             seconds=max(end for end, _ in done),
             latency=tuple(end - request.arrival for (end, _), request in zip(done, trace, strict=True)),
@@ -183,7 +183,7 @@ class HttpEngine:
         )
 
     def _fields(self, n_output: int | str, more: Mapping[str, Any]) -> dict[str, Any]:
-        """All of a request's fields but the prompt."""
+        """All fields of a request except the prompt."""
         fields = {"model": self._model, "max_tokens": n_output, "temperature": 0, "stream": True}
         fields |= {**self._body, **more}
         return {name: n_output if value == _N_OUTPUT else value for name, value in fields.items()}
@@ -196,7 +196,7 @@ class HttpEngine:
         return get(*self._address, self._base + path)
 
     async def _whole(self, message: bytes) -> bytes:
-        """The answer, unread: the server's processor is often the client's too."""
+        """The raw answer. It is parsed later, because server and client often share a processor."""
         answer = bytearray()
         async with Exchange(*self._address, message) as exchange:
             while some := await exchange.sip(_READ_BYTES):
@@ -207,7 +207,7 @@ class HttpEngine:
 
 
 def events_of(answer: bytes) -> list[dict[str, Any]]:
-    """The stream's events. Raises ValueError where it is cut off, and AddressFailed where it has an error."""
+    """The stream's events. Raises ValueError if it is incomplete, and AddressFailed if it has an error."""
     text = body_of(answer).decode()
     found: list[dict[str, Any]] = []
     lines = [line.rstrip("\r") for line in text.split("\n")]
@@ -223,23 +223,23 @@ def events_of(answer: bytes) -> list[dict[str, Any]]:
 
 
 def count(events: list[dict[str, Any]]) -> int:
-    """Output tokens: as the usage says, or without one a token for each event with text in it."""
-    said = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
-    if said:
-        return int(said[-1])
+    """The number of output tokens: from the usage, or else one per event with text."""
+    counts = [event["usage"]["completion_tokens"] for event in events if event.get("usage")]
+    if counts:
+        return int(counts[-1])
     return sum(bool(choice.get("text")) for event in events for choice in event.get("choices") or ())
 
 
 def token_ids(events: list[dict[str, Any]]) -> list[int] | None:
-    """The ids of a stream's tokens; None where it does not tell them all."""
+    """The ids of a stream's tokens; None unless it has all of them."""
     found: list[int] = []
     for event in events:
         for choice in event.get("choices") or ():
             logprobs = choice.get("logprobs") or {}
             if "token_ids" in choice:
                 found += choice["token_ids"] or ()
-            elif all(name.startswith(_TOLD_ID) for name in logprobs.get("tokens") or ()):
-                found += [int(name.removeprefix(_TOLD_ID)) for name in logprobs.get("tokens") or ()]
+            elif all(name.startswith(_TOKEN_ID) for name in logprobs.get("tokens") or ()):
+                found += [int(name.removeprefix(_TOKEN_ID)) for name in logprobs.get("tokens") or ()]
             else:
                 return None
     return found or None

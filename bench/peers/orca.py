@@ -15,8 +15,8 @@ from orca_jax.service.generation import Generation
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
-    """`flags`: checkpoint, dtype, max_batch_size, and perhaps more arguments of LLM."""
-    # All that any iteration needs is compiled before the first is timed.
+    """`flags`: checkpoint, dtype, max_batch_size, and optionally more arguments of LLM."""
+    # Compile every program before the first timed iteration.
     arguments = {
         "max_batch_size": flags["max_batch_size"],
         "dtype": flags["dtype"],

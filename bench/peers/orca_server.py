@@ -1,4 +1,4 @@
-"""`orca serve` over HTTP, in a process of its own that the benchmark starts and ends."""
+"""`orca serve` over HTTP, in a separate process that the benchmark starts and ends."""
 
 import platform
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ START_SECONDS = 900.0
 
 
 class OrcaServer:
-    """A server of a checkpoint on a free port of loopback; a context manager that ends it.
+    """A server for a checkpoint on a free loopback port; a context manager that ends it.
 
     `settings` are flags of `orca serve` by their names with underscores, as in {"max_batch_size": 48}.
     """
@@ -31,24 +31,24 @@ class OrcaServer:
         self._http: HttpEngine | None = None
 
     def start(self) -> None:
-        """Wait until it is ready; `about` is known then. Raises ServerFailed and AddressFailed."""
+        """Wait until it is ready and set `about`. Raises ServerFailed and AddressFailed."""
         self._process.wait_until_ready(START_SECONDS)
         self._http = HttpEngine(self.name, self._process.url, play_seconds=self._play_seconds)
         self._http.start()
         versions = (
             f"orca_jax {orca_jax.__version__}, jax {version('jax')}, Python {platform.python_version()}"
         )
-        told = self._http.about
-        self.about = {**told, "versions": versions, "flags": {"orca serve": self._flags, **told["flags"]}}
+        about = self._http.about
+        self.about = {**about, "versions": versions, "flags": {"orca serve": self._flags, **about["flags"]}}
 
     def play(self, trace: Trace) -> Played:
         """As HttpEngine's."""
-        assert self._http is not None, "it was not started"
+        assert self._http is not None, "start was not called"
         return self._http.play(trace)
 
     def warm_up(self, trace: Trace) -> Played:
         """As HttpEngine's."""
-        assert self._http is not None, "it was not started"
+        assert self._http is not None, "start was not called"
         return self._http.warm_up(trace)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What an engine made of a trace, and what is said of two engines' rounds beside each other."""
+"""The result of playing a trace on an engine, and comparisons of two engines' results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,8 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One play of a trace: seconds from its start to the last end, and of each request, in the trace's order,
-    the latency in seconds from its arrival, and the output tokens that came: how many, and which, where that
-    is known.
+    """One play of a trace: seconds from its start to the last end; and for each request, in the trace's
+    order, the latency in seconds since its arrival, the number of output tokens, and their ids if known.
     """
 
     seconds: float
@@ -25,33 +24,34 @@ class Played:
 
     @property
     def tokens_per_second(self) -> float:
-        """All output tokens that came, over all the seconds."""
+        """Output tokens per second over the whole play."""
         return sum(self.n_tokens) / self.seconds
 
     @property
     def requests_per_second(self) -> float:
-        """Requests over seconds: the paper's throughput."""
+        """Requests per second, the paper's throughput."""
         return len(self.latency) / self.seconds
 
     def normalized_latency_ms(self) -> dict[str, float]:
-        """Percentiles over the requests of latency over generated tokens (ORCA 6.2), in milliseconds a token.
+        """Percentiles over the requests of latency over generated tokens (ORCA 6.2), in milliseconds per
+        token.
 
-        A request that gave no token counts as if it gave one.
+        A request without output counts as one token.
         """
         each = [1e3 * s / max(1, n) for s, n in zip(self.latency, self.n_tokens, strict=True)]
         return {f"p{q}": float(np.percentile(each, q)) for q in PERCENTILES}
 
     def missing(self, trace: Trace) -> int:
-        """Output tokens that were asked for and did not come."""
+        """The number of requested output tokens that are missing."""
         return sum(max(0, request.n_output - n) for request, n in zip(trace, self.n_tokens, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two engines' greedy tokens are the same.
+    """How far two engines' greedy tokens agree.
 
-    `tokens` is the share of all that stand before a request's first difference; None where one of the two
-    does not tell its tokens.
+    `tokens` is the share of all tokens before their request's first difference; None if an engine does not
+    return its tokens.
     """
 
     requests: int
@@ -63,7 +63,7 @@ class Agreement:
 
 
 def agreement(one: Played, other: Played) -> Agreement | None:
-    """Of two plays of one trace."""
+    """The agreement of two plays of one trace."""
     if one.token_ids is None or other.token_ids is None:
         return None
     pairs = list(zip(one.token_ids, other.token_ids, strict=True))
@@ -80,5 +80,5 @@ def _n_same(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of each round's ratio: what disturbs a round disturbs both."""
+    """The median of the rounds' ratios, because a disturbance in a round affects both engines."""
     return median(one / other for one, other in zip(ours, theirs, strict=True))

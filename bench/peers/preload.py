@@ -1,7 +1,7 @@
 """The libraries that vLLM's documentation advises to preload on a CPU: tcmalloc, and Intel's OpenMP.
 
-Without them it is some 10 % slower on two cores. tcmalloc is a system package (libtcmalloc-minimal4); OpenMP
-comes with pip's intel-openmp, which puts it into the environment's own lib folder.
+Without them vLLM is about 10 % slower on two cores. tcmalloc is a system package (libtcmalloc-minimal4);
+OpenMP comes with pip's intel-openmp, which installs it into the environment's lib folder.
 """
 
 import os
@@ -21,7 +21,7 @@ _WANTED = {"tcmalloc": "libtcmalloc_minimal.so.4", "OpenMP": "libiomp5.so"}
 def preloaded(python: str, system: Sequence[str] = _SYSTEM) -> tuple[str, tuple[str, ...]]:
     """LD_PRELOAD for an engine that runs under `python`, and the names of the libraries that are missing.
 
-    The libraries of its environment come before the system's. What LD_PRELOAD is already set to stays, last.
+    The environment's libraries come before the system's; an existing LD_PRELOAD comes last.
     """
     folders = [Path(os.path.abspath(python)).parents[1] / "lib", *map(Path, system)]
     paths: list[str] = []

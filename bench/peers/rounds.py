@@ -1,4 +1,4 @@
-"""Traces played by engines in turn, round by round, and what is said of them beside each other."""
+"""Plays traces on engines in alternation, round by round, and compares the results."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -12,47 +12,47 @@ from rich.table import Table
 from bench.peers.played import Agreement, Played, agreement, ratio
 from bench.trace import Trace
 
-OURS = "orca_jax"  # the engine that all others are held against
+OURS = "orca_jax"  # the engine that all others are compared with
 
 
 class Engine(Protocol):
-    """Something that plays traces."""
+    """An engine that plays traces."""
 
     name: str
     about: dict[str, Any]
 
     def play(self, trace: Trace) -> Played:
-        """Play it once."""
+        """Play a trace once."""
         ...
 
     def warm_up(self, trace: Trace) -> Played:
-        """Play it once, and have its tokens, where they can be had."""
+        """Play a trace once, with its tokens if available."""
         ...
 
 
 @dataclass(slots=True)
 class Rounds:
-    """What each engine made of one trace: once to warm up, all requests at once, and then in each round."""
+    """Each engine's results for one trace: a warm-up with all requests at once, then each round."""
 
     trace: Trace
     warm: dict[str, Played] = field(default_factory=dict[str, Played])
     played: dict[str, list[Played]] = field(default_factory=dict[str, list[Played]])
 
     def tokens_per_second(self, name: str) -> list[float]:
-        """Of each round."""
+        """For each round."""
         return [one.tokens_per_second for one in self.played[name]]
 
     def latency_ms(self, name: str) -> dict[str, list[float]]:
-        """Percentiles of normalized latency, of each round."""
+        """Percentiles of normalized latency for each round."""
         each = [one.normalized_latency_ms() for one in self.played[name]]
         return {q: [one[q] for one in each] for q in each[0]}
 
     def agreement(self, name: str) -> Agreement | None:
-        """How far an engine's tokens are ours, when all requests come at once."""
+        """How far an engine's tokens agree with ours if all requests arrive at once."""
         return agreement(self.warm[OURS], self.warm[name])
 
     def missing(self, name: str) -> int:
-        """Output tokens that did not come, in the round where the most did not."""
+        """The number of missing output tokens in the worst round."""
         return max(one.missing(self.trace) for one in self.played[name])
 
 
@@ -64,10 +64,10 @@ def play_in_turn(
     *,
     rest: float = 0.0,
 ) -> dict[str, Rounds]:
-    """Each trace on each engine once to warm up, and then `rounds` times; by the traces' names.
+    """Play each trace on each engine once to warm up, then `rounds` times; returns Rounds by trace name.
 
-    Another engine begins each round. Before each play all rest for `rest` seconds: threads of an engine that
-    has just played may still look for work.
+    Each round begins with another engine. Before each play all engines rest for `rest` seconds, because
+    threads of the previous engine may still be polling.
     """
     found = {
         name: Rounds(trace, played={engine.name: [] for engine in engines}) for name, trace in traces.items()
@@ -95,10 +95,10 @@ def play_in_turn(
 
 
 def table(found: Mapping[str, Rounds]) -> Table:
-    """Medians over the rounds, of tokens per second also the least and the most; ratios are medians of the
-    rounds' ratios.
+    """Medians over the rounds, for tokens per second also least and most. Ratios are medians of the rounds'
+    ratios.
     """
-    made = Table(title="medians of the rounds (least to most); latency is normalized, ms a generated token")
+    made = Table(title="medians of the rounds (least to most); latency is normalized, ms per generated token")
     made.add_column("trace", no_wrap=True)
     made.add_column("engine", no_wrap=True)
     for heading in (
@@ -126,16 +126,16 @@ def table(found: Mapping[str, Rounds]) -> Table:
                 f"{median(latency['p90']):.1f}",
                 f"{median(latency['p99']):.1f}",
                 "" if is_ours else f"{ratio(one.latency_ms(OURS)['p50'], latency['p50']):.2f}",
-                "" if is_ours else "not told" if same is None else str(same),
+                "" if is_ours else "unknown" if same is None else str(same),
             )
     return made
 
 
 def warnings(found: Mapping[str, Rounds]) -> list[str]:
-    """A line for each engine that gave fewer tokens than were asked for."""
+    """A line for each engine that returned fewer tokens than requested."""
     return [
-        f"! {name}, {trace}: {missing} of {sum(r.n_output for r in one.trace)} tokens did not come; its"
-        " figures are of those that came, which is less work than the others did"
+        f"! {name}, {trace}: {missing} of {sum(r.n_output for r in one.trace)} tokens are missing; its"
+        " figures count the rest, which is less work than the others did"
         for trace, one in found.items()
         for name in one.played
         if (missing := one.missing(name))
@@ -149,13 +149,13 @@ def spread(values: Sequence[float]) -> str:
 
 
 def summary(found: Mapping[str, Rounds]) -> dict[str, dict[str, Any]]:
-    """By trace and engine: figures of each round, and ratios."""
+    """Figures of each round and ratios, by trace and engine."""
     return {trace: {name: _summary_of(one, name) for name in one.played} for trace, one in found.items()}
 
 
 def _summary_of(one: Rounds, name: str) -> dict[str, Any]:
     rates, latency = one.tokens_per_second(name), one.latency_ms(name)
-    said: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "tokens_per_second": [round(rate, 2) for rate in rates],
         "requests_per_second": [round(played.requests_per_second, 4) for played in one.played[name]],
         "normalized_latency_ms": {q: [round(ms, 2) for ms in each] for q, each in latency.items()},
@@ -163,16 +163,16 @@ def _summary_of(one: Rounds, name: str) -> dict[str, Any]:
     }
     if name != OURS:
         same = one.agreement(name)
-        said["ours_over_theirs"] = {
+        summary["ours_over_theirs"] = {
             "tokens_per_second": round(ratio(one.tokens_per_second(OURS), rates), 3),
             "median_normalized_latency": round(ratio(one.latency_ms(OURS)["p50"], latency["p50"]), 3),
         }
-        said["same_tokens_as_ours"] = None if same is None else asdict(same)
-    return said
+        summary["same_tokens_as_ours"] = None if same is None else asdict(same)
+    return summary
 
 
 def raw(found: Mapping[str, Rounds]) -> list[dict[str, Any]]:
-    """A record for each play that counts, with all its requests."""
+    """A record for each measured play, with all its requests."""
     return [
         {
             "trace": trace,

@@ -1,4 +1,4 @@
-"""Hugging Face's transformers with its continuous batching; an environment of its own.
+"""Hugging Face's transformers with its continuous batching, in its own environment.
 
 Its manager runs a thread that takes requests at any time. On a CPU its attention is "sdpa" or "eager".
 """
@@ -13,11 +13,11 @@ import transformers
 
 from bench.peers.child import Play, Playing, serve
 
-_LOOK_SECONDS = 1.0  # no wait goes longer without a look at whether its thread still lives
+_LOOK_SECONDS = 1.0  # how often a wait checks that the manager's thread is alive
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
-    """`flags`: checkpoint, dtype, max_batch_size, cores; `arguments` may have attention, and settings of its
+    """`flags`: checkpoint, dtype, max_batch_size, cores; `arguments` may have attention, and settings of
     ContinuousBatchingConfig.
     """
     torch.set_num_threads(flags["cores"])
@@ -32,7 +32,7 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         "max_requests_per_batch": flags["max_batch_size"],
         "allow_block_sharing": False,  # the same trace is played again and again
     }
-    if device == "cpu":  # where nine tenths of all memory would be its cache, and an iteration 8192 tokens
+    if device == "cpu":  # the defaults are a cache of 90 % of all memory, and 8192 tokens per iteration
         page = settings.get("page_size", 256)
         defaults["num_blocks"] = flags["max_batch_size"] * -(-model.config.max_position_embeddings // page)
         defaults["max_batch_tokens"] = 512
@@ -69,12 +69,12 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}"
     )
-    told = {name: getattr(manager.continuous_batching_config, name) for name in _TOLD}
+    effective = {name: getattr(manager.continuous_batching_config, name) for name in _RECORDED}
     return play, {
         "versions": versions,
         "flags": {
             "attention": model.config._attn_implementation,
-            **told,
+            **effective,
             "dtype": flags["dtype"],
             "threads": torch.get_num_threads(),
         },
@@ -82,7 +82,7 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
     }
 
 
-_TOLD = (
+_RECORDED = (
     *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing"),
     *("use_async_batching", "use_cuda_graph", "scheduler_type"),
 )

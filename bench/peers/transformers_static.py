@@ -1,9 +1,9 @@
-"""Hugging Face's transformers in static batches, as a plain server would use it; an environment of its own.
+"""Hugging Face's transformers in static batches, as a plain server would use it, in its own environment.
 
 A batch is the oldest `batch` requests that have arrived when the batch before is done; it is padded to its
 longest prompt, runs until the longest of its outputs is done, and then everything is delivered. With
 `compiled` the keys and values lie in a static cache of the model's length and a batch always has `batch`
-rows, so that `generate` compiles the increment phase with CUDA graphs, where there is a GPU.
+rows, so that `generate` compiles decode with CUDA graphs on a GPU.
 """
 
 # pyright: reportMissingImports=false
@@ -18,16 +18,16 @@ from bench.peers.child import Play, Playing, serve
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
-    """`flags`: checkpoint, dtype, cores, and perhaps compiled; `arguments` may have batch and attention."""
+    """`flags`: checkpoint, dtype, cores, optionally compiled; `arguments` may have batch and attention."""
     torch.set_num_threads(flags["cores"])
-    said = {"batch": 8, "attention": "sdpa", **flags.get("arguments", {})}
-    batch, compiled = said["batch"], flags.get("compiled", False)
+    settings = {"batch": 8, "attention": "sdpa", **flags.get("arguments", {})}
+    batch, compiled = settings["batch"], flags.get("compiled", False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        flags["checkpoint"], dtype=getattr(torch, flags["dtype"]), attn_implementation=said["attention"]
+        flags["checkpoint"], dtype=getattr(torch, flags["dtype"]), attn_implementation=settings["attention"]
     )
     model = model.to(device).eval()
-    model.generation_config.eos_token_id = None  # every output has the length that was asked for
+    model.generation_config.eos_token_id = None  # every output has its requested length
     more: dict[str, Any] = {}
     if compiled:
         more = {"cache_implementation": "static", "max_cache_len": model.config.max_position_embeddings}
@@ -53,7 +53,7 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
                 pad_token_id=0,
                 **more,
             )
-        # What a batch computes beyond a request's own output nobody wanted.
+        # Drop the tokens that the batch generated after a request's own output.
         rows = out[:, width:].tolist()
         for i, row in zip(indices, rows, strict=False):
             playing.done(i, row[: playing.requests[i].n_output])
@@ -64,7 +64,7 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
     )
     return play, {
         "versions": versions,
-        "flags": {**said, **more, "dtype": flags["dtype"], "threads": torch.get_num_threads()},
+        "flags": {**settings, **more, "dtype": flags["dtype"], "threads": torch.get_num_threads()},
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
     }
 

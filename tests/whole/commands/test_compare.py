@@ -143,7 +143,7 @@ def test_rounds_alternate_and_the_warm_up_does_not_count() -> None:
     assert agreed is not None
     assert (agreed.requests, agreed.of, agreed.tokens) == (0, 2, 0.75)
     (line,) = warnings(result)
-    assert line.startswith("! b, late: 2 of 8 tokens did not come")
+    assert line.startswith("! b, late: 2 of 8 tokens are missing")
 
 
 @pytest.mark.usefixtures("modules")
@@ -187,7 +187,7 @@ def test_the_table_and_the_record_have_pairwise_ratios() -> None:
     assert "35.0 (20.0 to 50.0)" in row
     assert "2.25" in row  # rates: 2 and 2.5
     assert "0.45" in row  # latencies: 10 over 20 and 20 over 50 ms
-    assert "not told" in row
+    assert "unknown" in row
     figures = summary(result)["paper"]
     assert figures["b"]["ours_over_theirs"] == {"tokens_per_second": 2.25, "median_normalized_latency": 0.45}
     assert figures["b"]["normalized_latency_ms"]["p99"] == [20.0, 50.0]
@@ -201,7 +201,7 @@ def test_the_table_and_the_record_have_pairwise_ratios() -> None:
 
 
 class Stub(BaseHTTPRequestHandler):
-    """A server that takes no `ignore_eos`, tells no usage, and ends every output after three tokens."""
+    """A server without `ignore_eos` and usage that ends every output after three tokens."""
 
     asked: ClassVar[list[dict[str, Any]]] = []
     most = 3
@@ -259,7 +259,7 @@ def test_a_server_is_sent_what_it_takes_and_what_it_gives_is_counted() -> None:
             *("model", "max_tokens", "temperature", "stream", "min_tokens", "cache_prompt")
         }
         assert "version 9.9" in engine.about["versions"]
-        assert engine.about["tokens told by"] is None
+        assert engine.about["token ids by"] is None
         stub.asked.clear()
         played = engine.play(trace)
         assert engine.warm_up(trace).token_ids is None
@@ -276,7 +276,7 @@ def test_a_server_is_sent_what_it_takes_and_what_it_gives_is_counted() -> None:
     with console.capture() as captured:
         console.print(table({"paper": rounds}))
     assert any("│ stub" in line and " !" in line for line in captured.get().splitlines())
-    assert "! stub, paper: 5 of 10 tokens did not come" in warnings({"paper": rounds})[1]
+    assert "! stub, paper: 5 of 10 tokens are missing" in warnings({"paper": rounds})[1]
 
 
 def test_a_server_that_cannot_be_measured_reports_why() -> None:
@@ -284,7 +284,7 @@ def test_a_server_that_cannot_be_measured_reports_why() -> None:
     with (
         serving(texts) as url,
         HttpEngine("texts", url) as engine,
-        pytest.raises(AddressFailed, match=r"(?s)no stream .* for a prompt of token ids: status 422.*a text"),
+        pytest.raises(AddressFailed, match=r"(?s)refuses to stream .* for a prompt of token ids: status 422.*a text"),
     ):
         engine.start()
     with HttpEngine("nobody", "http://127.0.0.1:9") as engine, pytest.raises(AddressFailed, match="nobody"):
