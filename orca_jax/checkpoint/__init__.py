@@ -1,4 +1,4 @@
-"""Reading and writing weights: safetensors, Orbax, and conversion between them.
+"""Reads and writes weights: safetensors, Orbax, and conversion between them.
 
-Each device's own part is read and no more. Start with load.py.
+Only each device's own part is read. Start with load.py.
 """

@@ -1,4 +1,4 @@
-"""From safetensors to Orbax and back, one parameter at a time."""
+"""Converts between safetensors and Orbax, one parameter at a time."""
 
 import json
 import shutil
@@ -34,9 +34,9 @@ Format = Literal["safetensors", "orbax"]
 
 MAX_FILE_BYTES = 5_000_000_000
 _DTYPES = {"float32": np.dtype("f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2")}
-_BESIDE = ("*.json", "*.jinja", "*.txt")  # tokenizer, chat template, what else describes the model
+_OTHER_FILES = ("*.json", "*.jinja", "*.txt")  # tokenizer, chat template and other descriptions of the model
 _NOT_COPIED = {INDEX, ORCA_JSON, "commit_success.txt"}
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json
 
 
 def convert_checkpoint(
@@ -47,12 +47,12 @@ def convert_checkpoint(
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Format:
-    """Write a Hugging Face checkpoint as an Orbax one with our names, or the other way round; gives which.
+    """Convert a Hugging Face checkpoint to Orbax with our names, or the reverse; return the new format.
 
-    The destination must not exist, or be empty; it appears when all of it is written. `dtype` converts;
-    without it each parameter keeps its own. safetensors get the names and the layout of their model type in
-    files of at most `max_file_bytes`; config.json, the tokenizer and the chat template come along.
-    `on_bytes(done, total)` is told the progress in bytes read. The host holds one parameter at a time.
+    The destination must be empty or not exist; it appears only when it is complete. Without `dtype` each
+    parameter keeps its dtype. safetensors get the names and layout of their model type, in files of at most
+    `max_file_bytes`. config.json, the tokenizer and the chat template are copied. `on_bytes(done, total)`
+    receives the progress in bytes read. The host holds one parameter at a time.
 
     Raises ConfigError or a CheckpointError.
     """
@@ -67,7 +67,7 @@ def convert_checkpoint(
     dtypes = {name: _DTYPES[dtype] if dtype else _own_dtype(parts[name]) for name in shapes}
     reader = _Reader(parts, table, dtypes, on_bytes)
     try:
-        _refuse_what_is_there(target)
+        _check_is_free(target)
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(
             prefix=f".{target.name}.", dir=target.absolute().parent, ignore_cleanup_errors=True
@@ -75,15 +75,15 @@ def convert_checkpoint(
             place = Path(work) / target.name
             if to == "orbax":
                 orbax_checkpoint.write(place, shapes, reader.whole)
-                config = _described(directory)
+                config = _hf_config(directory)
             else:
                 place.mkdir()
-                config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _described(directory)
+                config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _hf_config(directory)
                 family = FAMILIES[config["model_type"]]
                 write_files(
                     place, [*_tensors(table, model.attention, family, dtypes, reader)], max_file_bytes
                 )
-            _copy_beside(directory, place)
+            _copy_other_files(directory, place)
             for key in _DTYPE_KEYS:
                 if dtype is not None and key in config:
                     config[key] = dtype
@@ -95,20 +95,20 @@ def convert_checkpoint(
     return to
 
 
-def _described(directory: Path) -> dict[str, Any]:
+def _hf_config(directory: Path) -> dict[str, Any]:
     hf_config = read_hf_config(directory)
     return json.loads(hf_config.path.read_text(encoding="utf-8"))
 
 
-def _refuse_what_is_there(target: Path) -> None:
+def _check_is_free(target: Path) -> None:
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{shown(target)} is there already and not an empty directory; name another")
+        raise ConfigError(f"{shown(target)} already exists and is not an empty directory; name another")
 
 
 def _own_dtype(parts: Parts) -> np.dtype:
-    """What a parameter is stored in; float32 where its tensors differ."""
+    """The dtype in which a parameter is stored; float32 if its tensors differ."""
     elements = {tensor.element for tensor in parts.tensors}
     return elements.pop() if len(elements) == 1 else _DTYPES["float32"]
 
@@ -130,12 +130,12 @@ class _Reader:
         )
 
     def whole(self, name: str) -> np.ndarray:
-        """A parameter."""
+        """Read a whole parameter."""
         shape = self._table[name].shape
         return self._counted(name, shape, _all(shape))
 
     def rows(self, name: str, first: int, end: int, *, transpose: bool) -> np.ndarray:
-        """Rows of a parameter with its leading axes taken as one, turned around with `transpose`."""
+        """Read rows of a parameter whose leading axes are merged; `transpose` transposes the result."""
         shape = self._table[name].stacked_shape
         values = self._counted(name, shape, ((first, end), *_all(shape[1:])))
         return values.T if transpose else values
@@ -191,8 +191,8 @@ def _tensors(
             yield Tensor(theirs, shape, dtypes[name], read)
 
 
-def _copy_beside(directory: Path, place: Path) -> None:
-    for pattern in _BESIDE:
+def _copy_other_files(directory: Path, place: Path) -> None:
+    for pattern in _OTHER_FILES:
         for path in sorted(directory.glob(pattern)):
             if path.is_file() and path.name not in _NOT_COPIED:
                 shutil.copyfile(path, place / path.name)

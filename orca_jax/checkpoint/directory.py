@@ -1,8 +1,8 @@
-"""A checkpoint's directory: its named parameters, onto the devices that are to have them.
+"""Loads a checkpoint's directory: reads its named parameters onto their devices.
 
-A directory is a Hugging Face one of a known family with safetensors, or one that Orbax wrote. All that the
-files say of themselves and of each other is checked before the first weight is read. Then each parameter is
-read shard by shard, so that the host holds one shard more than what is placed, and only what is asked for.
+The directory is a Hugging Face one with safetensors, or an Orbax checkpoint. All metadata is checked for
+consistency before any weight is read. Then each parameter is read shard by shard, and only the shards that
+are needed, so the host holds one shard in addition to what is placed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +24,12 @@ from orca_jax.families.parameters import parameter_shapes
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
 
-Placement = Mapping[str, jax.sharding.Sharding]  # where a stage has its parameters, by name
+Placement = Mapping[str, jax.sharding.Sharding]  # a stage's parameters by name
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on its devices: for each stage its parameters by name, of `parameter_shapes(config)`."""
+    """A model on its devices: each stage's parameters by name, shaped as in `parameter_shapes(config)`."""
 
     config: ModelConfig
     stages: list[dict[str, jax.Array]]
@@ -37,7 +37,7 @@ class Checkpoint:
 
     @property
     def parameters(self) -> dict[str, jax.Array]:
-        """Those of the only stage."""
+        """The parameters of the only stage."""
         (parameters,) = self.stages
         return parameters
 
@@ -53,17 +53,18 @@ def load_directory(
 ) -> Checkpoint:
     """Read a checkpoint and put its parameters onto devices.
 
-    The directory has config.json and either model.safetensors or model.safetensors.index.json and its files
-    (where both are there the single file is read, as transformers does); or it is Orbax's, with orca.json or
-    config.json. `dtype` is float32, bfloat16 or float16; what is stored is converted. `vocab_multiple` pads
+    The directory has config.json and either model.safetensors or model.safetensors.index.json with its files
+    (if both exist, the single file is read, as in transformers); or it is an Orbax checkpoint with orca.json
+    or config.json. The weights are converted to `dtype`: float32, bfloat16 or float16. `vocab_multiple` pads
     the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig).
 
-    `placements` has one mapping for each stage of this process, from names of parameters to shardings. What
-    no stage names is not read; what several name (a tied embedding) is read once. Without it there is one
-    stage, and all is on the default device. `on_bytes(done, total)` is told the progress in bytes read.
+    `placements` has a mapping from parameter names to shardings for each stage of this process. Parameters
+    that no stage names are not read; those that several name (a tied embedding) are read once. Without
+    `placements` there is one stage, on the default device. `on_bytes(done, total)` receives the progress in
+    bytes read.
 
-    Raises a CheckpointError: NotACheckpoint, UnsafeFile, CorruptFile, BadModelConfig, UnsupportedModel or
-    TensorMismatch; ConfigError where `dtype` is none of the three.
+    Raises a CheckpointError (NotACheckpoint, UnsafeFile, CorruptFile, BadModelConfig, UnsupportedModel or
+    TensorMismatch), or ConfigError for another `dtype`.
     """
     target = np.dtype(dtype)
     if target not in _DTYPES:
@@ -98,7 +99,7 @@ def load_directory(
 
 
 def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
-    """The model in a directory, and what each of its parameters is stored as; all checked, no weight read.
+    """The model in a directory, and how each parameter is stored; checks everything and reads no weight.
 
     The model has each K/V head `kv_repeats` times. Raises a CheckpointError.
     """
@@ -110,10 +111,7 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
 
 
 def model_config(directory: Path) -> ModelConfig:
-    """The model in a directory by what its JSON says, whether or not weights are there.
-
-    Raises a CheckpointError.
-    """
+    """The model that a directory's JSON describes, with or without weights. Raises a CheckpointError."""
     if orbax_checkpoint.is_orbax(directory):
         return orbax_checkpoint.read_description(directory).model
     return read_config(directory)

@@ -1,4 +1,4 @@
-"""A Hugging Face directory's tensors: found, in one file or in many, and matched to our parameters."""
+"""Finds a Hugging Face directory's tensors, in one or several files, and matches them to our parameters."""
 
 import os.path
 import re
@@ -29,18 +29,18 @@ _FILE_NAME = re.compile(r"[\w][\w.-]*\.safetensors", re.ASCII)
 
 
 def find_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint by its name, from one file or from all that the index names."""
+    """All tensors of the checkpoint by name, from the single file or from all files in the index."""
     single, index = directory / SINGLE, directory / INDEX
-    if os.path.exists(single):  # which, unlike Path.exists, raises nothing
+    if os.path.exists(single):  # unlike Path.exists, never raises
         return read_header(single)
     if os.path.exists(index):
         return _indexed(directory, index)
     try:
-        found = sorted(directory.iterdir())
+        paths = sorted(directory.iterdir())
     except OSError as error:
         raise NotACheckpoint(f"{shown(directory)} cannot be read: {error.strerror}") from error
-    pickles = [path for path in found if path.suffix in PICKLES]
-    others = [path for path in found if path.suffix == ".safetensors"]
+    pickles = [path for path in paths if path.suffix in PICKLES]
+    others = [path for path in paths if path.suffix == ".safetensors"]
     if pickles and not others:
         raise refuse_pickle(pickles[0])
     hint = f"; it has {', '.join(shown(path.name) for path in others[:3])}, but no index" if others else ""
@@ -50,10 +50,10 @@ def find_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def refuse_pickle(path: Path) -> UnsafeFile:
-    """The error for a pickle: what to do instead."""
+    """The error for a pickle, which says what to do instead."""
     return UnsafeFile(
-        f"{shown(path)} is a pickle: reading one can run any code, so only safetensors is read. Where you "
-        "trust it, load it with transformers and save it again with save_pretrained, which writes safetensors"
+        f"{shown(path)} is a pickle: loading it can run any code, so only safetensors files are read. If you "
+        "trust it, load it with transformers and save it with save_pretrained, which writes safetensors"
     )
 
 
@@ -65,7 +65,7 @@ def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
             f"found {shown(weight_map)}"
         )
     for name, file in weight_map.items():
-        # A name alone, so that no index can lead out of its directory.
+        # Only a file name, so that no index can point outside its directory.
         if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
             raise CorruptFile(
                 f"{shown(index)}: tensor '{shown(name)}': expected the name of a .safetensors file in "
@@ -76,27 +76,27 @@ def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
         if not os.path.exists(directory / file):
             n = sum(value == file for value in weight_map.values())
             raise NotACheckpoint(
-                f"{shown(directory / file)} is missing; by {shown(index)} it holds {n} tensors"
+                f"{shown(directory / file)} is missing; according to {shown(index)} it holds {n} tensors"
             )
         for name, tensor in read_header(directory / file).items():
             if weight_map.get(name) != file:
-                raise TensorMismatch(f"{tensor}: {shown(index)} has it in {shown(weight_map.get(name))}")
+                raise TensorMismatch(f"{tensor}: {shown(index)} puts it in {shown(weight_map.get(name))}")
             tensors[name] = tensor
     for name, file in weight_map.items():
         if name not in tensors:
             raise TensorMismatch(
-                f"{shown(directory / file)}: tensor '{shown(name)}' is missing; {shown(index)} has it there"
+                f"{shown(directory / file)}: tensor '{shown(name)}' is missing; {shown(index)} puts it there"
             )
     return tensors
 
 
 def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Parts]:
-    """For each parameter the tensors it is made of, all there and of the right kind, and none left over.
+    """The tensors of each parameter; all must be present with the right shape and dtype, and none left over.
 
     Raises TensorMismatch or BadModelConfig.
     """
     if not stored:
-        raise TensorMismatch(f"the files beside {shown(hf_config.path)} hold no tensor at all")
+        raise TensorMismatch(f"the safetensors files next to {shown(hf_config.path)} hold no tensors")
     family = hf_config.family
     prefix = next(
         (
@@ -128,8 +128,8 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
             raise _left_over(hf_config, tensor, prefix, len(left))
         if tensor.dtype != embedding.dtype or not same_values(tensor, embedding):
             raise BadModelConfig(
-                f"two files disagree: {shown(hf_config.path)} says tie_word_embeddings true, {tensor} "
-                f"differs from '{shown(embedding.name)}'; say false in the former if the head is meant"
+                f"two files disagree: {shown(hf_config.path)} sets tie_word_embeddings to true, but {tensor} "
+                f"differs from '{shown(embedding.name)}'; set it to false to use the separate head"
             )
     return parts
 
@@ -147,12 +147,12 @@ def _of_shapes(
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise TensorMismatch(
                 f"{files[0]}{more}: tensor {name!r} is missing: expected {list(shape)} "
-                f"by {shown(hf_config.path)}, found none"
+                f"according to {shown(hf_config.path)}, found none"
             )
         tensor = stored[name]
         if tensor.shape != shape:
             raise TensorMismatch(
-                f"{tensor}: expected shape {list(shape)} by {shown(hf_config.path)}, "
+                f"{tensor}: expected shape {list(shape)} according to {shown(hf_config.path)}, "
                 f"found {shown(list(tensor.shape))}"
             )
         if tensor.dtype not in FLOAT_DTYPES:
@@ -165,15 +165,15 @@ def _of_shapes(
 
 
 def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:
-    """A tensor that nothing uses would mean computing another model than the one that was saved."""
+    """The error for an unused tensor: ignoring it would compute another model than the saved one."""
     layer = hf_config.family.layer_of(tensor.name, prefix)
     if layer is not None and layer >= hf_config.model.n_layers:
         return BadModelConfig(
-            f"two files disagree: {shown(hf_config.path)} says {hf_config.model.n_layers} layers, "
+            f"two files disagree: {shown(hf_config.path)} has {hf_config.model.n_layers} layers, but "
             f"{tensor} belongs to layer {layer}, counted from 0"
         )
     more = f" ({n} such tensors)" if n > 1 else ""
     return TensorMismatch(
-        f"{tensor}{more}: expected no such tensor by {shown(hf_config.path)}, found {tensor.dtype} "
-        f"{shown(list(tensor.shape))}; a model that has it computes something else"
+        f"{tensor}{more}: expected no such tensor according to {shown(hf_config.path)}, found {tensor.dtype} "
+        f"{shown(list(tensor.shape))}; a model with this tensor computes something else"
     )

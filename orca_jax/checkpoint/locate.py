@@ -1,4 +1,4 @@
-"""A checkpoint by what a user calls it: a directory, or a name on the Hugging Face hub."""
+"""Finds a checkpoint by its directory or its name on the Hugging Face hub."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from orca_jax.families.strict_json import shown
 
 _HUB_JSON = ["*.json"]
 _HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]
-# Every folder but additional_chat_templates: the patterns match names that do not begin with "add".
+# Every folder except additional_chat_templates: the patterns match names that do not begin with "add".
 _HUB_FOLDERS = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -28,9 +28,9 @@ def load_checkpoint(
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint of that name, fetched from the hub where there is no such directory.
+    """Read a checkpoint from a directory, or from the hub if there is no such directory.
 
-    The other arguments, and what is raised, are those of `load_directory`.
+    The other arguments and the errors are as in `load_directory`.
     """
     return load_directory(
         find_directory(path_or_name),
@@ -43,9 +43,9 @@ def load_checkpoint(
 
 
 def find_directory(path_or_name: str | Path, *, weights: bool = True) -> Path:
-    """The directory of that name, or else a download from the hub, of JSON and safetensors alone.
+    """The directory with this path, or one downloaded from the hub with only JSON, templates and safetensors.
 
-    Without `weights` the download is of JSON alone.
+    Without `weights` only JSON is downloaded.
     """
     path = Path(path_or_name).expanduser()
     try:
@@ -67,8 +67,8 @@ def find_directory(path_or_name: str | Path, *, weights: bool = True) -> Path:
                 name, allow_patterns=_HUB_FILES if weights else _HUB_JSON, ignore_patterns=_HUB_FOLDERS
             )
         )
-    except Exception as error:  # the hub's client raises its own, the network's, and the disk's
+    except Exception as error:  # the hub's client also raises errors of the network and the disk
         raise NotACheckpoint(
-            f"there is no directory {shown(name)}, and the Hugging Face hub gave no model of that name: "
+            f"there is no directory {shown(name)}, and no model of that name came from the Hugging Face hub: "
             f"{type(error).__name__}: {shown(str(error))}"
         ) from error

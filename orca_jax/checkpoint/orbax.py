@@ -1,8 +1,8 @@
-"""An Orbax directory as a model: which arrays its parameters are made of, checked before any is read.
+"""Finds the arrays of a model's parameters in an Orbax directory, and checks them before any is read.
 
 Orbax reads the tree and TensorStore opens the arrays (orbax_store.py); their shards are read box by box
-(orbax_boxes.py). This file checks what neither does: that the checkpoint is complete, and that it holds the
-model which orca.json describes, no more and no less.
+(orbax_boxes.py). This file checks what the libraries do not: that the checkpoint is complete, and that it
+holds exactly the model that orca.json describes.
 """
 
 import math
@@ -35,22 +35,22 @@ _FLOATS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16
 
 
 def is_orbax(directory: Path) -> bool:
-    """Whether Orbax wrote this directory, or began to, or orca.json says where it did."""
+    """Whether Orbax wrote this directory or began to, or it has an orca.json."""
     if any(os.path.exists(directory / name) for name in (ORCA_JSON, _TREE, _COMMIT, _MANIFEST)):
         return True
     return _UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0")
 
 
 def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
-    """The model, and for each parameter the arrays it is made of: all there and right, and none left over.
+    """The model and the arrays of each parameter; all must be present and fit, and none left over.
 
-    The model has each K/V head `kv_repeats` times. Raises a CheckpointError; no weight is read.
+    The model has each K/V head `kv_repeats` times. Reads no weight. Raises a CheckpointError.
     """
     description = read_description(directory)
     description = replace(description, model=description.model.with_kv_heads(kv_repeats))
     place = description.checkpoint
     _refuse_unfinished(place)
-    about = read_object(place / _TREE, _MAX_TREE_BYTES)  # bounds what Orbax is about to read
+    about = read_object(place / _TREE, _MAX_TREE_BYTES)  # bounds the size of what Orbax reads next
     located = _locate(place, about)
     used = _check_names(description, located)
     opened = _library().open_arrays(
@@ -75,15 +75,15 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
 
 
 def _refuse_unfinished(place: Path) -> None:
-    half = f"{shown(place)} is a half-written Orbax checkpoint: "
+    half = f"{shown(place)} is an incomplete Orbax checkpoint: "
     for part in (place, place.parent):
         if _UNFINISHED in part.name:
-            raise CorruptFile(f"{half}Orbax takes '{_UNFINISHED}...' off the name when it is complete")
+            raise CorruptFile(f"{half}Orbax removes '{_UNFINISHED}...' from the name when it is complete")
         commit = part / _COMMIT
         if os.path.exists(commit):
             values = read_object(commit, _MAX_TREE_BYTES)
             if "commit_timestamp_nsecs" in values and values["commit_timestamp_nsecs"] is None:
-                raise CorruptFile(f"{half}{shown(commit)} has no time of commit")
+                raise CorruptFile(f"{half}{shown(commit)} has no commit time")
     if os.path.exists(place / _TREE):
         return
     try:
@@ -92,53 +92,53 @@ def _refuse_unfinished(place: Path) -> None:
         raise CorruptFile(f"{shown(place)} cannot be read: {error.strerror}") from error
     if below:
         raise CorruptFile(
-            f"{shown(place)} has no {_TREE}, but {shown(below[-1])} has: name that one, or say "
+            f"{shown(place)} has no {_TREE}, but {shown(below[-1])} has one: name that directory, or set "
             f'"checkpoint": "{shown(below[-1].relative_to(place))}" in {ORCA_JSON}'
         )
     raise CorruptFile(f"{half}it has no {_TREE}, which Orbax writes last")
 
 
 def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Where each array is, by its name; `about` is what the tree's file holds. Raises CorruptFile."""
+    """The location of each array by name; `about` is the content of the tree's file. Raises CorruptFile."""
     located: dict[str, Any] = {}
     for info in _library().read_tree(place):
         name = info.name
         if name in located or "/" in name or "\0" in name or name.startswith("."):
             raise CorruptFile(
-                f"{shown(place / _TREE)}: {shown(name)!r} is there twice or cannot be an array's name"
+                f"{shown(place / _TREE)}: {shown(name)!r} appears twice or is not a valid array name"
             )
         if info.is_ocdbt_checkpoint and not os.path.exists(place / _MANIFEST):
             raise CorruptFile(
-                f"{shown(place)} is incomplete: {_MANIFEST} is missing, which says where the arrays lie"
+                f"{shown(place)} is incomplete: {_MANIFEST}, which locates the arrays, is missing"
             )
         located[name] = info
     entries = [entry["value_metadata"] for entry in about["tree_metadata"].values()]
     n_listed = sum(not entry["skip_deserialize"] for entry in entries)
     if len(located) != n_listed:
         raise CorruptFile(
-            f"{shown(place / _TREE)} lists {n_listed} arrays, of which Orbax finds {len(located)}: "
-            "some have the same name, or none"
+            f"{shown(place / _TREE)} lists {n_listed} arrays, but Orbax finds {len(located)}: some share a "
+            "name or have none"
         )
     return located
 
 
 def _check_names(description: Description, stored: Iterable[str]) -> list[str]:
-    """The arrays that are used; each must be there, and no other that is not ignored."""
+    """The arrays to use; all must be present, and all others must be ignored."""
     used: dict[str, None] = {}
     for parameter, wanted in description.names.items():
         for name in wanted.names:
             if name not in stored:
                 raise TensorMismatch(
                     f"{shown(description.checkpoint)}: array {shown(name)!r} is missing: expected for "
-                    f"{parameter} by {shown(description.path)}, found {_some(stored)}"
+                    f"{parameter} according to {shown(description.path)}, found {_some(stored)}"
                 )
             used[name] = None
     left = [name for name in stored if name not in used and not description.ignores(name)]
     if left:
         raise TensorMismatch(
             f"{shown(description.checkpoint)}: {len(left)} arrays are left over, such as {_some(left)}: "
-            f"expected none by {shown(description.path)}; a model that has them computes something else. "
-            f'Those that are no weights can stand under "ignore" in {ORCA_JSON}'
+            f"{shown(description.path)} expects none; a model with these arrays computes something else. "
+            f'List arrays that are not weights under "ignore" in {ORCA_JSON}'
         )
     return [*used]
 
@@ -162,21 +162,21 @@ def _as_matrix(
     store: Any,
     expected: tuple[int, ...],
 ) -> OrbaxArray:
-    """The array as the vector or matrix it must be, by its own shape or by merged axes of it."""
+    """The array as the expected vector or matrix, by its own shape or with merged axes."""
     where, found = _array(description.checkpoint, stored), tuple(store.shape)
     shape = parameter.shape
     axes = _merged(found, expected)
     own_shape = found == expected or (not wanted.transpose and len(wanted.names) == 1 and found == shape)
     if axes is None or not (own_shape or wanted.reshape):
-        hint = '; "reshape": true takes neighbouring axes as one' if axes is not None else ""
+        hint = '; "reshape": true merges neighbouring axes' if axes is not None else ""
         listed = list(shape) if len(wanted.names) == 1 and not wanted.transpose else list(expected)
         raise TensorMismatch(
-            f"{where}: expected shape {listed} for {name} by {shown(description.path)}, "
+            f"{where}: expected shape {listed} for {name} according to {shown(description.path)}, "
             f"found {shown(list(found))}{hint}"
         )
     element = store.dtype.numpy_dtype
     if element not in _FLOATS:
-        allowed = ", ".join(one.name for one in _FLOATS)
+        allowed = ", ".join(dtype.name for dtype in _FLOATS)
         raise TensorMismatch(f"{where}: expected dtype {allowed}, found {store.dtype.name}")
     if math.prod(store.chunk_layout.read_chunk.shape) > math.prod(found):
         raise CorruptFile(f"{where}: its chunks are larger than the array")
@@ -184,7 +184,7 @@ def _as_matrix(
 
 
 def _merged(found: tuple[int, ...], expected: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """The stored axes that make up each expected one; None where none do."""
+    """The stored axes that merge into each expected axis; None if the shapes do not match."""
     if len(expected) == 1:
         return (found,) if math.prod(found) == expected[0] and found else None
     for cut in range(1, len(found)):
@@ -194,12 +194,12 @@ def _merged(found: tuple[int, ...], expected: tuple[int, ...]) -> tuple[tuple[in
 
 
 def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
-    """Write a checkpoint that Orbax restores: orbax_store.write."""
+    """Write a checkpoint that Orbax can restore; see orbax_store.write."""
     _library().write(directory, names, read)
 
 
 def _library() -> ModuleType:
-    # On demand: importing Orbax takes 0.2 s and 260 modules, which serving from safetensors does not need.
+    # Imported on demand: Orbax takes 0.2 s and 260 modules, which serving from safetensors does not need.
     from orca_jax.checkpoint import orbax_store
 
     return orbax_store

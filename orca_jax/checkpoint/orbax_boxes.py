@@ -1,7 +1,7 @@
-"""Boxes of an Orbax array, read straight from its chunks: what Orbax's own restore cannot do.
+"""Reads boxes of an Orbax array directly from its chunks, which Orbax's own restore cannot do.
 
-Orbax restores whole arrays of the shapes they have. A shard of ours may be a part of one transposed, or of
-several taken as one, and the host is to hold little beside it.
+Orbax restores whole arrays in their stored shapes. Our shards may be parts of a transposed array or of
+several merged ones, and the host should hold little more than a shard.
 """
 
 import math
@@ -15,17 +15,17 @@ from orca_jax.checkpoint.shard_reader import Box
 from orca_jax.errors import CorruptFile
 from orca_jax.families.strict_json import shown
 
-_SECONDS = 600.0  # for one read of at most a few hundred megabytes
-_PIECE_BYTES = 1 << 23  # read at once, where chunks are smaller
+_SECONDS = 600.0  # timeout of one read of at most a few hundred megabytes
+_PIECE_BYTES = 1 << 23  # read at once if chunks are smaller
 
 
 @dataclass(frozen=True, slots=True)
 class OrbaxArray:
-    """An array of the checkpoint, seen as a vector or a matrix: neighbouring axes of it are taken as one."""
+    """An array of the checkpoint, viewed as a vector or a matrix with merged neighbouring axes."""
 
     where: str
     store: Any  # a ts.TensorStore
-    axes: tuple[tuple[int, ...], ...]  # for each axis of the view the stored axes' sizes
+    axes: tuple[tuple[int, ...], ...]  # the sizes of the stored axes behind each axis of the view
 
     def __str__(self) -> str:
         return self.where
@@ -42,7 +42,7 @@ class OrbaxArray:
 
     @property
     def divisible(self) -> bool:
-        """Whether it was written in several chunks; one chunk is read as a whole."""
+        """Whether it has several chunks; a single chunk is always read whole."""
         return self._chunk != tuple(self.store.shape)
 
     @property
@@ -50,9 +50,9 @@ class OrbaxArray:
         return tuple(self.store.chunk_layout.read_chunk.shape)
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box`, some chunks' rows at a time: the row within the box, and the piece.
+        """Yield the rows of `box` a few chunks at a time: the row within the box, and the piece.
 
-        Raises CorruptFile where chunks are missing or broken.
+        Raises CorruptFile if chunks are missing or corrupt.
         """
         (first, end), *inner = box
         rows = math.prod(self.axes[0])
@@ -75,14 +75,14 @@ class OrbaxArray:
         index = tuple(slice(first, end) for first, end in (*rows, *columns))
         try:
             values = self.store[index].read().result(timeout=_SECONDS)
-        except Exception as error:  # a ValueError, a KeyError and others, by the kind of failure
+        except Exception as error:  # ValueError, KeyError and others, depending on the failure
             raise CorruptFile(f"{self}: its data cannot be read: {reason(error)}") from error
         n_rows = math.prod(end - first for first, end in rows)
         return values.reshape(n_rows, -1) if columns else values.reshape(n_rows)
 
 
 def runs(sizes: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """The elements `first` to `end` of axes of these sizes taken as one, as boxes in their order."""
+    """The elements `first` to `end` of merged axes of these sizes, as boxes in order."""
     if len(sizes) == 1:
         yield ((first, end),)
         return

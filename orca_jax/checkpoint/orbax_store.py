@@ -1,7 +1,7 @@
-"""Orbax reads a checkpoint's tree and writes checkpoints; TensorStore, its storage, opens the arrays.
+"""Reads a checkpoint's tree and writes checkpoints with Orbax; opens arrays with TensorStore, its storage.
 
-No other file imports either library, and checkpoint/orbax.py imports this one only when it meets an Orbax
-directory: serving from safetensors loads neither.
+Only this file imports these libraries, and checkpoint/orbax.py imports this file only for an Orbax directory,
+so serving from safetensors loads neither library.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,27 +18,27 @@ from orca_jax.checkpoint.orbax_boxes import reason
 from orca_jax.errors import CheckpointError, CorruptFile
 from orca_jax.families.strict_json import shown
 
-_SECONDS = 600.0  # for opening or writing one array
-_CHUNK_BYTES = 1 << 22  # of what is written: a shard whose edges fall inside chunks reads little beyond them
-_CACHE_BYTES = 1 << 24  # of the database's index
+_SECONDS = 600.0  # timeout of opening or writing one array
+_CHUNK_BYTES = 1 << 22  # of written chunks: small, so a shard that ends inside a chunk reads little beyond
+_CACHE_BYTES = 1 << 24  # for the database's index
 
-Location = ocp.type_handlers.ParamInfo  # where Orbax keeps an array, and in which format
+Location = ocp.type_handlers.ParamInfo  # an array's location and format
 
 
 class _Locate(ocp.type_handlers.ArrayHandler):
-    """Answers with where arrays are when Orbax asks for their metadata, and opens none."""
+    """Returns the arrays' locations when Orbax asks for their metadata, and opens none."""
 
     async def metadata(self, infos: Sequence[Location]) -> Sequence[Any]:
         return infos
 
 
 class _LocateEverything(ocp.type_handlers.TypeHandlerRegistry):
-    """One handler for values of every kind: scalars, text and unknown ones are located and never opened."""
+    """One handler for values of every type: locates scalars, text and unknown values without opening them."""
 
     _locate = _Locate()
 
     def add(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("one handler is for all")
+        raise NotImplementedError("one handler serves all types")
 
     def get(self, ty: Any) -> ocp.type_handlers.TypeHandler:
         return self._locate
@@ -48,15 +48,15 @@ class _LocateEverything(ocp.type_handlers.TypeHandlerRegistry):
 
 
 def read_tree(place: Path) -> list[Location]:
-    """What the checkpoint in `place` holds, named by its keys joined with dots; empty nodes are left out.
+    """The arrays of the checkpoint in `place`, named by their keys joined with dots, without empty nodes.
 
     Raises CorruptFile.
     """
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_LocateEverything())
-    directory: Any = place.absolute()  # Orbax's own kind of path has the same methods
+    directory: Any = place.absolute()  # Orbax's own path type has the same methods
     try:
         tree = handler.metadata(directory).tree
-    except Exception as error:  # a ValueError, a KeyError, an AssertionError and others
+    except Exception as error:  # ValueError, KeyError, AssertionError and others
         raise CorruptFile(f"{shown(place / '_METADATA')} is not a tree of arrays: {reason(error)}") from error
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Location)]
 
@@ -64,10 +64,10 @@ def read_tree(place: Path) -> list[Location]:
 def open_arrays(
     places: Mapping[str, Location], describe: Callable[[str], str], *, zeros_are_stored: bool
 ) -> dict[str, ts.TensorStore]:
-    """Open arrays by name: their own metadata is read, no data.
+    """Open arrays by name, reading their metadata and no data.
 
-    Where Orbax stored every chunk (`zeros_are_stored`), one that is missing is an error, not zeros.
-    `describe(name)` begins an error message. Raises CorruptFile.
+    If Orbax stored every chunk (`zeros_are_stored`), a missing chunk is an error rather than zeros. Error
+    messages begin with `describe(name)`. Raises CorruptFile.
     """
     context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
     opening: dict[str, Any] = {}
@@ -82,20 +82,20 @@ def open_arrays(
     for name, store in opening.items():
         try:
             stores[name] = store.result(timeout=_SECONDS)
-        except Exception as error:  # a ValueError, a KeyError and others, by the kind of failure
+        except Exception as error:  # ValueError, KeyError and others, depending on the failure
             raise CorruptFile(f"{describe(name)} cannot be opened: {reason(error)}") from error
     return stores
 
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """An array that is read when its turn to be written has come."""
+    """An array to read just before it is written."""
 
     read: Callable[[], np.ndarray]
 
 
-class _WriteInTurn(ocp.type_handlers.NumpyHandler):
-    """Writes one array after another: given the arrays themselves, Orbax would need all of them at once."""
+class _WriteOneByOne(ocp.type_handlers.NumpyHandler):
+    """Writes one array at a time: given the arrays themselves, Orbax would need all of them at once."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -108,7 +108,7 @@ class _WriteInTurn(ocp.type_handlers.NumpyHandler):
         return []
 
     async def _write(self, array: np.ndarray, info: Location) -> None:
-        # Queries, keys and values lie in chunks of their own: a device's shard has a part of each.
+        # Queries, keys and values get separate chunks: a device's shard has a part of each.
         axes = (0,) if array.ndim == 3 else ()
         chunks = ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=axes)
         for written in await super().serialize([array], [info], [chunks]):
@@ -116,12 +116,12 @@ class _WriteInTurn(ocp.type_handlers.NumpyHandler):
 
 
 def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
-    """Write a checkpoint of named arrays, one after another: `read(name)` is called when one's turn comes.
+    """Write a checkpoint of named arrays, one at a time; `read(name)` is called just before its write.
 
-    `directory` must not exist. Raises CheckpointError, also what `read` raises of that kind.
+    `directory` must not exist. Raises CheckpointError, including those of `read`.
     """
     registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteInTurn())
+        (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteOneByOne())
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     tree = {name: _Unread(lambda name=name: read(name)) for name in names}
@@ -130,5 +130,5 @@ def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarra
             checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))
     except CheckpointError:
         raise
-    except Exception as error:  # a ValueError, an OSError and others, by the kind of failure
+    except Exception as error:  # ValueError, OSError and others, depending on the failure
         raise CheckpointError(f"{shown(directory)} cannot be written: {reason(error)}") from error

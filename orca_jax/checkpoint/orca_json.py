@@ -1,11 +1,11 @@
-"""orca.json: what an Orbax directory has to say for its weights to be served.
+"""Reads orca.json, which describes the model in an Orbax directory.
 
     {"model": {"vocab_size": 256, ...},             families/gpt_config.py or config_json.py
-     "checkpoint": "40/default",                    where below this directory the arrays lie; "." unless said
+     "checkpoint": "40/default",                    the arrays' directory below this one; default "."
      "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
-     "ignore": ["opt_state.*"]}                     arrays that are no weights
+     "ignore": ["opt_state.*"]}                     arrays that are not weights
 
-`names` is left out where the arrays have our names. docs/checkpoints.md explains it to users.
+Omit `names` if the arrays have our names. docs/checkpoints.md is the user documentation.
 """
 
 import fnmatch
@@ -28,7 +28,7 @@ from orca_jax.families.strict_json import read_object, shown
 ORCA_JSON = "orca.json"
 _MAX_BYTES = 1_000_000
 
-# What a field's value must be; what is allowed beyond its type, ModelConfig says itself.
+# The type of each field; ModelConfig checks the values.
 _FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(
         ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size"),
@@ -46,30 +46,30 @@ _NEEDED = ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "f
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model in an Orbax directory: its shape, where the arrays lie and what they are called."""
+    """A model in an Orbax directory: its shape, and the directory and names of its arrays."""
 
-    path: Path  # the file that says so
+    path: Path  # the file with this description
     model: ModelConfig
     checkpoint: Path
     names: dict[str, StoredName]
     ignore: tuple[str, ...] = ()
 
     def ignores(self, name: str) -> bool:
-        """Whether an array is known to be no weight."""
+        """Whether an array is declared not to be a weight."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
 
 
 def read_description(directory: Path) -> Description:
-    """What orca.json says, or where there is none config.json of a Hugging Face style directory.
+    """Read orca.json, or config.json if there is no orca.json.
 
-    Raises NotACheckpoint where neither is there; CorruptFile; BadModelConfig; UnsupportedModel.
+    Raises NotACheckpoint if neither exists, CorruptFile, BadModelConfig or UnsupportedModel.
     """
     path = directory / ORCA_JSON
     if not os.path.exists(path):
         if not os.path.exists(directory / "config.json"):
             raise NotACheckpoint(
                 f"{shown(directory)} is an Orbax checkpoint, but has neither {ORCA_JSON} nor config.json to "
-                "say which model it is"
+                "describe its model"
             )
         model = read_config(directory)
         return Description(directory / "config.json", model, directory, _same_names(model))
@@ -148,7 +148,7 @@ def _heads(name: str, n_arrays: int, model: ModelConfig) -> HeadOrder | None:
 
 
 def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredName]:
-    """For each parameter what it is called, by its own entry or by the one of its kind in all layers."""
+    """The stored name of each parameter, from its own entry or from its pattern for all layers."""
     if not isinstance(values, dict):
         raise _bad(path, "names", "an object of our names and the checkpoint's", values)
     names: dict[str, StoredName] = {}
@@ -164,7 +164,7 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
         used.add(key)
     for key in values:
         if key not in used:
-            raise _bad(path, "names", "no names but those of this model's parameters", key)
+            raise _bad(path, "names", "only names of this model's parameters", key)
     return names
 
 

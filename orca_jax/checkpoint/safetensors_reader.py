@@ -1,9 +1,10 @@
-"""The safetensors format, read with distrust: what the header claims is checked before any of it is used.
+"""Reads safetensors files, which are not trusted: every claim of the header is checked before it is used.
 
 A file is 8 bytes of header length (little endian), the header (a JSON object: name -> dtype, shape,
-data_offsets), and the data. The offsets count from the data's start. The tensors cover the data without a gap
-or an overlap. Ranges are read, not mapped as by the format's library: mapped pages count as the process's
-memory until the tensor is let go of, and the host would hold two tensors beside the shards.
+data_offsets), and the data. Offsets count from the start of the data. The tensors cover the data without gaps
+or overlaps. Unlike the format's library, this reader reads ranges instead of mapping the file: mapped pages
+count as the process's memory until the tensor is freed, so the host would hold two tensors in addition to the
+shards.
 """
 
 import itertools
@@ -24,7 +25,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 _MAX_RANK = 16
 _CHUNK_BYTES = 1 << 24
 
-# The dtypes of the format with a whole number of bytes, and the ones that weights may have.
+# The format's dtypes with a whole number of bytes, and the dtypes allowed for weights.
 _ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -41,7 +42,7 @@ FLOAT_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: `n_bytes` from byte `offset` of `file`; `dtype` is the format's name for it."""
+    """A tensor's location: `n_bytes` from byte `offset` of `file`; `dtype` is the format's name."""
 
     file: Path
     name: str
@@ -60,13 +61,13 @@ class StoredTensor:
 
     @property
     def divisible(self) -> bool:
-        """A part of it may be read by itself."""
+        """Always true: any part can be read by itself."""
         return True
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The part `box` of a vector or a matrix, some rows at a time: the row within the box, and the piece.
+        """Yield the part `box`, some rows at a time: the row within the box, and the piece.
 
-        Only the box's own bytes are read. Raises CorruptFile where the file is no longer what its header was.
+        Reads only the box's bytes. Raises CorruptFile if the file has changed since its header was read.
         """
         (first, end), *inner = box
         begin, stop = inner[0] if inner else (0, 1)
@@ -78,7 +79,7 @@ class StoredTensor:
                 for row in range(first, end, step):
                     n_rows = min(step, end - row)
                     piece = np.empty((n_rows, stop - begin) if inner else n_rows, self.element)
-                    # A range of columns is a run of bytes in each row; all columns are one run.
+                    # A range of columns is a run of bytes in each row; all columns form a single run.
                     runs = piece.reshape(1 if stop - begin == n_columns else n_rows, -1).view(np.uint8)
                     start = self.offset + (row * n_columns + begin) * n_bytes
                     for i, run in enumerate(runs):
@@ -97,10 +98,11 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name, none of them read yet.
+    """The tensors of a safetensors file by name; reads only the header.
 
-    Raises CorruptFile, which names file, tensor, expected and found, wherever the header contradicts itself
-    or the file's size; UnsafeFile for a pickle under a wrong name; NotACheckpoint where there is no file.
+    Raises CorruptFile, which names the file, the tensor and the expected and found values, if the header
+    contradicts itself or the file's size; UnsafeFile for a pickle with this name; NotACheckpoint if there is
+    no file.
     """
     size = file_size(path)
     try:
@@ -123,15 +125,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _not_a_header(path: Path, start: bytes, header_bytes: int, size: int) -> CorruptFile | UnsafeFile:
-    """What is wrong with a file that does not start with a possible header length."""
+    """The error for a file that does not start with a possible header length."""
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return UnsafeFile(
-            f"{shown(path)} is a pickle or a zip archive of one, not a safetensors file; reading a pickle "
-            "can run code, so it is refused. Save the model again as safetensors"
+            f"{shown(path)} is a pickle or a zip archive of one, not a safetensors file; loading a pickle "
+            "can run code, so it is refused. Save the model as safetensors"
         )
     if start == b"version ":
         return CorruptFile(
-            f"{shown(path)} is not the file itself but its Git LFS pointer; fetch it with `git lfs pull`"
+            f"{shown(path)} is a Git LFS pointer instead of the file; fetch the file with `git lfs pull`"
         )
     if len(start) < 8:
         return CorruptFile(
@@ -139,7 +141,7 @@ def _not_a_header(path: Path, start: bytes, header_bytes: int, size: int) -> Cor
         )
     return CorruptFile(
         f"{shown(path)}: header length: expected at most {min(MAX_HEADER_BYTES, size - 8)} bytes (the file "
-        f"has {size}), found {header_bytes}; the file is truncated or no safetensors file"
+        f"has {size}), found {header_bytes}; the file is truncated or not a safetensors file"
     )
 
 
@@ -151,7 +153,7 @@ def _check_metadata(path: Path, metadata: object) -> None:
 
 
 def _tensor(path: Path, name: str, entry: object, data_start: int, size: int) -> StoredTensor:
-    """One entry of the header, checked by itself and against the file's size."""
+    """Check one entry of the header, by itself and against the file's size."""
     where = f"{shown(path)}: tensor '{shown(name)}'"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CorruptFile(f"{where}: expected dtype, shape and data_offsets, found {shown(entry)}")
@@ -160,7 +162,7 @@ def _tensor(path: Path, name: str, entry: object, data_start: int, size: int) ->
         raise CorruptFile(f"{where}: dtype: expected one of {', '.join(_ITEM_BYTES)}, found {shown(dtype)}")
     if not isinstance(shape, list) or len(shape) > _MAX_RANK or not all(_is_size(n) for n in shape):
         raise CorruptFile(
-            f"{where}: shape: expected at most {_MAX_RANK} whole numbers from 0 up, found {shown(shape)}"
+            f"{where}: shape: expected at most {_MAX_RANK} whole numbers of at least 0, found {shown(shape)}"
         )
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
         raise CorruptFile(f"{where}: data_offsets: expected two whole numbers, found {shown(offsets)}")
@@ -184,11 +186,11 @@ def _is_size(value: object) -> bool:
 
 
 def _check_cover(path: Path, tensors: dict[str, StoredTensor], data_start: int, size: int) -> None:
-    """No two tensors share a byte, and every byte of the data belongs to one."""
+    """Check that every byte of the data belongs to exactly one tensor."""
     position = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.n_bytes)):
         if tensor.offset != position:
-            kind = "overlaps the one before it" if tensor.offset < position else "leaves a hole before it"
+            kind = "overlaps the previous tensor" if tensor.offset < position else "leaves a gap before it"
             raise CorruptFile(
                 f"{tensor} {kind}: expected data from offset {position - data_start}, "
                 f"found {tensor.offset - data_start}"
@@ -196,13 +198,13 @@ def _check_cover(path: Path, tensors: dict[str, StoredTensor], data_start: int, 
         position += tensor.n_bytes
     if position != size:
         raise CorruptFile(
-            f"{shown(path)}: expected {position} bytes by its header, found {size}; "
-            "bytes after the last tensor belong to nothing"
+            f"{shown(path)}: expected {position} bytes according to its header, found {size}; "
+            "there are bytes after the last tensor"
         )
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two matrices hold the same elements, piece by piece."""
+    """Whether two matrices have the same elements; compares them piece by piece."""
     if one.shape != other.shape:
         return False
     box = tuple((0, n) for n in one.shape)

@@ -1,4 +1,4 @@
-"""Writing safetensors: the header says all sizes first, so the tensors can follow one at a time."""
+"""Writes safetensors files: the header lists all sizes first, so the tensors can follow one at a time."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ _NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One to be written; `read` makes its elements when its turn has come: `shape`, of `dtype`."""
+    """A tensor to write; `read` returns its elements, with this `shape` and `dtype`, just before."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,14 +25,14 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        """Of its elements."""
+        """The size of its elements in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def write_files(directory: Path, tensors: Sequence[Tensor], max_bytes: int) -> None:
-    """Write model.safetensors, or several files of at most `max_bytes` of tensors each and their index.
+    """Write model.safetensors, or several files with at most `max_bytes` of tensors each and their index.
 
-    A tensor larger than that has a file of its own. Raises OSError.
+    A larger tensor gets its own file. Raises OSError.
     """
     files = [*_files(tensors, max_bytes)]
     if len(files) == 1:
@@ -51,7 +51,7 @@ def write_files(directory: Path, tensors: Sequence[Tensor], max_bytes: int) -> N
 def _files(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
     file: list[Tensor] = []
     for tensor in tensors:
-        if file and sum(one.n_bytes for one in file) + tensor.n_bytes > max_bytes:
+        if file and sum(other.n_bytes for other in file) + tensor.n_bytes > max_bytes:
             yield file
             file = []
         file.append(tensor)
@@ -59,7 +59,7 @@ def _files(tensors: Sequence[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
 
 
 def _write(path: Path, tensors: Sequence[Tensor]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     offset = 0
     for tensor in tensors:
         header[tensor.name] = {
@@ -69,7 +69,7 @@ def _write(path: Path, tensors: Sequence[Tensor]) -> None:
         }
         offset += tensor.n_bytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    text += b" " * (-len(text) % 8)  # aligns the data
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)

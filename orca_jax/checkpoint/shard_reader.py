@@ -1,4 +1,4 @@
-"""Parameters onto their shards: of what is stored, each device's own part is read and no more."""
+"""Reads parameters shard by shard: only each device's own part of the stored data."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ import numpy as np
 from orca_jax.errors import TensorMismatch
 
 Box = tuple[tuple[int, int], ...]  # first and end along each axis
-Place = jax.sharding.Sharding | None  # None: the default device, which the array is not bound to
+Place = jax.sharding.Sharding | None  # None: the default device, to which the array is not committed
 
 
 class Stored(Protocol):
-    """A vector or a matrix on disk, of which a box can be read. Its text says where it lies."""
+    """A vector or matrix on disk, of which any box can be read. Its `str` names its location."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -30,37 +30,37 @@ class Stored(Protocol):
 
     @property
     def divisible(self) -> bool:
-        """Whether a part costs less to read than the whole."""
+        """Whether reading a part costs less than reading the whole."""
         ...
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
-        """The elements of `box`, some rows at a time: the row within the box, and the piece."""
+        """Yield the elements of `box`, some rows at a time: the row within the box, and the piece."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a parameter is stored as: vectors or matrices one above the other, transposed where it says so.
+    """How a parameter is stored: vectors or matrices stacked along the rows, possibly transposed.
 
-    The parameter's leading axes are taken as one: `qkv` [3, H, H] is one matrix [3H, H] or three of [H, H].
-    Rows of the parameter beyond them are zero.
+    The parameter's leading axes are merged: `qkv` [3, H, H] is one matrix [3H, H] or three of [H, H]. Rows of
+    the parameter beyond the stored ones are zero.
     """
 
     tensors: tuple[Stored, ...]
     transpose: bool = False
 
     def n_bytes(self, shape: tuple[int, ...], box: Box) -> int:
-        """Bytes on disk of the part `box` of the parameter [shape]."""
+        """The bytes on disk of the part `box` of the parameter [shape]."""
         return sum(
             tensor.element.itemsize * math.prod(end - first for first, end in part)
             for _, tensor, part in self._segments(shape, box)
         )
 
     def read(self, shape: tuple[int, ...], dtype: np.dtype, box: Box) -> np.ndarray:
-        """The part `box` of the parameter [shape], in `dtype`. Raises TensorMismatch or CorruptFile."""
+        """Read the part `box` of the parameter [shape] in `dtype`. Raises TensorMismatch or CorruptFile."""
         sizes = [end - first for first, end in box]
         if len(shape) == len(self.tensors[0].shape) + 1 and box[1] == (0, shape[1]):
-            # All rows of some of the leading axis: one run of the matrix, which is read in one go.
+            # All rows of a range of the leading axis form one run of the matrix: read it at once.
             (first, end), (_, n), *columns = box
             shape, box = (shape[0] * n, *shape[2:]), ((first * n, end * n), *columns)
         out = np.zeros([end - first for first, end in box], dtype)
@@ -71,7 +71,7 @@ class Parts:
         return out.reshape(sizes)
 
     def _segments(self, shape: tuple[int, ...], box: Box) -> Iterator[tuple[Any, Stored, Box]]:
-        """What a box is made of: an index into the box, a tensor, and the box of it that belongs there."""
+        """The segments of a box: an index into the box, a tensor, and the tensor's box that goes there."""
         rank = len(self.tensors[0].shape)
         n_leading = len(shape) - rank
         leading, (first, end), columns = box[:n_leading], box[n_leading], box[n_leading + 1 :]
@@ -79,7 +79,7 @@ class Parts:
             above = 0
             for i, (start, _), n in zip(at, leading, shape[:n_leading], strict=True):
                 above = above * n + start + i
-            row = above * shape[n_leading] + first  # of all tensors' rows
+            row = above * shape[n_leading] + first  # counted over all tensors
             top = 0
             for tensor in self.tensors:
                 n_rows = tensor.shape[-1] if self.transpose else tensor.shape[0]
@@ -92,12 +92,12 @@ class Parts:
 
 
 def bytes_read(parts: Parts, shape: tuple[int, ...], places: Sequence[Place]) -> int:
-    """Bytes of the parameter's elements on disk that `put` asks for, each counted once."""
+    """The bytes of the parameter on disk that `put` needs, each counted once."""
     return sum(parts.n_bytes(shape, box) for box in _boxes_of(shape, places))
 
 
 def _boxes_of(shape: tuple[int, ...], places: Sequence[Place]) -> dict[Box, list[tuple[int, Any]]]:
-    """Each distinct part that these places ask for, with who wants it: the place's index, and the device."""
+    """Each distinct part that these places need, with its users: the place's index and the device."""
     wanted: dict[Box, list[tuple[int, Any]]] = {}
     for i, place in enumerate(places):
         if place is None:
@@ -111,9 +111,9 @@ def _boxes_of(shape: tuple[int, ...], places: Sequence[Place]) -> dict[Box, list
 
 
 def put(parts: Parts, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[Place]) -> list[jax.Array]:
-    """A parameter on each of `places`, read part by part; what several devices hold alike is read once.
+    """Read a parameter part by part onto each of `places`; a part that several devices hold is read once.
 
-    The host holds one part at a time, or the hull of all where no part can be read by itself.
+    The host holds one part at a time, or the hull of all parts if none can be read by itself.
     """
     wanted = _boxes_of(shape, places)
     arrays: list[list[jax.Array]] = [[] for _ in places]
@@ -137,11 +137,11 @@ def put(parts: Parts, shape: tuple[int, ...], dtype: np.dtype, places: Sequence[
 
 def _assign(target: np.ndarray, piece: np.ndarray, tensor: Stored) -> None:
     if target.dtype == np.float16 and piece.dtype == ml_dtypes.bfloat16:
-        piece = piece.astype(np.float32)  # bfloat16's own cast would turn large numbers into inf silently
+        piece = piece.astype(np.float32)  # bfloat16's own cast would silently turn large numbers into inf
     try:
         with np.errstate(over="raise", invalid="ignore"):
             target[...] = piece
     except FloatingPointError as error:
         raise TensorMismatch(
-            f"{tensor} holds numbers too large for {target.dtype.name}; ask for bfloat16 or float32"
+            f"{tensor} holds numbers too large for {target.dtype.name}; use bfloat16 or float32"
         ) from error

@@ -149,7 +149,7 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "full" / "x").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for name in ("full", "file", "first"):
-        with pytest.raises(ConfigError, match=f"{name} is there already"):
+        with pytest.raises(ConfigError, match=f"{name} already exists"):
             convert_checkpoint(first, tmp_path / name)
     assert (tmp_path / "full" / "x").read_text() == "mine"
     (tmp_path / "empty").mkdir()

@@ -319,18 +319,18 @@ def test_serving_from_safetensors_loads_neither_orbax_nor_tensorstore() -> None:
 
 def test_a_directory_that_orbax_did_not_rename(copy: Path) -> None:
     unfinished = copy.rename(copy.with_name("model.orbax-checkpoint-tmp-12"))
-    fails(CorruptFile, unfinished, "half-written", ".orbax-checkpoint-tmp")
+    fails(CorruptFile, unfinished, "incomplete", ".orbax-checkpoint-tmp")
 
 
 def test_no_tree(copy: Path) -> None:
     (copy / "_METADATA").unlink()
-    fails(CorruptFile, copy, str(copy), "half-written", "_METADATA")
+    fails(CorruptFile, copy, str(copy), "incomplete", "_METADATA")
 
 
 def test_no_commit(copy: Path) -> None:
     path = copy / "_CHECKPOINT_METADATA"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"commit_timestamp_nsecs": None}))
-    fails(CorruptFile, copy, "half-written", "_CHECKPOINT_METADATA", "commit")
+    fails(CorruptFile, copy, "incomplete", "_CHECKPOINT_METADATA", "commit")
 
 
 def test_a_step_that_was_not_committed(saved: Path, tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_a_step_that_was_not_committed(saved: Path, tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "run", dtype=np.float32).parameters
     path = tmp_path / "run" / "3" / "_CHECKPOINT_METADATA"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"commit_timestamp_nsecs": None}))
-    fails(CorruptFile, tmp_path / "run", "half-written", "commit")
+    fails(CorruptFile, tmp_path / "run", "incomplete", "commit")
 
 
 def test_the_place_above_is_named(saved: Path, tmp_path: Path) -> None:
@@ -512,7 +512,7 @@ def test_a_description_that_is_wrong(copy: Path, change: dict[str, Any], words: 
         ("final_norm.bias", {"name": []}, ["names.final_norm.bias", "name"]),
         ("final_norm.bias", {"name": "final_norm.bias", "flip": True}, ["flip", "transpose"]),
         ("final_norm.bias", {"name": "final_norm.bias", "transpose": 1}, ["transpose", "true or false"]),
-        ("layers.{i}.adapter", "x", ["layers.{i}.adapter", "no names but"]),
+        ("layers.{i}.adapter", "x", ["layers.{i}.adapter", "only names of"]),
     ],
 )
 def test_a_map_that_is_wrong(copy: Path, name: str, entry: object, words: list[str]) -> None:

@@ -33,7 +33,7 @@ def test_the_same_tokens_from_either_format(
     ("source", "destination", "words"),
     [
         ("missing/model/x", "new", "no directory"),
-        ("{model}", "{model}", "is there already"),
+        ("{model}", "{model}", "already exists"),
         ("{empty}", "new", "has no config.json"),
     ],
 )
