@@ -1,4 +1,4 @@
-"""Programs compiled for devices that need not be here, and what XLA plans for their memory.
+"""Compiles programs for devices that need not be present, and asks XLA for their memory plans.
 
 Start with compiled_stage.py.
 """

@@ -1,5 +1,5 @@
-"""Composition roots: where the rooms without JAX and those with it are put together.
+"""Composition roots, which combine the packages with and without JAX.
 
-start_engine.py makes an engine wherever its stages run, worker_process.py one stage. Nothing but `llm.py`,
-the command line and benchmarks imports these.
+start_engine.py starts an engine wherever its stages run; worker_process.py runs one stage. Only `llm.py`, the
+command line and benchmarks import this package.
 """

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Composition: a model that was found, loaded into an engine whose workers are all in this process."""
+"""Composition: loads a model into an engine whose workers all run in this process."""
 
 from collections.abc import Callable
 
@@ -26,9 +26,10 @@ def loaded_engine(
     on_load: Callable[[int, int], None] | None = None,
     on_program: OnProgram | None = None,
 ) -> BuiltEngine:
-    """Load a model onto the first devices that JAX has; it hears of bytes loaded, and of programs compiled.
+    """Load a model onto JAX's first devices.
 
-    Raises ConfigError or a CheckpointError.
+    `on_load` receives the progress in bytes, and `on_program` each compiled program. Raises ConfigError or a
+    CheckpointError.
     """
     devices = jax.devices()
     if devices[0].platform == "cpu":
@@ -66,4 +67,4 @@ def loaded_engine(
 
 
 def _nothing_to_close() -> None:
-    """Device memory goes with the arrays."""
+    """The device memory is freed with its arrays."""

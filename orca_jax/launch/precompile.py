@@ -1,5 +1,5 @@
 # pyright: standard
-"""Composition: every program of a model's stages, compiled without its weights and kept on disk."""
+"""Composition: compiles every program of a model's stages without its weights, and keeps them on disk."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from orca_jax.sharding.partition import StagePart, one_stage, split_model
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledModel:
-    """What was compiled: programs, those of them that were on disk before, for how many slots, and where."""
+    """The result of compiling ahead; `from_disk` counts the programs that were already on disk."""
 
     programs: int
     from_disk: int
@@ -46,29 +46,31 @@ def compile_model(
     on_program: Callable[[int, int, str], object] | None = None,
     **arguments: Any,
 ) -> CompiledModel:
-    """`compile_engine` with the keyword arguments of `orca_jax.LLM`."""
+    """Call `compile_engine` with the keyword arguments of `orca_jax.LLM`."""
     return compile_engine(EngineConfig.of(model=model, **arguments), on_program=on_program)
 
 
 def compile_engine(
-    asked: EngineConfig, *, on_program: Callable[[int, int, str], object] | None = None
+    engine: EngineConfig, *, on_program: Callable[[int, int, str], object] | None = None
 ) -> CompiledModel:
-    """Compile what an engine runs, on the first devices that JAX has.
+    """Compile all programs of an engine for JAX's first devices.
 
     A preset's name needs no `load_format` here. With `worker_processes` each stage is compiled for the first
-    devices, as its own process will see them. Raises ConfigError or a CheckpointError.
+    devices, which its own process will see. Raises ConfigError or a CheckpointError.
     """
-    parallel = asked.parallel
-    cache = asked.compiling.compile_cache
+    parallel = engine.parallel
+    cache = engine.compiling.compile_cache
     if cache is None:
-        raise ConfigError("compile_cache is none, so nothing would be kept; name a folder, or leave it out")
+        raise ConfigError(
+            "compile_cache is none, so no program would be kept; name a folder, or leave it out"
+        )
     if parallel.workers is not None:
-        raise ConfigError("workers elsewhere compile their own programs; leave workers out")
-    found = find_config(asked.model)
+        raise ConfigError("remote workers compile their own programs; leave workers out")
+    found = find_config(engine.model)
     folder = keep_compiled_programs(cache)
     assert folder is not None
     devices, n_devices = jax.devices(), parallel.n_devices
-    element = jnp.dtype(asked.dtype or default_dtype(devices[0]))
+    element = jnp.dtype(engine.dtype or default_dtype(devices[0]))
     if parallel.worker_processes:
         stages = range(parallel.pipeline_parallel)
         parts = tuple(one_stage(found, devices, parallel, stage) for stage in stages)
@@ -76,7 +78,7 @@ def compile_engine(
         parts = split_model(found, devices, parallel)
     config = found.for_devices(len(parts[0].group))
     serving = chosen_sizes(
-        config, element, parts, asked.sizes, n_devices=n_devices, attention=asked.attention
+        config, element, parts, engine.sizes, n_devices=n_devices, attention=engine.attention
     )
     shape = engine_shape(config, serving, n_workers=len(parts))
     workers = [
@@ -86,7 +88,7 @@ def compile_engine(
             shape,
             part,
             command_buffer_collectives=serving.command_buffer_collectives,
-            attention=asked.attention,
+            attention=engine.attention,
             caches=False,
         )
         for part in parts
@@ -94,9 +96,9 @@ def compile_engine(
     programs = programs_by_stage(workers, batch_sizes(shape))
     with closing(CompileCounter()) as counter:
         if parallel.worker_processes:
-            _compile_apart(parts, programs, cache, on_program)
+            _compile_by_stage(parts, programs, cache, on_program)
         else:
-            compile_all([one for stage in programs for one in stage], on_program)
+            compile_all([program for stage in programs for program in stage], on_program)
         counts = counter.counts()
     return CompiledModel(
         programs=sum(map(len, programs)),
@@ -107,7 +109,7 @@ def compile_engine(
     )
 
 
-def _compile_apart(
+def _compile_by_stage(
     parts: Sequence[StagePart],
     programs: Sequence[Sequence[ToCompile]],
     cache: str | Path,
@@ -115,7 +117,7 @@ def _compile_apart(
 ) -> None:
     """Compile each stage's programs into the folder of its process.
 
-    A stage that is like one before it gets what that one has, and finds its own programs there.
+    A stage equal to an earlier one gets a copy of that stage's folder, which has its programs.
     """
     folders: list[Path] = []
     done, total = 0, sum(map(len, programs))
@@ -125,10 +127,10 @@ def _compile_apart(
         folders.append(folder)
         if like < i:
             shutil.copytree(folders[like], folder, dirs_exist_ok=True)
-        compile_all(programs[i], on_program and partial(_told, on_program, done, total))
+        compile_all(programs[i], on_program and partial(_report, on_program, done, total))
         done += len(programs[i])
-    keep_compiled_programs(cache)  # what this process compiles besides
+    keep_compiled_programs(cache)  # for this process's other programs
 
 
-def _told(on_program: OnProgram, before: int, total: int, done: int, _: int, name: str) -> None:
+def _report(on_program: OnProgram, before: int, total: int, done: int, _: int, name: str) -> None:
     on_program(before + done, total, name)

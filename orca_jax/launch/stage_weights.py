@@ -1,4 +1,4 @@
-"""Composition: the weights of stages, loaded once it is known that they fit."""
+"""Composition: loads the weights of stages after checking that they fit."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,10 +19,10 @@ def load_stages(
     dtype: jnp.dtype,
     on_load: Callable[[int, int], None] | None = None,
 ) -> tuple[ModelConfig, Sequence[Parameters]]:
-    """Load the weights of these stages onto their devices: the model as it lies there, and each stage's.
+    """Load the weights of these stages onto their devices; return the padded model and each stage's weights.
 
-    `ModelConfig.for_devices` says how the devices of a stage share it. Raises ConfigError, before anything is
-    loaded where the weights do not fit, or a CheckpointError.
+    `ModelConfig.for_devices` says how the devices of a stage share the model. Raises ConfigError before
+    loading if the weights do not fit, or a CheckpointError.
     """
     model = found.config.for_devices(len(parts[0].group))
     for part in parts:

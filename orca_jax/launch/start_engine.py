@@ -1,5 +1,5 @@
 # pyright: standard
-"""Composition: an engine whose stages run in this process, in worker processes, or elsewhere."""
+"""Composition: an engine whose stages run in this process, in worker processes, or on other machines."""
 
 from collections.abc import Callable
 
@@ -21,14 +21,14 @@ def start_engine(
     on_program: OnProgram | None,
     on_event: Callable[[str], None],
 ) -> BuiltEngine:
-    """Start what `config` asks for; `found` is its model. Raises ConfigError or a CheckpointError.
+    """Start an engine as `config` describes; `found` is its model. Raises ConfigError or a CheckpointError.
 
-    It tells `on_load` and `on_program` its progress in this process, and `on_event` what becomes of others.
+    `on_load` and `on_program` receive the progress in this process, `on_event` events of worker processes.
     """
     workers = config.parallel.workers
     if workers is not None:
-        there = StageWorkers(addresses=tuple(workers), secret=config.control_secret)
-        return remote_pipeline(found.name, found.config, config, there, on_event=on_event)
+        remote = StageWorkers(addresses=tuple(workers), secret=config.control_secret)
+        return remote_pipeline(found.name, found.config, config, remote, on_event=on_event)
     if config.parallel.worker_processes:
         return supervised_pipeline(found.name, found.config, config, on_event=on_event)
     keep_compiled_programs(config.compiling.compile_cache)

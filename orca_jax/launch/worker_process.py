@@ -3,8 +3,8 @@
 
     python -m orca_jax.launch.worker_process WORKER_OPTIONS
 
-runs one; its argument is what WorkerOptions.as_json gives, and `orca worker` is the same for people. It ends
-with status 0 when it is asked to (SIGTERM, Ctrl-C), 2 after a mistake in its options, and 1 when its device
+runs a worker; its argument comes from WorkerOptions.as_json. `orca worker` is the same with flags. The
+process exits with status 0 on SIGTERM or Ctrl-C, 2 after a mistake in its options, and 1 when its device
 hangs.
 """
 
@@ -47,16 +47,16 @@ from orca_jax.workers.worker_options import WorkerOptions
 OnLoad = Callable[[int, int], None]
 
 _LOOK_SECONDS = 0.1
-_INBOX = 8192  # frames and news
-_LAST_WORDS_SECONDS = 0.2
-_HUNG = 1
+_INBOX_ITEMS = 8192  # frames and the device's news
+_LAST_REPORT_SECONDS = 0.2
+_HUNG_STATUS = 1
 
 
 class WorkerProcess:
     """One stage of a pipeline, from its options to its end.
 
-    Its port is taken before its weights are read, but it takes callers only behind that. `on_load(done,
-    total)` is told the progress in bytes. Raises ConfigError or a CheckpointError.
+    It binds its port before it loads the weights, and accepts callers after that. `on_load(done, total)`
+    receives the progress in bytes. Raises ConfigError or a CheckpointError.
     """
 
     def __init__(self, options: WorkerOptions, *, on_load: OnLoad) -> None:
@@ -72,7 +72,7 @@ class WorkerProcess:
         self._options = options
         self._stopping = threading.Event()
         self._inbox = FrameQueue[bytes | News](
-            _INBOX, weigh=lambda item: len(item) if isinstance(item, bytes) else 0
+            _INBOX_ITEMS, weigh=lambda item: len(item) if isinstance(item, bytes) else 0
         )
         self._line: ControlLine | None = None  # to the next stage
         self._next_address = ""
@@ -88,8 +88,10 @@ class WorkerProcess:
         )
         self._next_terms = None
         if not part.last:
-            behind = layers[stage + 1]
-            self._next_terms = replace(terms, stage=stage + 1, first_layer=behind.start, n_layers=len(behind))
+            following = layers[stage + 1]
+            self._next_terms = replace(
+                terms, stage=stage + 1, first_layer=following.start, n_layers=len(following)
+            )
         self._port = ControlPort(
             options.listen, terms=terms, secret=engine.control_secret, deliver=self._inbox.put
         )
@@ -151,11 +153,11 @@ class WorkerProcess:
         )
 
     def stop(self) -> None:
-        """Ask `run` to come back; from any thread, or a signal's handler."""
+        """Make `run` return; from any thread or a signal handler."""
         self._stopping.set()
 
     def run(self) -> str | None:
-        """Serve until `stop`; or until the device hangs, and then why the process must exit."""
+        """Serve until `stop`; if the device hangs, return why the process must exit."""
         self._port.open(self.about)
         controller, why = self._controller, None
         while why is None and not self._stopping.is_set():
@@ -169,21 +171,21 @@ class WorkerProcess:
             if why is None and time.monotonic() >= controller.deadline():
                 why = controller.overdue()
         if why is not None:
-            self._stopping.wait(_LAST_WORDS_SECONDS)  # for what was reported to reach the engine master
+            self._stopping.wait(_LAST_REPORT_SECONDS)  # lets the last report reach the engine master
         return why
 
     def close(self) -> None:
-        """End the lines and the threads, within some seconds; what a device holds is left."""
+        """End the lines and the threads within a few seconds; does not wait for the device."""
         if self._line is not None:
             self._line.close()
         self._port.close()
         self._inbox.end()
         self._device.close()
 
-    # workers.controller.Lines
+    # The methods of workers.controller.Lines.
 
     def connect(self, address: str) -> None:
-        """A line to the next stage's worker, unless there is one to that address."""
+        """Open a line to the next stage's worker, unless there is one to that address."""
         if address == self._next_address and self._line is not None:
             return
         assert self._next_terms is not None
@@ -195,18 +197,18 @@ class WorkerProcess:
             role=PREVIOUS,
             terms=self._next_terms,
             secret=self._options.engine.control_secret,
-            deliver=_nothing_comes,
+            deliver=_ignore_frames,
             limits=LineLimits(),
             data_address="" if self._link is None else self._link.address,
         )
 
     def forward(self, data: bytes) -> None:
-        """To the next stage."""
+        """Send a frame to the next stage."""
         assert self._line is not None, "connect comes first"
         self._line.send(data)
 
     def report(self, data: bytes) -> None:
-        """To the engine master."""
+        """Send a frame to the engine master."""
         self._port.report(data)
 
 
@@ -218,8 +220,8 @@ def _link(options: WorkerOptions, group: DeviceGroup) -> ProcessLink | None:
     return CollectiveLink(group, jax.devices(), stage=options.stage, n_stages=options.n_stages)
 
 
-def _nobody_looks(done: int, total: int) -> None:
-    """At the progress of loading."""
+def _ignore_progress(done: int, total: int) -> None:
+    pass
 
 
 def run_worker(
@@ -228,9 +230,10 @@ def run_worker(
     note: Callable[[str], object],
     loading: Callable[[], AbstractContextManager[OnLoad]],
 ) -> int:
-    """Run a worker in this process until a signal ends it; its exit status. `note` gets lines for people.
+    """Run a worker in this process until a signal ends it; return its exit status.
 
-    `loading` gives what is told the progress of loading, done and total in bytes, while that lasts.
+    `note` receives messages for people. `loading` provides the callback for the progress of loading, in bytes
+    done and in total, as a context that ends with the loading.
     """
     keep_compiled_programs(options.engine.compiling.compile_cache, stage=(options.stage, options.n_stages))
     with loading() as on_load:
@@ -239,17 +242,17 @@ def run_worker(
         signal.signal(number, lambda *_: worker.stop())
     if options.end_with_stdin:
         threading.Thread(target=_stop_with_stdin, args=(worker,), daemon=True).start()
-    note(f"stage {options.stage + 1} of {options.n_stages} takes control messages at {worker.address}")
+    note(f"stage {options.stage + 1} of {options.n_stages} listens for control messages at {worker.address}")
     why = worker.run()
     if why is not None:
         note(why)
-        return _HUNG
+        return _HUNG_STATUS
     worker.close()
     return 0
 
 
-def _nothing_comes(data: bytes | None, why: str) -> bool:
-    """What the next stage says on the line from this one: nothing, and a broken line shows at the master."""
+def _ignore_frames(data: bytes | None, why: str) -> bool:
+    """The next stage sends nothing on this line, and the engine master notices if the line breaks."""
     return True
 
 
@@ -264,12 +267,12 @@ def _print(line: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The module as a program."""
+    """Run a worker from the command line's one argument; return the exit status."""
     try:
         if len(arguments) != 1:
-            raise ConfigError(f"a worker takes its options as one argument, not as {len(arguments)}")
+            raise ConfigError(f"a worker takes its options as one argument; it got {len(arguments)}")
         options = WorkerOptions.from_json(arguments[0])
-        return run_worker(options, note=_print, loading=lambda: nullcontext(_nobody_looks))
+        return run_worker(options, note=_print, loading=lambda: nullcontext(_ignore_progress))
     except OrcaError as error:
         _print(f"orca: error: {' '.join(str(error).split())}")
         return 2
@@ -278,4 +281,4 @@ def main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     status = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(status)  # a device that hangs would hold up an orderly exit for ever
+    os._exit(status)  # a normal exit would wait forever for a device that hangs

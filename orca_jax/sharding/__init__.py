@@ -1,1 +1,1 @@
-"""The model laid over devices: programs, workers, checkpoints."""
+"""Splits a model over devices, and links stages. Start with partition.py."""

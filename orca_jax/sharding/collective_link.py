@@ -24,7 +24,7 @@ def join_job(coordinator: str, *, stage: int, n_stages: int) -> None:
     try:
         jax.distributed.initialize(coordinator, n_stages, stage, initialization_timeout=_CONNECT_SECONDS)
     except RuntimeError as error:
-        message = f"the workers did not come together at --coordinator {coordinator}: {error}"
+        message = f"the workers did not connect through --coordinator {coordinator}: {error}"
         raise ConfigError(message) from error
 
 
@@ -40,17 +40,17 @@ class CollectiveLink:
     def __init__(self, group: DeviceGroup, devices: Sequence[Any], *, stage: int, n_stages: int) -> None:
         if not getattr(group.devices[0].client, "supports_cross_host_transfers", False):
             raise ConfigError(
-                f"link is 'nccl', and {group.devices[0].device_kind} devices have none; leave --link out"
+                f"link is 'nccl', but {group.devices[0].device_kind} devices have none; leave --link out"
             )
         self._group = group
         self._before = _group_of(stage - 1, len(group), devices) if stage else None
-        self._behind = _group_of(stage + 1, len(group), devices) if stage + 1 < n_stages else None
+        self._after = _group_of(stage + 1, len(group), devices) if stage + 1 < n_stages else None
         self._meet()
 
     def offer(self, key: tuple[int, int, int], hidden: jax.Array) -> int:
         """Send an iteration's hidden states [T, H]; returns the bytes, of all devices together."""
-        assert self._behind is not None
-        jax.device_put(hidden, self._behind.place())
+        assert self._after is not None
+        jax.device_put(hidden, self._after.place())
         return hidden.nbytes * len(self._group)
 
     def connect(self, address: str) -> None:
@@ -68,7 +68,7 @@ class CollectiveLink:
     def _meet(self) -> None:
         """Open the connections now: it takes seconds, too long for an iteration."""
         first = (0, 0, 0)
-        if self._behind is not None:
+        if self._after is not None:
             self.offer(first, jax.device_put(jnp.zeros((1, 1)), self._group.place()))
         if self._before is not None:
             self.pull(first, jax.ShapeDtypeStruct((1, 1), jnp.float32)).block_until_ready()

@@ -44,8 +44,7 @@ class DeviceGroup:
     def place(self, spec: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
         """The sharding of an array split by `spec`; by default every device holds the whole."""
         if len(self) == 1:
-            # Results of one-device programs have this sharding; a mesh of one would compile each a second
-            # time.
+            # One-device programs return this sharding; a mesh of one device would compile each program twice.
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, spec)
 

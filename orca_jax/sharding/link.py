@@ -39,7 +39,7 @@ class ProcessLink(Protocol):
 
 
 class DeviceLink:
-    """Between device groups of one process: each device copies to its counterpart."""
+    """A link between device groups of one process: each device copies to its counterpart."""
 
     def __init__(self, to: DeviceGroup) -> None:
         self._place = to.place()

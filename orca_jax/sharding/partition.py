@@ -1,4 +1,4 @@
-"""A stage's layers and devices, as they lie in this process (ORCA 4.1, Figure 6)."""
+"""The stages of a model: their layers and devices in this process (ORCA 4.1, Figure 6)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _ONE_DEVICE = ParallelConfig()
 
 @dataclass(frozen=True)
 class StagePart:
-    """One stage: its layers, and the devices that they are split over."""
+    """One stage: its layers, and the devices over which each is split."""
 
     layers: range
     group: DeviceGroup
@@ -26,7 +26,7 @@ class StagePart:
     last: bool
 
     def placement(self, config: ModelConfig) -> Mapping[str, jax.sharding.Sharding]:
-        """Where each of the stage's parameters lies."""
+        """The sharding of each of the stage's parameters."""
         return {
             name: self.group.place(spec(parameter.axes))
             for name, parameter in stage_parameters(config, self.layers).items()
@@ -36,9 +36,9 @@ class StagePart:
 def split_model(
     config: ModelConfig, devices: Sequence[Device], parallel: ParallelConfig = _ONE_DEVICE
 ) -> tuple[StagePart, ...]:
-    """All stages, side by side on the first of `devices`, in their order.
+    """Split a model into stages, which take the first of `devices` in order.
 
-    Raises ConfigError where the devices are too few or the model cannot be split so.
+    Raises ConfigError if there are too few devices or the model cannot be split this way.
     """
     check_split(config, parallel)
     n_stages, n_each = parallel.pipeline_parallel, parallel.tensor_parallel
@@ -54,15 +54,15 @@ def split_model(
 def one_stage(
     config: ModelConfig, devices: Sequence[Device], parallel: ParallelConfig, stage: int
 ) -> StagePart:
-    """One of the stages, counted from 0, on the first devices of its own process.
+    """One stage, counted from 0, on the first devices of its own process.
 
-    Raises ConfigError as `split_model`.
+    Raises ConfigError as `split_model` does.
     """
     check_split(config, parallel)
     n_devices = parallel.tensor_parallel
     if n_devices > len(devices):
         raise ConfigError(
-            f"tensor_parallel {n_devices} needs as many devices in the worker's process; JAX has "
+            f"tensor_parallel {n_devices} needs {n_devices} devices in the worker's process; JAX has "
             f"{len(devices)} there ({devices[0].device_kind})"
         )
     return _part(config, stage, parallel.pipeline_parallel, devices[:n_devices])

@@ -1,4 +1,4 @@
-"""Random weights, drawn where they are to lie."""
+"""Random weights, drawn directly on their devices."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -14,7 +14,7 @@ from orca_jax.model.gpt import Parameters, init_parameter
 def random_parameters(
     config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Mapping[str, jax.sharding.Sharding]
 ) -> Parameters:
-    """Parameters drawn where `placement` has them; the values are the same however the model is split."""
+    """Draw parameters on the devices of `placement`; the values do not depend on how the model is split."""
     table = parameter_table(config)
     keys = dict(zip(table, jax.random.split(jax.random.key(seed), len(table)), strict=True))
 
@@ -22,7 +22,7 @@ def random_parameters(
     def drawing(
         initial: Initial, shape: tuple[int, ...], sharding: jax.sharding.Sharding
     ) -> Callable[..., jax.Array]:
-        """One program for what is alike in every layer."""
+        """One program for equal parameters of all layers."""
         return jax.jit(partial(init_parameter, initial, shape, dtype=dtype), out_shardings=sharding)
 
     def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -1,4 +1,4 @@
-"""How parameters and caches are split over a stage's devices, by the letters of their axes."""
+"""The PartitionSpecs of parameters and caches, from the letters of their axes."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from orca_jax.sharding.device_group import TENSOR
 
 
 def spec(axes: Sequence[str]) -> PartitionSpec:
-    """Of an array with these axes, in the letters of families/parameters.py."""
+    """The spec of an array with these axes, in the letters of families/parameters.py."""
     return PartitionSpec(*(TENSOR if is_split(axis) else None for axis in axes))
 
 

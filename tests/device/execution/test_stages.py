@@ -112,7 +112,7 @@ def test_one_stage_is_that_of_the_split_on_the_first_devices() -> None:
         own = one_stage(model, devices, ParallelConfig(pipeline_parallel=4, tensor_parallel=2), stage)
         assert (own.layers, own.first, own.last) == (part.layers, part.first, part.last)
         assert own.group.devices == tuple(devices[:2])
-    with pytest.raises(ConfigError, match="tensor_parallel 4 needs as many devices"):
+    with pytest.raises(ConfigError, match="tensor_parallel 4 needs 4 devices"):
         one_stage(model, devices[:2], ParallelConfig(pipeline_parallel=2, tensor_parallel=4), 0)
 
 

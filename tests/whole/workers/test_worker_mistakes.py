@@ -248,7 +248,7 @@ def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) ->
         ),
         (
             ("--tensor-parallel", "2"),
-            "tensor_parallel 2 needs as many devices in the worker's process; JAX has 1",
+            "tensor_parallel 2 needs 2 devices in the worker's process; JAX has 1",
         ),
         (("--control-secret-file", "no/such/file"), "no/such/file"),
     ],

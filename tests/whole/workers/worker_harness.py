@@ -40,7 +40,7 @@ SIZES = (
     *("--max-batch-size", "12", "--max-batch-tokens", str(N_POSITIONS), "--n-slots", "1600"),
     *("--dtype", "float32", "--served-model-name", "small", "--access-log", "off"),
 )
-_TAKES = re.compile(r"takes control messages at (\S+)")
+_TAKES = re.compile(r"listens for control messages at (\S+)")
 
 
 def write_model(directory: Path, **other: Any) -> Path:
