@@ -214,7 +214,7 @@ class Orca:
             owner=owner,
             weight=weight_in_bytes(checked.token_ids, rules.sampling),
         )
-        output = request.sink = Output(request, rules.text_stream(), self._stopped)
+        output = request.sink = Output(request, rules.text_stream(checked.token_ids), self._stopped)
         try:
             self.pool.add(request)
         except ServiceClosed:
