@@ -193,7 +193,7 @@ def main() -> None:
                 "max_bs": flags.max_bs,
                 "overlap": not flags.no_overlap,
                 "requests": flags.requests,
-                **shared.said(),
+                **shared.facts(),
                 "python": platform.python_version(),
                 "cores": len(os.sched_getaffinity(0)),
                 "iterations": len(iterations),

@@ -32,18 +32,17 @@ OnDeliveries = Callable[[Sequence[Delivery]], None]
 
 
 class BareEngine:
-    """An engine on the first devices that JAX has, and schedulers for it.
+    """An engine on the first devices of JAX, and schedulers for it.
 
-    Weights are those of `directory`, or drawn from `seed`. `dtype` is float32 on a CPU and bfloat16 elsewhere
-    unless said; what `said` leaves open of the sizes follows from the model and from memory; `buckets` are
-    those of these sizes unless given. With `compile_ahead` all programs are compiled when it is made. Raises
-    ConfigError or a CheckpointError.
+    Weights come from `directory`, or are drawn from `seed`. `dtype` defaults to float32 on a CPU and bfloat16
+    elsewhere. Sizes that are None are derived from the model and the memory, and `buckets` from the sizes.
+    With `compile_ahead` the constructor compiles all programs. Raises ConfigError or a CheckpointError.
     """
 
     def __init__(
         self,
         model: ModelConfig,
-        said: Sizes,
+        sizes: Sizes,
         *,
         directory: Path | None = None,
         dtype: Dtype | None = None,
@@ -73,7 +72,7 @@ class BareEngine:
             loaded = load_directory(directory, dtype=element, placements=placements)
             self.parameters = loaded.stages
         self.serving = chosen_sizes(
-            model, element, parts, said, n_devices=pipeline_parallel, attention=attention
+            model, element, parts, sizes, n_devices=pipeline_parallel, attention=attention
         )
         self.buckets = buckets or serving_buckets(self.serving)
         built = build_engine(

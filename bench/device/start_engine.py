@@ -1,4 +1,4 @@
-"""One start of the engine alone, for `bench.start --engine`: a line for every few programs, last one of JSON.
+"""One start of the engine without the server, for `bench.start --engine`; the last line is JSON.
 
     python -m bench.device.start_engine PRESET FOLDER
 
@@ -22,8 +22,8 @@ from orca_jax.request.sampling_params import SamplingParams
 _EVERY_SECONDS = 10.0
 
 
-class Told:
-    """What compiling tells: when it began, and now and then how far it is."""
+class CompileProgress:
+    """Records when compiling began, and prints its progress now and then."""
 
     def __init__(self) -> None:
         self.begun: float | None = None
@@ -40,27 +40,29 @@ class Told:
 
 
 def main() -> None:
-    """Start, run one request of two tokens, and say how long each took."""
+    """Start, run one request of two tokens, and print the time of each."""
     parser = argparse.ArgumentParser(prog="python -m bench.device.start_engine", description=__doc__)
     parser.add_argument("preset", choices=sorted(PRESETS))
     parser.add_argument("folder", help="where compiled programs are kept")
     flags = parser.parse_args()
-    model, told = PRESETS[flags.preset], Told()
+    model, progress = PRESETS[flags.preset], CompileProgress()
     begin = time.monotonic()
     with closing(CompileCounter()) as counter:
-        engine = BareEngine(model, Sizes(), compile_ahead=True, compile_cache=flags.folder, on_program=told)
+        engine = BareEngine(
+            model, Sizes(), compile_ahead=True, compile_cache=flags.folder, on_program=progress
+        )
         ready = time.monotonic()
         seconds = _seconds(lambda: engine.run([_request(model.vocab_size)]))
         counts = counter.counts()
-    assert told.begun is not None, "there are programs to compile"
+    assert progress.begun is not None, "there are programs to compile"
     used = resource.getrusage(resource.RUSAGE_SELF)
     print(
         json.dumps(
             {
-                "load": told.begun - begin,
-                "compile": ready - told.begun,
+                "load": progress.begun - begin,
+                "compile": ready - progress.begun,
                 "cpu": used.ru_utime + used.ru_stime,
-                "programs": told.programs,
+                "programs": progress.programs,
                 "compiles": counts.programs,
                 "from_disk": counts.from_disk,
                 "first_request": seconds,

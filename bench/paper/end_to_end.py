@@ -128,10 +128,10 @@ def requests(flags: argparse.Namespace, size: Size, vocab_size: int) -> Trace:
 
 
 def _numbers(text: str, n: int | None = None) -> list[int]:
-    found = [int(one) for one in text.split(",")]
-    if min(found) < 1 or (n is not None and len(found) != n):
+    results = [int(one) for one in text.split(",")]
+    if min(results) < 1 or (n is not None and len(results) != n):
         raise ValueError(f"{text!r} is not {n or 'some'} whole numbers from 1 with commas between")
-    return found
+    return results
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
@@ -177,7 +177,7 @@ def both_at_one_rate(load: Load) -> dict[str, Playing]:
     return {one.system.label: one for one in best}
 
 
-def honest(found: Sequence[Honesty]) -> list[dict[str, Any]]:
+def honest(results: Sequence[Honesty]) -> list[dict[str, Any]]:
     """For the line of JSON."""
     return [
         {
@@ -185,7 +185,7 @@ def honest(found: Sequence[Honesty]) -> list[dict[str, Any]]:
             "orca_over_baseline": round(median(one.overlap), 4),
             "no_overlap_over_baseline": round(median(one.no_overlap), 4),
         }
-        for one in found
+        for one in results
     ]
 
 
@@ -227,12 +227,12 @@ def main() -> None:
             parser.error(str(error))
         task = progress.add_task("", total=None)
 
-        def told(name: str, done: int, total: int) -> None:
+        def on_progress(name: str, done: int, total: int) -> None:
             progress.update(task, description=name, completed=done, total=total)
 
         systems = [System(f"orca({n})", True, shared.orca(n)) for n in max_bs]
         systems += [System(f"ft({n}, {mbs})", False, shared.baseline(n, mbs)) for n, mbs in pairs]
-        alone, own = own_execution(shared, systems[0].make, trace, told)
+        alone, own = own_execution(shared, systems[0].make, trace, on_progress)
         if not rates:
             rates = [mean_rate(trace)] if flags.trace else [load / alone for load in size.loads]
         load = Load(
@@ -243,20 +243,20 @@ def main() -> None:
             until=flags.until * own,
             reach=TWICE * own,
         )
-        load.climb(shared, systems, rates, told)
-        found = honesty(shared, trace, equal_bs, flags.honesty, told) if flags.honesty else []
+        load.climb(shared, systems, rates, on_progress)
+        results = honesty(shared, trace, equal_bs, flags.honesty, on_progress) if flags.honesty else []
     figure = 11 if flags.homogeneous else 10
     at = compared(load, systems, own)
-    said = flags.homogeneous or flags.trace or f"U{size.n_input} in, U{size.n_output} out"
+    lengths = flags.homogeneous or flags.trace or f"U{size.n_input} in, U{size.n_output} out"
     print(
         f"Figure {figure} with {preset}, {shared.dtype}, on {shared.device}, jax {jax.__version__}: "
-        f"requests of {said}; one alone takes {alone:.3f} s, {own * 1e3:.1f} ms a generated token"
+        f"requests of {lengths}; one alone takes {alone:.3f} s, {own * 1e3:.1f} ms a generated token"
     )
     console = Console(width=150)
     for made in (figures_table, reasons_table, by_rate):
         console.print(made(load.playings))
-    if found:
-        console.print(honesty_table(found))
+    if results:
+        console.print(honesty_table(results))
     print(
         f"At {at['normalized_latency_ms']:.1f} ms a token: {at['orca']} {at['orca_req_s']} req/s, "
         f"{at['baseline']} {at['baseline_req_s']} req/s, ratio {at['ratio']}"
@@ -265,12 +265,12 @@ def main() -> None:
         "bench": "end_to_end",
         "figure": figure,
         "preset": preset,
-        **shared.said(),
-        "lengths": str(said),
+        **shared.facts(),
+        "lengths": str(lengths),
         "own_ms": round(own * 1e3, 3),
         **at,
         "points": points(load.playings),
-        "honesty": honest(found),
+        "honesty": honest(results),
     }
     if flags.json:
         raw = [
@@ -279,7 +279,7 @@ def main() -> None:
         flags.json.write_text(json.dumps(line | {"playings": raw}) + "\n", encoding="utf-8")
     if flags.picture:
         curves = {one.label: load.curve(one) for one in systems}
-        title = f"{preset}, {shared.dtype}, {shared.device}: requests of {said}"
+        title = f"{preset}, {shared.dtype}, {shared.device}: requests of {lengths}"
         normalized = not flags.homogeneous
         draw_curves(
             curves, flags.picture, title, normalized=normalized, target=TWICE * own if normalized else None

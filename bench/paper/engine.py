@@ -192,18 +192,18 @@ def main() -> None:
         except ConfigError as error:
             parser.error(str(error))
         entries = measure(shared, traces, flags.repeat, progress)
-    said = {"bench": "engine", "preset": preset, **shared.said(), "n_output": flags.output}
+    facts = {"bench": "engine", "preset": preset, **shared.facts(), "n_output": flags.output}
     print(
         f"Figure 9 with {preset}, {shared.dtype}, on {shared.device}, jax {jax.__version__}: "
         f"{flags.output} tokens generated, {shared.serving.n_slots} slots"
     )
     Console(width=140).print(table(entries))
-    told = [
+    records = [
         {"label": one.label, "n_input": one.n_input, "batch": one.batch, "seconds": one.seconds}
         for one in entries
     ]
     if flags.json:
-        flags.json.write_text(json.dumps(said | {"entries": told}) + "\n", encoding="utf-8")
+        flags.json.write_text(json.dumps(facts | {"entries": records}) + "\n", encoding="utf-8")
     if flags.picture:
         medians = {
             label: {one.batch: median(one.seconds) for one in entries if one.label == label and one.seconds}
@@ -211,9 +211,9 @@ def main() -> None:
         }
         title = f"{preset}, {shared.dtype}, {shared.device}: {flags.output} tokens generated"
         draw_engine(medians, flags.picture, title)
-    for one in told:
+    for one in records:
         one["seconds"] = round(median(one["seconds"]), 4) if one["seconds"] else None
-    print(json.dumps(said | {"entries": told}))
+    print(json.dumps(facts | {"entries": records}))
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ PHASES = {RowWork.FED: "input, token by token", RowWork.GENERATING: "increment"}
 
 
 def write_timeline(playings: Mapping[str, ServingRecords], path: Path) -> None:
-    """Write the events of playings, by the names of what was played on, on one axis of time, as JSON."""
-    told = [
+    """Write the events of several plays, keyed by system, on one time axis, as JSON."""
+    all_events = [
         event
         for i, (name, records) in enumerate(playings.items())
         for event in events(records, name, first_process=2 * i + 1)
     ]
     with path.open("w", encoding="utf-8") as file:
-        json.dump({"traceEvents": told, "displayTimeUnit": "ms"}, file)
+        json.dump({"traceEvents": all_events, "displayTimeUnit": "ms"}, file)
 
 
 def events(records: ServingRecords, name: str, *, first_process: int = 1) -> Iterator[Event]:
@@ -52,7 +52,7 @@ def _of_engine(records: ServingRecords, process: int) -> Iterator[Event]:
             yield _named("thread_name", process, track, f"batch in flight {track + 1}")
         free_at[track] = one.returned
         n_first = sum(one.initiation)
-        told: dict[str, Any] = {
+        args: dict[str, Any] = {
             "requests": " ".join(one.request_ids),
             "initiation": n_first,
             "increment": one.n_rows - n_first,
@@ -60,13 +60,13 @@ def _of_engine(records: ServingRecords, process: int) -> Iterator[Event]:
             "bucket": one.bucket,
         }
         if records.rows:
-            told |= {work.value: records.rows[i].rows.count(work) for work in RowWork}
+            args |= {work.value: records.rows[i].rows.count(work) for work in RowWork}
         name = f"iteration {one.number}: {one.n_rows} rows, {one.n_tokens} tokens"
-        yield _slice(name, process, track, one.issued, one.returned, told)
+        yield _slice(name, process, track, one.issued, one.returned, args)
 
 
 def _of_requests(records: ServingRecords, process: int) -> Iterator[Event]:
-    phases: dict[str, dict[str, float]] = {}  # by request: the phases that it came to, and their ends
+    phases: dict[str, dict[str, float]] = {}  # by request: its phases so far, and their ends
     for i, one in enumerate(records.iterations):
         for j, name in enumerate(one.request_ids):
             work = records.rows[i].rows[j] if records.rows else RowWork.GENERATING
@@ -79,24 +79,24 @@ def _of_requests(records: ServingRecords, process: int) -> Iterator[Event]:
         if ends and one.finished is not None:
             if records.rows:
                 ends["waits for its batch"] = one.finished
-            else:  # tokens are handed out a moment behind the return
+            else:  # tokens are delivered shortly after the return
                 ends[list(ends)[-1]] = one.finished
         yield from _of_request(one, process, track, ends)
 
 
 def _of_request(one: RequestRecord, process: int, track: int, ends: dict[str, float]) -> Iterator[Event]:
-    """Its time in the queue and the phases behind it, end to end."""
-    told = {"n_input": one.n_input, "n_output": one.n_output}
+    """Its time in the queue, followed by its phases."""
+    args = {"n_input": one.n_input, "n_output": one.n_output}
     start = one.arrived
     if one.scheduled is not None:
         ends = {"queue": one.scheduled, **ends}
     for name, end in ends.items():
         if end > start:
-            yield _slice(name, process, track, start, end, told)
+            yield _slice(name, process, track, start, end, args)
             start = end
 
 
-def _slice(name: str, process: int, track: int, start: float, end: float, told: dict[str, Any]) -> Event:
+def _slice(name: str, process: int, track: int, start: float, end: float, args: dict[str, Any]) -> Event:
     return {
         "name": name,
         "ph": "X",
@@ -104,7 +104,7 @@ def _slice(name: str, process: int, track: int, start: float, end: float, told: 
         "tid": track,
         "ts": round(start * 1e6, 3),
         "dur": round((end - start) * 1e6, 3),
-        "args": told,
+        "args": args,
     }
 
 

@@ -15,7 +15,7 @@ ALONE = 5  # requests that are measured alone
 FURTHER, STEP = 6, 1.5  # rates beyond those that were asked for
 HONEST_REQUESTS = 8  # played at once, where batches have one request
 
-Told = Callable[[str, int, int], object]  # what is played, requests done, requests in all
+Progress = Callable[[str, int, int], object]  # what is played, requests done, requests in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,28 @@ class Load:
         return scaled(self.trace[:n], 1 / rate)
 
     def climb(
-        self, shared: SharedEngine, systems: Sequence[System], rates: Sequence[float], told: Told
+        self, shared: SharedEngine, systems: Sequence[System], rates: Sequence[float], on_progress: Progress
     ) -> None:
         """Play every rate on every system in turn, so that what disturbs one disturbs all.
 
         Systems that have not come to `reach` then go on alone, to six rates more, each half as much again.
         """
         for rate in sorted(rates):
-            self._play(shared, [one for one in systems if self._last(one) <= self.until], rate, told)
+            self._play(shared, [one for one in systems if self._last(one) <= self.until], rate, on_progress)
         rate = max(rates)
         for _ in range(FURTHER):
             rate *= STEP
             if not self.recorded:
-                self._play(shared, [one for one in systems if self._last(one) < self.reach], rate, told)
+                self._play(
+                    shared, [one for one in systems if self._last(one) < self.reach], rate, on_progress
+                )
 
-    def _play(self, shared: SharedEngine, systems: Sequence[System], rate: float, told: Told) -> None:
+    def _play(
+        self, shared: SharedEngine, systems: Sequence[System], rate: float, on_progress: Progress
+    ) -> None:
         trace = self.at_rate(rate)
         for one in systems:
-            records = play_on(shared, one.make, trace, f"{one.label} at {rate:.3g} req/s", told)
+            records = play_on(shared, one.make, trace, f"{one.label} at {rate:.3g} req/s", on_progress)
             figures = served(records)
             self.playings.append(Playing(one, rate, records, figures))
             print(
@@ -108,16 +112,18 @@ class Honesty:
     no_overlap: list[float]
 
 
-def play_on(shared: SharedEngine, make: MakeScheduler, trace: Trace, name: str, told: Told) -> ServingRecords:
+def play_on(
+    shared: SharedEngine, make: MakeScheduler, trace: Trace, name: str, on_progress: Progress
+) -> ServingRecords:
     """Play a trace on the engine. Raises NotPlayed."""
     n_done = 0
 
     def finished(n: int) -> None:
         nonlocal n_done
         n_done += n
-        told(name, n_done, len(trace))
+        on_progress(name, n_done, len(trace))
 
-    told(name, 0, len(trace))
+    on_progress(name, 0, len(trace))
     return play(
         trace,
         make,
@@ -128,7 +134,9 @@ def play_on(shared: SharedEngine, make: MakeScheduler, trace: Trace, name: str, 
     )
 
 
-def own_execution(shared: SharedEngine, make: MakeScheduler, trace: Trace, told: Told) -> tuple[float, float]:
+def own_execution(
+    shared: SharedEngine, make: MakeScheduler, trace: Trace, on_progress: Progress
+) -> tuple[float, float]:
     """Of a request of the trace's mean lengths, alone: its seconds, and these over its generated tokens."""
     n_input, n_output = mean_lengths(trace)
     seconds: list[float] = []
@@ -136,12 +144,14 @@ def own_execution(shared: SharedEngine, make: MakeScheduler, trace: Trace, told:
         one = homogeneous_trace(
             1, n_input=n_input, n_output=n_output, vocab_size=shared.model.vocab_size, seed=i
         )
-        figures = served(play_on(shared, make, one, "one request alone", told))
+        figures = served(play_on(shared, make, one, "one request alone", on_progress))
         seconds.extend([figures.seconds] * (i > 0))  # the first warms up
     return median(seconds), median(seconds) / n_output
 
 
-def honesty(shared: SharedEngine, trace: Trace, max_bs: int, rounds: int, told: Told) -> list[Honesty]:
+def honesty(
+    shared: SharedEngine, trace: Trace, max_bs: int, rounds: int, on_progress: Progress
+) -> list[Honesty]:
     """Where scheduling makes no difference: batches of one request, and equal ones in batches of `max_bs`.
 
     In each round ORCA, ORCA without overlap and the baseline play in turn; a first one is not counted.
@@ -158,7 +168,7 @@ def honesty(shared: SharedEngine, trace: Trace, max_bs: int, rounds: int, told: 
         systems = (shared.orca(n), shared.orca(n, overlap=False), shared.baseline(n, n))
         for i in range(rounds + 1):
             overlap, no_overlap, baseline = (
-                served(play_on(shared, make, requests, case, told)).req_s for make in systems
+                served(play_on(shared, make, requests, case, on_progress)).req_s for make in systems
             )
             if i:
                 one.overlap.append(overlap / baseline)

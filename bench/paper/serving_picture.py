@@ -38,8 +38,8 @@ def draw_curves(
         latencies = [(one.normalized_median * 1e3 if normalized else one.latency_median) for one in curve]
         axis.plot([one.req_s for one in curve], latencies, label=label, **_style(label, i))
     if target is not None:
-        told = "twice the engine's own execution time a token"
-        axis.axhline(target * 1e3, linestyle=":", color="gray", label=told)
+        label = "twice the engine's own execution time a token"
+        axis.axhline(target * 1e3, linestyle=":", color="gray", label=label)
     axis.set(
         xlabel="throughput (requests a second)",
         ylabel="median normalized latency (ms a token)" if normalized else "median latency (s)",

@@ -1,6 +1,6 @@
 """One compiled engine of random weights that schedulers of every kind and size run on, one after the other.
 
-So what is compared differs in its scheduling alone: weights, programs, buckets and slots are the same.
+So the systems differ only in their scheduling: weights, programs, buckets and slots are the same.
 """
 
 import argparse
@@ -93,8 +93,8 @@ class SharedEngine:
         """Raises InvalidRequest for a request that the engine cannot take."""
         return partial(admissible, config=self.serving, model=self.model)
 
-    def said(self) -> dict[str, Any]:
-        """What the figures depend on, for the record."""
+    def facts(self) -> dict[str, Any]:
+        """The settings that the figures depend on."""
         return {
             "device": self.device,
             "dtype": self.dtype,
@@ -122,7 +122,7 @@ def compiling(progress: Progress) -> Callable[[int, int, str], None]:
     """A bar for the programs that a SharedEngine compiles."""
     task = progress.add_task("weights", total=None)
 
-    def told(done: int, total: int, name: str) -> None:
+    def show(done: int, total: int, name: str) -> None:
         progress.update(task, description=f"compiling: {name}", completed=done, total=total)
 
-    return told
+    return show
