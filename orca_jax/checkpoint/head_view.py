@@ -18,6 +18,9 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
     """The shape that each tensor of a weight must have, as a vector or a matrix."""
     n_rows, *columns = parameter.stacked_shape
     if wanted.heads is None:
+        # A table that forgets the order of grouped heads would mix them up silently.
+        has_heads = any("K" in axis for axis in parameter.axes)
+        assert not has_heads or attention.group == attention.kv_repeats == 1, wanted
         shapes = [(n_rows // len(wanted.names), *columns)] * len(wanted.names)
     else:
         widths = [n * attention.head_size for n in heads_of_tensors(wanted.heads, attention)]

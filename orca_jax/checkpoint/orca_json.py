@@ -21,8 +21,8 @@ from orca_jax.families.config_json import config_from_json
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import check_tokenizer, read_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import in_layers, parameter_shapes
-from orca_jax.families.stored_name import HeadOrder, StoredName
+from orca_jax.families.parameters import in_layers, parameter_table
+from orca_jax.families.stored_name import HeadOrder, StoredName, own_order
 from orca_jax.families.strict_json import read_object, shown
 
 ORCA_JSON = "orca.json"
@@ -129,22 +129,10 @@ def _model(path: Path, values: object) -> ModelConfig:
 
 
 def _same_names(model: ModelConfig) -> dict[str, StoredName]:
-    return {name: StoredName((name,), heads=_heads(name, 1, model)) for name in parameter_shapes(model)}
-
-
-def _heads(name: str, n_arrays: int, model: ModelConfig) -> HeadOrder | None:
-    """The order of heads unless the file says another: three arrays are queries, keys and values."""
-    leaf = in_layers(name)[0].removeprefix("layers.{i}.")
-    if model.attention.group == 1:
-        return None
-    if leaf in ("qkv.weight", "qkv.bias"):
-        return "separate" if n_arrays == 3 else "slices"
-    over_width = any(
-        layer.attention.qk_norm and layer.attention.qk_norm.over == "width" for layer in model.layers
-    )
-    if leaf == "out.weight" or (leaf == "q_norm.scale" and over_width):
-        return "query_slices"
-    return "keys" if leaf == "k_norm.scale" and over_width else None
+    return {
+        name: StoredName((name,), heads=own_order(parameter, model.attention))
+        for name, parameter in parameter_table(model).items()
+    }
 
 
 def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredName]:
@@ -153,13 +141,16 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
         raise _bad(path, "names", "an object of our names and the checkpoint's", values)
     names: dict[str, StoredName] = {}
     used: set[str] = set()
-    for parameter in parameter_shapes(model):
+    table = parameter_table(model)
+    for parameter in table:
         pattern, layer = in_layers(parameter)
         key = parameter if parameter in values else pattern
         if key not in values:
             raise _bad(path, "names", f"an entry for {pattern}", sorted(values))
         stored = _stored(path, key, values[key]).in_layer(layer)
-        heads = stored.heads or _heads(parameter, len(stored.names), model)
+        heads = stored.heads or own_order(table[parameter], model.attention)
+        if heads == "slices" and len(stored.names) == 3:
+            heads = "separate"
         names[parameter] = replace(stored, heads=heads)
         used.add(key)
     for key in values:

@@ -260,10 +260,11 @@ KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
 def features_of(config: ModelConfig) -> tuple[Feature, ...]:
     """What any layer of the model asks of attention."""
     kinds = {layer.attention for layer in config.layers}
+    longest = config.n_positions  # a window of that many hides nothing
     asked: dict[Feature, bool] = {
         "grouped heads": config.attention.group > 1,
         "another scale": any(kind.scores.scale is not None for kind in kinds),
-        "a sliding window": any(kind.scores.window is not None for kind in kinds),
+        "a sliding window": any((kind.scores.window or longest) < longest for kind in kinds),
         "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
         "ALiBi": any(kind.scores.alibi is not None for kind in kinds),
     }

@@ -1,6 +1,6 @@
 """The shape of a layer's attention: its heads, and what happens to queries, keys and scores."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -86,6 +86,11 @@ class Attention:
             raise ConfigError(
                 f"rotary_size is {self.rotary.size}; it must be at most the head_size {self.head_size}"
             )
+
+    def repeated(self, times: int) -> "Attention":
+        """The same attention with each K/V head of the checkpoint so often."""
+        stored = self.n_kv_heads // self.kv_repeats
+        return replace(self, n_kv_heads=stored * times, kv_repeats=times)
 
     @property
     def group(self) -> int:

@@ -184,12 +184,10 @@ class ModelConfig:
         if repeats == self.attention.kv_repeats:
             return self
 
-        def repeated(layer: Layer) -> Layer:
-            own = layer.attention
-            n_kv_heads = own.n_kv_heads // own.kv_repeats * repeats
-            return replace(layer, attention=replace(own, n_kv_heads=n_kv_heads, kv_repeats=repeats))
-
-        made = {layer: repeated(layer) for layer in dict.fromkeys(self.layers)}
+        made = {
+            layer: replace(layer, attention=layer.attention.repeated(repeats))
+            for layer in dict.fromkeys(self.layers)
+        }
         return replace(self, layers=tuple(made[layer] for layer in self.layers))
 
     def for_devices(self, n_devices: int) -> "ModelConfig":

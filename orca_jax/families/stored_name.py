@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from orca_jax.families.attention_config import Attention
+from orca_jax.families.parameters import Parameter
 
 # How a checkpoint orders the heads of a weight; query head h uses K/V head h // G.
 #   separate  three tensors: queries, keys, values
@@ -87,6 +88,17 @@ def heads_of_tensors(order: HeadOrder, attention: Attention) -> tuple[int, ...]:
             return (n_heads,)
         case "keys":
             return (stored,)
+
+
+def own_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
+    """The order in which we keep a parameter's heads; None where it has none, or is in any order the same."""
+    if attention.group == 1:
+        return None
+    if parameter.axes[0] == "G+2":
+        return "slices"
+    if parameter.takes_attention or parameter.axes == ("G", "KD"):
+        return "query_slices"
+    return "keys" if parameter.axes == ("KD",) else None
 
 
 def as_it_is(name: str) -> StoredName:

@@ -191,6 +191,13 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
         f"{target.budget / _GIB:.1f} GiB of it usable on each; {device.bandwidth / 1e9:,.0f} GB/s, "
         f"{device.matrix_rates[target.dtype] / 1e12:,.4g} TFLOP/s"
     )
+    attention = target.model.attention
+    if attention.kv_repeats > 1:
+        stored = attention.n_kv_heads // attention.kv_repeats
+        console.out(
+            f"Each of the {stored} key/value heads is on {attention.kv_repeats} devices, "
+            f"so that {target.parallel.tensor_parallel} devices share a layer's heads"
+        )
     source = "XLA's memory plan" if target.temporaries is not None else f"arithmetic ({why_arithmetic})"
     table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")
     for column in (

@@ -405,11 +405,11 @@ def test_a_config_of_absurd_values(
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        (GPT2, {"model_type": "llama"}, ["model_type", "gpt2, opt", "llama"]),
+        (GPT2, {"model_type": "wavelet"}, ["model_type", "gpt2, opt, llama", "wavelet"]),
         (GPT2, {"model_type": None}, ["model_type"]),
         (GPT2, {"model_type": "x\n" * 5000}, ["model_type", "characters"]),
         (GPT2, {"architectures": ["GPT2ForSequenceClassification"]}, ["GPT2LMHeadModel", "Classification"]),
-        (GPT2, {"activation_function": "swish"}, ["activation_function", "gelu_new", "swish"]),
+        (GPT2, {"activation_function": "mish"}, ["activation_function", "gelu_new", "mish"]),
         (GPT2, {"scale_attn_weights": False}, ["scale_attn_weights", "expected true, found false"]),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
         (GPT2, {"add_cross_attention": True}, ["add_cross_attention"]),

@@ -285,8 +285,8 @@ def test_it_is_known_as_long_as_it_is_registered(directory: Path) -> None:
     with pytest.raises(ConfigError, match="'toy' is registered already"):
         register(TOY)
     unregister("toy")
-    assert list(FAMILIES) == ["gpt2", "opt"]
-    with pytest.raises(UnsupportedModel, match="model_type: expected one of gpt2, opt, found 'toy'"):
+    assert "toy" not in FAMILIES
+    with pytest.raises(UnsupportedModel, match=r"model_type: expected one of gpt2, opt, .*, found 'toy'"):
         read_config(directory)
     with pytest.raises(ConfigError, match="no family of the model_type 'toy'"):
         unregister("toy")

@@ -1,0 +1,186 @@
+"""Random decoders of all parts, not only of named families: the engine's tokens are the reference's."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.families.attention_config import Attention, QKNorm, Scores
+from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
+from orca_jax.families.model_config import Embedding, FeedForward, Layer, LearnedPositions, ModelConfig
+from orca_jax.families.norm_config import Norm
+from orca_jax.families.parameters import parameter_table
+from orca_jax.families.rotary import Rotary, Scaling
+from orca_jax.sharding.partition import split_model
+from orca_jax.sharding.random_parameters import random_parameters
+from tests.device.greedy_reference import GreedyReference
+from tests.device.harness import greedy_request, harness
+
+N_POSITIONS = 40
+SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48)
+HEADS = ((4, 4), (4, 2), (4, 1), (6, 2), (3, 1))  # query heads, K/V heads
+
+
+def norms(*, bias: bool = True) -> st.SearchStrategy[Norm]:
+    rms = st.builds(Norm, kind=st.just("rms_norm"), eps=st.just(1e-5), unit_offset=st.booleans())
+    layer = st.builds(Norm, bias=st.booleans())
+    return st.one_of(rms, layer) if bias else rms
+
+
+def scalings(size: int) -> st.SearchStrategy[Scaling | None]:
+    far: dict[str, Any] = {"factor": 4.0, "original_positions": 10}
+    factors = tuple(1.0 + 0.5 * i for i in range(size // 2))
+    long: dict[str, Any] = {"short_factors": (1.0,) * (size // 2), "long_factors": factors}
+    return st.sampled_from(
+        [
+            None,
+            Scaling(kind="linear", factor=2.0),
+            Scaling(kind="dynamic", **far),
+            Scaling(kind="yarn", **far),
+            Scaling(kind="llama3", **far),
+            Scaling(kind="longrope", **far, **long),
+        ]
+    )
+
+
+@st.composite
+def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
+    """A layer with these heads."""
+    maybe = st.booleans()
+    size = draw(st.sampled_from([4, heads["head_size"]]))
+    rotary = Rotary(size=size, base=500.0, interleaved=draw(maybe), scaling=draw(scalings(size)))
+    over = draw(st.sampled_from(["head", "width"]))
+    scores = Scores(
+        scale=draw(st.sampled_from([None, 0.5])),
+        window=draw(st.sampled_from([None, 1, 5, 100])),
+        soft_cap=draw(st.sampled_from([None, 3.0])),
+        alibi=draw(st.sampled_from([None, None, 1.0])),
+    )
+    attention = Attention(
+        **heads,
+        qkv_bias=draw(maybe),
+        out_bias=draw(maybe),
+        qk_norm=QKNorm(norm=draw(norms(bias=False)), over=over) if draw(maybe) else None,  # pyright: ignore[reportArgumentType]
+        rotary=rotary if draw(maybe) else None,
+        scores=scores,
+    )
+    return Layer(
+        attention=attention,
+        feed_forward=FeedForward(
+            size=24,
+            activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu", "silu"])),
+            gated=draw(maybe),
+            bias=draw(maybe),
+        ),
+        norm=norm,
+        residual=draw(st.sampled_from(["pre", "post", "both", "after", "parallel", "parallel_two_norms"])),
+        residual_multiplier=draw(st.sampled_from([1.0, 0.7])),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    n_heads, n_kv_heads = draw(st.sampled_from(HEADS))
+    heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_size": draw(st.sampled_from([6, 16]))}
+    norm = draw(norms())
+    return ModelConfig(
+        vocab_size=53,
+        n_positions=N_POSITIONS,
+        hidden_size=20,
+        layers=tuple(draw(st.lists(layers(heads, norm), min_size=1, max_size=3))),
+        embedding=Embedding(
+            size=draw(st.sampled_from([20, 12])),
+            tied=draw(st.booleans()),
+            multiplier=draw(st.sampled_from([1.0, 3.0])),
+            norm=draw(st.sampled_from([None, norm])),
+        ),
+        positions=draw(st.sampled_from([None, LearnedPositions(offset=2)])),
+        final_norm=draw(st.sampled_from([None, norm])),
+        head_bias=draw(st.booleans()),
+        logit_multiplier=draw(st.sampled_from([1.0, 0.5])),
+        logit_soft_cap=draw(st.sampled_from([None, 20.0])),
+    )
+
+
+def drawn(model: ModelConfig, seed: int) -> dict[str, jax.Array]:
+    """Weights wide enough that greedy tokens vary, with no bias or scale at its initial value."""
+    rng = np.random.default_rng(seed)
+    values: dict[str, jax.Array] = {}
+    for name, parameter in parameter_table(model).items():
+        value = rng.standard_normal(parameter.shape).astype("f4")
+        value *= 0.1 if parameter.use in ("norm", "bias") else 1.2 / np.sqrt(parameter.stacked_shape[-1])
+        values[name] = jnp.asarray(value + (1 if parameter.initial == "ones" else 0))
+    return values
+
+
+def check(model: ModelConfig, seed: int) -> None:
+    assert config_from_json(config_to_json(model), plain_error) == model
+    parameters = drawn(model, seed)
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 53, rng.integers(1, N_POSITIONS - 4)).tolist() for _ in range(6)]
+    requests = [greedy_request(str(i), prompt, 4) for i, prompt in enumerate(prompts)]
+    engine = harness(model, parameters, SERVING, buckets=(4, 48))
+    engine.run(requests, arrivals=sorted(rng.integers(0, 8, len(requests)).tolist()))
+    reference = GreedyReference(model, parameters)
+    assert sum(reference.sure(request) for request in requests) > 0
+
+
+any_model: Any = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(any_model, max_examples=2)
+@given(model=models(), seed=st.integers(0, 99))
+def test_the_tokens_are_the_references(model: ModelConfig, seed: int) -> None:
+    check(model, seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@settings(any_model, max_examples=60)
+@given(model=models(), seed=st.integers(0, 9999))
+def test_the_tokens_are_the_references_in_many_models(model: ModelConfig, seed: int) -> None:
+    check(model, seed)
+
+
+def test_more_devices_than_kv_heads() -> None:
+    """Each device has a copy of the K/V head that its query heads use; the weights are the same."""
+    norm = Norm(kind="rms_norm", eps=1e-5)
+    own = Attention(
+        n_heads=8,
+        n_kv_heads=2,
+        head_size=8,
+        qkv_bias=True,
+        qk_norm=QKNorm(norm=norm, over="width"),
+        rotary=Rotary(size=8),
+        scores=Scores(alibi=1.0, window=7),
+    )
+    layer = Layer(attention=own, feed_forward=FeedForward(size=16, gated=True), norm=norm)
+    embedding = Embedding(size=24)
+    model = ModelConfig(
+        vocab_size=53,
+        n_positions=40,
+        hidden_size=24,
+        layers=(layer,),
+        embedding=embedding,
+        final_norm=norm,
+    )
+    split = model.for_devices(4)
+    assert (split.n_kv_heads, split.attention.group, split.attention.kv_repeats) == (4, 2, 2)
+    assert split.with_kv_heads(1) == model.for_devices(4).with_kv_heads(1)
+    (part,) = split_model(split, jax.devices(), ParallelConfig(tensor_parallel=4))
+    (whole,) = split_model(model, jax.devices())
+    dtype = jnp.dtype("float32")
+    tokens: list[dict[str, list[int]]] = []
+    for config, where in ((model, whole), (split, part)):
+        parameters = random_parameters(config, 3, dtype, where.placement(config))
+        # Scores must matter: the initial deviation is small.
+        wide = {name: 12 * value if value.ndim > 1 else value for name, value in parameters.items()}
+        engine = harness(config, wide, SERVING, buckets=(48,), parts=(where,))
+        requests = [greedy_request(str(n), [7 * i % 53 for i in range(n)], 6) for n in (1, 30)]
+        tokens.append(engine.run(requests))
+    assert tokens[0] == tokens[1]
