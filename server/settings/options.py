@@ -176,7 +176,7 @@ class WorkerFlags:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFlags:
-    """The arguments of `orca plan`. `planning.plan.Wanted` checks the sizes, as in EngineOptions."""
+    """The arguments of `orca plan`. `planning.plan.PlanTarget` checks the sizes, as in EngineOptions."""
 
     device: Annotated[
         str, "device to plan for: a100-40gb, a100-80gb, l40s, h100, h200, b200, or cpu (this machine's)"
