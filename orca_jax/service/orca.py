@@ -47,7 +47,7 @@ class Orca:
     A request without a seed gets one from the operating system, or from a generator started with `seed`, so
     that a program that submits in the same order gets the same output again. `clock` returns the timeline's
     seconds. After the loss of a worker the engine is restarted, as often as `restarts` allows, and its
-    requests run again. `failure` is a permanent failure of the engine: every live request then ends with
+    requests resume. `failure` is a permanent failure of the engine: every live request then ends with
     the reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
     with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
     output text is empty.
