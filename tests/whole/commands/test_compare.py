@@ -289,7 +289,7 @@ def test_a_server_that_cannot_be_measured_reports_why() -> None:
         engine.start()
     with HttpEngine("nobody", "http://127.0.0.1:9") as engine, pytest.raises(AddressFailed, match="nobody"):
         engine.start()
-    with pytest.raises(AddressFailed, match="no address of the form"):
+    with pytest.raises(AddressFailed, match="not an address of the form"):
         HttpEngine("tls", "https://127.0.0.1")
 
 
