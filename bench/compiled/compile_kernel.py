@@ -27,11 +27,34 @@ from orca_jax.aot.described_gpu import on_h200
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 
-# Head size, dtype, block size, query heads, key/value heads.
+
+class Size(NamedTuple):
+    """What is compiled; the queries are read from a fused product."""
+
+    head_size: int
+    dtype: str
+    block_size: int
+    n_heads: int
+    n_kv_heads: int
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def __str__(self) -> str:
+        extra = f" window {self.window}, cap {self.soft_cap:g}" if self.window and self.soft_cap else ""
+        return (
+            f"D {self.head_size} {self.dtype} B {self.block_size} N {self.n_heads}/{self.n_kv_heads}{extra}"
+        )
+
+
 SIZES = tuple(
-    (head_size, dtype, block_size, n_heads, n_kv_heads)
+    size
     for head_size in (64, 80, 96, 128, 256)
-    for dtype, block_size, n_heads, n_kv_heads in (("bfloat16", 16, 8, 4), ("float16", 128, 40, 40))
+    for size in (
+        Size(head_size, "bfloat16", 16, 8, 4),
+        Size(head_size, "float16", 128, 40, 40),
+        Size(head_size, "bfloat16", 16, 32, 8),
+        Size(head_size, "bfloat16", 64, 16, 2, window=1024, soft_cap=50.0),
+    )
 )
 _N_TOKENS, _N_ROWS, _MAX_BLOCKS, _N_BLOCKS = 256, 16, 64, 1024
 _SHARED_LIMIT = 227 * 1024  # bytes available to a block on Hopper
@@ -55,29 +78,30 @@ class Figures(NamedTuple):
     descriptors: tuple[Descriptor, ...]
 
 
-def compile_one(head_size: int, dtype: str, block_size: int, n_heads: int, n_kv_heads: int) -> None:
+def compile_one(size: Size) -> None:
     """Compile one size; ptxas writes to this process's output."""
     here = on_h200()
-    plan = Plan(_N_TOKENS, _N_ROWS, n_kv_heads, n_heads // n_kv_heads, block_size)
+    group = size.n_heads // size.n_kv_heads
+    plan = Plan(_N_TOKENS, _N_ROWS, size.n_kv_heads, group, size.block_size, window=size.window)
 
-    def array(*shape: int, dtype: DTypeLike = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: DTypeLike = size.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
 
     def run(*arrays: jax.Array) -> jax.Array:
         *arguments, work = arrays
-        return split_attention(*arguments, work=work, plan=plan)
+        return split_attention(*arguments, work=work, plan=plan, window=size.window, soft_cap=size.soft_cap)
 
-    cache = array(_N_BLOCKS, n_kv_heads, block_size, head_size)
+    cache = array(_N_BLOCKS, size.n_kv_heads, size.block_size, size.head_size)
     table = array(_N_ROWS, _MAX_BLOCKS, dtype=jnp.int32)
     row_start, kv_length = array(_N_ROWS + 1, dtype=jnp.int32), array(_N_ROWS, dtype=jnp.int32)
-    q = array(_N_TOKENS, n_heads, head_size)
+    q = array(_N_TOKENS, group + 2, size.n_kv_heads, size.head_size)
     work = array(*plan.list_shape, dtype=jnp.int32)
     jax.jit(run).lower(q, cache, cache, table, row_start, kv_length, work).compile()
 
 
-def figures(size: tuple[int, str, int, int, int]) -> Figures:
+def figures(size: Size) -> Figures:
     """Compile one size in a process. Raises RuntimeError if it does not compile or fit shared memory."""
-    command = [sys.executable, "-m", "bench.compiled.compile_kernel", *map(str, size)]
+    command = [sys.executable, "-m", "bench.compiled.compile_kernel", json.dumps(size)]
     wanted = ["PTXAS", "PTX", "HOST_LLVM"] + ["SASS"] * _has_nvdisasm()
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in wanted}
     environment = {**os.environ, **dumps, "JAX_PLATFORMS": "cpu"}
@@ -107,12 +131,12 @@ def _has_nvdisasm() -> bool:
 def main() -> None:
     """Compile all sizes; print a table and, as the last line, JSON."""
     if len(sys.argv) > 1:
-        head_size, dtype, block_size, n_heads, n_kv_heads = sys.argv[1:]
-        compile_one(int(head_size), dtype, int(block_size), int(n_heads), int(n_kv_heads))
+        compile_one(Size(*json.loads(sys.argv[1])))
         return
     table = Table(title=f"split attention for an H200, jax {jax.__version__}")
     counts = Figures._fields[:5]
-    columns = ("D", "dtype", "B", "N", "K", *counts, "instructions of key loops", "spills in them")
+    columns = ("D", "dtype", "B", "N", "K", "window", "cap", *counts)
+    columns += ("instructions of key loops", "spills in them")
     for column in columns:
         table.add_column(column.replace("_", " "), justify="right")
     rows = []
@@ -120,9 +144,8 @@ def main() -> None:
         made = figures(size)
         loops = made.key_loops
         row = (*size, *made[:5], [one.n_instructions for one in loops], sum(one.n_spills for one in loops))
-        table.add_row(
-            *map(str, row[:-2]), ", ".join(map(str, row[-2])), str(row[-1]) if loops else "not seen"
-        )
+        cells = ["" if cell is None else str(cell) for cell in row[:-2]]
+        table.add_row(*cells, ", ".join(map(str, row[-2])), str(row[-1]) if loops else "not seen")
         rows.append(row)
     Console(width=120).print(table)
     print(

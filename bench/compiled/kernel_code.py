@@ -26,7 +26,7 @@ class KeyLoop(NamedTuple):
 
 
 def key_loops(sass: str) -> list[KeyLoop]:
-    """The loops with matrix instructions in machine code; none if there is no machine code.
+    """The innermost loops with matrix instructions in machine code; none if there is no machine code.
 
     A loop is the range from a backward branch's target to the branch, and an instruction belongs to the
     shortest around it: failed waits branch back from the end of the code, over ranges that are not key loops.
@@ -43,6 +43,12 @@ def key_loops(sass: str) -> list[KeyLoop]:
     products = [i for i, text in enumerate(code) if "HGMMA" in text]
     around = ([loop for loop in loops if loop[0] <= i <= loop[1]] for i in products)
     ranges = {min(candidates, key=lambda loop: loop[1] - loop[0]) for candidates in around if candidates}
+    # A loop around another is that of the items, with a slot's work outside of the loops over slots.
+    ranges = {
+        outer
+        for outer in ranges
+        if not any(outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1] for inner in ranges)
+    }
     return [
         KeyLoop(end + 1 - begin, sum(_LOCAL.search(text) is not None for text in code[begin : end + 1]))
         for begin, end in sorted(ranges)

@@ -1,6 +1,6 @@
 """How evenly the kernel's work list is distributed over a GPU's cores, and the host's time to build it.
 
-    python -m bench.compiled.work_list [--cores 132] [--block-size 16]
+    python -m bench.compiled.work_list [--cores 132] [--block-size 16] [--window N]
 
 Balance is the keys of the average core over those of the busiest core: 1 is perfect. Needs only numpy.
 """
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orca_jax.pallas.work_list.balance import CORE
-from orca_jax.pallas.work_list.bounds import STEP, TILE, Plan
+from orca_jax.pallas.work_list.bounds import STEP, Plan
 from orca_jax.pallas.work_list.work_items import ITEM, MERGE, work_items
 
 Rows = list[tuple[int, int]]  # input tokens and keys of each
@@ -58,7 +58,7 @@ def items(work: np.ndarray, plan: Plan) -> Iterator[Found]:
     """Every core's items, as the kernel reads them."""
     for core in range(plan.n_cores):
         for tile, its, first, n_heads in (
-            (True, work[core], plan.first_tile, plan.n_heads),
+            (True, work[core], plan.first_tile, plan.n_tile_heads),
             (False, work[plan.n_cores + core], plan.first_entry, plan.n_kv_heads),
         ):
             for i in range(its[CORE.n]):
@@ -90,11 +90,19 @@ def balance(rows: Rows, plan: Plan) -> float:
     total = 0
     for n, keys in rows:
         if n == 1:
-            total += keys * plan.n_kv_heads
+            total += (keys - _first_key(keys - 1, plan)) * plan.n_kv_heads
         else:
-            ends = [min(keys, keys - n + first + TILE) for first in range(0, n, TILE)]
-            total += sum(-(-end // STEP) * STEP for end in ends) * plan.n_heads
+            size = plan.tile_tokens
+            spans = [
+                min(keys, keys - n + first + size) - _first_key(keys - n + first, plan)
+                for first in range(0, n, size)
+            ]
+            total += sum(-(-span // STEP) * STEP for span in spans) * plan.n_tile_heads
     return total / plan.n_cores / load.max()
+
+
+def _first_key(position: int, plan: Plan) -> int:
+    return 0 if plan.window is None else max(0, position - plan.window + 1) // plan.granule * plan.granule
 
 
 def host_seconds(rows: Rows, plan: Plan, n: int = 300) -> float:
@@ -113,6 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.compiled.work_list", description=__doc__)
     parser.add_argument("--cores", type=int, default=132)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--window", type=int, default=None, help="keys that a query sees; default: all")
     flags = parser.parse_args()
     table = Table(
         title=f"{flags.cores} cores, blocks of {flags.block_size}: balance, merges, host time in us"
@@ -125,7 +134,8 @@ def main() -> None:
         cells = []
         for heads, (n_kv_heads, group) in HEADS.items():
             row_start, kv_length = lengths(rows)
-            plan = Plan(int(row_start[-1]), len(rows), n_kv_heads, group, flags.block_size, flags.cores)
+            sizes = (int(row_start[-1]), len(rows), n_kv_heads, group, flags.block_size, flags.cores)
+            plan = Plan(*sizes, window=flags.window)
             work = work_items(row_start, kv_length, plan)
             merges = int((work[plan.first_merge :, MERGE.token] < plan.n_tokens).sum())
             even, seconds = balance(rows, plan), host_seconds(rows, plan)

@@ -1,8 +1,8 @@
-"""The kernel over random ragged batches against float64: every head size, dtype and block size.
+"""The kernel against float64 over random ragged batches: every head size, dtype and block size.
 
-Each batch has both phases, pieces of prompts after a cached prefix, empty rows, padding, shared blocks, and
-NaN in all unused slots. If the allocator reuses memory, the result's memory is filled with NaN before a run.
-The same batch runs several times: a result that changes reveals a race.
+Each batch has prompts, pieces of prompts after a cached beginning, decode rows, rows without tokens, padding,
+shared blocks, and NaN in everything unused. If the allocator gives the result's memory back, it is filled
+with NaN before a run. The same batch runs several times: a result that changes is a race.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Attend = Callable[..., jax.Array]  # split_attention's six arrays
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The size of a batch: tokens, rows, keys of the longest row and of all; and the number of runs."""
+    """The largest batch: tokens, rows, keys of one row and of all rows; and the number of runs."""
 
     n_tokens: int = 768
     n_rows: int = 16
@@ -43,11 +43,15 @@ class Form:
     n_heads: int
     n_kv_heads: int
     room: Room = ROOM
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def name(self) -> str:
-        """Like `D 128 bfloat16 B 16 N 8 K 2`."""
-        return f"D {self.head_size} {self.dtype} B {self.block_size} N {self.n_heads} K {self.n_kv_heads}"
+        """Like `D 128 bfloat16 B 16 N 8 K 2 window 300`."""
+        sizes = f"D {self.head_size} {self.dtype} B {self.block_size} N {self.n_heads} K {self.n_kv_heads}"
+        window = "" if self.window is None else f" window {self.window}"
+        return sizes + window + ("" if self.soft_cap is None else f" cap {self.soft_cap:g}")
 
     @property
     def max_blocks(self) -> int:
@@ -56,14 +60,15 @@ class Form:
 
     @property
     def n_blocks(self) -> int:
-        """Blocks for all rows, each with a partial last block, and some unused ones."""
+        """Blocks for all rows, the last of each partly filled, and a few unused ones."""
         return self.room.n_keys // self.block_size + self.room.n_rows + 4
 
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The shapes of split_attention's six arrays."""
         cache = (self.n_blocks, self.n_kv_heads, self.block_size, self.head_size)
         n_rows = self.room.n_rows
-        floats = ((self.room.n_tokens, self.n_heads, self.head_size), cache, cache)
+        q = (self.room.n_tokens, self.n_heads // self.n_kv_heads, self.n_kv_heads, self.head_size)
+        floats = (q, cache, cache)
         indices = ((n_rows, self.max_blocks), (n_rows + 1,), (n_rows,))
         return (
             *(jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype)) for shape in floats),
@@ -73,7 +78,7 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The results of a form's runs; in `poisoned` of them the result reused memory that held NaN."""
+    """The result of a form's runs; `poisoned` counts those whose result's memory held NaN before."""
 
     relative: float
     largest: float
@@ -85,31 +90,37 @@ class Found:
 
 
 def forms(scale: Scale) -> list[Form]:
-    """Every head size, dtype and block size, each with groups of 1 and alternately groups of 4, 16 or 3."""
+    """Every head size and dtype with every block size, each with groups of 1 and with larger ones.
+
+    The larger are 4, 16 and 3 by turns, and have by turns a window, a soft cap, both, or neither.
+    """
     if scale == "tiny":
         return [
             Form(80, "bfloat16", 16, 2, 2, TINY_ROOM),
-            Form(64, "float16", 64, 4, 1, TINY_ROOM),
+            Form(64, "float16", 64, 4, 1, TINY_ROOM, window=50, soft_cap=5.0),
         ]
     groups = ((8, 2), (16, 1), (12, 4))
+    scores = ((None, None), (300, None), (300, 20.0), (None, 20.0))
     sizes = [
         (head_size, dtype, block_size)
         for block_size in ((16,) if scale == "quick" else (16, 64, 128))
         for dtype in ("bfloat16", "float16")
         for head_size in (128, 64, 80, 96, 256)
     ]
-    return [
-        Form(*size, *heads) for i, size in enumerate(sizes) for heads in ((8, 8), groups[i % len(groups)])
+    plain = [Form(*size, 8, 8) for size in sizes]
+    grouped = [
+        Form(*size, *groups[i % len(groups)], ROOM, *scores[i % len(scores)]) for i, size in enumerate(sizes)
     ]
+    return [form for both in zip(plain, grouped, strict=True) for form in both]
 
 
 def form_named(name: str, scale: Scale) -> Form:
-    """The form of this name."""
+    """The form of `forms` with that name."""
     return next(form for form in forms(scale) if form.name == name)
 
 
 def random_rows(rng: np.random.Generator, room: Room) -> list[tuple[int, int]]:
-    """Rows (query tokens, keys) of every kind, with some fewer tokens than fit."""
+    """Rows (query tokens, keys) of every kind; together they have a few tokens fewer than the room."""
     most = room.longest
     short, prompt, piece = most // 8, room.n_tokens // 4, room.n_tokens // 5
     increments = [(1, int(n)) for n in rng.integers(1, most + 1, 3)] + [(1, most), (1, 1)]
@@ -123,13 +134,13 @@ def random_rows(rng: np.random.Generator, room: Room) -> list[tuple[int, int]]:
 
 
 def draw(form: Form, seed: int) -> Batch:
-    """A fresh batch."""
+    """A random batch."""
     rng = np.random.default_rng(seed)
     return random_batch(
         rng,
         random_rows(rng, form.room),
         n_tokens=form.room.n_tokens,
-        n_heads=form.n_heads,
+        group=form.n_heads // form.n_kv_heads,
         n_kv_heads=form.n_kv_heads,
         head_size=form.head_size,
         block_size=form.block_size,
@@ -140,7 +151,7 @@ def draw(form: Form, seed: int) -> Batch:
 
 
 def check(form: Form, attend: Attend, seed: int) -> dict[str, Any]:
-    """Run `attend` on a fresh batch several times; returns the fields of Found."""
+    """Run `attend` on a random batch, several times. Returns the fields of Found."""
     batch = draw(form, seed)
     arrays = [jnp.asarray(a) for a in batch]
     results, poisoned = [], 0
@@ -154,7 +165,8 @@ def check(form: Form, attend: Attend, seed: int) -> dict[str, Any]:
         del out
     first = results[0]
     end = int(batch.row_start[-1])
-    found = errors(first[:end].astype(np.float32), attend_float64(batch)[:end])
+    true = attend_float64(batch, window=form.window, soft_cap=form.soft_cap)
+    found = errors(first[:end].astype(np.float32), true[:end])
     same = [np.array_equal(first.view(np.uint16), other.view(np.uint16)) for other in results]
     return asdict(
         Found(
@@ -170,7 +182,7 @@ def check(form: Form, attend: Attend, seed: int) -> dict[str, Any]:
 
 
 def _address(array: jax.Array) -> int | None:
-    """The array's address, if the runtime reveals it."""
+    """The array's address, if the runtime tells it."""
     try:
         return array.unsafe_buffer_pointer()
     except (AttributeError, RuntimeError, ValueError):

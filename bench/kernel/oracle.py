@@ -1,4 +1,4 @@
-"""Attention in float64 on the host, and errors relative to it."""
+"""Attention in float64 on the host, and the errors of other results against it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Batch(NamedTuple):
-    """The arguments of attention as numpy arrays: q [T, N, D], caches [n_blocks, K, B, D], and int32 indices."""
+    """Attention's arguments in NumPy: q [T, G, K, D], caches [n_blocks, K, B, D], and int32 indices."""
 
     q: np.ndarray
     k_cache: np.ndarray
@@ -31,7 +31,7 @@ def random_batch(
     rows: Sequence[tuple[int, int]],
     *,
     n_tokens: int,
-    n_heads: int,
+    group: int,
     n_kv_heads: int,
     head_size: int,
     block_size: int,
@@ -39,10 +39,10 @@ def random_batch(
     n_blocks: int,
     dtype: np.dtype,
 ) -> Batch:
-    """Rows (query tokens, keys) over shuffled blocks; every second row shares some with the previous row.
+    """Rows (query tokens, keys) over shuffled blocks; every second row shares blocks with the row before.
 
-    Unused blocks and slots are NaN, and so are padding queries after the last row. Block ids after a row's
-    own are valid but arbitrary. Random numbers are rounded to `dtype`.
+    Unused blocks and slots, and the padding's queries after the last row, are NaN. Unused entries of the
+    block table are ids of random blocks. Values are rounded to `dtype`.
     """
     kv_length = np.array([n for _, n in rows], np.int32)
     row_start = np.concatenate([[0], np.cumsum([n for n, _ in rows])]).astype(np.int32)
@@ -52,7 +52,7 @@ def random_batch(
     table = rng.integers(0, n_blocks, (len(rows), max_blocks)).astype(np.int32)
     used = np.zeros((n_blocks, block_size), bool)
     for r, n in enumerate(needed):
-        # Only whole blocks of both rows are shared: slots after a row's end stay unused.
+        # Whole blocks of both: the slots after a row's end stay unused.
         n_same = min(kv_length[r], kv_length[r - 1]) // block_size if r % 2 else 0
         table[r, :n_same] = table[r - 1, :n_same]
         table[r, n_same:n] = [next(ids) for _ in range(n - n_same)]
@@ -63,36 +63,48 @@ def random_batch(
         np.where(used[:, None, :, None], rng.standard_normal(shape, np.float32), np.nan).astype(dtype)
         for _ in "kv"
     ]
-    q = rng.standard_normal((n_tokens, n_heads, head_size), np.float32)
+    q = rng.standard_normal((n_tokens, group, n_kv_heads, head_size), np.float32)
     q[row_start[-1] :] = np.nan
     return Batch(q.astype(dtype), caches[0], caches[1], table, row_start, kv_length)
 
 
-def attend_float64(batch: Batch) -> np.ndarray:
-    """Attention of every row: [T, N, D] float64, with zeros for padding."""
-    n_tokens, n_heads, head_size = batch.q.shape
-    n_kv_heads, block_size = batch.k_cache.shape[1:3]
-    out = np.zeros((n_tokens, n_heads, head_size))
+def attend_float64(batch: Batch, *, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
+    """The attention of every row, [T, G, K, D] float64; zeros for padding."""
+    out = np.zeros(batch.q.shape)
+    _, n_kv_heads, block_size, head_size = batch.k_cache.shape
     for r, n_keys in enumerate(batch.kv_length):
         begin, end = batch.row_start[r], batch.row_start[r + 1]
         if begin == end:
             continue
         blocks = batch.block_table[r, : -(-n_keys // block_size)]
         for k in range(n_kv_heads):
-            mine = slice(k * n_heads // n_kv_heads, (k + 1) * n_heads // n_kv_heads)
             keys, values = (
                 pool[blocks, k].reshape(-1, head_size)[:n_keys] for pool in (batch.k_cache, batch.v_cache)
             )
             first = n_keys - (end - begin)
-            out[begin:end, mine] = attend_row(batch.q[begin:end, mine], keys, values, first=first)
+            queries = batch.q[begin:end, :, k]
+            out[begin:end, :, k] = attend_row(
+                queries, keys, values, first=first, window=window, soft_cap=soft_cap
+            )
     return out
 
 
-def attend_row(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, first: int) -> np.ndarray:
-    """Queries [n, G, D] at positions from `first` on, over keys and values [L, D]; returns [n, G, D] float64."""
+def attend_row(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    *,
+    first: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> np.ndarray:
+    """Queries [n, G, D] at positions `first` and on, over keys and values [L, D]: [n, G, D] float64."""
     scores = np.einsum("ngd,ld->ngl", queries.astype(np.float64), keys.astype(np.float64))
     scores /= np.sqrt(queries.shape[-1])
-    seen = np.arange(len(keys)) <= first + np.arange(len(queries))[:, None]
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    key, position = np.arange(len(keys)), first + np.arange(len(queries))[:, None]
+    seen = (key <= position) & (key > position - (len(keys) if window is None else window))
     scores = np.where(seen[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

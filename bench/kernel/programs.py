@@ -58,10 +58,16 @@ class Program:
     keys_values: Callable[[Arrays, int, int], tuple[Any, Any]]
 
 
-def with_list(*arrays: Any, plan: Plan, interpret: bool) -> jax.Array:
-    """`split_attention` of its six arrays, and of its list of work as the seventh."""
+def with_list(*arrays: Any, plan: Plan, soft_cap: float | None = None, interpret: bool) -> jax.Array:
+    """`split_attention` of its six arrays, with its work list as the seventh."""
     *batch, work = arrays
-    return split_attention(*batch, work=work, plan=plan, interpret=interpret)
+    options = {"window": plan.window, "soft_cap": soft_cap, "interpret": interpret}
+    return split_attention(*batch, work=work, plan=plan, **options)
+
+
+def flat_heads(x: jax.Array) -> jax.Array:
+    """[T, G, K, D] as [T, N, D], with a group's heads next to each other."""
+    return x.swapaxes(1, 2).reshape(len(x), -1, x.shape[-1])
 
 
 def shape_of(*shape: int, dtype: Any = DTYPE) -> jax.ShapeDtypeStruct:
@@ -132,7 +138,7 @@ def pooled(
     """
     block_size = case.block_size
     heads = case.heads
-    n_heads, n_kv, head_size = heads.n_heads, heads.n_kv_heads, heads.head_size
+    n_kv, head_size = heads.n_kv_heads, heads.head_size
     n_rows, n_tokens = len(case.rows), case.n_tokens
     same_program = case.increments_only and subject == "kernel" and case.rows.count(case.rows[0]) == n_rows
     max_keys = longest if same_program else max(n for _, n in case.rows)
@@ -171,9 +177,8 @@ def pooled(
         k_pool, v_pool, starts, ends = shared
         work = attention_work(starts, ends, n_tokens, follow_lengths=False)
         cache = LayerCache(k_pool, v_pool)
-        by_group = q.reshape(n_tokens, n_kv, -1, head_size).swapaxes(1, 2)  # [T, G, K, D]
-        out = static_attention(by_group, cache, table, starts, ends, work, follow_lengths=False)
-        return out.swapaxes(1, 2).reshape(q.shape)
+        out = static_attention(flat_heads(q), cache, table, starts, ends, work, follow_lengths=False)
+        return out.reshape(n_tokens, n_kv, heads.group, head_size).swapaxes(1, 2)
 
     one_row = jax.jit(with_list, static_argnames=("plan", "interpret"))
 
@@ -204,7 +209,7 @@ def pooled(
             drawn(seed, pool_shape),
             spread(drawn(seed + 1, pool_shape), factor),
         )
-        q = drawn(seed + 2, (n_tokens, n_heads, head_size))
+        q = drawn(seed + 2, (n_tokens, heads.group, n_kv, head_size))
         tables = [jnp.asarray(table) for table in pool.tables]
         rest = jax.tree.map(jnp.asarray, indices())
         if subject == "per request":
@@ -219,17 +224,17 @@ def pooled(
     call: Call = {"kernel": kernel, "static": static, "per request": per_request}[subject]
     index_shapes = jax.tree.map(lambda a: int32(*a.shape), indices())
     if subject == "per request":
-        q_shape: Any = [shape_of(n, n_heads, head_size) for n in lengths]
+        q_shape: Any = [shape_of(n, heads.group, n_kv, head_size) for n in lengths]
         set_shape: Any = [int32(1, max_blocks)] * n_rows
     else:
-        q_shape, set_shape = shape_of(n_tokens, n_heads, head_size), int32(n_rows, max_blocks)
+        q_shape, set_shape = shape_of(n_tokens, heads.group, n_kv, head_size), int32(n_rows, max_blocks)
     return Program(
         key=(subject, heads, block_size, n_rows, n_tokens, n_calls, n_blocks, max_blocks, tuple(lengths)),
         call=call,
         n_calls=n_calls,
         shapes=Arrays(q_shape, (*pools, *index_shapes), [set_shape]),
         make=make,
-        tokens=jnp.concatenate if subject == "per request" else lambda q: q,
+        tokens=lambda q: flat_heads(jnp.concatenate(q) if subject == "per request" else q),
         keys_values=keys_values,
     )
 

@@ -154,14 +154,16 @@ def _program_job(program: Program, sharding: Any) -> tuple[Any, Any]:
 def _form_plan(form: Form, n_cores: int) -> Plan:
     room, n_kv_heads = form.room, form.n_kv_heads
     group = form.n_heads // n_kv_heads
-    return Plan(room.n_tokens, room.n_rows, n_kv_heads, group, form.block_size, n_cores)
+    sizes = (room.n_tokens, room.n_rows, n_kv_heads, group, form.block_size, n_cores)
+    return Plan(*sizes, window=form.window)
 
 
 def form_program(form: Form, n_cores: int, *, interpret: bool) -> tuple[Any, Any]:
     """The jitted kernel of a form, and the shapes of its arguments: a batch's six, and its list of work."""
     plan = _form_plan(form, n_cores)
     work = shape_of(*plan.list_shape, dtype=jnp.int32)
-    return jax.jit(partial(with_list, plan=plan, interpret=interpret)), (*form.shapes(), work)
+    kernel = partial(with_list, plan=plan, soft_cap=form.soft_cap, interpret=interpret)
+    return jax.jit(kernel), (*form.shapes(), work)
 
 
 def checked(form: Form, kernel: Any, n_cores: int, seed: int) -> dict[str, Any]:

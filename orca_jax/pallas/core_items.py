@@ -1,4 +1,4 @@
-"""A core's own list of items, as the kernel reads it: the tiles, and the entries of increment-phase rows."""
+"""A core's list of items as the kernel reads it: its tiles, and the entries of its decode rows."""
 
 from typing import Any, NamedTuple
 
@@ -11,30 +11,30 @@ from orca_jax.pallas.work_list.work_items import ITEM
 
 
 class CoreItem(NamedTuple):
-    """One item of a core's list, traced."""
+    """One item of a core's list; all values are traced."""
 
-    record: Any  # of the list of work
-    head: Any  # of a tile the query head, of an entry the key/value head
+    record: Any  # its record in the work list
+    head: Any  # a tile's tile head, an entry's key/value head
     begin: Any  # the first key
     end: Any  # the key after the last
-    part: Any  # where its result waits to be merged, -1 where it is the whole
+    part: Any  # the part that takes its result, for `merge`; -1 if the item is not split
 
 
 class CoreList(NamedTuple):
     """A core's items of one kind."""
 
     here: ThreadBlock
-    record: Any  # the core's
-    first: int  # the record of the first item of all cores
+    record: Any  # the core's record
+    first: int  # the record of this kind's first item
     n_heads: int
 
     @property
     def n(self) -> Any:
-        """How many items the core has."""
+        """Number of items."""
         return self.here.work[self.record, CORE.n]
 
     def item(self, i: Any) -> CoreItem:
-        """The i-th."""
+        """Item i."""
         work, core = self.here.work, self.record
         odd = lax.rem(i, 2) == 1
         index = jnp.where(odd, work[core, CORE.back], work[core, CORE.first]) + i * work[core, CORE.stride]
@@ -43,16 +43,17 @@ class CoreList(NamedTuple):
         start, stop = work[record, ITEM.begin], work[record, ITEM.end]
         begin = start + jnp.where(i == 0, work[core, CORE.begin], 0)
         end = jnp.where(i == self.n - 1, jnp.minimum(stop, start + work[core, CORE.end]), stop)
-        piece = work[record, ITEM.part]  # of a row that is cut at fixed places
+        piece = work[record, ITEM.part]  # of a row that is split at fixed positions
         part = jnp.where(piece < 0, -1, piece * self.n_heads + head)
-        cut = (begin > start) | (end < stop)
-        part = jnp.where(cut, work[core, CORE.part] + jnp.where(i == 0, 0, 1), part)
+        split = (begin > start) | (end < stop)
+        part = jnp.where(split, work[core, CORE.part] + jnp.where(i == 0, 0, 1), part)
         return CoreItem(record, head, begin, end, part)
 
 
 def tiles(here: ThreadBlock) -> CoreList:
     """This core's tiles."""
-    return CoreList(here, here.core, here.shape.plan.first_tile, here.shape.n_heads)
+    plan = here.shape.plan
+    return CoreList(here, here.core, plan.first_tile, plan.n_tile_heads)
 
 
 def entries(here: ThreadBlock) -> CoreList:

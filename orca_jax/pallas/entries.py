@@ -1,10 +1,11 @@
-"""Items with one query: that of an increment-phase row, over a range of its keys.
+"""Entries: the single query of a decode row, over a range of the row's keys.
 
-All N / K query heads of one key/value head are packed in one tile. The two warp groups take every other slot,
-and the second gives what it has to the first. The result of a whole row goes where it belongs, that of a part
-to where `merge` finds it.
+One tile holds all G query heads of a key/value head, so keys and values are read once for all of them. The
+two computing warp groups take alternate slots of the ring; then the second gives its result to the first. The
+result of a whole row goes to the output, the result of a part to where `merge` reads it.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,26 +18,26 @@ from orca_jax.pallas.core_items import CoreItem, entries
 from orca_jax.pallas.kernel_shape import Q
 from orca_jax.pallas.mosaic_forms import TILE_ROW, along_rows, laid_out, load_plain, load_row_plain
 from orca_jax.pallas.ring import fetch_item, n_steps, pass_over
-from orca_jax.pallas.running_softmax import Carry, Mask, attend, nothing_yet
+from orca_jax.pallas.running_softmax import Carry, Mask, attend, nothing_yet, over_slots
 from orca_jax.pallas.staging import load_queries, put_part, stage
 from orca_jax.pallas.thread_block import ThreadBlock
 from orca_jax.pallas.work_list.work_items import ITEM
 
 
 def fetch_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """Fetch the keys and values of this core's i-th entry. Returns the step after it."""
+    """Fetch the keys and values of this core's entry i. Returns the step after it."""
     item = entries(here).item(i)
     return fetch_item(here, item, item.head, step)
 
 
 def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """A computing warp group's half of this core's i-th entry. Returns the step after it."""
+    """A computing warp group's half of this core's entry i. Returns the step after it."""
     item = entries(here).item(i)
     token = here.work[item.record, ITEM.token]
-    first_head = item.head * here.shape.group
-    heads = pl.ds(first_head, here.shape.group)
-    # Whole eights, which a copy must be: rows behind the group's come along, and go nowhere.
-    load_queries(here, here.q.at[token, 0, pl.ds(first_head, here.shape.padded_group)])
+    # Copies move a multiple of eight rows. The rows after the group's G are loaded too, and their results
+    # ignored. A traced start, because that may be more rows than the array has: the copy fills in zeros.
+    heads = pl.ds(jnp.int32(0), here.shape.padded_group)
+    load_queries(here, [here.q.at[token, heads, item.head]])
     n = n_steps(here, item)
     carry = _attended(here, item, n, step)
     pl.when((n > 1) & (here.group == 1))(lambda: _give(here, carry))
@@ -47,7 +48,8 @@ def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
         _, total, sums = carry
         stage(here, sums, total)
         rows = here.staged.at[0, pl.ds(0, here.shape.group)]
-        pl.when(item.part < 0)(lambda: plgpu.copy_smem_to_gmem(rows, here.out.at[token, heads]))
+        out = here.out.at[token, pl.ds(0, here.shape.group), item.head]
+        pl.when(item.part < 0)(lambda: plgpu.copy_smem_to_gmem(rows, out))
         pl.when(item.part >= 0)(lambda: _put_part(here, carry, item.part))
         plgpu.wait_smem_to_gmem(0)
 
@@ -55,28 +57,43 @@ def compute_entry(here: ThreadBlock, i: Any, step: Any) -> Any:
 
 
 def _attended(here: ThreadBlock, item: CoreItem, n: Any, step: Any) -> Carry:
-    """This warp group's share of the item's n slots taken in, and the other's let go by."""
+    """Attend to this warp group's share of the item's n slots, and pass over the others."""
     size, begin, end, group = here.shape.step, item.begin, item.end, here.group
-    last_key = laid_out(jnp.full((Q,), end - 1, jnp.int32), TILE_ROW, interpret=here.shape.interpret)
+    window = here.shape.plan.window
+    last_key = jnp.full((Q,), end - 1, jnp.int32)
+    last_key = laid_out(last_key, TILE_ROW, interpret=here.shape.interpret)
     n_mine = lax.div(n + 1 - group, 2)
     n_whole = lax.div(lax.div(end - begin, size) + 1 - group, 2)
 
-    def pair(i: Any, carry: Carry, *, whole: bool) -> Carry:
+    n_head, n_seen = None, None
+    if window is not None:
+        # Only the item's first slot, which is the first warp group's, can hold keys before the window.
+        first = here.work[item.record, ITEM.position] - (window - 1)
+        n_head, n_seen = jnp.where((group == 0) & (begin < first), 1, 0), end - first
+        n_whole = jnp.maximum(n_whole, n_head)
+
+    def pair(i: Any, carry: Carry, *, masked: bool) -> Carry:
         at = 2 * i + group
         pl.when(group == 1)(lambda: pass_over(here, step + at - 1))
-        mask = None if whole else Mask(begin + at * size, end, last_key)
+        mask = Mask(begin + at * size, end, last_key, n_seen) if masked else None
         carry = attend(here, carry, step + at, mask, in_turns=False)
         pl.when((group == 0) & (at + 1 < n))(lambda: pass_over(here, step + at + 1))
         return carry
 
-    carry = lax.fori_loop(0, n_whole, lambda i, carry: pair(i, carry, whole=True), nothing_yet(here.shape))
-    carry = lax.fori_loop(n_whole, n_mine, lambda i, carry: pair(i, carry, whole=False), carry)
+    carry = over_slots(
+        partial(pair, masked=False),
+        partial(pair, masked=True),
+        nothing_yet(here.shape),
+        n_head,
+        n_whole,
+        n_mine,
+    )
     pl.when((group == 1) & (lax.rem(n, 2) == 1))(lambda: pass_over(here, step + n - 1))
     return carry
 
 
 def _give(here: ThreadBlock, carry: Carry) -> None:
-    """The second warp group's result to the first, through its own half of the staging buffer."""
+    """Give the second warp group's result to the first, through the second's half of the staging buffer."""
     top, total, sums = carry
     for rest in (False, True)[: here.shape.n_rounded]:
         stage(here, sums, total, rest=rest)
@@ -88,7 +105,7 @@ def _give(here: ThreadBlock, carry: Carry) -> None:
 
 
 def _take(here: ThreadBlock, carry: Carry) -> Carry:
-    """The first warp group's result and the second's, together."""
+    """Combine the first warp group's result with the second's."""
     top, total, sums = carry
     interpret, shape = here.shape.interpret, (Q, here.shape.head_size)
 
@@ -110,7 +127,7 @@ def _take(here: ThreadBlock, carry: Carry) -> Carry:
 
 
 def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
-    """The group's rows, which are staged, to where they are merged."""
+    """Copy the group's staged rows to where `merge` reads them."""
     put_part(
         here,
         carry,

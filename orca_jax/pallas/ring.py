@@ -1,8 +1,9 @@
-# ruff: noqa: B023 - `pl.when` runs what it is given at once
-"""The ring of slots in shared memory that keys and values come through, C of a row's to a slot.
+# ruff: noqa: B023 - `pl.when` calls the function at once
+"""The ring of slots in shared memory that passes keys and values to the computing warp groups, C keys in each
+slot.
 
-One warp group fetches ahead of use and across items; the two that compute take the slots in the same order,
-which both sides count in steps. A slot is free again when both have let go of it.
+One warp group fetches, ahead of use and across items. The two that compute read the slots in the same order;
+both sides count it in steps. A slot is free again when both computing warp groups have released it.
 """
 
 from typing import Any
@@ -18,28 +19,28 @@ from orca_jax.pallas.work_list.work_items import ITEM
 
 
 def n_steps(here: ThreadBlock, item: CoreItem) -> Any:
-    """How many slots an item's keys fill."""
+    """The number of slots that an item's keys fill."""
     return lax.div(item.end - item.begin + (here.shape.step - 1), here.shape.step)
 
 
 def fetch_item(here: ThreadBlock, item: CoreItem, kv_head: Any, step: Any) -> Any:
-    """Ask for all keys and values of an item. Returns the step after it."""
+    """Start the copies of all keys and values of an item. Returns the step after it."""
     n, row = n_steps(here, item), here.work[item.record, ITEM.row]
     pl.loop(0, n)(lambda j: _fetch(here, row, kv_head, item.begin + j * here.shape.step, item.end, step + j))
     return step + n
 
 
 def _fetch(here: ThreadBlock, row: Any, head: Any, key: Any, end: Any, step: Any) -> None:
-    """Ask for the keys `key` to `key + C` of a row and their values, as far as they are before `end`."""
+    """Start the copies of a row's keys `key` to `key + C` and their values, up to `end`."""
     shape, table = here.shape, here.table
     slot = here.slot(step)
     n = shape.copied
     block = [lax.div(key + i * n, shape.block_size) for i in range(shape.step // n)]
     last = table.shape[1] - 1
-    ids = [table[row, jnp.minimum(b, last)] for b in block]  # asked for together, ahead of the copies
+    ids = [table[row, jnp.minimum(b, last)] for b in block]  # loaded together, before the copies
     keys = (here.k_cache, here.k_s, here.k_here, here.k_free)
     values = (here.v_cache, here.v_s, here.v_here, here.v_free)
-    for pool, ring, come, free in (keys, values):
+    for pool, ring, arrived, free in (keys, values):
 
         @pl.when(step >= shape.n_slots)
         def _():
@@ -52,16 +53,18 @@ def _fetch(here: ThreadBlock, row: Any, head: Any, key: Any, end: Any, step: Any
             @pl.when(at < end)
             def _():
                 plgpu.copy_gmem_to_smem(
-                    pool.at[block_id, head, pl.ds(inside, n)], ring.at[slot, pl.ds(i * n, n)], come.at[slot]
+                    pool.at[block_id, head, pl.ds(inside, n)],
+                    ring.at[slot, pl.ds(i * n, n)],
+                    arrived.at[slot],
                 )
 
             @pl.when(at >= end)
             def _():
-                plgpu.barrier_arrive(come.at[slot])
+                plgpu.barrier_arrive(arrived.at[slot])
 
 
 def pass_over(here: ThreadBlock, step: Any) -> None:
-    """Let a slot that belongs to the other warp group go by."""
+    """Release a slot that the other warp group computes."""
     slot = here.slot(step)
     plgpu.barrier_wait(here.k_here.at[slot])
     plgpu.barrier_arrive(here.k_free.at[slot])
@@ -70,7 +73,7 @@ def pass_over(here: ThreadBlock, step: Any) -> None:
 
 
 def see_all_freed(here: ThreadBlock, step: Any) -> None:
-    """Wait, after the last step, until no slot is in use: the barriers end with the kernel."""
+    """After the last step, wait until no slot is in use: the barriers must not outlive the kernel."""
     for i in range(here.shape.n_slots):
 
         @pl.when(step > i)

@@ -1,10 +1,11 @@
-"""Attention over the keys of one slot after another, with a running softmax in registers, float32.
+"""Attention to one slot's keys after another, with a running softmax in registers, in float32.
 
-What is carried from slot to slot: top [Q], the highest score of each query row so far, times log2(e); total
-[Q], the sum of its weights, which are 2 ** (score - top); sums [Q, D], that of its weighted values.
+The carry from slot to slot: top [Q], each query row's highest score so far times log2(e); total [Q], the sum
+of the row's weights, which are 2 ** (score - top); sums [Q, D], the sum of its weighted values.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from orca_jax.pallas.mosaic_forms import (
     iota,
     laid_out,
     plus_product,
+    tanh,
     times_transposed,
 )
 from orca_jax.pallas.thread_block import ThreadBlock
@@ -29,14 +31,15 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Mask(NamedTuple):
-    """Which keys of a slot count."""
+    """Which of a slot's keys each query row sees."""
 
     key: Any  # the slot's first
-    end: Any  # no key from here on does, and values behind it may be anything
-    last_key: jax.Array  # [Q] of each query row
+    end: Any  # the key after the item's last; values from here on may be anything
+    last_key: jax.Array  # [Q] the last key that each query row sees
+    n_seen: Any  # how many keys up to that one each query row sees; None: all
 
 
-_LOWEST = -1e30  # top before the first key: finite, so that no inf - inf arises
+_LOWEST = -1e30  # top before the first key; finite, so that inf - inf cannot arise
 _LOG2_E = math.log2(math.e)
 
 
@@ -50,21 +53,41 @@ def nothing_yet(shape: KernelShape) -> Carry:
     )
 
 
+def over_slots(
+    whole: Callable[..., Carry],
+    masked: Callable[..., Carry],
+    carry: Carry,
+    n_head: Any,
+    n_whole: Any,
+    n_all: Any,
+) -> Carry:
+    """Attend to n_all slots: `masked` up to n_head (None: none), `whole` up to n_whole, then `masked`."""
+    if n_head is None:
+        carry = lax.fori_loop(0, n_whole, whole, carry)
+        return lax.fori_loop(n_whole, n_all, masked, carry)
+
+    def half(second: Any, carry: Carry) -> Carry:
+        carry = lax.fori_loop(second * n_whole, jnp.where(second == 0, n_head, n_all), masked, carry)
+        return lax.fori_loop(n_head, jnp.where(second == 0, n_whole, 0), whole, carry)
+
+    return lax.fori_loop(0, 2, half, carry)  # so that the kernel has the masked loop's long code once
+
+
 def next_turn(here: ThreadBlock) -> None:
-    """Give the other warp group its turn and wait for one's own."""
+    """Give the other warp group its turn and wait for this one's."""
     plgpu.barrier_arrive(here.turn)
     plgpu.barrier_wait(here.turn)
 
 
 def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None, *, in_turns: bool) -> Carry:
-    """Take in a slot of C keys: all of them for each query row, or those that `mask` leaves.
+    """Add a slot's C keys to the carry: all of them for each query row, or those that `mask` leaves.
 
-    `in_turns`: the two warp groups, which must call this equally often, take turns, so that the matrix unit
-    has one's products to do while the other has its softmax.
+    With `in_turns` the two warp groups alternate, so that the matrix unit computes one's products during the
+    other's softmax. Both must then call this equally often.
     """
     top, total, sums = carry
     shape, slot = here.shape, here.slot(step)
-    interpret, c = shape.interpret, shape.scale * _LOG2_E
+    interpret = shape.interpret
     plgpu.barrier_wait(here.k_here.at[slot])
     scores = times_transposed(
         here.q_s.at[here.group],
@@ -73,9 +96,17 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
         interpret=interpret,
     )  # [Q, C]
     plgpu.barrier_arrive(here.k_free.at[slot])
+    c = shape.scale * _LOG2_E  # by which the scores are still to be multiplied
+    if shape.soft_cap is not None:  # before the mask: tanh would make -1 of -inf
+        scores = tanh(scores, shape.scale / shape.soft_cap, interpret=interpret)
+        c = shape.soft_cap * _LOG2_E
     if mask is not None:
-        keys = iota(Q, shape.step, 1, interpret=interpret) + mask.key
-        scores = jnp.where(keys <= along_rows(mask.last_key, (Q, shape.step)), scores, -jnp.inf)
+        tile = (Q, shape.step)
+        key, last_key = iota(*tile, 1, interpret=interpret), along_rows(mask.last_key - mask.key, tile)
+        seen = key <= last_key
+        if mask.n_seen is not None:  # one comparison: an unsigned difference is large if it is negative
+            seen = (last_key - key).astype(jnp.uint32) < jnp.asarray(mask.n_seen).astype(jnp.uint32)
+        scores = jnp.where(seen, scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * c)
     shrink = jnp.exp2(top - new_top)
     weights = jnp.exp2(scores * c - along_rows(new_top, (Q, shape.step)))
@@ -89,15 +120,15 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
     if in_turns:
         plgpu.barrier_wait(here.turn)
     if mask is not None:
-        behind = mask.key + shape.step > mask.end
-        pl.when(behind)(lambda: _clear_behind(here, slot, mask.key, mask.end))
+        past_end = mask.key + shape.step > mask.end
+        pl.when(past_end)(lambda: _clear_past_end(here, slot, mask.key, mask.end))
     sums = plus_product(sums, narrow, here.v_s.at[slot], interpret=interpret)
     plgpu.barrier_arrive(here.v_free.at[slot])
     return new_top, total, sums
 
 
-def _clear_behind(here: ThreadBlock, slot: Any, key: Any, end: Any) -> None:
-    """Zero a slot's values behind `end`: what others left there may be inf or NaN, and 0 * NaN is NaN."""
+def _clear_past_end(here: ThreadBlock, slot: Any, key: Any, end: Any) -> None:
+    """Zero a slot's values from `end` on: what is left over there may be inf or NaN, and 0 * NaN is NaN."""
     width = swizzle_bytes(here.shape.head_size) // 2
     for column in range(0, here.shape.head_size, width):  # a few registers at a time
         values = here.v_s.at[slot, :, pl.ds(column, width)]

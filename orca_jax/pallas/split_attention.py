@@ -1,20 +1,22 @@
 """Split attention over the K/V blocks in one launch of a Mosaic GPU kernel (ORCA 3.2, section 5).
 
-Every request of an iteration, whatever its phase and length, is cut into items, and each thread block of one
-launch, one for each core of the chip, has a list of items of its own
-(`orca_jax/pallas/work_list/work_items.py`). An item is either
+The requests of an iteration, whatever their phase and length, are divided into items. The launch has one
+thread block for each core of the GPU, and each has its own list of items (`work_list/work_items.py`). An item
+is either
 
-  - a tile (`tiles.py`): up to 2 * Q query tokens of one row, one head; or
-  - an entry (`entries.py`): the query of an increment-phase row, all heads of one key/value head.
+  - a tile (`tiles.py`): several query tokens of one row, for up to 8 heads of one key/value head, 2 * Q query
+  rows
+    in all; or
+  - an entry (`entries.py`): the query of a decode row, for all heads of one key/value head.
 
-Both are over all of the row's keys or over a range of them: where whole items would leave some cores with
-much more than others, items are cut, and `merge` adds what their parts gave.
+An item covers all of the keys that its queries see, or a range of them: if whole items would load some cores
+much more than others, items are split, and `merge` combines the results of their parts.
 
-Two warp groups of a thread block compute; a third fetches keys and values into a ring (`ring.py`) in shared
+Two warp groups of a thread block compute. A third fetches keys and values into a ring (`ring.py`) in shared
 memory, ahead of use and across items.
 
-Letters as in `orca_jax/model/__init__.py`, and here Q query rows of a warp group's tile (64, the height of
-Hopper's matrix instruction), C keys of a slot, G = N / K heads of a group.
+Letters as in `orca_jax/model/__init__.py`, and Q query rows of a warp group's tile (64, the height of
+Hopper's matrix instruction), C keys of a slot, G = N / K query heads of a key/value head.
 """
 
 from functools import partial
@@ -49,36 +51,55 @@ def split_attention(
     row_start: jax.Array,
     kv_length: jax.Array,
     *,
+    group: int | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     work: jax.Array | None = None,
     plan: Plan | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
-    q [T, N, D] bfloat16 or float16, or [T, n, N, D], of which the queries are the first of n, so that what a
-    fused product gave is read where it lies; k_cache, v_cache [n_blocks, K, B, D] of the same dtype;
-    block_table [R, max_blocks], row_start [R + 1] and kv_length [R] int32: the queries of row r are the
-    tokens row_start[r] to row_start[r + 1], the last positions of its kv_length[r]. `scale` is D ** -0.5
-    unless given. Returns [T, N, D] of q's dtype, with zeros for tokens that belong to no row.
+    q [T, n, K, D] bfloat16 or float16: its first `group` slices (G; by default all n) are the queries, so a
+    fused product of queries, keys and values is read in place. Query head [g, k] uses key/value head k.
+    k_cache, v_cache [n_blocks, K, B, D] of the same dtype; block_table [R, max_blocks], row_start [R + 1] and
+    kv_length [R] int32: the queries of row r are the tokens row_start[r] to row_start[r + 1], the last
+    positions of its kv_length[r].
 
-    `plan` bounds the list of work; unless given it is that of a chip of 132 cores (H100 SXM, H200). `work` is
-    `work_items(row_start, kv_length, plan)`, made here unless given: who calls this for every layer makes it
-    once per iteration. It is made on the host; where this is traced, by a callback. `interpret` runs the
-    kernel on the CPU.
+    Scores are multiplied by `scale`, by default D ** -0.5. With `soft_cap` c a score s becomes c * tanh(s /
+    c), with an error below 1e-6 c. With `window` a query sees its own position and the window - 1 before it;
+    blocks outside the windows of all of a row's queries are not read. Returns [T, G, K, D] of q's dtype, with
+    zeros for tokens of no row.
 
-    Raises ConfigError where shapes or dtypes do not fit each other, or `unsupported` has a reason.
+    `plan` bounds the work list and must have the same window; the default is for a GPU of 132 cores (H100
+    SXM, H200). `work` is `work_items(row_start, kv_length, plan)`. To call this for several layers, make it
+    once per iteration and pass it. Otherwise it is made here, on the host; under a trace by a callback.
+    `interpret` runs the kernel on the CPU.
+
+    Raises ConfigError if shapes or dtypes do not fit each other, or if `unsupported` has a reason.
     """
     shape = kernel_shape(
-        q, k_cache, v_cache, block_table, row_start, kv_length, scale=scale, plan=plan, interpret=interpret
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        row_start,
+        kv_length,
+        group=group if plan is None or group is not None else plan.group,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        plan=plan,
+        interpret=interpret,
     )
-    work = _listed(row_start, kv_length, shape.plan) if work is None else work
+    work = _work_list(row_start, kv_length, shape.plan) if work is None else work
     check_work(work, shape.plan)
     return _launch(shape, work, block_table, q, k_cache, v_cache)
 
 
-def _listed(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
-    """The list of work, made by the host also where this is traced."""
+def _work_list(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array:
+    """The work list, made by the host even under a trace."""
     if not isinstance(row_start, Tracer) and not isinstance(kv_length, Tracer):
         return jnp.asarray(work_items(np.asarray(row_start), np.asarray(kv_length), plan))
     made = jax.ShapeDtypeStruct(plan.list_shape, jnp.int32)
@@ -90,7 +111,7 @@ def _listed(row_start: jax.Array, kv_length: jax.Array, plan: Plan) -> jax.Array
     )
 
 
-@partial(jax.jit, static_argnames="shape")  # so that a model of many layers lowers the kernel once
+@partial(jax.jit, static_argnames="shape")  # a model with many layers lowers the kernel once
 def _launch(
     shape: KernelShape,
     work: jax.Array,
@@ -100,8 +121,8 @@ def _launch(
     v_cache: jax.Array,
 ) -> jax.Array:
     plan, n_rounded = shape.plan, shape.n_rounded
-    result = jax.ShapeDtypeStruct((shape.n_tokens, shape.n_heads, shape.head_size), q.dtype)
-    q = q if q.ndim == 4 else q[:, None]
+    out_shape = (shape.n_tokens, shape.group, shape.n_kv_heads, shape.head_size)
+    result = jax.ShapeDtypeStruct(out_shape, q.dtype)
     parts = [
         jax.ShapeDtypeStruct((n_rounded, plan.n_parts, shape.group, shape.head_size), q.dtype),
         jax.ShapeDtypeStruct((plan.n_parts, shape.padded_group), jnp.float32),
@@ -111,9 +132,10 @@ def _launch(
             jax.ShapeDtypeStruct((n_rounded, plan.n_tile_parts, TILE, shape.head_size), q.dtype),
             jax.ShapeDtypeStruct((plan.n_tile_parts, TILE), jnp.float32),
         ]
-    # Copies of whole tiles reach past the last token; hardware gives zeros there, the interpreter does not.
+    # Copies of whole tiles reach past the last token and head. The hardware fills in zeros, the interpreter
+    # does not.
     if shape.interpret:
-        q = jnp.pad(q, ((0, 2 * Q), (0, 0), (0, shape.padded_group), (0, 0)))
+        q = jnp.pad(q, ((0, 2 * Q), (0, shape.padded_group), (0, 0), (0, 0)))
     out, part, part_top, *of_tiles = plgpu.kernel(
         partial(_kernel, shape),
         out_type=(result, *parts),
@@ -125,7 +147,7 @@ def _launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=1024,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,  # jax 0.11 would else infer layouts; 0.10 cannot
+            lowering_semantics=plgpu.LoweringSemantics.Lane,  # jax 0.11 would infer layouts; 0.10 cannot
         ),
         interpret=InterpretGPUParams() if shape.interpret else None,
         scratch_types=scratch_types(shape, q.dtype),
@@ -137,20 +159,20 @@ def _launch(
 
 
 def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
-    """What each of a thread block's three warp groups does; the references are those of ThreadBlock."""
+    """The program of a thread block's three warp groups; the references are ThreadBlock's."""
     n_arrays = 9 if shape.plan.cuts_tiles else 7
     arrays, (tiles_s, *scratch) = references[:n_arrays], references[n_arrays:]
     no_tile_parts: list[Any] = [] if shape.plan.cuts_tiles else [None, None]
     core, group = lax.axis_index("core"), lax.axis_index("group")
     here = ThreadBlock(*(shape, work, *arrays, *no_tile_parts, *tiles_s, *scratch), core=core, group=group)
     n_tiles, n_entries = tiles(here).n, entries(here).n
-    # So that cores bound by memory run beside cores bound by the matrix unit.
+    # Half of the cores begin with entries: memory-bound work then runs next to matrix-bound work.
     tiles_first = lax.rem(core, 2) == 0
 
     def all_items(on_tile: Any, on_entry: Any) -> Any:
-        """Every item of this core's; returns the steps that it takes."""
+        """Run every item of this core. Returns the number of steps."""
 
-        def one(i: Any, step: Any) -> Any:
+        def run_item(i: Any, step: Any) -> Any:
             i_tile = jnp.where(tiles_first, i, i - n_entries)
             i_entry = jnp.where(tiles_first, i - n_tiles, i)
             is_tile = jnp.where(tiles_first, i_tile < n_tiles, i_entry >= n_entries)
@@ -161,7 +183,7 @@ def _kernel(shape: KernelShape, work: Any, *references: Any) -> None:
                 step,
             )
 
-        return lax.fori_loop(0, n_tiles + n_entries, one, jnp.int32(0))
+        return lax.fori_loop(0, n_tiles + n_entries, run_item, jnp.int32(0))
 
     @pl.when(group < 2)
     def _():

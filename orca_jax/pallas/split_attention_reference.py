@@ -1,7 +1,7 @@
-"""Split attention in pure JAX, dense and plain: what the kernel is held to.
+"""Split attention in pure JAX, dense and plain: the kernel must equal it.
 
-Shape letters as in `orca_jax/model/__init__.py`: T tokens, R rows, N heads, K key/value heads, D head size,
-B tokens of a block; C is the most keys a row can have, `max_blocks * B`.
+Shape letters as in `orca_jax/model/__init__.py`: T tokens, R rows, K key/value heads, G query heads of each,
+D head size, B slots of a block. C = max_blocks * B is the most keys that a row can have.
 """
 
 import jax
@@ -16,27 +16,32 @@ def split_attention_reference(
     row_start: jax.Array,
     kv_length: jax.Array,
     *,
+    group: int | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
-    q [T, N, D], or [T, n, N, D] of which the first of n are the queries; k_cache, v_cache [n_blocks, K, B, D]
-    with N a multiple of K; block_table [R, max_blocks], row_start [R + 1] and kv_length [R] int32. The
-    queries of row r are the tokens row_start[r] to row_start[r + 1], the last positions of its kv_length[r].
-    `scale` is D ** -0.5 unless given. Products and softmax are float32. Returns [T, N, D] of q's dtype, with
-    zeros for tokens that belong to no row. What lies in slots that no query sees never reaches the result, be
-    it NaN.
+    q [T, n, K, D]: its first `group` slices (G; by default all n) are the queries. Query head [g, k] uses
+    key/value head k. k_cache, v_cache [n_blocks, K, B, D]; block_table [R, max_blocks], row_start [R + 1] and
+    kv_length [R] int32. The queries of row r are the tokens row_start[r] to row_start[r + 1], the last
+    positions of its kv_length[r].
+
+    Scores are multiplied by `scale`, by default D ** -0.5. With `soft_cap` c a score s becomes c * tanh(s /
+    c). With `window` a query sees its own position and the window - 1 before it. Products and softmax are
+    float32. Returns [T, G, K, D] of q's dtype, with zeros for tokens of no row. Slots that no query sees
+    never affect the result, even if they hold NaN.
     """
-    q = q if q.ndim == 3 else q[:, 0]
-    n_tokens, n_heads, head_size = q.shape
-    n_kv_heads = k_cache.shape[1]
+    q = q if group is None else q[:, :group]
+    n_tokens, _, n_kv_heads, head_size = q.shape
     factor = head_size**-0.5 if scale is None else scale
 
     token = jnp.arange(n_tokens, dtype=jnp.int32)  # [T]
     row = jnp.searchsorted(row_start, token, side="right") - 1  # [T] the last row that starts at or before it
     row = jnp.clip(row, 0, len(kv_length) - 1)
     belongs = token < row_start[-1]
-    position = jnp.where(belongs, kv_length[row] - row_start[row + 1] + token, -1)  # [T] within its request
+    position = jnp.where(belongs, kv_length[row] - row_start[row + 1] + token, -1)  # [T] in its request
 
     def keys_of_rows(cache: jax.Array) -> jax.Array:
         """All slots of each row, in order: [R, C, K, D] float32."""
@@ -45,10 +50,15 @@ def split_attention_reference(
         return in_order.reshape(len(block_table), -1, n_kv_heads, head_size).astype(jnp.float32)
 
     keys, values = keys_of_rows(k_cache)[row], keys_of_rows(v_cache)[row]  # [T, C, K, D]
-    seen = jnp.arange(keys.shape[1], dtype=jnp.int32) <= position[:, None]  # [T, C]
-    groups = q.astype(jnp.float32).reshape(n_tokens, n_kv_heads, n_heads // n_kv_heads, head_size)
-    scores = factor * jnp.einsum("tkgd,tckd->tkgc", groups, jnp.where(seen[..., None, None], keys, 0))
+    key = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    seen = key <= position[:, None]  # [T, C]
+    if window is not None:
+        seen &= key > position[:, None] - window
+    visible = seen[..., None, None]
+    scores = factor * jnp.einsum("tgkd,tckd->tgkc", q.astype(jnp.float32), jnp.where(visible, keys, 0))
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    weights = jnp.where(belongs[:, None, None, None], jax.nn.softmax(scores, axis=-1), 0)  # [T, K, N / K, C]
-    out = jnp.einsum("tkgc,tckd->tkgd", weights, jnp.where(seen[..., None, None], values, 0))
-    return out.reshape(q.shape).astype(q.dtype)
+    weights = jnp.where(belongs[:, None, None, None], jax.nn.softmax(scores, axis=-1), 0)  # [T, G, K, C]
+    out = jnp.einsum("tgkc,tckd->tgkd", weights, jnp.where(visible, values, 0))
+    return out.astype(q.dtype)

@@ -1,7 +1,7 @@
-"""Queries into shared memory, and results out of registers, each through the buffer that copies can reach.
+"""Queries into shared memory and results out of registers, through a buffer that copies can reach.
 
-The matrix instruction wants rows shuffled, copies of single heads' rows can't be: so a copy goes to or comes
-from `staged`, and a warp group moves the numbers between.
+The matrix instruction reads swizzled rows, and copies of single heads' rows cannot swizzle. So copies use
+`staged`, and a warp group moves the numbers between that and their place.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,19 @@ from orca_jax.pallas.running_softmax import Carry
 from orca_jax.pallas.thread_block import ThreadBlock
 
 
-def load_queries(here: ThreadBlock, source: Any) -> None:
-    """Bring query rows to where the matrix instruction wants them; `source` has Q rows or fewer.
+def load_queries(here: ThreadBlock, sources: Sequence[Any]) -> None:
+    """Load query rows to where the matrix instruction reads them: `sources` follow each other, Q rows at
+    most.
 
-    A copy has no column more than the array: that of a single row is a plain one, which knows no columns.
+    There may be fewer sources than heads packed in a tile, which `q_here` counts.
     """
-    group, staged = here.group, here.staged
-    buffer = staged.at[group, pl.ds(0, source.shape[0])]
-    plgpu.copy_gmem_to_smem(source, buffer, here.q_here.at[group])
+    group, staged, at = here.group, here.staged, 0
+    for source in sources:
+        buffer = staged.at[group, pl.ds(at, source.shape[0])]
+        plgpu.copy_gmem_to_smem(source, buffer, here.q_here.at[group])
+        at += source.shape[0]
+    for _ in range(here.shape.plan.packed - len(sources)):
+        plgpu.barrier_arrive(here.q_here.at[group])
     plgpu.barrier_wait(here.q_here.at[group])
     whole = (group, slice(None), slice(None))
     here.q_s[group] = load_plain(staged, whole, interpret=here.shape.interpret)
@@ -34,9 +39,9 @@ def load_queries(here: ThreadBlock, source: Any) -> None:
 
 
 def stage(here: ThreadBlock, sums: jax.Array, total: jax.Array, *, rest: bool = False) -> None:
-    """Put sums [Q, D] over total [Q] into the buffer for results, or what rounding takes away from it.
+    """Write sums [Q, D] over total [Q] to the staging buffer, rounded; with `rest`, the rounding's remainder.
 
-    A row that sees no key, whose total is 0, is 0.
+    A row that sees no key, and whose total is so 0, gives 0.
     """
     share = jnp.where(total > 0, 1 / total, 0.0)
     width = swizzle_bytes(here.shape.head_size) // 2
@@ -52,15 +57,16 @@ def stage(here: ThreadBlock, sums: jax.Array, total: jax.Array, *, rest: bool = 
 def put_part(
     here: ThreadBlock, carry: Carry, places: Sequence[Any], place_of_top: Any, *, n_rows: int, n_tops: int
 ) -> None:
-    """The result of an item's part to where `merge` finds it: `n_rows` rows, and `n_tops` of their tops.
+    """Copy the result of an item's part to where `merge` reads it: `n_rows` rows, and `n_tops` of their tops.
 
-    It is staged already. A top is the logarithm to base 2 of the sum of a row's weights. `places`: of the
-    rounded result, and of what rounding takes away where that is kept. The caller waits for the last copy.
+    The result is staged already. A top is the logarithm to base 2 of the sum of a row's weights. `places` are
+    those of the rounded result and, if it is kept, of the rounding's remainder. The caller waits for the last
+    copy.
     """
     top, total, sums = carry
     staged = here.staged.at[here.group, pl.ds(0, n_rows)]
     plgpu.copy_smem_to_gmem(staged, places[0])
-    here.top_s[here.group] = top + jnp.log2(total)  # -inf of a row that sees none of these keys
+    here.top_s[here.group] = top + jnp.log2(total)  # -inf for a row that sees none of these keys
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(here.top_s.at[here.group, pl.ds(0, n_tops)], place_of_top)
     for place in places[1:]:

@@ -1,4 +1,4 @@
-"""What a thread block of the kernel has: its place, the arrays in device memory, and its shared memory."""
+"""What a thread block of the kernel works with: its place, arrays in device memory, and shared memory."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -15,41 +15,41 @@ from orca_jax.pallas.kernel_shape import KernelShape, Q, swizzle_bytes
 class ThreadBlock:
     """A thread block of three warp groups: 0 and 1 compute, 2 fetches.
 
-    The arrays and barriers are references. S is the number of slots of the ring, C keys of a slot.
+    Arrays and barriers are references. S is the number of slots of the ring, C the keys of a slot.
     """
 
     shape: KernelShape
 
-    # In device memory: as in `split_attention` and `merge`.
+    # In device memory, as in `split_attention` and `merge`.
     work: Any
     table: Any
-    q: Any
+    q: Any  # [T, n, K, D]
     k_cache: Any
     v_cache: Any
-    out: Any
+    out: Any  # [T, G, K, D]
     part: Any  # [n_rounded, parts, G, D]
     part_top: Any  # [parts, padded G]
-    tile_part: Any  # [n_rounded, parts of tiles, 2 * Q, D]; None where tiles are never cut
+    tile_part: Any  # [n_rounded, parts of tiles, 2 * Q, D]; None if tiles are never split
     tile_part_top: Any  # [parts of tiles, 2 * Q]
 
     # In shared memory.
-    q_s: Any  # [2, Q, D] each computing warp group's queries, shuffled as the matrix instruction wants them
-    staged: Any  # [2, Q, D] where queries come in and results go out, not shuffled
+    q_s: Any  # [2, Q, D] each computing warp group's queries, swizzled for the matrix instruction
+    staged: Any  # [2, Q, D] queries on their way in and results on their way out, not swizzled
     top_s: Any  # [2, Q] float32
-    k_s: Any  # [S, C, D] the ring of keys, shuffled
-    v_s: Any  # [S, C, D] and of values
-    q_here: Any  # barriers, [2]: the queries have come
-    k_here: Any  # [S] what was asked for has come
+    k_s: Any  # [S, C, D] the ring of keys, swizzled
+    v_s: Any  # [S, C, D] the ring of values
+    q_here: Any  # barriers, [2]: the queries have arrived
+    k_here: Any  # [S] the slot's keys have arrived
     v_here: Any
-    k_free: Any  # [S] both warp groups are done with it
+    k_free: Any  # [S] both computing warp groups are done with the slot's keys
     v_free: Any
     turn: Any  # of the two computing warp groups
-    given: Any  # the second warp group's share of an entry's result lies ready
-    taken: Any  # and was taken by the first
+    given: Any  # the second warp group's share of an entry's result is ready
+    taken: Any  # and the first has read it
 
     _: KW_ONLY
-    core: Any  # which of the launch's thread blocks this is
-    group: Any  # which of its warp groups runs this
+    core: Any  # the index of this thread block in the launch
+    group: Any  # the index of the warp group that runs this
 
     def slot(self, step: Any) -> Any:
         """The ring's slot of a step."""
@@ -57,21 +57,21 @@ class ThreadBlock:
 
 
 def scratch_types(shape: KernelShape, dtype: DTypeLike) -> list[Any]:
-    """Shared memory and barriers, in the order of ThreadBlock's fields, but q_s and staged as one pair."""
+    """Shared memory and barriers, in the order of ThreadBlock's fields, with q_s and staged as one pair."""
     swizzle = swizzle_bytes(shape.head_size)
-    shuffled = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    swizzled = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
     n_slots, copies = shape.n_slots, shape.step // shape.copied
     tiles = [
-        plgpu.SMEM((2, Q, shape.head_size), dtype, transforms=shuffled),
+        plgpu.SMEM((2, Q, shape.head_size), dtype, transforms=swizzled),
         plgpu.SMEM((2, Q, shape.head_size), dtype),
     ]
-    ring = plgpu.SMEM((n_slots, shape.step, shape.head_size), dtype, transforms=shuffled)
+    ring = plgpu.SMEM((n_slots, shape.step, shape.head_size), dtype, transforms=swizzled)
     return [
         plgpu.RefUnion(*tiles) if shape.aliased else tiles,
         plgpu.SMEM((2, Q), jnp.float32),
         ring,
         ring,
-        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_arrivals=shape.plan.packed, num_barriers=2),
         plgpu.Barrier(num_arrivals=copies, num_barriers=n_slots),
         plgpu.Barrier(num_arrivals=copies, num_barriers=n_slots),
         plgpu.Barrier(num_arrivals=2, num_barriers=n_slots),

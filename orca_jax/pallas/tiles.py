@@ -1,11 +1,15 @@
 # pyright: reportAssignmentType=false
-# ruff: noqa: B023 - `pl.when` runs what it is given at once
-"""Items with several queries: up to 2 * Q query tokens of one row, one head, over a range of the row's keys.
+# ruff: noqa: B023 - `pl.when` and `pl.loop` call the function at once
+"""Tiles: several query tokens of one row, over a range of the row's keys.
 
-Two warp groups take Q of the tokens each and share the keys. Tiles of padding see no key, and so get zeros.
-The result of a whole tile goes where it belongs, that of a part to where `merge` finds it.
+A tile has 2 * Q query rows: up to 8 heads of one key/value head, packed, with the same tokens each. Each
+computing warp group takes half of the tokens and Q rows, head by head; both share the keys. Tiles of padding
+have no keys and so give zeros. The result of a whole tile goes to the output, the result of a part to where
+`merge` reads it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,78 +21,120 @@ from orca_jax.pallas.core_items import CoreItem, tiles
 from orca_jax.pallas.kernel_shape import Q
 from orca_jax.pallas.mosaic_forms import TILE_ROW, laid_out
 from orca_jax.pallas.ring import fetch_item, n_steps
-from orca_jax.pallas.running_softmax import Carry, Mask, attend, next_turn, nothing_yet
+from orca_jax.pallas.running_softmax import Carry, Mask, attend, next_turn, nothing_yet, over_slots
 from orca_jax.pallas.staging import load_queries, put_part, stage
 from orca_jax.pallas.thread_block import ThreadBlock
 from orca_jax.pallas.work_list.work_items import ITEM
 
 
 def fetch_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """Fetch the keys and values of this core's i-th tile. Returns the step after it."""
+    """Fetch the keys and values of this core's tile i. Returns the step after it."""
     item = tiles(here).item(i)
-    return fetch_item(here, item, lax.div(item.head, here.shape.group), step)
+    kv_head, _ = _heads(here, item)
+    return fetch_item(here, item, kv_head, step)
 
 
 def compute_tile(here: ThreadBlock, i: Any, step: Any) -> Any:
-    """A computing warp group's half of this core's i-th tile. Returns the step after it."""
-    item, work, group = tiles(here).item(i), here.work, here.group
-    token = work[item.record, ITEM.token] + Q * group
-    n = jnp.clip(work[item.record, ITEM.n_queries] - Q * group, 0, Q)
-    position = work[item.record, ITEM.position] + Q * group
-    # Without a token of its own a warp group goes along with what queries it has.
-    pl.when(n > 0)(lambda: load_queries(here, here.q.at[pl.ds(token, Q), 0, item.head]))
+    """A computing warp group's half of this core's tile i. Returns the step after it."""
+    item, work, size = tiles(here).item(i), here.work, here.shape.tokens
+    skipped = size * here.group
+    token = work[item.record, ITEM.token] + skipped
+    n = jnp.clip(work[item.record, ITEM.n_queries] - skipped, 0, size)
+    position = work[item.record, ITEM.position] + skipped
+    kv_head, first = _heads(here, item)
+    queries = [here.q.at[pl.ds(token, size), first + i, kv_head] for i in range(here.shape.plan.packed)]
+    # A warp group without tokens still runs, on whatever queries it has: the two must call `attend` equally
+    # often.
+    pl.when(n > 0)(lambda: load_queries(here, queries))
     n_all = n_steps(here, item)
     carry = _attended(here, item, position, n_all, step)
     _, total, sums = carry
     stage(here, sums, total)
     if here.shape.plan.cuts_tiles:
-        pl.when(item.part < 0)(lambda: _put_rows(here, token, item.head, n))
+        pl.when(item.part < 0)(lambda: _put_rows(here, token, item, n))
         pl.when(item.part >= 0)(lambda: _put_part(here, carry, item.part))
     else:
-        _put_rows(here, token, item.head, n)
+        _put_rows(here, token, item, n)
     plgpu.wait_smem_to_gmem(0)
     return step + n_all
 
 
+def _heads(here: ThreadBlock, item: CoreItem) -> tuple[Any, Any]:
+    """A tile's key/value head, and the first of its packed heads in that head's group."""
+    plan = here.shape.plan
+    each = plan.group // plan.packed
+    if each == 1:
+        return item.head, 0
+    return lax.div(item.head, each), lax.rem(item.head, each) * plan.packed
+
+
 def _attended(here: ThreadBlock, item: CoreItem, position: Any, n_all: Any, step: Any) -> Carry:
-    """All the item's keys taken in, in turns with the other warp group."""
-    size, begin, end = here.shape.step, item.begin, item.end
-    last_key = lax.broadcasted_iota(jnp.int32, (Q,), 0)
-    last_key = laid_out(last_key, TILE_ROW, interpret=here.shape.interpret) + position
+    """Attend to all the item's keys, alternating with the other warp group."""
+    size, begin, end, tokens = here.shape.step, item.begin, item.end, here.shape.tokens
+    window = here.shape.plan.window
+    row = lax.broadcasted_iota(jnp.int32, (Q,), 0)
+    row = laid_out(row, TILE_ROW, interpret=here.shape.interpret)
+    last_key = (row if tokens == Q else lax.rem(row, tokens)) + position
     seen_by_all = jnp.minimum(position + 1, end)
     n_whole = jnp.clip(lax.div(jnp.maximum(seen_by_all - begin, 0), size), 0, n_all)
+
+    n_head = None
+    if window is not None:
+        # The slots that begin before the last query's window. After them no key is before any query's.
+        before = position + tokens - window - begin
+        n_head = jnp.clip(lax.div(jnp.maximum(before, 0) + (size - 1), size), 0, n_all)
+        n_whole = jnp.maximum(n_whole, n_head)
+
+    def slot(j: Any, carry: Carry, *, masked: bool) -> Carry:
+        mask = Mask(begin + j * size, end, last_key, window) if masked else None
+        return attend(here, carry, step + j, mask, in_turns=True)
+
     pl.when(here.group == 1)(lambda: next_turn(here))
-    carry = lax.fori_loop(
-        0, n_whole, lambda j, carry: attend(here, carry, step + j, in_turns=True), nothing_yet(here.shape)
-    )
-    carry = lax.fori_loop(
+    carry = over_slots(
+        partial(slot, masked=False),
+        partial(slot, masked=True),
+        nothing_yet(here.shape),
+        n_head,
         n_whole,
         n_all,
-        lambda j, carry: attend(here, carry, step + j, Mask(begin + j * size, end, last_key), in_turns=True),
-        carry,
     )
     pl.when(here.group == 0)(lambda: next_turn(here))
     return carry
 
 
-def _put_rows(here: ThreadBlock, token: Any, head: Any, n: Any) -> None:
-    """The first n rows, which are staged, to where they belong."""
-    # Only so many rows are this row's, so copies of 64, 32, ... 1 rows, as the bits of n say.
-    size = Q
-    while size:
-        at = n & ~(2 * size - 1)
+def _put_rows(here: ThreadBlock, token: Any, item: CoreItem, n: Any) -> None:
+    """Copy the staged rows of the first n tokens to the output, for each head."""
+    kv_head, first = _heads(here, item)
+    tokens = here.shape.tokens
 
-        @pl.when(n & size != 0)
-        def _():
-            plgpu.copy_smem_to_gmem(
-                here.staged.at[here.group, pl.ds(at, size)], here.out.at[pl.ds(token + at, size), head]
-            )
+    def put_head(i: Any) -> None:
+        # The tokens after these are another row's, so the copies have 64, 32, ... 1 rows, by the bits of n.
+        size = tokens
+        while size:
+            at = n & ~(2 * size - 1)
 
-        size //= 2
+            @pl.when(n & size != 0)
+            def _():
+                plgpu.copy_smem_to_gmem(
+                    here.staged.at[here.group, pl.ds(i * tokens + at, size)],
+                    here.out.at[pl.ds(token + at, size), first + i, kv_head],
+                )
+
+            size //= 2
+
+    _each(here.shape.plan.packed, put_head)
+
+
+def _each(n: int, body: Callable[[Any], None]) -> None:
+    """Call `body` with 0 to n - 1, in a loop if there is more than one."""
+    if n == 1:
+        body(0)
+    else:
+        pl.loop(0, n)(body)
 
 
 def _put_part(here: ThreadBlock, carry: Carry, part: Any) -> None:
-    """All rows, which are staged, to where they are merged."""
+    """Copy all staged rows to where `merge` reads them."""
     rows = pl.ds(Q * here.group, Q)
     put_part(
         here,

@@ -1,26 +1,29 @@
-"""The static bounds of the list of work of one compiled kernel: what each of its arrays has room for.
+"""The sizes of one compiled kernel's work list: how many records each of its sections holds.
 
-A core is a streaming multiprocessor, and the one thread block that it runs. A part is the result of one core
-for some of an item's keys.
+A core is a streaming multiprocessor together with the one thread block that it runs. A part is one core's
+result for some of an item's keys.
 """
 
+import math
 from dataclasses import dataclass, replace
 
-TILE = 128  # query tokens of a tile
-STEP = 128  # keys: where a tile may be cut
+TILE = 128  # query rows of a tile: tokens times packed heads
+STEP = 128  # keys; a tile may be split at multiples of it, counted from its first key
 N_COLUMNS = 8  # of each record
-_FIXED_KEYS = 256  # of a piece at least, where rows are cut at fixed places
-_PIECES = 31  # of a row at most, there
-_MERGED_PARTS = 4400  # that `merge` looks at, at most: 33 results of 133 parts
-_TILE_PARTS = 4  # of one tile
+_MOST_PACKED = 8  # heads in a tile; the copy of one head's queries then has 8 rows or more
+_FIXED_KEYS = 256  # the least length of a piece when rows are split at fixed positions
+_PIECES = 31  # the most pieces of a row when rows are split at fixed positions
+_MERGED_PARTS = 4400  # the most parts that `merge` reads: 33 results of 133 parts
+_TILE_PARTS = 4  # the most parts of one tile
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The bounds for T tokens, R rows, K key/value heads, G query heads of each, K/V blocks of B slots.
+    """The bounds for T tokens, R rows, K key/value heads with G query heads each, and K/V blocks of B slots.
 
-    Work is cut where the batch at hand asks for it, or rows always at multiples of `fixed_keys`, so that how
-    a row is cut does not depend on other rows; see `fixed`.
+    Rows are split where the current batch needs it or, with `fixed_keys`, at multiples of that number, so
+    that one row's splits do not depend on other rows; see `fixed`. With `window`, a query sees its own
+    position and the `window - 1` positions before it.
     """
 
     n_tokens: int
@@ -30,9 +33,10 @@ class Plan:
     block_size: int = 16
     n_cores: int = 132
     fixed_keys: int = 0
+    window: int | None = None
 
     def fixed(self, max_keys: int) -> "Plan":
-        """The same with rows cut at fixed places, as short as `max_keys` keys of each row allow."""
+        """This plan with rows split at fixed positions, as finely as rows of `max_keys` keys allow."""
         keys = -(-max_keys // (self._most_pieces * STEP)) * STEP
         return replace(self, fixed_keys=max(_FIXED_KEYS, keys))
 
@@ -42,61 +46,76 @@ class Plan:
         return self.n_kv_heads * self.group
 
     @property
+    def packed(self) -> int:
+        """Query heads that share a tile, and so each read of its keys and values."""
+        return math.gcd(self.group, _MOST_PACKED)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a full tile."""
+        return TILE // self.packed
+
+    @property
+    def n_tile_heads(self) -> int:
+        """Tiles of the same tokens, for different heads."""
+        return self.n_heads // self.packed
+
+    @property
     def granule(self) -> int:
-        """Keys: a piece begins at a multiple of it. Copies bring so many at a time."""
+        """Keys brought by one copy. A piece begins at a multiple of it."""
         return min(self.block_size, 64)
 
     @property
     def max_tiles(self) -> int:
-        """Tiles at most: full ones, and one that is not for each row of two tokens or more, and padding."""
-        return -(-self.n_tokens // TILE) + min(self.n_rows, self.n_tokens // 2) + 1
+        """The most tiles: full ones, a partial one for each row of two or more tokens, one for padding."""
+        return -(-self.n_tokens // self.tile_tokens) + min(self.n_rows, self.n_tokens // 2) + 1
 
     @property
     def cuts_tiles(self) -> bool:
-        """Whether tiles may be cut: only where a prompt's are few, since a tile's part is large."""
+        """Whether tiles may be split: only where a prompt has few of them, because a tile's part is large."""
         return not self.fixed_keys and self.n_tokens > TILE and self.n_heads <= 16
 
     @property
     def max_entries(self) -> int:
-        """Entries at most: one for a row of the increment phase, more where rows are cut at fixed places."""
+        """The most entries: one for each decode row, and more if rows are split at fixed positions."""
         return self.n_rows + (self._spare if self.fixed_keys else 0)
 
     @property
     def n_parts(self) -> int:
-        """Parts of rows at most: two of each core, for its first item and its last."""
+        """The most parts of rows: two for each core, from its first item and its last."""
         return self.max_entries * self.n_kv_heads if self.fixed_keys else 2 * self.n_cores
 
     @property
     def n_tile_parts(self) -> int:
-        """Parts of tiles at most."""
+        """The most parts of tiles."""
         return 2 * self.n_cores if self.cuts_tiles else 0
 
     @property
     def n_merges(self) -> int:
-        """Results that are put together from parts at most."""
+        """The most results of rows that are merged from parts."""
         each = self.n_rows * self.n_kv_heads
         return each if self.fixed_keys else min(self.n_cores, each)
 
     @property
     def n_tile_merges(self) -> int:
-        """The same of tiles."""
+        """The most results of tiles that are merged from parts."""
         return self.n_cores if self.cuts_tiles else 0
 
     @property
     def most_parts(self) -> int:
-        """Parts of one result at most."""
+        """The most parts of one row's result."""
         if self.fixed_keys:
             return self._most_pieces
         return min(self.n_cores // self.n_kv_heads + 3, max(2, _MERGED_PARTS // self.n_merges))
 
     @property
     def most_tile_parts(self) -> int:
-        """The same of a tile."""
+        """The most parts of one tile's result."""
         return _TILE_PARTS
 
     @property
     def first_tile(self) -> int:
-        """The record of the first tile; before it are each core's records, of tiles and of entries."""
+        """The record of the first tile. Before it each core has two, for its tiles and its entries."""
         return 2 * self.n_cores
 
     @property
@@ -116,7 +135,7 @@ class Plan:
 
     @property
     def list_shape(self) -> tuple[int, int]:
-        """Records of the list, and their columns, all int32."""
+        """The shape of the list: records and columns. It is int32."""
         return self.first_tile_merge + self.n_tile_merges, N_COLUMNS
 
     @property

@@ -1,7 +1,8 @@
-"""What there is to do in one iteration, as one array of records: for each core its own list of items.
+"""One iteration's work as an array of records: each core's list of items.
 
-Made once per iteration on the host, from `row_start` and `kv_length` alone, and used by every layer. Heads
-are not in it: tile i of head h is item i * N + h, entry i of key/value head h is item i * K + h. numpy.
+The host builds it once per iteration from `row_start` and `kv_length`, in NumPy, and every layer with the
+same window uses it. Records are per token, not per head: with H tile heads (N over the heads packed in a
+tile), tile i of tile head h is item i * H + h; entry i of key/value head h is item i * K + h.
 """
 
 from typing import NamedTuple
@@ -10,44 +11,44 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.pallas.work_list.balance import UNCUT, Cut, Ints, share_out
-from orca_jax.pallas.work_list.bounds import N_COLUMNS, STEP, TILE, Plan
+from orca_jax.pallas.work_list.bounds import N_COLUMNS, STEP, Plan
 
 
 class Item(NamedTuple):
     """The columns of a tile or an entry."""
 
     row: int = 0
-    token: int = 1  # the first query's index
-    n_queries: int = 2
-    position: int = 3  # the first query's position within its request
-    begin: int = 4  # the first key
+    token: int = 1  # index of the first query
+    n_queries: int = 2  # tokens
+    position: int = 3  # the first query's position in its request
+    begin: int = 4  # the first key, a multiple of the plan's granule
     end: int = 5  # the key after the last
-    part: int = 6  # of an entry that is a piece of a row, which of all parts it is for each head; else -1
+    part: int = 6  # if the entry is a piece of a split row, the number of its part for each head; else -1
 
 
 class Merge(NamedTuple):
-    """The columns of a merge: a result that has to be put together from parts."""
+    """The columns of a merge: one result to combine from its parts."""
 
-    token: int = 0  # the first query's index; T or more where there is nothing to merge
-    head: int = 1  # of a tile the query head, of a row the key/value head
-    n_queries: int = 2
-    part: int = 3  # its first part
-    following: int = 4  # its second; part i > 0 is following + (i - 1) * stride
+    token: int = 0  # index of the first query; T or more if the record is unused
+    head: int = 1  # a tile's tile head, a row's key/value head
+    n_queries: int = 2  # tokens
+    part: int = 3  # the first part
+    following: int = 4  # the second part; part i > 0 is following + (i - 1) * stride
     stride: int = 5
     n_parts: int = 6
 
 
 ITEM, MERGE = Item(), Merge()
-_UNCUT_TILE = 512  # keys of a tile that is never cut: to merge a tile costs more than to merge a row
+_UNCUT_TILE = 512  # keys; shorter tiles are never split, because merging a tile costs more than merging a row
 
 
 def work_items(
     row_start: npt.NDArray[np.int32], kv_length: npt.NDArray[np.int32], plan: Plan
 ) -> npt.NDArray[np.int32]:
-    """`row_start` [R + 1], `kv_length` [R] int32: [plan.list_shape] int32.
+    """The list [plan.list_shape] int32 for `row_start` [R + 1] and `kv_length` [R], both int32.
 
-    First for each core what tiles it has, then what entries (`balance.CORE`), then the tiles and the entries,
-    the longest first (ITEM), then the merges of rows and those of tiles (MERGE).
+    Its sections: each core's range of tiles, then each core's range of entries (columns `balance.CORE`); the
+    tiles, then the entries, longest first (ITEM); the merges of rows, then the merges of tiles (MERGE).
     """
     work = np.zeros(plan.list_shape, np.int32)
     work[plan.first_merge :, MERGE.token] = plan.n_tokens + np.arange(len(work) - plan.first_merge)
@@ -57,14 +58,16 @@ def work_items(
     load = np.zeros(plan.n_cores, np.int64)
     tiles = _tiles(row_start, n_input, kv_length, plan)
     if len(tiles):
-        keys = np.maximum(-(-tiles[:, ITEM.end] // STEP), 1) * STEP
+        keys = _tile_keys(tiles)
+        order = keys.argsort(kind="stable")[::-1]
+        tiles, keys = tiles[order], keys[order]
         most = plan.most_tile_parts if plan.cuts_tiles and keys[0] > _UNCUT_TILE else 1
-        shares = share_out(keys, plan.n_heads, STEP, load, most_parts=most)
+        shares = share_out(keys, plan.n_tile_heads, STEP, load, most_parts=most)
         load = shares.load
         work[: plan.n_cores] = shares.records
         work[plan.first_tile : plan.first_tile + len(tiles)] = tiles
         if shares.cut:
-            cut = _merges(shares.cut, tiles, plan.n_heads)
+            cut = _merges(shares.cut, tiles, plan.n_tile_heads)
             work[plan.first_tile_merge : plan.first_tile_merge + len(cut)] = cut
 
     single = np.flatnonzero(n_input == 1)
@@ -73,7 +76,8 @@ def work_items(
         if plan.fixed_keys:
             entries, merges = _pieces(single, start, keys, plan)
         else:
-            entries, merges = _entries(single, start[single], keys, 0, keys, -1), None
+            begin = _first_key(keys - 1, plan)
+            entries, merges = _entries(single, start[single], keys, begin, keys, -1), None
         padded = -(-(entries[:, ITEM.end] - entries[:, ITEM.begin]) // plan.granule) * plan.granule
         order = padded.argsort(kind="stable")[::-1]
         entries = entries[order]
@@ -89,30 +93,43 @@ def work_items(
 
 
 def never_cut(max_keys: int) -> bool:
-    """Whether nothing is ever cut where no row has more keys."""
+    """Whether no batch whose rows have at most `max_keys` keys is split."""
     return max_keys <= UNCUT
 
 
 def _tiles(
     row_start: npt.NDArray[np.int32], n_input: Ints, kv_length: npt.NDArray[np.int32], plan: Plan
 ) -> Ints:
-    """Those of rows with several tokens, and those of padding, which see no key and so get zeros."""
+    """The tiles of rows with several tokens, and the padding's, which have no keys and so give zeros."""
     rows = np.flatnonzero(n_input > 1)
     length = np.append(n_input[rows], plan.n_tokens - row_start[-1])
     if not length.any():
         return np.zeros((0, N_COLUMNS), np.int64)
-    n_keys = np.append(kv_length[rows], length[-1])  # so that padding's first position is 0
-    owner, which = _spread(-(-length // TILE))
-    first = which * TILE
+    n_keys = np.append(kv_length[rows], length[-1])  # puts the padding's first position at 0
+    owner, which = _spread(-(-length // plan.tile_tokens))
+    first = which * plan.tile_tokens
     tiles = np.zeros((len(owner), N_COLUMNS), np.int64)
     tiles[:, ITEM.row] = np.append(rows, 0)[owner]
     tiles[:, ITEM.token] = np.append(row_start[rows], row_start[-1])[owner] + first
-    tiles[:, ITEM.n_queries] = np.minimum(length[owner] - first, TILE)
+    tiles[:, ITEM.n_queries] = np.minimum(length[owner] - first, plan.tile_tokens)
     tiles[:, ITEM.position] = (n_keys - length)[owner] + first
     padding = owner == len(rows)
+    tiles[:, ITEM.begin] = np.where(padding, 0, _first_key(tiles[:, ITEM.position], plan))
     tiles[:, ITEM.end] = np.where(padding, 0, tiles[:, ITEM.position] + tiles[:, ITEM.n_queries])
     tiles[:, ITEM.part] = -1
-    return tiles[tiles[:, ITEM.end].argsort(kind="stable")[::-1]]
+    return tiles
+
+
+def _tile_keys(tiles: Ints) -> Ints:
+    """Keys that a tile's loop covers. A tile without keys still takes time: it writes zeros."""
+    return np.maximum(-(-(tiles[:, ITEM.end] - tiles[:, ITEM.begin]) // STEP), 1) * STEP
+
+
+def _first_key(position: Ints, plan: Plan) -> Ints:
+    """Where to begin reading for queries from `position` on: the granule of the first key in the window."""
+    if plan.window is None:
+        return np.zeros_like(position)
+    return np.maximum(position - plan.window + 1, 0) // plan.granule * plan.granule
 
 
 def _entries(row: Ints, token: Ints, n_keys: Ints, begin: Ints | int, end: Ints, part: Ints | int) -> Ints:
@@ -130,12 +147,15 @@ def _entries(row: Ints, token: Ints, n_keys: Ints, begin: Ints | int, end: Ints,
 
 
 def _pieces(rows: Ints, start: Ints, n_keys: Ints, plan: Plan) -> tuple[Ints, Ints]:
-    """Rows cut at multiples of `fixed_keys`: the pieces, and for each head of a row of several its merge."""
-    n_pieces = -(-n_keys // plan.fixed_keys)  # [rows]
+    """Rows split at multiples of `fixed_keys`: the pieces, and the merges of rows of several, by head."""
+    row_begin = _first_key(n_keys - 1, plan)  # [rows]
+    first_piece = row_begin // plan.fixed_keys
+    n_pieces = -(-n_keys // plan.fixed_keys) - first_piece
     owner, which = _spread(n_pieces)
-    begin = which * plan.fixed_keys
+    piece_begin = (first_piece[owner] + which) * plan.fixed_keys
+    begin = np.maximum(piece_begin, row_begin[owner])
     part = np.where(n_pieces[owner] > 1, np.arange(len(owner)), -1)
-    end = np.minimum(begin + plan.fixed_keys, n_keys[owner])
+    end = np.minimum(piece_begin + plan.fixed_keys, n_keys[owner])
     entries = _entries(rows[owner], start[rows[owner]], n_keys[owner], begin, end, part)
 
     heads = np.arange(plan.n_kv_heads)
@@ -153,7 +173,7 @@ def _pieces(rows: Ints, start: Ints, n_keys: Ints, plan: Plan) -> tuple[Ints, In
 
 
 def _merges(cut: Cut, items: Ints, n_heads: int) -> Ints:
-    """Of what was cut among the items of one kind, in their order."""
+    """The merges of the split items of one kind, in the order of the items."""
     which, head = np.divmod(cut.item, n_heads)
     merges = np.zeros((len(which), N_COLUMNS), np.int64)
     for column, value in (
@@ -170,6 +190,6 @@ def _merges(cut: Cut, items: Ints, n_heads: int) -> Ints:
 
 
 def _spread(count: Ints) -> tuple[Ints, Ints]:
-    """count [R] units of each row, side by side: of each unit its row, and which of the row's it is."""
+    """For `count` [R] units per row, laid end to end: each unit's row, and its index within that row."""
     row = np.repeat(np.arange(len(count)), count)
     return row, np.arange(len(row)) - (count.cumsum() - count)[row]

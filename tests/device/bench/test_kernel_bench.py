@@ -20,7 +20,7 @@ from bench.kernel.clock import chain, time_calls
 from bench.kernel.correctness import Form, Found, check, draw, forms
 from bench.kernel.oracle import Batch, attend_float64, errors
 from bench.kernel.peers import NoPeer, peer, splits
-from bench.kernel.programs import calls_past_cache, lay_out, pooled, sampled_errors
+from bench.kernel.programs import calls_past_cache, flat_heads, lay_out, pooled, sampled_errors
 from bench.kernel.results import Result, figures, line
 from bench.kernel.run import all_tasks, timed
 from bench.kernel.shapes import HEADS, SECTIONS, Case, Heads, Subject, Task, increments, initiation, mixed
@@ -28,7 +28,8 @@ from orca_jax.model.attention import attention_work, split_attention
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.pallas.kernel_shape import DTYPES, HEAD_SIZES
 from orca_jax.planning.cost_model import Device
-from tests.device.model.ragged import dense, ragged
+from tests.device.model.ragged import ragged
+from tests.device.pallas.grouped import Scores, by_group, definition
 
 SMALL = Heads("small", 4, 2, 64)
 FORM = Form(64, "bfloat16", 16, 4, 2)
@@ -37,15 +38,17 @@ DEVICE = Device(bandwidth=4e12, matrix_rate=8e14)
 
 def static(q, k_cache, v_cache, block_table, row_start, kv_length) -> jax.Array:
     work = attention_work(row_start, kv_length, len(q), follow_lengths=False)
-    cache = LayerCache(k_cache, v_cache)
-    by_group = q.reshape(len(q), k_cache.shape[1], -1, q.shape[2]).swapaxes(1, 2)  # [T, G, K, D]
-    out = split_attention(by_group, cache, block_table, row_start, kv_length, work, follow_lengths=False)
-    return out.swapaxes(1, 2).reshape(q.shape)
+    cache, heads = LayerCache(k_cache, v_cache), flat_heads(q)
+    out = split_attention(heads, cache, block_table, row_start, kv_length, work, follow_lengths=False)
+    return out.reshape(len(q), q.shape[2], q.shape[1], -1).swapaxes(1, 2)
 
 
 def test_the_oracle_is_attention_by_its_definition() -> None:
     batch = ragged(3, ((1, 40), (9, 30), (20, 20)), n_padding=2, n_shared=1)
-    np.testing.assert_allclose(attend_float64(Batch(*batch)), dense(batch), atol=1e-12)
+    batch = batch._replace(q=by_group(batch.q, 2))
+    for scores in (Scores(), Scores(window=7, soft_cap=2.0)):
+        found = attend_float64(Batch(*batch), window=scores.window, soft_cap=scores.soft_cap)
+        np.testing.assert_allclose(found, definition(batch, scores), atol=1e-12)
 
 
 def test_errors_are_relative_to_the_whole_and_never_pass_nan() -> None:
@@ -102,6 +105,7 @@ def test_every_form_is_checked_once() -> None:
         for form in some:
             size = form.head_size, form.dtype, form.block_size
             groups.setdefault(size, []).append(form.n_heads == form.n_kv_heads)
+            assert form.window is form.soft_cap is None or form.n_heads > form.n_kv_heads
         assert all(sorted(alone) == [False, True] for alone in groups.values())
         assert {size[:2] for size in groups} == {(d, t) for d in HEAD_SIZES for t in DTYPES}
 

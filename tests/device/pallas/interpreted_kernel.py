@@ -1,9 +1,9 @@
-"""The kernel, interpreted on the CPU, over random ragged batches beside the reference.
+"""Compares the kernel, interpreted on the CPU, with the reference over random ragged batches.
 
     PJRT_NPROC=16 python -m tests.device.pallas.interpreted_kernel NAME SEED
 
-The sizes of one NAME are compiled once and get many batches. It prints each batch before it is run, and last
-a line of JSON. It ends with an error at the first batch that comes out wrong; the same seed draws it again.
+It compiles the sizes NAME once, and runs many batches. It prints each batch before it runs it, and a line of
+JSON at the end. The first wrong batch ends it with an error; the same seed draws that batch again.
 """
 
 import faulthandler
@@ -25,32 +25,35 @@ from orca_jax.pallas.split_attention_reference import split_attention_reference
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import MERGE, work_items
 from tests.device.model.ragged import ragged
+from tests.device.pallas.grouped import Scores, by_group, forget
 
-# The result is rounded once more than the reference's, and its weights are rounded before they are used.
+# The kernel rounds its result, and its weights before it multiplies with them; the reference does not.
 TOLERANCE = {"bfloat16": 2**-7, "float16": 2**-10}
-GIVES_UP = 230.0  # seconds; threads of a kernel that wait for each other would wait for ever
+GIVES_UP = 230.0  # seconds; deadlocked threads of a kernel would wait forever
+
+PLAIN = Scores()
 
 Rows = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is compiled: every batch is padded to it."""
+    """What is compiled. Every batch is padded to these sizes."""
 
     n_heads: int
     n_kv_heads: int
     head_size: int
     block_size: int
     dtype: str
-    scale: float | None = None
+    scores: Scores = PLAIN
     n_tokens: int = 160
     n_rows: int = 8
-    max_keys: int = 640  # of a row: ten slots of the ring, three pieces
-    n_keys: int = 2048  # of all rows
+    max_keys: int = 640  # of a row: five slots of the ring
+    n_keys: int = 2048  # of all rows together
     n_cores: int = 2
 
     def fit(self, rows: Sequence[tuple[int, int]]) -> Rows:
-        """As many of the rows as there is room for."""
+        """The first of the rows, as many as fit."""
         kept = list[tuple[int, int]]()
         n_tokens, n_blocks = self.n_tokens, self.n_keys // self.block_size
         for n, n_keys in rows[: self.n_rows]:
@@ -63,16 +66,19 @@ class Sizes:
 
 SIZES = {
     "heads of 64, groups of 2": Sizes(4, 2, 64, 16, "bfloat16", n_cores=5),
-    "heads of 80, groups of 1": Sizes(2, 2, 80, 32, "float16", n_cores=3),
-    "heads of 96, groups of 1": Sizes(2, 2, 96, 64, "bfloat16", scale=0.25, n_cores=3),
-    "heads of 128, groups of 8": Sizes(8, 1, 128, 128, "float16", n_cores=3),
-    "heads of 256, groups of 3": Sizes(6, 2, 256, 16, "bfloat16", n_cores=1),
+    "heads of 80, groups of 1, window": Sizes(2, 2, 80, 32, "float16", Scores(window=300), n_cores=3),
+    "heads of 96, groups of 1, scale": Sizes(2, 2, 96, 64, "bfloat16", Scores(scale=0.25), n_cores=3),
+    "heads of 128, groups of 8, cap": Sizes(8, 1, 128, 128, "float16", Scores(soft_cap=3.0), n_cores=3),
+    "heads of 256, groups of 3, window, cap": Sizes(
+        6, 2, 256, 16, "bfloat16", Scores(window=37, soft_cap=5.0), n_cores=1
+    ),
+    "heads of 64, groups of 16, window": Sizes(32, 2, 64, 16, "bfloat16", Scores(window=150), n_cores=2),
     "one token": Sizes(4, 2, 64, 16, "float16", n_tokens=1, n_rows=1),
 }
 
 
 def rows_of(sizes: Sizes) -> st.SearchStrategy[Rows]:
-    """Rows of the increment phase, of the initiation phase, pieces of prompts, and empty ones."""
+    """Decode rows, prompts, pieces of prompts, and rows without tokens."""
     keys = st.integers(1, sizes.max_keys)
     prompt = st.integers(2, max(2, sizes.n_tokens))
     cached = st.integers(1, sizes.max_keys - sizes.n_tokens)
@@ -86,7 +92,7 @@ def rows_of(sizes: Sizes) -> st.SearchStrategy[Rows]:
 
 
 class Compared:
-    """The kernel of some sizes, compiled at its first batch, beside the reference."""
+    """The kernel and the reference for some sizes; both compile at the first batch."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -94,22 +100,23 @@ class Compared:
         self.rows_merged = self.tiles_merged = 0
         group = sizes.n_heads // sizes.n_kv_heads
         heads = (sizes.n_kv_heads, group)
-        plan = Plan(sizes.n_tokens, sizes.n_rows, *heads, sizes.block_size, n_cores=sizes.n_cores)
+        options = {"n_cores": sizes.n_cores, "window": sizes.scores.window}
+        plan = Plan(sizes.n_tokens, sizes.n_rows, *heads, sizes.block_size, **options)
         self.plan = plan
 
         @jax.jit
         def kernel(work: jax.Array, *arrays: jax.Array) -> jax.Array:
-            return split_attention(*arrays, scale=sizes.scale, work=work, plan=plan, interpret=True)
+            return split_attention(*arrays, **sizes.scores._asdict(), work=work, plan=plan, interpret=True)
 
         @jax.jit
         def reference(*arrays: jax.Array) -> jax.Array:
             wide = [x.astype(jnp.float32) for x in arrays[:3]]
-            return split_attention_reference(*wide, *arrays[3:], scale=sizes.scale)
+            return split_attention_reference(*wide, *arrays[3:], group=group, **sizes.scores._asdict())
 
         self.kernel, self.reference = kernel, reference
 
     def check(self, rows: Rows, n_shared: int, sharpness: float, drawn: int) -> None:
-        """One batch; sharp queries look at one key each, dull ones at all alike."""
+        """Compare one batch. Queries times a high sharpness attend to one key, times a low one to all."""
         sizes = self.sizes
         print(f"{rows}, {n_shared} shared blocks, sharpness {sharpness}, drawn by {drawn}", flush=True)
         batch = ragged(
@@ -125,6 +132,11 @@ class Compared:
             n_blocks=sizes.n_keys // sizes.block_size + 2,
             max_blocks=-(-sizes.max_keys // sizes.block_size),
         )
+        q = by_group(batch.q, sizes.n_kv_heads)
+        fused = np.pad(q, ((0, 0), (0, 2), (0, 0), (0, 0)), constant_values=np.nan)  # keys and values
+        batch = batch._replace(q=fused)
+        if sizes.scores.window is not None:
+            batch = forget(batch, sizes.scores.window, sizes.block_size)
         q, *caches = [jnp.asarray(x, sizes.dtype) for x in batch[:3]]
         arrays = (q * sharpness, *caches, *map(jnp.asarray, batch[3:]))
         work = work_items(batch.row_start, batch.kv_length, self.plan)
@@ -138,21 +150,21 @@ class Compared:
         assert np.isfinite(got).all(), f"not finite: tokens {np.unique(np.nonzero(~np.isfinite(got))[0])}"
         error = np.abs(got - want)[:end] / (1 + np.abs(want[:end]))
         if error.size:
-            token, head, column = np.unravel_index(error.argmax(), error.shape)
-            result = f"{error.max():.2g} at token {token}, head {head}, column {column}"
-            assert error.max() < TOLERANCE[sizes.dtype], f"the error is {result}"
+            token, *head, column = map(int, np.unravel_index(error.argmax(), error.shape))
+            place = f"token {token}, head {head}, column {column}"
+            assert error.max() < TOLERANCE[sizes.dtype], f"the error is {error.max():.2g} at {place}"
             self.worst = max(self.worst, float(error.max()))
         self.n_batches += 1
 
 
 def main() -> None:
-    """Check the sizes that are named, with batches that follow from the seed."""
+    """Check the sizes of the given name, with batches from the given seed."""
     faulthandler.dump_traceback_later(GIVES_UP, exit=True)
-    assert InterpretGPUParams().uninitialized_memory == "nan"  # outputs nobody wrote
+    assert InterpretGPUParams().uninitialized_memory == "nan"  # of outputs that the kernel does not write
     sizes = SIZES[sys.argv[1]]
     compared = Compared(sizes)
 
-    # It does not shrink what it found: each try takes seconds.
+    # No shrinking: each attempt takes seconds.
     @settings(
         max_examples=5,
         database=None,

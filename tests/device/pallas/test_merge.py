@@ -1,4 +1,4 @@
-"""Parts of results put together: beside float64, and in few operations, since each layer has them."""
+"""Merging parts: against float64, and in few operations, because every layer has them."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ PLANS = {
 
 
 def parts(rng: np.random.Generator, n: int, *rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """A rounded value and a rest of each of n parts [2, n, *rows, D], and tops [n, *rows] far apart."""
+    """For n parts, rounded values and their remainders [2, n, *rows, D], and tops [n, *rows] far apart."""
     values = rng.standard_normal((2, n, *rows, D)).astype(np.float32)
     return values * np.array([1, 1e-3], np.float32).reshape(
         2, *[1] * (values.ndim - 1)
@@ -27,13 +27,13 @@ def parts(rng: np.random.Generator, n: int, *rows: int) -> tuple[np.ndarray, np.
 
 
 def listed(merge: np.ndarray) -> list[int]:
-    """The parts of one merge."""
+    """The numbers of a merge's parts."""
     part, following, stride, n_parts = map(int, merge[MERGE.part : MERGE.n_parts + 1])
     return [part, *(following + i * stride for i in range(n_parts - 1))]
 
 
 def together(value: np.ndarray, top: np.ndarray, merge: np.ndarray) -> np.ndarray:
-    """What one merge gives [rows, D], in float64."""
+    """The result of one merge [rows, D], in float64."""
     which = listed(merge)
     weight = np.exp2(top[which].astype(float) - top[which].max(axis=0))[..., None]
     return (weight * value[:, which].astype(float).sum(axis=0)).sum(axis=0) / weight.sum(axis=0)
@@ -51,28 +51,36 @@ def test_rows(plan: Plan) -> None:
     assert len(unwritten)
     value[:, unwritten], top[unwritten] = np.nan, np.nan
     padded = np.pad(top, ((0, 0), (0, 3)), constant_values=np.nan)
-    out = rng.standard_normal((plan.n_tokens, plan.n_heads, D)).astype(np.float32)
-    want = out.copy().reshape(plan.n_tokens, plan.n_kv_heads, plan.group, D)
-    for merge in merges:
-        want[merge[MERGE.token], merge[MERGE.head]] = together(value, top, merge)
-    merged = jax.jit(merge_rows, static_argnums=4)
-    got = merged(*map(jnp.asarray, (out, value, padded, work)), plan)
-    np.testing.assert_allclose(got, want.reshape(out.shape), rtol=1e-5, atol=1e-5)
-    text = merged.lower(*map(jnp.asarray, (out, value, padded, work)), plan).as_text()
-    assert text.count("stablehlo.") < 150  # each part for itself were ten times as many
-
-
-def test_tiles() -> None:
-    rng = np.random.default_rng(4)
-    plan = Plan(2048, 1, 1, 8)
-    work = work_items(np.array([0, 2000], np.int32), np.array([2000], np.int32), plan)
-    merges = [m for m in work[plan.first_tile_merge :] if m[MERGE.token] < plan.n_tokens]
-    assert len(merges) > 9 and {int(m[MERGE.n_queries]) for m in merges} == {TILE, 2000 % TILE}
-    value, top = parts(rng, plan.n_tile_parts, TILE)
-    out = rng.standard_normal((plan.n_tokens, plan.n_heads, D)).astype(np.float32)
+    out = rng.standard_normal((plan.n_tokens, plan.group, plan.n_kv_heads, D)).astype(np.float32)
     want = out.copy()
     for merge in merges:
-        token, n = merge[MERGE.token], merge[MERGE.n_queries]
-        want[token : token + n, merge[MERGE.head]] = together(value, top, merge)[:n]
+        want[merge[MERGE.token], :, merge[MERGE.head]] = together(value, top, merge)
+    merged = jax.jit(merge_rows, static_argnums=4)
+    got = merged(*map(jnp.asarray, (out, value, padded, work)), plan)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    text = merged.lower(*map(jnp.asarray, (out, value, padded, work)), plan).as_text()
+    assert text.count("stablehlo.") < 150  # one operation for each part would be ten times as many
+
+
+@pytest.mark.parametrize(("n_kv_heads", "group"), [(8, 1), (2, 3), (1, 8), (1, 12)])
+def test_tiles(n_kv_heads: int, group: int) -> None:
+    rng = np.random.default_rng(4)
+    plan = Plan(2048, 1, n_kv_heads, group)
+    n_last = 2005 % plan.tile_tokens
+    work = work_items(np.array([0, 2005], np.int32), np.array([2005], np.int32), plan)
+    merges = [m for m in work[plan.first_tile_merge :] if m[MERGE.token] < plan.n_tokens]
+    assert len(merges) > 9 and {int(m[MERGE.n_queries]) for m in merges} == {plan.tile_tokens, n_last}
+    value, top = parts(rng, plan.n_tile_parts, TILE)
+    out = rng.standard_normal((plan.n_tokens, plan.group, plan.n_kv_heads, D)).astype(np.float32)
+    want = out.copy()
+    for merge in merges:
+        token, n = map(int, (merge[MERGE.token], merge[MERGE.n_queries]))
+        kv_head, first = divmod(int(merge[MERGE.head]), plan.group // plan.packed)
+        # A tile's rows are [half, packed head, token of the half].
+        rows = together(value, top, merge).reshape(2, plan.packed, plan.tile_tokens // 2, D)
+        for query in range(n):
+            half, i = divmod(query, plan.tile_tokens // 2)
+            heads = slice(first * plan.packed, (first + 1) * plan.packed)
+            want[token + query, heads, kv_head] = rows[half, :, i]
     got = jax.jit(merge_tiles, static_argnums=4)(*map(jnp.asarray, (out, value, top, work)), plan)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The list of work: every query and key once, what was cut merged, no core with much more than its share."""
+"""The work list: every query sees every key once, split items are merged, and the cores' loads are even."""
 
 from collections import defaultdict
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bench.compiled.work_list import BATCHES, Rows, balance, items, lengths
 from bench.compiled.work_list import HEADS as KERNEL_HEADS
-from orca_jax.pallas.work_list.bounds import STEP, TILE, Plan
+from orca_jax.pallas.work_list.bounds import STEP, Plan
 from orca_jax.pallas.work_list.work_items import ITEM, MERGE, never_cut, work_items
 
 LONGEST = 3000
@@ -21,29 +21,50 @@ LONG_ROWS = st.lists(
     max_size=20,
 )
 INCREMENTS = st.lists(st.integers(1, LONGEST).map(lambda n: (1, n)), min_size=1, max_size=20)
-HEADS = st.sampled_from([(1, 1), (2, 4), (40, 1), (1, 8)])
+HEADS = st.sampled_from([(1, 1), (2, 4), (40, 1), (1, 8), (2, 12)])
+WINDOW = st.sampled_from([None, 1, 100, 128, 1000])
 N_CORES = st.sampled_from([1, 2, 7, 132])
 
 
-# More parts of one row than `merge` looks at would be wanted, for lack of other work and beside a prompt.
+# An even share would want more parts of one row than `merge` reads: with little other work, and with a
+# prompt.
 FEW_PARTS: Rows = [(1, 30000)] + [(1, 100)] * 127
 UNEVEN: Rows = [(1, 30000)] + [(1, 100)] * 120 + [(129, 20000)] * 3
 
 
 @settings(max_examples=150)
-@example(FEW_PARTS, 0, (1, 8), 16, 132, False)
-@example([*FEW_PARTS[:-1], (2048, 2048)], 0, (1, 8), 16, 132, False)
-@example(UNEVEN, 0, (1, 8), 16, 132, False)
-@given(LONG_ROWS | INCREMENTS, st.integers(0, 200), HEADS, st.sampled_from([16, 64]), N_CORES, st.booleans())
-def test_every_query_sees_every_key_once_and_what_was_cut_is_merged(
-    rows: Rows, n_padding: int, heads: tuple[int, int], block_size: int, n_cores: int, fixed: bool
+@example(FEW_PARTS, 0, (1, 8), (16, None), 132, False)
+@example([*FEW_PARTS[:-1], (2048, 2048)], 0, (1, 8), (16, None), 132, False)
+@example(UNEVEN, 0, (1, 8), (16, None), 132, False)
+@example(UNEVEN, 0, (1, 8), (64, 1000), 132, False)
+@given(
+    LONG_ROWS | INCREMENTS,
+    st.integers(0, 200),
+    HEADS,
+    st.tuples(st.sampled_from([16, 128]), WINDOW),
+    N_CORES,
+    st.booleans(),
+)
+def test_every_query_sees_every_key_once_and_split_items_are_merged(
+    rows: Rows,
+    n_padding: int,
+    heads: tuple[int, int],
+    block_size_and_window: tuple[int, int | None],
+    n_cores: int,
+    fixed: bool,
 ) -> None:
+    block_size, window = block_size_and_window
     row_start, kv_length = lengths(rows)
     n_tokens = int(row_start[-1]) + n_padding
     if n_tokens == 0:
         return
-    plan = Plan(n_tokens, len(rows), *heads, block_size, n_cores)
+    plan = Plan(n_tokens, len(rows), *heads, block_size, n_cores, window=window)
     plan = plan.fixed(LONGEST) if fixed else plan
+
+    def first_key(position: int) -> int:
+        """The granule with the first key that a query sees."""
+        return 0 if window is None else max(0, position - window + 1) // plan.granule * plan.granule
+
     work = work_items(row_start, kv_length, plan)
     assert work.dtype == np.int32 and work.shape == plan.list_shape and work.shape[1] == 8
 
@@ -51,19 +72,25 @@ def test_every_query_sees_every_key_once_and_what_was_cut_is_merged(
     ranges = defaultdict[tuple[bool, int, int], list[tuple[int, int]]](list)  # keys of a result, by core
     parts = defaultdict[tuple[bool, int, int], set[int]](set)
     queries = dict[tuple[bool, int, int], int]()
+
+    def heads_of(tile: bool, head: int) -> slice:
+        """The query heads of an item, numbered k * G + g."""
+        n = plan.packed if tile else plan.group
+        return slice(head * n, (head + 1) * n)
+
     for item in items(work, plan):
         row, token, n, position, first, last, _, _ = item.record
+        computed[token : token + n, heads_of(item.tile, item.head)] += item.part < 0
         if item.tile:
-            assert 1 <= n <= TILE and first == 0 and last == (position + n if token < row_start[-1] else 0)
-            computed[token : token + n, item.head] += item.part < 0
-            assert item.begin % STEP == 0
+            assert 1 <= n <= plan.tile_tokens and last == (position + n if token < row_start[-1] else 0)
+            assert first == (first_key(position) if token < row_start[-1] else 0)
+            assert (item.begin - first) % STEP == 0
             if token < row_start[-1]:
                 assert row_start[row] <= token and token + n <= row_start[row + 1]
                 assert position == kv_length[row] - (row_start[row + 1] - token)
         else:
             assert n == 1 and row_start[row + 1] - row_start[row] == 1 and token == row_start[row]
-            group = slice(item.head * plan.group, (item.head + 1) * plan.group)
-            computed[token, group] += item.part < 0
+            assert position == kv_length[row] - 1
             assert item.begin % plan.granule == 0
         result = (item.tile, token, item.head)
         queries[result] = n
@@ -85,25 +112,25 @@ def test_every_query_sees_every_key_once_and_what_was_cut_is_merged(
             assert set(listed) == parts.pop(result) and len(set(listed)) == n_parts == len(ranges[result])
             assert 2 <= n_parts <= (plan.most_tile_parts if tile else plan.most_parts)
             assert n == queries[result]
-            across = [head] if tile else range(head * plan.group, (head + 1) * plan.group)
-            computed[token : token + n, across] += 1
-    assert not parts, "parts that nobody merges"
-    for (tile, token, _), actual in ranges.items():
-        actual.sort()
+            computed[token : token + n, heads_of(tile, head)] += 1
+    assert not parts, "parts that are not merged"
+    for (tile, token, head), found in ranges.items():
+        found.sort()
         row = int(np.searchsorted(row_start, token, side="right")) - 1
-        last = 0 if token >= row_start[-1] else int(kv_length[row])
-        if tile and last:
-            last += token + queries[tile, token, 0] - int(row_start[row + 1])
-        assert [0, *(end for _, end in actual)] == [*(begin for begin, _ in actual), last]
+        begin = end = 0
+        if token < row_start[-1]:
+            position = int(kv_length[row]) - int(row_start[row + 1]) + token
+            begin, end = first_key(position), position + queries[tile, token, head]
+        assert [begin, *(end for _, end in found)] == [*(begin for begin, _ in found), end]
     assert (computed == 1).all()
 
 
-@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=20), HEADS, N_CORES, st.data())
-def test_at_fixed_places_a_row_is_cut_as_if_it_were_alone(
-    kv_length: list[int], heads: tuple[int, int], n_cores: int, data: st.DataObject
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=20), HEADS, N_CORES, WINDOW, st.data())
+def test_at_fixed_positions_a_row_is_split_as_if_it_were_alone(
+    kv_length: list[int], heads: tuple[int, int], n_cores: int, window: int | None, data: st.DataObject
 ) -> None:
     n = len(kv_length)
-    plan = Plan(n, n, *heads, n_cores=n_cores).fixed(LONGEST)
+    plan = Plan(n, n, *heads, n_cores=n_cores, window=window).fixed(LONGEST)
 
     def ranges_of(row: int, keys: list[int]) -> list[tuple[int, int, int]]:
         work = work_items(*lengths([(1, k) for k in keys]), plan)
@@ -122,6 +149,14 @@ def test_no_core_has_much_more_than_its_share(rows: Rows, heads: tuple[int, int]
     assert balance(rows, Plan(n_tokens, len(rows), *heads)) >= 0.90
 
 
+@pytest.mark.parametrize("heads", KERNEL_HEADS.values(), ids=KERNEL_HEADS)
+@pytest.mark.parametrize("name", [name for name in BATCHES if not name.startswith(("8 rows", "a row"))])
+def test_with_a_window_no_core_has_much_more_than_its_share(name: str, heads: tuple[int, int]) -> None:
+    rows = BATCHES[name]
+    n_tokens = sum(n for n, _ in rows)
+    assert balance(rows, Plan(n_tokens, len(rows), *heads, window=1024)) >= 0.90
+
+
 def n_merges(rows: Rows, plan: Plan) -> int:
     work = work_items(*lengths(rows), plan)
     return int((work[plan.first_merge :, MERGE.token] < plan.n_tokens).sum())
@@ -133,7 +168,7 @@ def n_merges(rows: Rows, plan: Plan) -> int:
     st.sampled_from([16, 64]),
     N_CORES,
 )
-def test_nothing_is_cut_where_the_kernel_merges_nothing(
+def test_nothing_is_split_where_the_kernel_merges_nothing(
     rows: Rows, heads: tuple[int, int], block_size: int, n_cores: int
 ) -> None:
     plan = Plan(sum(n for n, _ in rows), len(rows), *heads, block_size, n_cores)
@@ -141,11 +176,11 @@ def test_nothing_is_cut_where_the_kernel_merges_nothing(
     assert not (never_cut(n) and n_merges(rows, plan))
 
 
-def test_a_row_is_cut_that_the_kernel_merges() -> None:
+def test_a_row_is_split_that_the_kernel_merges() -> None:
     assert n_merges([(1, 320)], Plan(1, 1, 1, 1)) == 1 and not never_cut(320)
 
 
-def test_a_row_is_not_cut_into_more_parts_than_merge_looks_at() -> None:
+def test_a_row_is_not_split_into_more_parts_than_merge_reads() -> None:
     row_start, kv_length = lengths(FEW_PARTS)
     plan = Plan(128, 128, 1, 8)
     load = np.zeros(plan.n_cores)
