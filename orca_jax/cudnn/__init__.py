@@ -1,4 +1,5 @@
-"""Split attention through cuDNN's paged attention, for GPUs that have no kernel of our own.
+"""Split attention by cuDNN's paged attention, for GPUs without a kernel of ours. It knows no model and no
+mesh.
 
-It knows no model and no mesh. Start with split_attention.py: which keys cuDNN attends to, and which ones XLA.
+Start with split_attention.py, which divides the keys between cuDNN and XLA.
 """

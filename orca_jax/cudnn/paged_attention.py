@@ -1,8 +1,8 @@
-"""One call of cuDNN's paged attention, and what it can serve.
+"""One call of cuDNN's paged attention, and which models it supports.
 
-XLA's GPU compiler knows custom calls of this name, and hands them to cuDNN as a graph. The page container is
-our cache as it is. Where the GPU is there, cuDNN checks the graph and builds its kernel while XLA compiles
-the program. For a GPU that is only described XLA leaves that out: what compiles so may be refused later.
+XLA's GPU compiler knows custom calls of this name and passes them to cuDNN as a graph. Our cache is the page
+container, unchanged. If the GPU is present, cuDNN checks the graph and builds its kernel while XLA compiles
+the program. For a GPU that is only described XLA skips that: a program that compiles may be refused later.
 """
 
 import functools
@@ -24,11 +24,18 @@ Device = Any  # a jax.Device
 
 
 def unsupported(
-    head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int
+    head_size: int,
+    block_size: int,
+    dtype_name: str,
+    n_heads: int,
+    n_kv_heads: int,
+    *,
+    soft_cap: bool = False,
+    alibi: bool = False,
 ) -> str | None:
-    """Why cuDNN cannot serve a model of these sizes, as a clause for a sentence; None where it should.
+    """Why cuDNN cannot run a model of these sizes, as a clause for a sentence; None if it should.
 
-    `refusal` asks a GPU's cuDNN itself.
+    It has windows and any scale. `refusal` asks the cuDNN of a GPU.
     """
     if head_size % 8 or not 8 <= head_size <= MOST_HEAD_SIZE:
         return f"its head size is {head_size}; cuDNN has multiples of 8 up to {MOST_HEAD_SIZE}"
@@ -38,6 +45,10 @@ def unsupported(
         return f"its K/V cache is {dtype_name}; cuDNN has {' and '.join(DTYPES)}"
     if n_kv_heads < 1 or n_heads < 1 or n_heads % n_kv_heads:
         return f"its {n_heads} heads are not a multiple of its {n_kv_heads} key/value heads"
+    if soft_cap:
+        return "its attention has a soft cap, which XLA cannot request from cuDNN"
+    if alibi:
+        return "its attention has ALiBi biases, which are not passed to cuDNN"
     return None
 
 
@@ -45,9 +56,9 @@ def unsupported(
 def refusal(
     device: Device, head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int
 ) -> str | None:
-    """Why the cuDNN of a GPU plans no attention of these sizes, as a clause; None where it does.
+    """Why the cuDNN of a GPU has no plan for attention of these sizes, as a clause; None if it has one.
 
-    An old cuDNN (before 9.5), or none, is found here. A GPU that is only described refuses nothing.
+    This detects an old cuDNN (before 9.5) and a missing one. A GPU that is only described refuses nothing.
     """
     place = SingleDeviceSharding(device)
 
@@ -57,8 +68,9 @@ def refusal(
     n_entries, n_blocks = 2, 4
     block = like(n_blocks, n_kv_heads, block_size, head_size)
     length, table = like(n_entries, dtype="int32"), like(n_entries, n_blocks, dtype="int32")
-    for n_queries in (1, QUERIES):
-        q = like(n_entries, n_queries, n_heads, head_size)
+    group = n_heads // n_kv_heads
+    for n_queries in (group, group * QUERIES):  # a group's heads are queries of their key/value head
+        q = like(n_entries, n_queries, n_kv_heads, head_size)
         try:
             jax.jit(functools.partial(paged_attention, scale=1.0)).lower(
                 q, block, block, length, table
@@ -79,9 +91,9 @@ def paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of each entry's queries to all of its keys, without a causal mask.
 
-    q [E, Q, N, D]; k_cache, v_cache [n_blocks, K, B, D] with N a multiple of K; kv_length [E] and
-    block_table [E, max_blocks] int32. Entry e has the first kv_length[e] slots of its blocks, one at least.
-    All ids of its table must be blocks, also those behind its length: cuDNN does not say what it reads.
+    q [E, Q, N, D]; k_cache, v_cache [n_blocks, K, B, D] with N a multiple of K; kv_length [E] and block_table
+    [E, max_blocks] int32. Entry e attends to the first kv_length[e] slots of its blocks, one at least. Every
+    id in the table must be a block, also after the entry's length: cuDNN does not document what it reads.
 
     Returns the result [E, Q, N, D] of q's dtype, and the logarithm of each softmax's sum [E, N, Q] float32.
     """
@@ -90,7 +102,7 @@ def paged_attention(
     result = (
         jax.ShapeDtypeStruct((n_entries, n_heads, n_queries, head_size), q.dtype),
         jax.ShapeDtypeStruct((n_entries, n_heads, n_queries), jnp.float32),
-        jax.ShapeDtypeStruct((0,), jnp.uint8),  # scratch memory: XLA puts in as much as cuDNN asks for
+        jax.ShapeDtypeStruct((0,), jnp.uint8),  # scratch memory: XLA replaces it by as much as cuDNN needs
     )
     table = block_table.reshape(n_entries, 1, max_blocks, 1)
     heads_inside = (0, 2, 1, 3)  # [E, N, Q, D] to cuDNN, [E, Q, N, D] in memory
@@ -108,7 +120,7 @@ def paged_attention(
 
 
 def graph(dtype: Any, n_entries: int, n_heads: int, n_queries: int, n_keys: int, scale: float) -> str:
-    """What XLA reads into its CudnnfMHABackendConfig: word for word what JAX's own attention sends."""
+    """The text that XLA parses as its CudnnfMHABackendConfig: exactly what JAX's own attention sends."""
 
     def product(keys_contracted: str) -> dict[str, list[str]]:
         return {

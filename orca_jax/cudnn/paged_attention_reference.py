@@ -1,4 +1,4 @@
-"""What one call of cuDNN's paged attention computes, in pure JAX, dense and plain."""
+"""The computation of one call of cuDNN's paged attention, in pure JAX, dense and plain."""
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +13,24 @@ def paged_attention_reference(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `paged_attention`, in float32 inside; it reads all that cuDNN might.
+    """As `paged_attention`, with float32 sums. It reads everything that cuDNN might.
 
-    cuDNN masks scores, and does not promise to leave alone what lies behind an entry's keys. So a value there
-    is multiplied by 0 here, not left out: NaN in any block of an entry's table makes its result NaN.
+    cuDNN masks scores, and does not promise to ignore slots after an entry's keys. So this multiplies values
+    there by 0 instead of leaving them out: NaN in any block of an entry's table makes the entry's result NaN.
     """
     n_entries, n_queries, n_heads, head_size = q.shape
     n_kv_heads = k_cache.shape[1]
 
     def in_order(cache: jax.Array) -> jax.Array:
-        """All slots of each entry: [E, K, C, D] float32. An id that is no block is NaN."""
+        """All slots of each entry: [E, K, C, D] float32. An id that is not a block gives NaN."""
         blocks = cache.astype(jnp.float32).at[block_table].get(mode="fill", wrap_negative_indices=False)
         return blocks.swapaxes(1, 2).reshape(n_entries, n_kv_heads, -1, head_size)
 
     keys, values = in_order(k_cache), in_order(v_cache)
     grouped = q.astype(jnp.float32).reshape(n_entries, n_queries, n_kv_heads, -1, head_size)
     scores = scale * jnp.einsum("eqkgd,ekcd->ekgqc", grouped, keys)
-    there = jnp.arange(keys.shape[2], dtype=jnp.int32) < kv_length[:, None]  # [E, C]
-    scores = jnp.where(there[:, None, None, None], scores, -jnp.inf)
+    exists = jnp.arange(keys.shape[2], dtype=jnp.int32) < kv_length[:, None]  # [E, C]
+    scores = jnp.where(exists[:, None, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1)
     out = jnp.einsum("ekgqc,ekcd->eqkgd", weights, values)
     log_sum = jax.nn.logsumexp(scores, axis=-1).reshape(n_entries, n_heads, n_queries)

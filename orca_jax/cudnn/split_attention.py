@@ -1,11 +1,15 @@
 """Split attention over the K/V blocks: whole blocks by cuDNN, the rest by XLA.
 
-The one causal mask that XLA can ask cuDNN for begins at the first key, as if nothing had been cached before
-the queries. And cuDNN does not promise to leave alone what lies behind an entry's last key. So cuDNN gets
-what needs neither: for each tile of a row's queries, all blocks before the one that its first query is in.
-Every query of the tile sees all of their keys, and all of them are the row's own. XLA does the keys from
-there on, a block for a row of one token and a few for a tile: masked causally, and without what others left
-behind them. The two results are weighed by the sums of their softmaxes.
+XLA can request a causal mask from cuDNN only if it begins at the first key, as if nothing were cached before
+the queries. It cannot request a window that ends elsewhere, and cuDNN does not promise to ignore slots after
+an entry's last key. So cuDNN gets only work that needs none of this: for each tile of a row's queries, the
+blocks that every query of the tile sees whole. Those end before the block of the tile's first query and, with
+a window, begin after the first key that its last query sees. XLA does the keys on both sides of them, with
+masks, and with zeros in place of what other rows left after the row's last key. The two results are weighted
+by the sums of their softmaxes.
+
+No mask also means that the G query heads of a key/value head can be G queries of one head, so cuDNN reads
+keys and values once for all of them.
 """
 
 from collections.abc import Callable
@@ -19,26 +23,27 @@ from orca_jax.cudnn.tiles import TilePlan
 
 PagedAttention = Callable[..., tuple[jax.Array, jax.Array]]  # `paged_attention`, or its reference
 
-_NOTHING = -1e30  # the score of a key that is not there; finite, so that no inf - inf arises
+_MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
 
 
 class Entries(NamedTuple):
-    """Tiles of one size: for each entry where its queries are, and which blocks it attends to. All int32."""
+    """Tiles of one size: where each entry's queries are, and which blocks they attend to. All int32."""
 
-    token: jax.Array  # [E, Q] index of each query; behind a tile's last it may be of another row
+    token: jax.Array  # [E, Q] index of each query; after a tile's last it may be another row's
     position: jax.Array  # [E] of the first query in its row
-    length: jax.Array  # [E] keys of its row; 0 where there is no row
-    n_before: jax.Array  # [E] whole blocks before the one of the first query
-    table: jax.Array  # [E, max_blocks] those, then the row's first block over again
-    near: jax.Array  # [E, n] the blocks from there on
+    length: jax.Array  # [E] keys of its row; 0 if the entry is unused
+    n_far: jax.Array  # [E] the number of blocks that cuDNN attends to
+    table: jax.Array  # [E, max_blocks] those blocks, then the first of them again and again
+    near: jax.Array  # [E, n] the blocks that XLA attends to
+    near_key: jax.Array  # [E, n] the position of each one's first slot; past the row's keys if it is unused
 
 
 class Work(NamedTuple):
-    """An iteration's, made once and used by every layer."""
+    """One iteration's entries, made once for all layers with the same window."""
 
-    single: Entries  # a row each, for rows of one token
+    single: Entries  # one for each row; used for rows of one token
     tiles: Entries | None
-    place: jax.Array  # [T] where each token's result is among both; their number for padding
+    place: jax.Array  # [T] each token's index in the results of both; their number for padding
 
 
 def attention_work(
@@ -49,28 +54,45 @@ def attention_work(
     *,
     plan: TilePlan,
     block_size: int,
+    window: int | None = None,
 ) -> Work:
-    """From block_table [R, max_blocks], row_start [R + 1], kv_length [R] and `words`, all int32.
+    """The entries for block_table [R, max_blocks], row_start [R + 1], kv_length [R] and `words`, all int32.
 
-    `words` are `tile_words` of the same rows and `plan`.
+    `words` are `tile_words` of the same rows and `plan`. With `window` a query sees its own position and the
+    window - 1 before it.
     """
 
     def entries(row: jax.Array, start: jax.Array, n_queries: int) -> Entries:
         length = kv_length.at[row].get(mode="fill", fill_value=0)
         position = length - row_start.at[row + 1].get(mode="fill", fill_value=0) + start
         position = jnp.where(length > 0, position, 0)
-        n_before = position // block_size
         table = block_table.at[row].get(mode="clip")
-        column = jnp.arange(table.shape[1], dtype=jnp.int32)
-        n_near = min((block_size + n_queries - 2) // block_size + 1, table.shape[1])
-        near = n_before[:, None] + column[:n_near]
+        max_blocks = table.shape[1]
+        column = jnp.arange(max_blocks, dtype=jnp.int32)
+        n_around = min(
+            (block_size + n_queries - 2) // block_size + 1, max_blocks
+        )  # blocks that Q keys may touch
+        own_block = position // block_size
+        near = own_block[:, None] + column[:n_around]
+        if window is None:
+            far = jnp.zeros_like(own_block)
+        else:
+            # The block of the first query's first key, and the first block that the last query sees whole.
+            first = jnp.maximum(position - window + 1, 0) // block_size
+            far = -(-jnp.maximum(position + n_queries - window, 0) // block_size)
+            far = jnp.clip(far, first, own_block)
+            edge = first[:, None] + column[:n_around]
+            near = jnp.concatenate([jnp.where(edge < far[:, None], edge, max_blocks), near], axis=1)
+        n_far = own_block - far
+        wanted = far[:, None] + jnp.where(column < n_far[:, None], column, 0)
         return Entries(
             token=start[:, None] + jnp.arange(n_queries, dtype=jnp.int32),
             position=position,
             length=length,
-            n_before=n_before,
-            table=jnp.where(column < n_before[:, None], table, table[:, :1]),
+            n_far=n_far,
+            table=jnp.take_along_axis(table, wanted, axis=1, mode="clip"),
             near=jnp.take_along_axis(table, near, axis=1, mode="clip"),
+            near_key=near * block_size,
         )
 
     tile_row, tile_start, place = plan.split(words)
@@ -84,17 +106,23 @@ def split_attention(
     v_cache: jax.Array,
     work: Work,
     *,
+    group: int | None = None,
+    scale: float | None = None,
+    window: int | None = None,
     call: PagedAttention = paged_attention,
 ) -> jax.Array:
     """Causal attention of each request's query tokens to its own keys (ORCA 3.2).
 
-    q [T, N, D]; k_cache, v_cache [n_blocks, K, B, D] with N a multiple of K; `work` is `attention_work` of
-    the batch. Softmax and sums are float32. Returns [T, N, D] of q's dtype, with zeros for padding tokens.
-    What lies in slots of no row, or of other rows, never reaches a row's result, be it NaN. `call` is the
-    reference on a CPU.
+    q [T, n, K, D]: its first `group` slices (G; by default all n) are the queries. Query head [g, k] uses
+    key/value head k. k_cache, v_cache [n_blocks, K, B, D]; `work` is `attention_work` of the batch with the
+    same `window`. Scores are multiplied by `scale`, by default D ** -0.5. Softmax and sums are float32.
+    Returns [T, G, K, D] of q's dtype, with zeros for padding tokens. Slots that no query of a row sees never
+    affect the row's result, even if they hold NaN. `call` is the reference on a CPU.
     """
+    q = q if group is None else q[:, :group]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     results = [
-        _attend(q, k_cache, v_cache, entries, call).reshape(-1, *q.shape[1:])
+        _attend(q, k_cache, v_cache, entries, scale, window, call).reshape(-1, *q.shape[1:])
         for entries in (work.single, work.tiles)
         if entries is not None
     ]
@@ -102,19 +130,30 @@ def split_attention(
 
 
 def _attend(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, entries: Entries, call: PagedAttention
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    entries: Entries,
+    scale: float,
+    window: int | None,
+    call: PagedAttention,
 ) -> jax.Array:
-    """[E, Q, N, D] of q's dtype; anything at all for a query that is not there."""
+    """[E, Q, G, K, D] of q's dtype; queries that a tile does not have may be anything."""
     n_blocks, block_size = k_cache.shape[0], k_cache.shape[2]
-    scale = q.shape[-1] ** -0.5
-    queries = q.at[entries.token].get(mode="clip")  # [E, Q, N, D]
-    # An entry without such a block asks for one key, whatever it is, and its answer is left out: so nothing
-    # rests on what cuDNN does with no key at all.
-    n_far = jnp.maximum(entries.n_before * block_size, 1)
-    far, far_log = call(queries, k_cache, v_cache, n_far, entries.table.clip(0, n_blocks - 1), scale=scale)
-    near, near_top, near_sum = _near(queries, k_cache, v_cache, entries, scale)
-    any_far = (entries.n_before > 0)[:, None, None, None]
-    far_log = jnp.where(any_far, far_log.swapaxes(1, 2)[..., None], _NOTHING)  # [E, Q, N, 1]
+    queries = q.at[entries.token].get(mode="clip")  # [E, Q, G, K, D]
+    n_entries, n_queries, group, n_kv_heads, head_size = queries.shape
+    # An entry without such a block asks for one key of any block, and its answer is ignored: so nothing
+    # depends on what cuDNN does without a key.
+    n_keys = jnp.maximum(entries.n_far * block_size, 1)
+    by_kv_head = queries.reshape(n_entries, n_queries * group, n_kv_heads, head_size)
+    far, far_log = call(
+        by_kv_head, k_cache, v_cache, n_keys, entries.table.clip(0, n_blocks - 1), scale=scale
+    )
+    near, near_top, near_sum = _near(queries, k_cache, v_cache, entries, scale, window)
+    any_far = (entries.n_far > 0)[:, None, None, None, None]
+    far = far.reshape(queries.shape)
+    far_log = far_log.swapaxes(1, 2).reshape(*queries.shape[:-1], 1)  # [E, Q, G, K, 1]
+    far_log = jnp.where(any_far, far_log, _MASKED)
     top = jnp.maximum(far_log, near_top)
     far_weight, near_weight = jnp.exp(far_log - top), jnp.exp(near_top - top)
     sums = jnp.where(any_far, far.astype(jnp.float32), 0) * far_weight + near * near_weight
@@ -122,37 +161,41 @@ def _attend(
 
 
 def _near(
-    queries: jax.Array, k_cache: jax.Array, v_cache: jax.Array, entries: Entries, scale: float
+    queries: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    entries: Entries,
+    scale: float,
+    window: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [E, Q, N, D] and the keys from their own block on.
+    """Attention of queries [E, Q, G, K, D] to the blocks around those that cuDNN attends to.
 
-    Returns float32: the weighted sums of values [E, Q, N, D], the highest scores and the weights' sums, both
-    [E, Q, N, 1].
+    Returns float32: the weighted sums of values [E, Q, G, K, D], the highest scores and the weights' sums,
+    both [E, Q, G, K, 1].
     """
-    n_entries, n_queries, n_heads, head_size = queries.shape
-    n_kv_heads, block_size = k_cache.shape[1:3]
-    grouped = queries.reshape(n_entries, n_queries, n_kv_heads, n_heads // n_kv_heads, head_size)
-    key = entries.n_before[:, None] * block_size + jnp.arange(entries.near.shape[1] * block_size)  # [E, C]
-    there = key < entries.length[:, None]
-    position = entries.position[:, None] + jnp.arange(n_queries)  # [E, Q]
-    seen = there[:, None] & (key[:, None] <= position[:, :, None])  # [E, Q, C]
+    n_entries, n_queries, _, n_kv_heads, head_size = queries.shape
+    block_size = k_cache.shape[2]
+    key = (entries.near_key[..., None] + jnp.arange(block_size, dtype=jnp.int32)).reshape(
+        n_entries, -1
+    )  # [E, C]
+    exists = key < entries.length[:, None]
+    position = entries.position[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [E, Q]
+    seen = exists[:, None] & (key[:, None] <= position[:, :, None])  # [E, Q, C]
+    if window is not None:
+        seen &= key[:, None] > position[:, :, None] - window
 
     def fetch(cache: jax.Array) -> jax.Array:
-        """[E, K, C, D], with zeros where the row has no key: 0 * NaN is NaN."""
+        """[E, K, C, D], with zeros for keys that the row does not have: 0 * NaN is NaN."""
         blocks = cache.at[entries.near].get(mode="clip").swapaxes(1, 2)
         in_order = blocks.reshape(n_entries, n_kv_heads, -1, head_size)
-        return jnp.where(there[:, None, :, None], in_order, 0)
+        return jnp.where(exists[:, None, :, None], in_order, 0)
 
     def product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
-    scores = scale * product("eqkgd,ekcd->eqkgc", grouped, fetch(k_cache))
-    scores = jnp.where(seen[:, :, None, None], scores, _NOTHING)
+    scores = scale * product("eqgkd,ekcd->eqgkc", queries, fetch(k_cache))
+    scores = jnp.where(seen[:, :, None, None], scores, _MASKED)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
-    sums = product("eqkgc,ekcd->eqkgd", weights.astype(v_cache.dtype), fetch(v_cache))
-
-    def by_head(x: jax.Array) -> jax.Array:
-        return x.reshape(n_entries, n_queries, n_heads, -1)
-
-    return by_head(sums), by_head(top), by_head(weights.sum(axis=-1, keepdims=True))
+    sums = product("eqgkc,ekcd->eqgkd", weights.astype(v_cache.dtype), fetch(v_cache))
+    return sums, top, weights.sum(axis=-1, keepdims=True)

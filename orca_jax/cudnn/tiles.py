@@ -1,6 +1,7 @@
-"""A bucket's entries for cuDNN: what is fixed by its shape, and the words that the host makes per iteration.
+"""A bucket's entries for cuDNN: the sizes that its shape fixes, and the words that the host makes per
+iteration.
 
-Rows of one token are one entry each, of one query. Rows of more are cut into tiles of Q queries.
+A row of one token is one entry of one query. A row of several tokens is divided into tiles of Q queries.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-QUERIES = 64  # of a tile
+QUERIES = 64  # tokens of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +22,27 @@ class TilePlan:
 
     @property
     def queries(self) -> int:
-        """Of a tile: no more than the bucket has."""
+        """Tokens of a tile: no more than the bucket's."""
         return min(QUERIES, self.n_tokens)
 
     @property
     def n_tiles(self) -> int:
-        """At most: full ones, and one that is not full for each row of two tokens or more."""
+        """The most tiles: full ones, and a partial one for each row of two or more tokens."""
         return (
             self.n_tokens // self.queries + min(self.n_rows, self.n_tokens // 2) if self.n_tokens > 1 else 0
         )
 
     @property
     def n_words(self) -> int:
-        """Of `tile_words`."""
+        """The number of words from `tile_words`."""
         return 2 * self.n_tiles + self.n_tokens
 
     def split(self, words: Any) -> tuple[Any, Any, Any]:
-        """Its parts: each tile's row [n_tiles] and first token [n_tiles], each token's place [n_tokens].
+        """The parts of the words: each tile's row [n_tiles] and first token [n_tiles], each token's place
+        [n_tokens].
 
-        The row of a tile that is not there is `n_rows`. A place counts the rows' own queries first, then the
-        tiles' queries; that of a padding token is the number of both.
+        An unused tile has row `n_rows`. Places number one query for each row, then the tiles' queries; a
+        padding token's place is the number of all of those.
         """
         n = self.n_tiles
         return words[:n], words[n : 2 * n], words[2 * n :]
@@ -59,7 +61,7 @@ def tile_words(row_start: npt.NDArray[np.int32], plan: TilePlan) -> npt.NDArray[
     of_row = np.arange(len(row)) - (end - n_tiles)[row]
     tile_row[: len(row)] = row
     tile_start[: len(row)] = row_start[row] + plan.queries * of_row
-    # A row's tiles lie side by side, so its tokens do too.
+    # A row's tiles follow each other, and so do its tokens' places.
     first = np.where(n_inputs > 1, plan.n_rows + plan.queries * (end - n_tiles), np.arange(plan.n_rows))
     token = np.arange(row_start[-1])
     owner = np.repeat(np.arange(plan.n_rows), n_inputs)

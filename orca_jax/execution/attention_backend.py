@@ -206,10 +206,8 @@ class Cudnn:
             block_size=self.block_size,
         )
 
-        def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
-        ) -> jax.Array:
-            return by_cudnn.split_attention(q[:, 0], cache.keys, cache.values, work, call=self.call)[:, None]
+        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
+            return by_cudnn.split_attention(qkv[:, :1], cache.keys, cache.values, work, call=self.call)
 
         return attend
 

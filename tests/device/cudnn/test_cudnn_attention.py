@@ -1,11 +1,10 @@
-"""Split attention by cuDNN: how a flat batch is mapped onto its calls. The CPU has a reference of the call.
+"""Split attention by cuDNN: how a flat batch is mapped to its calls, with a reference of the call on the CPU.
 
-What cuDNN itself does with such a call no test here sees: that needs one of the GPUs.
+No test here runs cuDNN itself, which needs a GPU.
 """
 
 import json
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +18,24 @@ from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
 from orca_jax.cudnn.paged_attention import graph, refusal, unsupported
 from orca_jax.cudnn.paged_attention_reference import paged_attention_reference
-from orca_jax.cudnn.split_attention import attention_work
+from orca_jax.cudnn.split_attention import attention_work, split_attention
 from orca_jax.cudnn.tiles import QUERIES, TilePlan, tile_words
-from orca_jax.execution.attention_backend import Cudnn
-from orca_jax.families.attention_config import Attention
-from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
-from orca_jax.model.kv_cache import LayerCache
 from orca_jax.pallas.split_attention_reference import split_attention_reference
-from tests.device.model.ragged import Ragged, dense, ragged
+from tests.device.model.ragged import Ragged, ragged
+from tests.device.pallas.grouped import Scores, by_group, definition, forget
 
 N_TOKENS, N_ROWS, MOST_KEYS = 160, 9, 200
 ROW = st.one_of(
     st.integers(1, MOST_KEYS).map(lambda n: (1, n)),
     st.integers(2, 130).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, MOST_KEYS))),
 )
-SIZES = ((4, 2, 8, 16), (2, 2, 16, 4), (4, 1, 8, 128))  # N, K, D, B
+PLAIN = Scores()
+FORMS = (  # N, K, D, B
+    ((4, 2, 8, 16), PLAIN),
+    ((2, 2, 16, 4), Scores(window=3)),
+    ((4, 2, 8, 16), Scores(scale=0.7, window=50)),
+    ((4, 1, 8, 128), Scores(window=130)),
+)
 
 
 def strict(
@@ -45,44 +47,39 @@ def strict(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The reference, NaN in all entries where one asks for what the call does not have.
+    """The reference, with NaN in all entries if one asks for what the call does not support.
 
-    That is an entry without a key, and an id that is no block, such as `ragged` has behind a row's own.
+    That is an entry without a key, or an id that is not a block, which `ragged` puts after a row's own.
     """
     out, log_sum = paged_attention_reference(q, k_cache, v_cache, kv_length, table, scale=scale)
     fine = (kv_length >= 1).all() & (table >= 0).all() & (table < len(k_cache)).all()
     return jnp.where(fine, out, jnp.nan), log_sum
 
 
-@partial(jax.jit, static_argnames=("path", "layout"))
-def attend(batch: Ragged, words: jax.Array, path: Cudnn, layout: FlatLayout) -> jax.Array:
-    q, k_cache, v_cache, block_table, row_start, kv_length = map(jnp.asarray, batch)
-    arrays = flat_arrays(block_table, row_start, kv_length)
-    # The path leaves the order of heads to cuDNN's mapping, which is tested with groups side by side.
-    own = Attention(n_heads=q.shape[1], n_kv_heads=q.shape[1], head_size=q.shape[2])
-    return path.bind(layout, arrays, words)(q[:, None], LayerCache(k_cache, v_cache), own, None)[:, 0]
+@partial(jax.jit, static_argnames=("plan", "scale", "window"))
+def traced(
+    batch: Ragged, words: jax.Array, plan: TilePlan, scale: float | None, window: int | None
+) -> jax.Array:
+    q, k_cache, v_cache, *indices = map(jnp.asarray, batch)
+    work = attention_work(*indices, words, plan=plan, block_size=k_cache.shape[2], window=window)
+    fused = jnp.pad(q, ((0, 0), (0, 2), (0, 0), (0, 0)), constant_values=jnp.nan)
+    options = {"group": q.shape[1], "scale": scale, "window": window}
+    return split_attention(fused, k_cache, v_cache, work, **options, call=strict)
 
 
-def flat_arrays(block_table: Any, row_start: Any, kv_length: Any) -> FlatArrays:
-    """The three parts that attention reads."""
-    nothing = FlatArrays(*[None] * len(FlatArrays._fields))
-    return nothing._replace(block_table=block_table, row_start=row_start, kv_length=kv_length)
+reference = jax.jit(split_attention_reference, static_argnames=("scale", "window"))
 
 
-reference = jax.jit(split_attention_reference)
-
-
-def attended(batch: Ragged) -> np.ndarray:
-    """By the path, as a stage runs it: what the host makes, then what is traced."""
-    layout = FlatLayout(len(batch.q), *batch.block_table.shape)
-    path = Cudnn(batch.k_cache.shape[2], call=strict)
-    words = path.words(layout, flat_arrays(batch.block_table, batch.row_start, batch.kv_length))
-    assert words.shape == (path.n_words(layout),) and words.dtype == np.int32
-    return np.asarray(attend(batch, jnp.asarray(words), path, layout))
+def attended(batch: Ragged, scores: Scores = PLAIN) -> np.ndarray:
+    """The result of a batch whose q is [T, G, K, D]: the host's words, then what is traced."""
+    plan = TilePlan(len(batch.q), len(batch.kv_length))
+    words = tile_words(batch.row_start, plan)
+    assert words.shape == (plan.n_words,) and words.dtype == np.int32
+    return np.asarray(traced(batch, jnp.asarray(words), plan, scores.scale, scores.window))
 
 
 def fitting(rows: list[tuple[int, int]], n_tokens: int) -> list[tuple[int, int]]:
-    """As many of the rows as fit into the bucket."""
+    """The rows that fit in the bucket."""
     taken: list[tuple[int, int]] = []
     for row in rows:
         if sum(n for n, _ in taken) + row[0] <= n_tokens:
@@ -93,14 +90,14 @@ def fitting(rows: list[tuple[int, int]], n_tokens: int) -> list[tuple[int, int]]
 @settings(max_examples=25)
 @given(
     st.lists(ROW, min_size=1, max_size=N_ROWS),
-    st.sampled_from(SIZES),
+    st.sampled_from(FORMS),
     st.integers(0, 2),
     st.integers(0, 2**31),
 )
 def test_it_equals_the_reference_on_ragged_batches(
-    rows: list[tuple[int, int]], size: tuple[int, int, int, int], n_shared: int, seed: int
+    rows: list[tuple[int, int]], form: tuple[tuple[int, int, int, int], Scores], n_shared: int, seed: int
 ) -> None:
-    n_heads, n_kv_heads, head_size, block_size = size
+    (n_heads, n_kv_heads, head_size, block_size), scores = form
     rows = fitting(rows, N_TOKENS)
     max_blocks = -(-MOST_KEYS // block_size)
     batch = ragged(
@@ -116,15 +113,18 @@ def test_it_equals_the_reference_on_ragged_batches(
         n_blocks=N_ROWS * max_blocks,
         max_blocks=max_blocks,
     )
-    expected = np.asarray(reference(*map(jnp.asarray, batch)))
-    np.testing.assert_allclose(attended(batch), expected, atol=2e-5, rtol=2e-5)
+    batch = batch._replace(q=by_group(batch.q, n_kv_heads))
+    if scores.window is not None:
+        batch = forget(batch, scores.window, block_size)
+    expected = np.asarray(reference(*map(jnp.asarray, batch), scale=scores.scale, window=scores.window))
+    np.testing.assert_allclose(attended(batch, scores), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("rows", "n_padding"),
     [
         ([(1, 1)], 0),
-        ([(1, 17)], 0),  # one key behind a whole block
+        ([(1, 17)], 0),  # one key after a whole block
         ([(2, 2)], 1),
         ([(QUERIES, QUERIES), (QUERIES + 1, QUERIES + 60), (1, 16), (1, 32)], 3),
     ],
@@ -133,29 +133,37 @@ def test_small_and_edge_batches_equal_the_definition(rows: list[tuple[int, int]]
     batch = ragged(
         7, rows, n_padding=n_padding, n_rows=min(len(rows) + 1, sum(n for n, _ in rows) + n_padding)
     )
-    np.testing.assert_allclose(attended(batch), dense(batch), atol=2e-5, rtol=2e-5)
+    batch = batch._replace(q=by_group(batch.q, 2))
+    np.testing.assert_allclose(attended(batch), definition(batch, PLAIN), atol=2e-5, rtol=2e-5)
 
 
-def test_what_cudnn_is_asked_worked_by_hand() -> None:
-    # Blocks of 4 slots. Row 0 has one token and 9 keys; row 1 has 70 tokens, behind 6; row 2 is padding.
+def test_the_entries_of_a_batch_worked_by_hand() -> None:
+    # Blocks of 4 slots. Row 0 has one token and 9 keys; row 1 has 70 tokens, after 6; row 2 is padding.
     table = np.array([[5, 8, 3, 0, 0], [7, 1, 2, 4, 6], [0, 0, 0, 0, 0]], np.int32)
     row_start, kv_length = np.array([0, 1, 71, 71], np.int32), np.array([9, 76, 0], np.int32)
     plan = TilePlan(80, 3)
     words = tile_words(row_start, plan)
-    worked = jax.jit(attention_work, static_argnames=("plan", "block_size"))
+    worked = jax.jit(attention_work, static_argnames=("plan", "block_size", "window"))
     work = worked(table, row_start, kv_length, words, plan=plan, block_size=4)
     single, tiles = work.single, work.tiles
     assert tiles is not None
-    # Row 0's query is at position 8, in its third block: cuDNN has the first two, and then no other row's.
-    assert single.n_before[0] == 2 and single.table[0].tolist() == [5, 8, 5, 5, 5]
-    assert single.near[0].tolist() == [3]
-    # Row 1's tiles begin at positions 6 and 70, in the blocks 1 and 17; three fit into 80 tokens of 3 rows.
+    # Row 0's query is at position 8, in its third block: cuDNN gets the first two, and no block of another
+    # row.
+    assert single.n_far[0] == 2 and single.table[0].tolist() == [5, 8, 5, 5, 5]
+    assert single.near[0].tolist() == [3] and single.near_key[0].tolist() == [8]
+    # Row 1's tiles begin at positions 6 and 70, in the blocks 1 and 17. 80 tokens of 3 rows have up to 4
+    # tiles.
     assert tiles.token[:2, 0].tolist() == [1, 65] and tiles.position.tolist()[:2] == [6, 70]
-    assert tiles.n_before.tolist() == [1, 17, 0, 0] and tiles.length.tolist() == [76, 76, 0, 0]
+    assert tiles.n_far.tolist() == [1, 17, 0, 0] and tiles.length.tolist() == [76, 76, 0, 0]
     assert tiles.table[0].tolist() == [7] * 5 and tiles.near[0, :2].tolist() == [1, 2]
-    # Results: three single ones, then 64 a tile.
+    # Results: three single ones, then 64 for each tile.
     assert work.place[:2].tolist() == [0, 3] and work.place[70] == 3 + 69
     assert set(work.place[71:].tolist()) == {3 + 4 * QUERIES}
+
+    # With a window of 6 row 0 sees the keys 3 to 8: its first block in part, its second whole.
+    single = worked(table, row_start, kv_length, words, plan=plan, block_size=4, window=6).single
+    assert single.n_far[0] == 1 and single.table[0].tolist() == [8] * 5
+    assert single.near[0].tolist() == [5, 3] and single.near_key[0].tolist() == [0, 8]
 
 
 @settings(max_examples=60)
@@ -180,7 +188,7 @@ def test_every_token_has_its_own_place(inputs: list[int], n_padding: int) -> Non
             assert tile_row[tile] == row and tile_start[tile] + query == token
 
 
-def test_the_reference_of_the_call_is_attention_and_reads_past_the_end() -> None:
+def test_the_reference_of_the_call_is_attention_and_reads_whole_tables() -> None:
     rng = np.random.default_rng(4)
     q = rng.standard_normal((2, 3, 4, 8)).astype(np.float32)
     caches = rng.standard_normal((2, 5, 2, 4, 8)).astype(np.float32)
@@ -196,13 +204,13 @@ def test_the_reference_of_the_call_is_attention_and_reads_past_the_end() -> None
         expected = np.einsum("nqc,cnd->qnd", weights / weights.sum(-1, keepdims=True), values)
         np.testing.assert_allclose(out[entry], expected, atol=1e-5)
         np.testing.assert_allclose(log_sum[entry], np.log(weights.sum(-1)), atol=1e-5)
-    caches[1, 1] = np.nan  # behind the second entry's keys
+    caches[1, 1] = np.nan  # after the second entry's keys
     out, _ = attended(q, *caches, kv_length, table)
     assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
 
 
 @pytest.mark.parametrize(("dtype", "n_queries"), [("bfloat16", 64), ("float16", 1)])
-def test_the_cudnn_call_has_the_same_configuration_as_jaxs_own(dtype: str, n_queries: int) -> None:
+def test_xla_gets_the_text_that_jaxs_own_attention_sends(dtype: str, n_queries: int) -> None:
     with mlir.make_ir_context(), ir.Location.unknown():
         element = {"bfloat16": ir.BF16Type, "float16": ir.F16Type}[dtype].get()
         theirs = jax_cudnn.create_dot_product_attention_backend_config(
@@ -212,18 +220,20 @@ def test_the_cudnn_call_has_the_same_configuration_as_jaxs_own(dtype: str, n_que
     assert json.loads(graph(jnp.dtype(dtype), 8, 40, n_queries, 2048, 0.125)) == json.loads(theirs)
 
 
-def test_sizes_that_cudnn_has_none_for() -> None:
+def test_what_cudnn_does_not_support_is_refused_with_a_reason() -> None:
     assert unsupported(128, 16, "bfloat16", 8, 8) is None
-    for sizes, message in {
+    assert "soft cap" in str(unsupported(128, 16, "bfloat16", 8, 8, soft_cap=True))
+    assert "ALiBi" in str(unsupported(128, 16, "bfloat16", 8, 8, alibi=True))
+    for sizes, reason in {
         (100, 16, "bfloat16", 8, 8): "head size is 100",
         (264, 16, "bfloat16", 8, 8): "up to 256",
         (128, 24, "bfloat16", 8, 8): "powers of two",
         (128, 16, "float32", 8, 8): "float32",
         (128, 16, "float16", 8, 3): "8 heads are not a multiple of its 3",
     }.items():
-        assert message in str(unsupported(*sizes))
+        assert reason in str(unsupported(*sizes))
 
 
 def test_a_device_without_the_call_refuses() -> None:
-    refused = refusal(jax.devices("cpu")[0], 64, 16, "bfloat16", 4, 4)
-    assert refused is not None and "__cudnn$fmhaSoftmax" in refused
+    reason = refusal(jax.devices("cpu")[0], 64, 16, "bfloat16", 4, 4)
+    assert reason is not None and "__cudnn$fmhaSoftmax" in reason

@@ -72,7 +72,7 @@ SIZES = {
     "heads of 256, groups of 3, window, cap": Sizes(
         6, 2, 256, 16, "bfloat16", Scores(window=37, soft_cap=5.0), n_cores=1
     ),
-    "heads of 64, groups of 16, window": Sizes(32, 2, 64, 16, "bfloat16", Scores(window=150), n_cores=2),
+    "heads of 64, groups of 16, window": Sizes(16, 1, 64, 16, "bfloat16", Scores(window=150), n_cores=2),
     "one token": Sizes(4, 2, 64, 16, "float16", n_tokens=1, n_rows=1),
 }
 
