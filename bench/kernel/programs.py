@@ -177,8 +177,7 @@ def pooled(
         k_pool, v_pool, starts, ends = shared
         work = attention_work(starts, ends, n_tokens, follow_lengths=False)
         cache = LayerCache(k_pool, v_pool)
-        out = static_attention(flat_heads(q), cache, table, starts, ends, work, follow_lengths=False)
-        return out.reshape(n_tokens, n_kv, heads.group, head_size).swapaxes(1, 2)
+        return static_attention(q, cache, table, starts, ends, work, follow_lengths=False)
 
     one_row = jax.jit(with_list, static_argnames=("plan", "interpret"))
 

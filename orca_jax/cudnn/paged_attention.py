@@ -24,18 +24,11 @@ Device = Any  # a jax.Device
 
 
 def unsupported(
-    head_size: int,
-    block_size: int,
-    dtype_name: str,
-    n_heads: int,
-    n_kv_heads: int,
-    *,
-    soft_cap: bool = False,
-    alibi: bool = False,
+    head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int
 ) -> str | None:
     """Why cuDNN cannot run a model of these sizes, as a clause for a sentence; None if it should.
 
-    It has windows and any scale. `refusal` asks the cuDNN of a GPU.
+    `refusal` asks the cuDNN of a GPU.
     """
     if head_size % 8 or not 8 <= head_size <= MOST_HEAD_SIZE:
         return f"its head size is {head_size}; cuDNN has multiples of 8 up to {MOST_HEAD_SIZE}"
@@ -45,10 +38,6 @@ def unsupported(
         return f"its K/V cache is {dtype_name}; cuDNN has {' and '.join(DTYPES)}"
     if n_kv_heads < 1 or n_heads < 1 or n_heads % n_kv_heads:
         return f"its {n_heads} heads are not a multiple of its {n_kv_heads} key/value heads"
-    if soft_cap:
-        return "its attention has a soft cap, which XLA cannot request from cuDNN"
-    if alibi:
-        return "its attention has ALiBi biases, which are not passed to cuDNN"
     return None
 
 

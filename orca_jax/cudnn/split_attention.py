@@ -120,9 +120,9 @@ def split_attention(
     affect the row's result, even if they hold NaN. `call` is the reference on a CPU.
     """
     q = q if group is None else q[:, :group]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     results = [
-        _attend(q, k_cache, v_cache, entries, scale, window, call).reshape(-1, *q.shape[1:])
+        _attend(q, k_cache, v_cache, entries, factor, window, call).reshape(-1, *q.shape[1:])
         for entries in (work.single, work.tiles)
         if entries is not None
     ]

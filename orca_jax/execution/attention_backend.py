@@ -7,6 +7,7 @@ as words after the flat batch's buffer, and what is traced into the forward prog
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
@@ -36,6 +37,7 @@ _STATIC = "pure JAX, static shapes"
 _NO_WORDS = np.zeros(0, np.int32)
 
 Device = Any  # a jax.Device
+Slopes = jax.Array | None  # of ALiBi
 
 
 class AttentionPath(Protocol):
@@ -73,9 +75,7 @@ class PureJax:
             batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
         )
 
-        def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
-        ) -> jax.Array:
+        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
             return pure_jax.split_attention(
                 q[:, : own.group],
                 cache,
@@ -127,39 +127,43 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The Mosaic GPU kernel (pallas/split_attention.py): one launch per layer, its work list made on the
+    """The Mosaic GPU kernel (pallas/split_attention.py): one launch per layer, its work lists made on the
     host.
 
     `n_kv_heads` (K), each with `group` query heads; `n_cores` streaming multiprocessors; K/V blocks of
-    `block_size` slots. `fixed` cuts rows at fixed positions. `interpret` runs it on the CPU, for tests.
+    `block_size` slots; `windows`, one list for each. `fixed` splits rows at fixed positions. `interpret` runs
+    it on the CPU.
     """
 
     n_kv_heads: int
     group: int
     n_cores: int
     block_size: int
+    windows: tuple[int | None, ...] = (None,)
     fixed: bool = False
     interpret: bool = False
 
-    def _plan(self, layout: FlatLayout) -> Plan:
-        heads = (self.n_kv_heads, self.group)
-        plan = Plan(layout.n_tokens, layout.n_rows, *heads, self.block_size, n_cores=self.n_cores)
-        return plan.fixed(layout.max_blocks * self.block_size) if self.fixed else plan
+    def _plans(self, layout: FlatLayout) -> list[Plan]:
+        sizes = (layout.n_tokens, layout.n_rows, self.n_kv_heads, self.group, self.block_size, self.n_cores)
+        plans = [Plan(*sizes, window=window) for window in self.windows]
+        max_keys = layout.max_blocks * self.block_size
+        return [plan.fixed(max_keys) for plan in plans] if self.fixed else plans
 
     def n_words(self, layout: FlatLayout) -> int:
-        """The words of the work list."""
-        return math.prod(self._plan(layout).list_shape)
+        """The words of the work lists."""
+        return sum(math.prod(plan.list_shape) for plan in self._plans(layout))
 
     def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        return work_items(batch.row_start, batch.kv_length, self._plan(layout)).ravel()
+        lists = [work_items(batch.row_start, batch.kv_length, plan) for plan in self._plans(layout)]
+        return np.concatenate(lists).ravel()
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        plan = self._plan(layout)
-        work = words.reshape(plan.list_shape)
+        plans = self._plans(layout)
+        lists = words.reshape(len(plans), *plans[0].list_shape)
+        work_of = {plan.window: (plan, lists[i]) for i, plan in enumerate(plans)}
 
-        def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
-        ) -> jax.Array:
+        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
+            plan, work = work_of[own.scores.window]
             return split_attention(
                 q,
                 cache.keys,
@@ -168,10 +172,12 @@ class Kernel:
                 batch.row_start,
                 batch.kv_length,
                 scale=own.scale,
+                window=own.scores.window,
+                soft_cap=own.scores.soft_cap,
                 work=work,
                 plan=plan,
                 interpret=self.interpret,
-            )[:, None]
+            )
 
         return attend
 
@@ -180,10 +186,11 @@ class Kernel:
 class Cudnn:
     """cuDNN's paged attention (cudnn/split_attention.py) over blocks of `block_size` slots.
 
-    Tests, which have no such GPU, pass a reference as `call`.
+    The host's words serve all `windows`. Tests, which have no such GPU, pass a reference as `call`.
     """
 
     block_size: int
+    windows: tuple[int | None, ...] = (None,)
     call: by_cudnn.PagedAttention = cudnn.paged_attention
 
     def _plan(self, layout: FlatLayout) -> TilePlan:
@@ -197,17 +204,15 @@ class Cudnn:
         return tile_words(batch.row_start, self._plan(layout))
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        work = by_cudnn.attention_work(
-            batch.block_table,
-            batch.row_start,
-            batch.kv_length,
-            words,
-            plan=self._plan(layout),
-            block_size=self.block_size,
-        )
+        make = partial(by_cudnn.attention_work, plan=self._plan(layout), block_size=self.block_size)
+        rows = (batch.block_table, batch.row_start, batch.kv_length)
+        work_of = {window: make(*rows, words, window=window) for window in self.windows}
 
-        def attend(qkv: jax.Array, cache: LayerCache) -> jax.Array:
-            return by_cudnn.split_attention(qkv[:, :1], cache.keys, cache.values, work, call=self.call)
+        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
+            window = own.scores.window
+            options = {"group": own.group, "scale": own.scale, "window": window}
+            caches = (cache.keys, cache.values)
+            return by_cudnn.split_attention(q, *caches, work_of[window], **options, call=self.call)
 
         return attend
 
@@ -249,9 +254,9 @@ KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
-    "kernel": frozenset({"another scale"}),
-    "interpreted": frozenset({"another scale"}),
-    "cudnn": frozenset(),
+    "kernel": _EVERY_FEATURE - {"ALiBi"},
+    "interpreted": _EVERY_FEATURE - {"ALiBi"},
+    "cudnn": _EVERY_FEATURE - {"a soft cap", "ALiBi"},
 }
 
 
@@ -295,7 +300,9 @@ def choose_attention(
     """
     n_kv_heads = config.n_kv_heads * n_heads // config.n_heads
     heads = (config.head_size, n_heads, n_kv_heads)
-    model = _OnDevice(device, *heads, block_size, np.dtype(dtype).name, deterministic, features_of(config))
+    windows = tuple(dict.fromkeys(layer.attention.scores.window for layer in config.layers))
+    sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
+    model = _OnDevice(device, *sizes, features_of(config), windows)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.against(kind)
@@ -333,6 +340,7 @@ class _OnDevice(NamedTuple):
     dtype: str
     deterministic: bool
     features: tuple[Feature, ...]
+    windows: tuple[int | None, ...]  # of the layers, each once
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
         """The path of a kind that can run, and its description."""
@@ -343,10 +351,11 @@ class _OnDevice(NamedTuple):
         if kind == "static":
             return PureJax(follow_lengths=False), _STATIC
         if kind == "cudnn":
-            return Cudnn(self.block_size), "cuDNN's paged attention"
+            return Cudnn(self.block_size, self.windows), "cuDNN's paged attention"
         n_cores = getattr(self.device, "core_count", 2)
         group = self.n_heads // self.n_kv_heads
-        kernel = Kernel(self.n_kv_heads, group, n_cores, self.block_size, fixed=self.deterministic)
+        sizes = (self.n_kv_heads, group, n_cores, self.block_size, self.windows)
+        kernel = Kernel(*sizes, fixed=self.deterministic)
         if kind == "kernel":
             return kernel, "split-attention kernel"
         return replace(kernel, n_cores=1, interpret=True), "split-attention kernel, interpreted"

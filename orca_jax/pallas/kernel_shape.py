@@ -16,12 +16,9 @@ _SHARED_BYTES = 226 * 1024  # for tiles and ring; Hopper gives a block 227 KiB, 
 
 
 def unsupported(
-    head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int, *, alibi: bool = False
+    head_size: int, block_size: int, dtype_name: str, n_heads: int, n_kv_heads: int
 ) -> str | None:
-    """Why the kernel cannot run a model of these sizes, as a clause for a sentence; None if it can.
-
-    It has windows, soft caps and any scale above 0.
-    """
+    """Why the kernel cannot run a model of these sizes, as a clause for a sentence; None if it can."""
     if head_size not in HEAD_SIZES:
         return f"its head size is {head_size}; the kernel has {_listed(HEAD_SIZES)}"
     if block_size not in BLOCK_SIZES:
@@ -34,8 +31,6 @@ def unsupported(
         return (
             f"each of its key/value heads has {n_heads // n_kv_heads} query heads; the kernel packs up to {Q}"
         )
-    if alibi:
-        return "its attention has ALiBi biases, which the kernel does not add"
     return None
 
 

@@ -20,7 +20,7 @@ from bench.kernel.clock import chain, time_calls
 from bench.kernel.correctness import Form, Found, check, draw, forms
 from bench.kernel.oracle import Batch, attend_float64, errors
 from bench.kernel.peers import NoPeer, peer, splits
-from bench.kernel.programs import calls_past_cache, flat_heads, lay_out, pooled, sampled_errors
+from bench.kernel.programs import calls_past_cache, lay_out, pooled, sampled_errors
 from bench.kernel.results import Result, figures, line
 from bench.kernel.run import all_tasks, timed
 from bench.kernel.shapes import HEADS, SECTIONS, Case, Heads, Subject, Task, increments, initiation, mixed
@@ -38,17 +38,16 @@ DEVICE = Device(bandwidth=4e12, matrix_rate=8e14)
 
 def static(q, k_cache, v_cache, block_table, row_start, kv_length) -> jax.Array:
     work = attention_work(row_start, kv_length, len(q), follow_lengths=False)
-    cache, heads = LayerCache(k_cache, v_cache), flat_heads(q)
-    out = split_attention(heads, cache, block_table, row_start, kv_length, work, follow_lengths=False)
-    return out.reshape(len(q), q.shape[2], q.shape[1], -1).swapaxes(1, 2)
+    cache = LayerCache(k_cache, v_cache)
+    return split_attention(q, cache, block_table, row_start, kv_length, work, follow_lengths=False)
 
 
 def test_the_oracle_is_attention_by_its_definition() -> None:
     batch = ragged(3, ((1, 40), (9, 30), (20, 20)), n_padding=2, n_shared=1)
     batch = batch._replace(q=by_group(batch.q, 2))
     for scores in (Scores(), Scores(window=7, soft_cap=2.0)):
-        found = attend_float64(Batch(*batch), window=scores.window, soft_cap=scores.soft_cap)
-        np.testing.assert_allclose(found, definition(batch, scores), atol=1e-12)
+        actual = attend_float64(Batch(*batch), window=scores.window, soft_cap=scores.soft_cap)
+        np.testing.assert_allclose(actual, definition(batch, scores), atol=1e-12)
 
 
 def test_errors_are_relative_to_the_whole_and_never_pass_nan() -> None:

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.errors import ConfigError
-from orca_jax.pallas.kernel_shape import unsupported
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.split_attention_reference import split_attention_reference
 from orca_jax.pallas.work_list.bounds import Plan
@@ -95,11 +94,6 @@ def test_arguments_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         split_attention(*arguments(**changed), **options)
-
-
-def test_alibi_is_refused_with_a_reason() -> None:
-    assert unsupported(64, 16, "bfloat16", 4, 2) is None
-    assert "ALiBi" in str(unsupported(64, 16, "bfloat16", 4, 2, alibi=True))
 
 
 @pytest.mark.parametrize("name", SIZES)
