@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.aot.measured_device import seconds
-from orca_jax.execution.attention_backend import AttentionPath
+from orca_jax.execution.attention_paths import AttentionPath
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, layer_parameters
 from orca_jax.iteration.flat_batch import FlatLayout

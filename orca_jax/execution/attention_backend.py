@@ -1,220 +1,28 @@
 """Chooses the split attention of a stage's forward program; nothing else does.
 
 A CPU with AVX-512 or AVX2 and a C compiler runs it in C (native/), other CPUs in pure JAX with loops that
-follow the real lengths. GPUs use GPU_PATHS. A path has two halves: what the host prepares once per iteration,
-as words after the flat batch's buffer, and what is traced into the forward program.
+follow the real lengths. GPUs use GPU_PATHS.
 """
 
-import math
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from orca_jax.config import Attention
 from orca_jax.cudnn import paged_attention as cudnn
-from orca_jax.cudnn import split_attention as by_cudnn
-from orca_jax.cudnn.tiles import TilePlan, tile_words
 from orca_jax.errors import ConfigError
-from orca_jax.families.attention_config import Attention as AttentionConfig
+from orca_jax.execution.attention_paths import AttentionPath, Cudnn, Kernel, Native, PureJax
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout
-from orca_jax.model import attention as pure_jax
-from orca_jax.model.block import Attend
-from orca_jax.model.kv_cache import LayerCache
 from orca_jax.native import split_attention as native
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.pallas.kernel_shape import unsupported
-from orca_jax.pallas.split_attention import split_attention
-from orca_jax.pallas.work_list.bounds import Plan
-from orca_jax.pallas.work_list.work_items import work_items
 
 _FOLLOWING = "pure JAX, following the real lengths"
 _STATIC = "pure JAX, static shapes"
-_NO_WORDS = np.zeros(0, np.int32)
 
 Device = Any  # a jax.Device
-Slopes = jax.Array | None  # of ALiBi
-
-
-class AttentionPath(Protocol):
-    """An implementation of split attention."""
-
-    def n_words(self, layout: FlatLayout) -> int:
-        """The number of 32-bit words that the host prepares for a bucket."""
-        ...
-
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """The words [n_words] for one iteration; `batch` holds numpy arrays."""
-        ...
-
-    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """Attention bound to this iteration's tables; `batch` and `words` [n_words] are traced."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PureJax:
-    """XLA's own operations (model/attention.py)."""
-
-    follow_lengths: bool
-
-    def n_words(self, layout: FlatLayout) -> int:
-        """0: the work is divided on the device."""
-        return 0
-
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        return _NO_WORDS
-
-    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        """The tiles of both phases are made once and shared by all layers."""
-        work = pure_jax.attention_work(
-            batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
-        )
-
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
-            return pure_jax.split_attention(
-                q[:, : own.group],
-                cache,
-                batch.block_table,
-                batch.row_start,
-                batch.kv_length,
-                work,
-                follow_lengths=self.follow_lengths,
-                scale=own.scale,
-                window=own.scores.window,
-                soft_cap=own.scores.soft_cap,
-                slopes=slopes,
-            )
-
-        return attend
-
-
-@dataclass(frozen=True, slots=True)
-class Native:
-    """native/split_attention.c, called once per layer."""
-
-    def n_words(self, layout: FlatLayout) -> int:
-        """0: it reads the batch's own tables."""
-        return 0
-
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        return _NO_WORDS
-
-    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        def attend(
-            q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: jax.Array | None
-        ) -> jax.Array:
-            return native.native_split_attention(
-                q,
-                cache.keys,
-                cache.values,
-                batch.block_table,
-                batch.row_start,
-                batch.kv_length,
-                group=own.group,
-                scale=own.scale,
-                window=own.scores.window,
-                soft_cap=own.scores.soft_cap,
-                slopes=slopes,
-            )
-
-        return attend
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """The Mosaic GPU kernel (pallas/split_attention.py): one launch per layer, its work lists made on the
-    host.
-
-    `n_kv_heads` (K), each with `group` query heads; `n_cores` streaming multiprocessors; K/V blocks of
-    `block_size` slots; `windows`, one list for each. `fixed` splits rows at fixed positions. `interpret` runs
-    it on the CPU.
-    """
-
-    n_kv_heads: int
-    group: int
-    n_cores: int
-    block_size: int
-    windows: tuple[int | None, ...] = (None,)
-    fixed: bool = False
-    interpret: bool = False
-
-    def _plans(self, layout: FlatLayout) -> list[Plan]:
-        sizes = (layout.n_tokens, layout.n_rows, self.n_kv_heads, self.group, self.block_size, self.n_cores)
-        plans = [Plan(*sizes, window=window) for window in self.windows]
-        max_keys = layout.max_blocks * self.block_size
-        return [plan.fixed(max_keys) for plan in plans] if self.fixed else plans
-
-    def n_words(self, layout: FlatLayout) -> int:
-        """The words of the work lists."""
-        return sum(math.prod(plan.list_shape) for plan in self._plans(layout))
-
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        lists = [work_items(batch.row_start, batch.kv_length, plan) for plan in self._plans(layout)]
-        return np.concatenate(lists).ravel()
-
-    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        plans = self._plans(layout)
-        lists = words.reshape(len(plans), *plans[0].list_shape)
-        work_of = {plan.window: (plan, lists[i]) for i, plan in enumerate(plans)}
-
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
-            plan, work = work_of[own.scores.window]
-            return split_attention(
-                q,
-                cache.keys,
-                cache.values,
-                batch.block_table,
-                batch.row_start,
-                batch.kv_length,
-                scale=own.scale,
-                window=own.scores.window,
-                soft_cap=own.scores.soft_cap,
-                work=work,
-                plan=plan,
-                interpret=self.interpret,
-            )
-
-        return attend
-
-
-@dataclass(frozen=True, slots=True)
-class Cudnn:
-    """cuDNN's paged attention (cudnn/split_attention.py) over blocks of `block_size` slots.
-
-    The host's words serve all `windows`. Tests, which have no such GPU, pass a reference as `call`.
-    """
-
-    block_size: int
-    windows: tuple[int | None, ...] = (None,)
-    call: by_cudnn.PagedAttention = cudnn.paged_attention
-
-    def _plan(self, layout: FlatLayout) -> TilePlan:
-        return TilePlan(layout.n_tokens, layout.n_rows)
-
-    def n_words(self, layout: FlatLayout) -> int:
-        """The words of the tiles, and of the position of each token's result."""
-        return self._plan(layout).n_words
-
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        return tile_words(batch.row_start, self._plan(layout))
-
-    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        make = partial(by_cudnn.attention_work, plan=self._plan(layout), block_size=self.block_size)
-        rows = (batch.block_table, batch.row_start, batch.kv_length)
-        work_of = {window: make(*rows, words, window=window) for window in self.windows}
-
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
-            window = own.scores.window
-            options = {"group": own.group, "scale": own.scale, "window": window}
-            caches = (cache.keys, cache.values)
-            return by_cudnn.split_attention(q, *caches, work_of[window], **options, call=self.call)
-
-        return attend
 
 
 class GpuPath(NamedTuple):

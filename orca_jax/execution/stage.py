@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from orca_jax.execution.attention_backend import AttentionPath
+from orca_jax.execution.attention_paths import AttentionPath
 from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.programs import Program
 from orca_jax.execution.ptxas_version import ask_ptxas_once

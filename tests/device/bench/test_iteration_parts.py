@@ -6,7 +6,8 @@ import pytest
 
 from bench.device.iteration_parts import filled, time_parts
 from bench.device.iteration_report import PARTS
-from orca_jax.execution.attention_backend import PureJax, choose_attention
+from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.attention_paths import PureJax
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.families.presets import PRESETS
 from orca_jax.model.gpt import init_parameters

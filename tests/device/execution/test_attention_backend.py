@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -12,7 +13,9 @@ import pytest
 from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
 from orca_jax.execution import attention_backend
-from orca_jax.execution.attention_backend import GPU_PATHS, Cudnn, Kernel, Native, PureJax, choose_attention
+from orca_jax.execution.attention_backend import GPU_PATHS, choose_attention
+from orca_jax.execution.attention_paths import Cudnn, Kernel, Native, PureJax
+from orca_jax.families.attention_config import Scores
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from tests.device.execution.interpreted_engine import LENGTHS
@@ -104,6 +107,28 @@ def test_what_cannot_run_is_refused(
         choose_attention(
             device, model(head_size), n_heads=4, block_size=block_size, dtype="bfloat16", forced=forced
         )
+
+
+@pytest.mark.parametrize(
+    ("scores", "on_h200", "on_a100"),
+    [
+        (Scores(), Kernel(2, 2, 132, 16), CUDNN),
+        (Scores(window=24), Kernel(2, 2, 132, 16, (None, 24)), Cudnn(16, (None, 24))),
+        (Scores(soft_cap=50.0), Kernel(2, 2, 132, 16), STATIC),
+        (Scores(alibi=1.0), STATIC, STATIC),
+    ],
+)
+def test_the_choice_by_the_form_of_scores(scores: Scores, on_h200: object, on_a100: object) -> None:
+    plain = model(64)
+    attention = replace(plain.attention, n_kv_heads=2)
+    layers = [
+        replace(plain.layers[0], attention=replace(attention, scores=own)) for own in (Scores(), scores)
+    ]
+    config = replace(plain, layers=tuple(layers))
+    for device, path in ((H200, on_h200), (A100, on_a100)):
+        choice = choose_attention(device, config, n_heads=4, block_size=16, dtype="bfloat16")
+        assert choice.path == path
+        assert choice.path != STATIC or "does not compute" in choice.description
 
 
 def test_cudnn_chooses_its_own_split_so_it_is_not_deterministic() -> None:
