@@ -84,7 +84,7 @@ def linear(dtype: Any, rounds: int) -> None:
 
 
 def attention(dtype: Any, rounds: int) -> None:
-    """LAYERS times the attention of each case; XLA's path, where there is one (no groups, no window)."""
+    """LAYERS times the attention of each case."""
     rng = np.random.default_rng(0)
     for case in ATTENTION:
         n_blocks = -(-case.keys // BLOCK)
@@ -97,9 +97,8 @@ def attention(dtype: Any, rounds: int) -> None:
         kv_length = jnp.full(case.rows, case.keys, jnp.int32)
         q_shape = (case.rows * case.tokens, case.group, case.kv_heads, case.head_size)
         q = jnp.asarray(rng.standard_normal(q_shape), dtype)
-        programs = {"native": jax.jit(partial(native_layers, window=case.window))}
-        if case.group == 1 and case.window is None:
-            programs = {"xla": jax.jit(xla_layers), **programs}
+        layers = {"xla": xla_layers, "native": native_layers}
+        programs = {name: jax.jit(partial(run, window=case.window)) for name, run in layers.items()}
         report(case._asdict(), programs, (q, caches, table, row_start, kv_length), rounds)
 
 
@@ -112,14 +111,12 @@ def native_layers(
     return q
 
 
-def xla_layers(
-    q: jax.Array, caches: list[LayerCache], table: jax.Array, row_start: jax.Array, kv_length: jax.Array
-) -> jax.Array:
+def xla_layers(q: jax.Array, caches: list[LayerCache], *tables: jax.Array, window: int | None) -> jax.Array:
     """The same in pure JAX, following the real lengths."""
+    table, row_start, kv_length = tables
     work = attention_work(row_start, kv_length, q.shape[0], follow_lengths=True)
-    q = q[:, 0]
     for cache in caches:
-        q = jax_attention(q, cache, table, row_start, kv_length, work, follow_lengths=True)
+        q = jax_attention(q, cache, table, row_start, kv_length, work, follow_lengths=True, window=window)
     return q
 
 
