@@ -326,13 +326,13 @@ def test_echo_returns_the_prompt_before_every_choice(
     answer = complete(client, prompt, echo=True, n=n)
     assert [choice.text for choice in answer.choices] == [text + "abc" for text in texts for _ in range(n)]
     assert answer.usage.completion_tokens == 3 * n * len(texts)
-    texts = [""] * len(answer.choices)
+    streamed = [""] * len(answer.choices)
     first = dict[int, str]()
     for chunk in complete(client, prompt, echo=True, n=n, stream=True):
         (choice,) = chunk.choices
         first.setdefault(choice.index, choice.text)
-        texts[choice.index] += choice.text
-    assert texts == [choice.text for choice in answer.choices]
+        streamed[choice.index] += choice.text
+    assert streamed == [choice.text for choice in answer.choices]
     assert all(first[i].startswith(text) for i, text in enumerate(t for t in texts for _ in range(n)))
 
 

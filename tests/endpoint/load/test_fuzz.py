@@ -179,8 +179,14 @@ def asking_for_little(document: dict[str, Any]) -> Callable[[Case], Case]:
             body.pop("max_completion_tokens", None)
         if not body.get("stream"):
             body.pop("stream_options", None)
+        for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
+            body.pop(name, None)  # what they may hold depends on the chat template
         for message in body.get("messages", []):
             message["role"] = "user"
+            for name in ("tool_calls", "tool_call_id"):  # other roles have them
+                message.pop(name, None)
+            if message.get("content") is None:
+                message["content"] = "a"
             for part in message["content"] if isinstance(message["content"], list) else []:
                 part["type"] = "text"
         case.body = body
