@@ -59,12 +59,13 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
         zeros_are_stored=about.get("store_array_data_equal_to_fill_value") is True,
     )
     parts: dict[str, Parts] = {}
+    unrepeated = parameter_table(description.model.with_kv_heads(1))
     for name, parameter in parameter_table(description.model).items():
         wanted = description.names[name]
         attention = description.model.attention
         shapes = stored_shapes(parameter, wanted, attention)
         arrays = tuple(
-            _as_matrix(description, name, parameter, wanted, stored, opened[stored], shape)
+            _as_matrix(description, name, unrepeated[name], wanted, stored, opened[stored], shape)
             for stored, shape in zip(wanted.names, shapes, strict=True)
         )
         if wanted.heads is None:

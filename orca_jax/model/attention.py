@@ -149,8 +149,10 @@ def split_attention(
     without any of them are not read. Sums and softmax are float32; the result [T, G, K, D] has q's dtype, and
     padding tokens get zeros. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
     """
-    n_tokens, _, _, head_size = q.shape
-    scaled = (q.astype(jnp.float32) * (head_size**-0.5 if scale is None else scale)).astype(q.dtype)
+    n_tokens, n_groups, n_kv_heads, head_size = q.shape
+    # One axis for all heads, so that XLA lays the tiles out alike with one group and with several.
+    heads = q.reshape(n_tokens, -1, head_size)  # [T, G * K, D]
+    scaled = (heads.astype(jnp.float32) * (head_size**-0.5 if scale is None else scale)).astype(q.dtype)
 
     def attend(out: jax.Array, tiles: Tiles, tiling: Tiling) -> jax.Array:
         n_queries = tiling.queries
@@ -162,8 +164,9 @@ def split_attention(
             mine = index < end
             length = kv_length.at[row].get(mode="fill", fill_value=0)[:, None]
             last_key = jnp.where(mine, length - end + index, -1)  # [I, Q] the query's own position
+            tile = scaled.at[index].get(mode="clip").swapaxes(1, 2)  # [I, G * K, Q, D]
             attended = _attend(
-                scaled.at[index].get(mode="clip").transpose(0, 3, 2, 1, 4),  # [I, K, G, Q, D]
+                tile.reshape(-1, n_groups, n_kv_heads, n_queries, head_size).swapaxes(1, 2),
                 cache,
                 block_table.at[row].get(mode="clip"),
                 last_key,
@@ -173,18 +176,18 @@ def split_attention(
                 soft_cap=soft_cap,
                 slopes=slopes,
             )
+            attended = attended.swapaxes(1, 2).reshape(tile.shape).swapaxes(1, 2)  # [I, Q, G * K, D]
             where = jnp.where(mine, index, n_tokens)
-            return out.at[where].set(attended.transpose(0, 3, 2, 1, 4).astype(out.dtype), mode="drop")
+            return out.at[where].set(attended.astype(out.dtype), mode="drop")
 
         return lax.fori_loop(0, tiles.n_trips if follow_lengths else len(tiles.row), trip, out)
 
     tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
-    out = attend(jnp.zeros_like(q), work.increment, tilings.increment)
-    if n_tokens == 1:  # one token cannot be an initiation of several
-        return out
-    for tiles, tiling in zip(work.initiation, tilings.initiation, strict=True):
-        out = attend(out, tiles, tiling)
-    return out
+    out = attend(jnp.zeros_like(heads), work.increment, tilings.increment)
+    if n_tokens > 1:  # one token cannot be an initiation of several
+        for tiles, tiling in zip(work.initiation, tilings.initiation, strict=True):
+            out = attend(out, tiles, tiling)
+    return out.reshape(q.shape)
 
 
 def _attend(

@@ -195,8 +195,8 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
     if attention.kv_repeats > 1:
         stored = attention.n_kv_heads // attention.kv_repeats
         console.out(
-            f"Each of the {stored} key/value heads is on {attention.kv_repeats} devices, "
-            f"so that {target.parallel.tensor_parallel} devices share a layer's heads"
+            f"Key/value heads: {stored}, repeated to {attention.n_kv_heads} so that each of the "
+            f"{target.parallel.tensor_parallel} devices of a stage has its own"
         )
     source = "XLA's memory plan" if target.temporaries is not None else f"arithmetic ({why_arithmetic})"
     table = Table(title=escape(f"On each device; temporaries by {source}"), title_justify="left")
