@@ -23,7 +23,7 @@ _N_CORES = 132
 
 
 def compile_all(only: Sequence[str], scale: Scale) -> int:
-    """Compile, print a table and a final line of JSON; returns the number of programs that did not compile."""
+    """Compile, print a table and a line of JSON; returns the number of programs that did not compile."""
     here = on_h200()
     table = Table(title=f"programs of bench.kernel for an H200, jax {jax.__version__}")
     for column in ("section", "subject", "programs", "seconds in total", "slowest", "do not compile"):

@@ -178,7 +178,7 @@ def checked(form: Form, kernel: Any, n_cores: int, seed: int) -> dict[str, Any]:
 
 
 def ceilings(scale: Scale) -> dict[str, float]:
-    """Bytes per second of a copy (read and written) and of a sum (read); operations per second of a product."""
+    """Bytes per second of a copy (read and written) and of a sum; operations per second of a product."""
     n_bytes = 64 << 20 if scale == "tiny" else 4 << 30
     array = drawn(5, (n_bytes // 2 // 1024, 1024))
     copy = jax.jit(jnp.copy)
