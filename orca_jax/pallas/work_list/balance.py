@@ -1,8 +1,8 @@
-"""Items shared out among the cores so that all end together: each core's own list, longest first.
+"""Distributes items over the cores so that all finish together: a list for each core, longest items first.
 
-Items come in groups of equal length, one for each head. They are dealt out whole, like cards, where that
-leaves no core much more than its share. Otherwise they are laid end to end in one line, which is cut where a
-core has its share: then an item may be cut, and its parts have to be merged. numpy; n cores, L groups.
+Items come in groups of equal length, one for each head. They are dealt whole, like cards, if no core then has
+much more than its share. Otherwise they are laid end to end and cut at each core's share; the parts of a cut
+item must be merged. NumPy; n cores, L groups.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from orca_jax.pallas.work_list.bounds import N_COLUMNS
 Ints = npt.NDArray[np.int64]
 
 NO_END = 1 << 30
-_WORTH_CUTTING = 0.94  # of the longest core's load: cutting is worth it where no more is left
-UNCUT = 255  # keys of an item at most that is never cut: a merge would cost more
-_LEAST_KEYS = 128  # of a core's share of a line, and of what cutting has to save
-_SNAP = 32  # a cut closer to an item's end than this part of a core's share is put there
+_WORTH_CUTTING = 0.94  # cut if that leaves the longest core at most this part of its load
+UNCUT = 255  # keys; items this short are never cut, because a merge would cost more
+_LEAST_KEYS = 128  # the least share of a core, and the least that cutting must save
+_SNAP = 32  # a cut moves to an item's end if it is closer to it than the core's share over this
 
 
 class CoreRecord(NamedTuple):
@@ -27,11 +27,11 @@ class CoreRecord(NamedTuple):
 
     n: int = 0
     first: int = 1  # the first item, and those with even i
-    back: int = 2  # for those with odd i
+    back: int = 2  # the same for odd i
     stride: int = 3
-    begin: int = 4  # keys of the first item before the core's first
-    end: int = 5  # the last item's key after the core's last, at most
-    part: int = 6  # where the first item's part goes; the last's, where it is another, goes to the next
+    begin: int = 4  # keys of the first item to skip
+    end: int = 5  # keys of the last item after which to stop
+    part: int = 6  # the first item's part; the last item's, if it is another item, is the next
 
 
 CORE = CoreRecord()
@@ -39,17 +39,17 @@ CORE = CoreRecord()
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The items that were cut: M of them, [M] each. Part i > 0 of an item is `following + (i - 1) * 2`."""
+    """The M items that were cut, [M] each. Part i > 0 of an item is `following + (i - 1) * 2`."""
 
     item: Ints
-    part: Ints  # its first
-    following: Ints  # its second
+    part: Ints  # its first part
+    following: Ints  # its second part
     n_parts: Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What each core has to do of one kind of items."""
+    """Each core's share of the items of one kind."""
 
     records: Ints  # [n, N_COLUMNS], columns as in CORE
     load: Ints  # [n] keys
@@ -57,40 +57,40 @@ class Shares:
 
 
 def share_out(length: Ints, n_heads: int, unit: int, before: Ints, *, most_parts: int) -> Shares:
-    """Share items out: `length` [L] keys in descending order, multiples of `unit`, each for `n_heads` heads.
+    """Distribute items: `length` [L] keys in descending order, multiples of `unit`, each for `n_heads` heads.
 
-    `before` [n] is what each core has to do already. Items are cut at multiples of `unit`, into at most
-    `most_parts`; 1 leaves them whole. Item i is head i % n_heads of group i // n_heads.
+    `before` [n] is each core's load so far. Items are cut at multiples of `unit` into at most `most_parts`; 1
+    leaves them whole. Item i is head i % n_heads of group i // n_heads.
     """
     n = len(before)
     length = length[: np.count_nonzero(length)]
-    order = before.argsort(kind="stable")  # the cores with the least to do first
+    order = before.argsort(kind="stable")  # the least loaded cores first
     before = before[order]
     columns, load = _dealt(length, n_heads, before)
-    what = None
+    cut = None
     if most_parts > 1 and len(length) and length[0] > UNCUT:
         longest = int(load.max())
         worth = min(int(_WORTH_CUTTING * longest), longest - _LEAST_KEYS)
         total = int(length.sum()) * n_heads + int(before.sum())
-        share = max(-(-total // n), _LEAST_KEYS)  # some core may have more already, and so the last ones less
-        if share <= worth and (cut := _cut(length, n_heads, unit, before, share, most_parts, worth)):
-            columns, load, what = cut
+        share = max(-(-total // n), _LEAST_KEYS)  # a core may have more already; then the last get less
+        if share <= worth and (line := _cut(length, n_heads, unit, before, share, most_parts, worth)):
+            columns, load, cut = line
     records, loads = np.zeros((n, N_COLUMNS), np.int64), np.empty(n, np.int64)
     for i, column in enumerate(columns):
         records[order, i] = column
     loads[order] = load
-    return Shares(records, loads, what)
+    return Shares(records, loads, cut)
 
 
 def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, ...], Ints]:
-    """Whole items, dealt out to and fro: columns as in CORE, and loads, of the cores as `before` has them."""
+    """Whole items, dealt in alternating order: columns as in CORE and loads, in the order of `before`."""
     n = len(before)
     m = len(length) * n_heads
     rounds, rest = divmod(m, n)
     cards = np.zeros((rounds + (rest > 0), n), np.int64)
     cards.reshape(-1)[:m] = np.repeat(length, n_heads)
     load = cards[0::2].sum(0) + cards[1::2, ::-1].sum(0)
-    lane = load.argsort(kind="stable")[::-1]  # the most for the core with the least before
+    lane = load.argsort(kind="stable")[::-1]  # the largest load goes to the core with the least before
     last = lane if rounds % 2 == 0 else n - 1 - lane
     return (rounds + (last < rest), lane, n - 1 - lane, n, 0, NO_END, 0), before + load[lane]
 
@@ -98,7 +98,7 @@ def _dealt(length: Ints, n_heads: int, before: Ints) -> tuple[tuple[Ints | int, 
 def _cut(
     length: Ints, n_heads: int, unit: int, before: Ints, share: int, most_parts: int, worth: int
 ) -> tuple[tuple[Ints | int, ...], Ints, Cut] | None:
-    """The line of all items, cut for the cores as `before` has them; None where that is not worth it."""
+    """All items end to end, cut into the cores' shares in the order of `before`; None if not worth it."""
     n = len(before)
     share = max(share, int(before[0]) - (-int(length[0]) // (most_parts - 1)))
     of_group = length * n_heads
@@ -128,7 +128,7 @@ def _cut(
     end = np.where(partial, key[1:], NO_END)
     columns = (n_items, item[:-1], item[:-1], 1, key[:-1], end, 2 * np.arange(n))
 
-    # An item's parts: of the core in which it begins, and of those that follow, one each.
+    # A cut item has a part on the core where it begins and on each core after it.
     first = 1 + np.flatnonzero(partial & ((new_item > 0) | ~inside[:-1]))
     n_parts = item.searchsorted(item[first], side="right") - first + 1
     if len(first) and n_parts.max() > most_parts:
