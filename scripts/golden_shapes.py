@@ -57,6 +57,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "llama", 101, 24, 2, 3, 1, 36, rope_parameters=_rope(1e4, rope_type="dynamic", factor=3.0)
     ),
     # mistral
+    "mistral-window": _shape(
+        *("mistral", 97, 24, 2, 6, 2, 40),
+        max_position_embeddings=64,
+        sliding_window=11,
+    ),
+    "mistral-no-window-head-size": _shape(
+        *("mistral", 83, 20, 2, 3, 1, 28),
+        max_position_embeddings=64,
+        head_dim=14,
+        sliding_window=None,
+        rope_parameters=_rope(1e6),
+    ),
+    "mistral-yarn-tied": _shape(
+        *("mistral", 113, 30, 3, 5, 5, 36),
+        max_position_embeddings=64,
+        sliding_window=2,  # with 1, generate() of transformers 5.23 sees every cached key
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e4, **_YARN, mscale=1.0, mscale_all_dim=0.5),
+    ),
     # olmo2
     # phi3
     # qwen2, qwen3

@@ -173,6 +173,12 @@ class ConfigFields:
             raise self._bad(name, "a whole number")
         return value
 
+    def whole_or_null(self, name: str, default: int | None) -> int | None:
+        """A whole number, or None for null; `default` where the file has no such field."""
+        if self.raw(name) is not None:
+            return self.whole(name)
+        return None if name in self._values else default
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.raw(name)
         if value is None:

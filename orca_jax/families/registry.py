@@ -6,10 +6,19 @@ from types import MappingProxyType
 from orca_jax.errors import ConfigError
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.llama import LLAMA
+from orca_jax.families.decoders.mistral import MISTRAL
 from orca_jax.families.decoders.opt import OPT
 from orca_jax.families.family import Family
 
-_families: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, LLAMA)}
+_families: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        GPT2,
+        OPT,
+        LLAMA,
+        MISTRAL,
+    )
+}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(_families)
 

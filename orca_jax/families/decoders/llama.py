@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from orca_jax.families.attention_config import Attention
 from orca_jax.families.config_fields import HARMLESS, ConfigFields
 from orca_jax.families.decoders.llama_like import (
     BUFFERS,
@@ -11,32 +10,18 @@ from orca_jax.families.decoders.llama_like import (
     WEIGHTS,
     common_fields,
     decoder,
-    read_gated,
+    read_layer,
     read_sizes,
 )
-from orca_jax.families.decoders.rope_fields import read_rotary
 from orca_jax.families.family import Family
-from orca_jax.families.model_config import Layer, ModelConfig
-from orca_jax.families.norm_config import Norm
+from orca_jax.families.model_config import ModelConfig
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
     sizes = read_sizes(fields)
     bias = fields.flag("attention_bias", False)
-    norm = Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", 1e-6))
-    layer = Layer(
-        attention=Attention(
-            n_heads=sizes.n_heads,
-            n_kv_heads=sizes.n_kv_heads,
-            head_size=sizes.head_size,
-            qkv_bias=bias,
-            out_bias=bias,
-            rotary=read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions),
-        ),
-        feed_forward=read_gated(fields, bias=fields.flag("mlp_bias", False)),
-        norm=norm,
-    )
-    return decoder(fields, sizes, [layer] * sizes.n_layers, final_norm=norm)
+    layer = read_layer(fields, sizes, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    return decoder(fields, sizes, [layer] * sizes.n_layers, final_norm=layer.norm)
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:

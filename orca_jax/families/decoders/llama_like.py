@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from orca_jax.errors import BadModelConfig
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields, general_fields
-from orca_jax.families.decoders.rope_fields import rotary_fields
+from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
+from orca_jax.families.rotary import Rotary
 from orca_jax.families.stored_name import StoredName, as_it_is, query_heads, separate_heads, stacked
 from orca_jax.families.strict_json import shown
 
@@ -93,6 +94,36 @@ def read_gated(
     """The gated feed-forward layer, by default SwiGLU."""
     size = fields.whole("intermediate_size")
     return FeedForward(size=size, activation=fields.activation(name, activation), gated=True, bias=bias)
+
+
+def read_layer(
+    fields: ConfigFields,
+    sizes: Sizes,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    mlp_bias: bool = False,
+    eps: float = 1e-6,
+    rotary: Rotary | None = None,
+) -> Layer:
+    """A layer of Llama's kind; `eps` is the family's default of `rms_norm_eps`.
+
+    Without `rotary` whole heads are rotated as config.json says.
+    """
+    if rotary is None:
+        rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions)
+    return Layer(
+        attention=Attention(
+            n_heads=sizes.n_heads,
+            n_kv_heads=sizes.n_kv_heads,
+            head_size=sizes.head_size,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            rotary=rotary,
+        ),
+        feed_forward=read_gated(fields, bias=mlp_bias),
+        norm=Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", eps)),
+    )
 
 
 def read_layer_kinds(fields: ConfigFields, n_layers: int, kinds: Sequence[str]) -> tuple[str, ...] | None:

@@ -1,0 +1,122 @@
+"""For every family a checkpoint that transformers made, with one thing wrong: the error names it.
+
+The golden checkpoints are the right ones. A family is in the list as soon as it has one.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.errors import BadModelConfig, CheckpointError, TensorMismatch, UnsupportedModel
+from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.hf_config import read_config
+from orca_jax.families.registry import FAMILIES
+from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
+from tests.device.model.golden import DIRECTORY, NAMES
+
+Config = dict[str, Any]
+
+
+def _config_of(name: str) -> Config:
+    return json.loads((DIRECTORY / name / "config.json").read_text())
+
+
+OF_FAMILY = {_config_of(name)["model_type"]: name for name in reversed(NAMES)}
+
+
+@cache
+def _tensors_of(name: str) -> Tensors:
+    directory = DIRECTORY / name
+    return {
+        key: value
+        for file in sorted(directory.glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
+
+
+def _wrong_tensors(tensors: Tensors) -> Iterator[tuple[str, Tensors, str]]:
+    """What is wrong with the tensors, the tensors, and the name of the one that is meant."""
+    in_layer = re.compile(r".*\b1\b.*")
+    kinds = {re.sub(r"\b\d+\b", "{i}", name): name for name in tensors if in_layer.fullmatch(name)}
+    outside = [name for name in tensors if not re.search(r"\b\d+\b", name)]
+    for name in [*kinds.values(), *outside]:
+        rest = {key: value for key, value in tensors.items() if key != name}
+        yield "missing", rest, name
+        values = tensors[name]
+        longer = np.concatenate([values, values[:1]])
+        yield "one row more", tensors | {name: longer}, name
+        yield "of another rank", tensors | {name: values[None]}, name
+        yield "of whole numbers", tensors | {name: values.astype("i1")}, name
+    yield "too many", tensors | {"adapter.weight": np.zeros(3, "f4")}, "adapter.weight"
+
+
+@pytest.mark.parametrize("model_type", OF_FAMILY)
+def test_a_tensor_that_is_missing_misshaped_or_too_many(tmp_path: Path, model_type: str) -> None:
+    name = OF_FAMILY[model_type]
+    config = _config_of(name)
+    for i, (what, tensors, meant) in enumerate(_wrong_tensors(_tensors_of(name))):
+        directory = write_checkpoint(tmp_path / str(i), config, tensors)
+        with pytest.raises(TensorMismatch) as raised:
+            load_checkpoint(directory, dtype=np.float32)
+        assert f"'{meant}'" in str(raised.value), (what, str(raised.value))
+
+
+def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, type[CheckpointError], str]]:
+    """What config.json says instead, the error, and what the message has."""
+    family = FAMILIES[model_type]
+    heads = family.config_names["n_heads"]
+    for wrong in (0, -2, 1 << 20, "four", None):
+        yield {heads: wrong}, BadModelConfig, heads
+    kv_heads = family.config_names.get("n_kv_heads", "")
+    if kv_heads in config:
+        for wrong in (0, config[heads] + 1, 2 * config[heads]):
+            yield {kv_heads: wrong}, BadModelConfig, kv_heads
+    layers = family.config_names["n_layers"]
+    fewer = config[layers] - 1
+    yield {layers: fewer, "layer_types": None}, BadModelConfig, f"layer {fewer}"
+    yield {"vocab_size": config["vocab_size"] + 1}, TensorMismatch, "expected shape"
+    yield {"architectures": ["StrangeForCausalLM"]}, UnsupportedModel, "StrangeForCausalLM"
+    yield {"quantization_config": {"quant_method": "awq", "bits": 4}}, UnsupportedModel, "quantization_config"
+    if family.harmless is not None:
+        yield {"odd_flag": True}, UnsupportedModel, "odd_flag"
+        yield {"odd_size": 3}, UnsupportedModel, "odd_size"
+    if "rope_parameters" in config:
+        for rope in (
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+            {"rope_parameters": None, "rope_scaling": {"type": "spiral", "factor": 2.0}},
+        ):
+            yield rope, UnsupportedModel, "spiral"
+        yield (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "twist": 2.0}},
+            UnsupportedModel,
+            "twist",
+        )
+
+
+@pytest.mark.parametrize("model_type", OF_FAMILY)
+def test_a_config_that_is_impossible_or_not_known(tmp_path: Path, model_type: str) -> None:
+    name = OF_FAMILY[model_type]
+    right, tensors = _config_of(name), _tensors_of(name)
+    for i, (wrong, error, word) in enumerate(_wrong_configs(model_type, right)):
+        directory = write_checkpoint(tmp_path / str(i), right | wrong, tensors)
+        with pytest.raises(CheckpointError) as raised:
+            load_checkpoint(directory, dtype=np.float32)
+        assert type(raised.value) is error, (wrong, str(raised.value))
+        assert word in str(raised.value), (wrong, str(raised.value))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_that_is_written_is_read_as_the_same_model(name: str) -> None:
+    model = read_config(DIRECTORY / name)
+    family = FAMILIES[_config_of(name)["model_type"]]
+    written = family.write(model)
+    assert written is not None
+    assert family.read(ConfigFields(Path("config.json"), json.loads(json.dumps(written)))) == model
