@@ -1,10 +1,16 @@
-"""Shapes by name: the demo model, two of GPT-2, and the models of the paper's Table 1.
+"""Shapes by name: the demo model, two of GPT-2, the models of the paper's Table 1, and published decoders.
 
-A preset says nothing of weights: `--load-format dummy` draws them at random.
+A preset has no weights: `--load-format dummy` draws them at random. Published decoders are the base models;
+the tests compare them with what the families read from the published config.json.
 """
 
+from dataclasses import replace
+
+from orca_jax.families.attention_config import Attention, QKNorm, Scores
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.families.norm_config import Norm
+from orca_jax.families.rotary import Rotary, Scaling
 
 _GPT2_END_OF_TEXT = 50256
 
@@ -37,6 +43,195 @@ def _gpt3(*, hidden_size: int, n_layers: int) -> ModelConfig:
     )
 
 
+def _llama_like(
+    *,
+    vocab_size: int,
+    n_positions: int,
+    hidden_size: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    ffn_size: int,
+    rotary_base: float,
+    head_size: int = 128,
+    scaling: Scaling | None = None,
+    eps: float = 1e-5,
+    tied: bool = False,
+    bos_token_id: int | None,
+    eos_token_id: int,
+) -> ModelConfig:
+    """Llama: RMSNorm, rotary positions, gated feed-forward with SiLU, no biases."""
+    norm = Norm(kind="rms_norm", eps=eps)
+    layer = Layer(
+        attention=Attention(
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_size=head_size,
+            qkv_bias=False,
+            out_bias=False,
+            rotary=Rotary(size=head_size, base=rotary_base, scaling=scaling),
+        ),
+        feed_forward=FeedForward(size=ffn_size, activation="silu", gated=True, bias=False),
+        norm=norm,
+    )
+    return ModelConfig(
+        vocab_size=vocab_size,
+        n_positions=n_positions,
+        hidden_size=hidden_size,
+        layers=(layer,) * n_layers,
+        embedding=Embedding(size=hidden_size, tied=tied),
+        positions=None,
+        final_norm=norm,
+        bos_token_id=bos_token_id,
+        eos_token_ids=(eos_token_id,),
+    )
+
+
+def _with_layers(model: ModelConfig, layer: Layer) -> ModelConfig:
+    return replace(model, layers=(layer,) * model.n_layers)
+
+
+def _llama3(
+    *,
+    hidden_size: int,
+    n_layers: int,
+    n_heads: int,
+    ffn_size: int,
+    factor: float = 8.0,
+    head_size: int = 128,
+    tied: bool = False,
+) -> ModelConfig:
+    """Llama 3.1 and 3.2."""
+    return _llama_like(
+        vocab_size=128_256,
+        n_positions=131_072,
+        hidden_size=hidden_size,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        head_size=head_size,
+        ffn_size=ffn_size,
+        rotary_base=500_000.0,
+        scaling=Scaling(
+            kind="llama3", factor=factor, original_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0
+        ),
+        tied=tied,
+        bos_token_id=128_000,
+        eos_token_id=128_001,
+    )
+
+
+def _qwen3(
+    *, hidden_size: int, n_layers: int, n_heads: int, ffn_size: int, tied: bool = False
+) -> ModelConfig:
+    model = _llama_like(
+        vocab_size=151_936,
+        n_positions=40_960,
+        hidden_size=hidden_size,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        ffn_size=ffn_size,
+        rotary_base=1e6,
+        eps=1e-6,
+        tied=tied,
+        bos_token_id=151_643,
+        eos_token_id=151_645,
+    )
+    layer = model.layers[0]
+    attention = replace(layer.attention, qk_norm=QKNorm(norm=layer.norm))
+    return _with_layers(model, replace(layer, attention=attention))
+
+
+def _gemma3(
+    *,
+    vocab_size: int,
+    n_positions: int,
+    hidden_size: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_size: int,
+    ffn_size: int,
+    query_scalar: int,
+    window: int,
+    scaling: Scaling | None = None,
+) -> ModelConfig:
+    """Gemma 3, text alone: every sixth layer sees all tokens, the others a window."""
+    norm = Norm(kind="rms_norm", eps=1e-6, unit_offset=True)
+    attention = Attention(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_size=head_size,
+        qkv_bias=False,
+        out_bias=False,
+        qk_norm=QKNorm(norm=norm),
+        rotary=Rotary(size=head_size, base=1e6, scaling=scaling),
+        scores=Scores(scale=query_scalar**-0.5),
+    )
+    full = Layer(
+        attention=attention,
+        feed_forward=FeedForward(size=ffn_size, activation="gelu_tanh", gated=True, bias=False),
+        norm=norm,
+        residual="both",
+    )
+    local = replace(
+        full,
+        attention=replace(
+            attention,
+            rotary=Rotary(size=head_size, base=1e4),
+            scores=replace(attention.scores, window=window),
+        ),
+    )
+    return ModelConfig(
+        vocab_size=vocab_size,
+        n_positions=n_positions,
+        hidden_size=hidden_size,
+        layers=tuple(local if i % 6 else full for i in range(1, n_layers + 1)),
+        embedding=Embedding(size=hidden_size, multiplier=hidden_size**0.5),
+        positions=None,
+        final_norm=norm,
+        bos_token_id=2,
+        eos_token_ids=(1,),
+    )
+
+
+def _mistral_7b() -> ModelConfig:
+    model = _llama_like(
+        vocab_size=32_000,
+        n_positions=32_768,
+        hidden_size=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_size=14_336,
+        rotary_base=10_000.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    layer = model.layers[0]
+    return _with_layers(model, replace(layer, attention=replace(layer.attention, scores=Scores(window=4096))))
+
+
+def _olmo2_7b() -> ModelConfig:
+    model = _llama_like(
+        vocab_size=100_352,
+        n_positions=4096,
+        hidden_size=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=32,
+        ffn_size=11_008,
+        rotary_base=500_000.0,
+        eps=1e-6,
+        bos_token_id=None,
+        eos_token_id=100_257,
+    )
+    layer = model.layers[0]
+    attention = replace(layer.attention, qk_norm=QKNorm(norm=layer.norm, over="width"))
+    return _with_layers(model, replace(layer, attention=attention, residual="after"))
+
+
 PRESETS: dict[str, ModelConfig] = {
     "demo": gpt_config(
         vocab_size=2048,
@@ -54,4 +249,52 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt3-101b": _gpt3(hidden_size=10240, n_layers=80),
     "gpt3-175b": _gpt3(hidden_size=12288, n_layers=96),
     "gpt3-341b": _gpt3(hidden_size=15360, n_layers=120),
+    "llama-3.2-1b": _llama3(
+        hidden_size=2048, n_layers=16, n_heads=32, head_size=64, ffn_size=8192, factor=32.0, tied=True
+    ),
+    "llama-3.1-8b": _llama3(hidden_size=4096, n_layers=32, n_heads=32, ffn_size=14_336),
+    "llama-3.1-70b": _llama3(hidden_size=8192, n_layers=80, n_heads=64, ffn_size=28_672),
+    "llama-3.1-405b": _llama3(hidden_size=16_384, n_layers=126, n_heads=128, ffn_size=53_248),
+    "qwen3-0.6b": _qwen3(hidden_size=1024, n_layers=28, n_heads=16, ffn_size=3072, tied=True),
+    "qwen3-8b": _qwen3(hidden_size=4096, n_layers=36, n_heads=32, ffn_size=12_288),
+    "qwen3-32b": _qwen3(hidden_size=5120, n_layers=64, n_heads=64, ffn_size=25_600),
+    "gemma-3-1b": _gemma3(
+        vocab_size=262_144,
+        n_positions=32_768,
+        hidden_size=1152,
+        n_layers=26,
+        n_heads=4,
+        n_kv_heads=1,
+        head_size=256,
+        ffn_size=6912,
+        query_scalar=256,
+        window=512,
+    ),
+    "gemma-3-27b": _gemma3(
+        vocab_size=262_208,
+        n_positions=131_072,
+        hidden_size=5376,
+        n_layers=62,
+        n_heads=32,
+        n_kv_heads=16,
+        head_size=128,
+        ffn_size=21_504,
+        query_scalar=168,
+        window=1024,
+        scaling=Scaling(kind="linear", factor=8.0),
+    ),
+    "mistral-7b-v0.1": _mistral_7b(),
+    "phi-4": _llama_like(
+        vocab_size=100_352,
+        n_positions=16_384,
+        hidden_size=5120,
+        n_layers=40,
+        n_heads=40,
+        n_kv_heads=10,
+        ffn_size=17_920,
+        rotary_base=250_000.0,
+        bos_token_id=100_257,
+        eos_token_id=100_265,
+    ),
+    "olmo-2-7b": _olmo2_7b(),
 }

@@ -246,13 +246,14 @@ def _floors(plan: Plan) -> Table:
     ):
         table.add_column(column, justify="right", no_wrap=True)
     for floor in plan.floors:
+        digits = 0 if floor.tokens_per_second >= 10 else 2
         table.add_row(
             floor.phase,
             str(floor.batch_size),
             f"{floor.n_tokens:,}",
             f"{floor.seconds * 1e3:,.3f}",
             f"{floor.interval * 1e3:,.3f}",
-            f"{floor.tokens_per_second:,.0f}",
+            f"{floor.tokens_per_second:,.{digits}f}",
             floor.bound,
         )
     return table

@@ -1,10 +1,13 @@
 """`orca plan` from its command line: tables, JSON and errors. XLA is not involved."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orca_jax.families.hf_config import hf_config_of
+from orca_jax.families.presets import PRESETS
 from orca_jax.planning import ask_xla
 from orca_jax.planning.ask_xla import NoAnswer
 from server import cli
@@ -31,6 +34,37 @@ def test_the_papers_175b_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert "temporaries by arithmetic (XLA was not run)" in text
     assert "20.45" in text and "20.40" in text  # GiB of weights: 175 billion x 2 bytes over 16 devices
     assert "for a budget of 40 ms: --max-batch-size" in text
+
+
+def test_a_directory_needs_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = hf_config_of(PRESETS["llama-3.1-8b"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    figures: list[dict[str, Any]] = []
+    for model in (str(tmp_path), "llama-3.1-8b"):
+        assert orca_plan(model, "--device", "h200", "--no-compile", "--json") == 0
+        figures.append(answer(capsys) | {"model": None})
+    assert figures[0] == figures[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "n_stages", "tensor", "weights"),
+    [("llama-3.1-70b", 1, 4, 70_553_706_496 * 2), ("llama-3.1-405b", 2, 8, 405_853_388_800 * 2)],
+)
+def test_large_llamas_fit_on_h200s(
+    name: str, n_stages: int, tensor: int, weights: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    split = ("--pipeline-parallel", str(n_stages), "--tensor-parallel", str(tensor))
+    assert orca_plan(name, "--device", "h200", *split, "--no-compile", "--json") == 0
+    found = answer(capsys)
+    assert found["fits"]
+    per_device = weights / n_stages / tensor
+    assert all(stage["weights"] == pytest.approx(per_device, rel=1e-3) for stage in found["stages"])
+    slot = 2 * PRESETS[name].n_layers // n_stages * 8 // tensor * 128 * 2  # 8 K/V heads of 128, bfloat16
+    assert {stage["slot"] for stage in found["stages"]} == {slot}
+    # One token reads all weights but its embedding's table, and 65,536 keys and values.
+    least = (n_stages * per_device + 65_536 * n_stages * slot) / 4.8e12
+    assert found["floors"][0]["seconds"] == pytest.approx(least, rel=0.03)
 
 
 def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,8 @@ def small(norms_before: bool, embedding_size: int, tied: bool, biases: bool) -> 
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_weights_of_every_preset(name: str) -> None:
+@pytest.mark.parametrize("name", PRESET_WEIGHTS)
+def test_the_weights_of_a_preset(name: str) -> None:
     n_elements, *by_split = PRESET_WEIGHTS[name]
     assert parameter_count(PRESETS[name]) == n_elements
     for (n_stages, n_devices), expected in zip(((1, 1), (2, 1), (2, 2)), by_split, strict=True):

@@ -1,0 +1,229 @@
+"""Presets of published decoders: their published numbers of parameters, and their published config.json."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orca_jax.families.hf_config import read_config
+from orca_jax.families.presets import PRESETS
+from orca_jax.families.registry import FAMILIES
+from orca_jax.planning.cost_model import parameter_count
+from tests.places import ROOT
+
+# What the Hugging Face hub counts in the safetensors (8.03B is 8,030,261,248); a tied head counts once.
+# Published for Gemma 3 27B are 27,432,406,640, with the vision tower and its projection, which are not here.
+PUBLISHED = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-27b": 27_432_406_640 - 416_866_032 - 6_194_304,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "phi-4": 14_659_507_200,
+    "olmo-2-7b": 7_298_617_344,
+}
+
+
+def llama3(
+    hidden: int, layers: int, heads: int, ffn: int, factor: float = 8.0, **other: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+        **other,
+    }
+
+
+def qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool = False) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 40960,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+
+
+def gemma3(**sizes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_theta": 1000000,
+        "sliding_window_pattern": 6,
+        **sizes,
+    }
+
+
+# What changes the mathematics in the base models' config.json.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": llama3(2048, 16, 32, 8192, 32.0, head_dim=64, tie_word_embeddings=True),
+    "llama-3.1-8b": llama3(4096, 32, 32, 14336),
+    "llama-3.1-70b": llama3(8192, 80, 64, 28672),
+    "llama-3.1-405b": llama3(16384, 126, 128, 53248),
+    "qwen3-0.6b": qwen3(1024, 28, 16, 3072, tied=True),
+    "qwen3-8b": qwen3(4096, 36, 32, 12288),
+    "qwen3-32b": qwen3(5120, 64, 64, 25600),
+    "gemma-3-1b": gemma3(
+        head_dim=256,
+        hidden_size=1152,
+        intermediate_size=6912,
+        max_position_embeddings=32768,
+        num_attention_heads=4,
+        num_hidden_layers=26,
+        num_key_value_heads=1,
+        query_pre_attn_scalar=256,
+        rope_scaling=None,
+        sliding_window=512,
+        vocab_size=262144,
+    ),
+    "gemma-3-27b": gemma3(  # its text_config, with transformers' defaults
+        head_dim=128,
+        hidden_size=5376,
+        intermediate_size=21504,
+        max_position_embeddings=131072,
+        num_attention_heads=32,
+        num_hidden_layers=62,
+        num_key_value_heads=16,
+        query_pre_attn_scalar=168,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"},
+        sliding_window=1024,
+        vocab_size=262208,
+    ),
+    "mistral-7b-v0.1": {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "phi-4": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 100257,
+        "eos_token_id": 100265,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "max_position_embeddings": 16384,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 250000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+    "olmo-2-7b": {
+        "model_type": "olmo2",
+        "architectures": ["Olmo2ForCausalLM"],
+        "attention_bias": False,
+        "eos_token_id": 100257,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+}
+
+
+def test_the_presets() -> None:
+    assert list(PUBLISHED) == list(CONFIGS)
+    gpt3 = ["gpt3-13b", "gpt3-101b", "gpt3-175b", "gpt3-341b"]
+    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *PUBLISHED]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_number_of_parameters(name: str) -> None:
+    assert parameter_count(PRESETS[name]) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_preset_is_what_its_family_reads_from_the_published_config(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    if config["model_type"] not in FAMILIES:
+        pytest.skip(f"there is no family {config['model_type']}")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_config(tmp_path) == PRESETS[name]
+
+
+def test_every_preset_is_documented() -> None:
+    (section,) = re.findall(r"^## Presets\n(.*?)^## ", (ROOT / "docs/plan.md").read_text(), re.S | re.M)
+    assert re.findall(r"`([a-z0-9.-]+)`(?=[^|\n]*\|[^|\n]*\|$)", section, re.M) == list(PRESETS)
