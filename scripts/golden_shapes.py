@@ -34,6 +34,93 @@ SHAPES: dict[str, dict[str, Any]] = {
     # bloom
     # falcon
     # gemma, gemma2, gemma3_text
+    "gemma-head-size": _shape(
+        *("gemma", 97, 24, 2, 4, 1, 36),
+        max_position_embeddings=64,
+        head_dim=10,
+    ),
+    "gemma-untied-biases": _shape(
+        *("gemma", 115, 20, 2, 5, 5, 28),
+        max_position_embeddings=64,
+        head_dim=4,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-5,
+        rope_parameters=_rope(5e3, rope_type="linear", factor=2.0),
+    ),
+    "gemma-gelu-yarn": _shape(  # whose gelu is the approximation
+        *("gemma", 83, 32, 2, 4, 2, 44),
+        max_position_embeddings=64,
+        head_dim=6,
+        hidden_act="gelu",
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    "gemma2-caps": _shape(
+        *("gemma2", 149, 24, 2, 4, 2, 40),
+        max_position_embeddings=64,
+        head_dim=10,
+        query_pre_attn_scalar=7,
+        sliding_window=9,
+        attn_logit_softcapping=2.5,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma2-no-caps-biases": _shape(
+        *("gemma2", 107, 20, 3, 5, 1, 30),
+        max_position_embeddings=64,
+        head_dim=8,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=20,
+        sliding_window=14,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "gemma2-llama3-rope": _shape(
+        *("gemma2", 109, 18, 2, 3, 3, 26),
+        max_position_embeddings=64,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        hidden_activation="gelu",
+        sliding_window=3,
+        rope_parameters=_rope(1e4, **_LLAMA3, original_max_position_embeddings=24),
+    ),
+    "gemma3-linear": _shape(
+        *("gemma3_text", 113, 32, 3, 4, 1, 32),
+        max_position_embeddings=64,
+        head_dim=10,
+        query_pre_attn_scalar=12,
+        tie_word_embeddings=False,
+        sliding_window=8,
+        sliding_window_pattern=3,
+        rope_parameters={
+            "full_attention": _rope(1e5, rope_type="linear", factor=4.0),
+            "sliding_attention": _rope(1e3),
+        },
+    ),
+    "gemma3-untied-biases-cap": _shape(
+        *("gemma3_text", 89, 20, 3, 5, 5, 28),
+        max_position_embeddings=64,
+        head_dim=6,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=6,
+        sliding_window=13,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3-yarn": _shape(
+        *("gemma3_text", 151, 24, 2, 6, 2, 36),
+        max_position_embeddings=64,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        rope_parameters={
+            "full_attention": _rope(1e4, **_YARN),
+            "sliding_attention": _rope(1e4),
+        },
+    ),
     # gpt_neox
     # gptj
     # granite

@@ -174,6 +174,9 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
     Every bias and norm is drawn too, so that a loader that confuses two of them is detected.
     """
     conv1d = isinstance(model, GPT2LMHeadModel)  # its layers are stored [in, out]
+    # Gemma and Granite multiply embeddings: theirs would outweigh the layers.
+    multiplier = getattr(model.get_input_embeddings(), "scalar_embed_scale", None)
+    multiplier = multiplier or getattr(model.config, "embedding_multiplier", 1.0)
     without_final_norm = getattr(model.config, "_remove_final_layer_norm", False)
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         shape = tuple(parameter.shape)
@@ -184,7 +187,7 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
         if "wpe" in name or "embed_positions" in name:
             values *= 0.7
         elif any(part in name for part in ("wte", "embed", "lm_head")) and len(shape) == 2:
-            values *= 0.35
+            values *= 0.35 / np.sqrt(multiplier)
         elif len(shape) == 2:
             fan_in = 0 if conv1d else 1
             if any(part in name for part in ("mlp.c_proj", "fc2", "down_proj", "4h_to_h", "fc_out")):

@@ -195,6 +195,12 @@ class ConfigFields:
             raise self._bad(name, "a number")  # which an infinity, or an integer of 400 digits, is not
         return value
 
+    def number_or_null(self, name: str, default: float | None) -> float | None:
+        """A number, or None for null; `default` where the file has no such field."""
+        if self.raw(name) is not None:
+            return self.number(name, 0.0)
+        return None if name in self._values else default
+
     def required_number(self, name: str) -> float:
         """A number that must be there."""
         if self.raw(name) is None:

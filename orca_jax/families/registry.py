@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from orca_jax.errors import ConfigError
+from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MISTRAL
@@ -17,6 +18,9 @@ _families: dict[str, Family] = {
         OPT,
         LLAMA,
         MISTRAL,
+        GEMMA,
+        GEMMA2,
+        GEMMA3_TEXT,
     )
 }
 

@@ -47,13 +47,15 @@ def read_rotary(
     partial: float | None = None,
     interleaved: bool = False,
     kind_of_layer: str | None = None,
+    base_name: str = "rope_theta",
 ) -> Rotary:
     """The rotary positions of config.json, or those of a `kind_of_layer` in a nested `rope_parameters`.
 
+    `base_name` is the field with the base outside of `rope_parameters` (Gemma 3 has two).
     `partial` is the family's default of `partial_rotary_factor`; None refuses that field. Raises
     BadModelConfig, UnsupportedModel, or a ConfigError.
     """
-    base = fields.number("rope_theta", 0.0) or None
+    base = fields.number(base_name, 0.0) or None
     parameters = fields.section("rope_parameters")
     if parameters is not None and kind_of_layer is not None:
         parameters = parameters.section(kind_of_layer) or parameters
@@ -67,7 +69,7 @@ def read_rotary(
         inner = found.number("rope_theta", 0.0) or None
         if base is not None and inner is not None and base != inner:
             raise BadModelConfig(
-                f"{shown(fields.path)} disagrees with itself: rope_theta is {base}, "
+                f"{shown(fields.path)} disagrees with itself: {base_name} is {base}, "
                 f"rope_parameters.rope_theta is {inner}"
             )
         base = inner or base

@@ -89,16 +89,19 @@ def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, ty
         yield {"odd_flag": True}, UnsupportedModel, "odd_flag"
         yield {"odd_size": 3}, UnsupportedModel, "odd_size"
     if "rope_parameters" in config:
-        for rope in (
-            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
-            {"rope_parameters": None, "rope_scaling": {"type": "spiral", "factor": 2.0}},
-        ):
-            yield rope, UnsupportedModel, "spiral"
-        yield (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "twist": 2.0}},
-            UnsupportedModel,
-            "twist",
-        )
+        spiral = _of_all_layers(config, {"rope_type": "spiral", "rope_theta": 1e4})
+        twisted = _of_all_layers(config, {"rope_type": "default", "rope_theta": 1e4, "twist": 2.0})
+        yield {"rope_parameters": spiral}, UnsupportedModel, "spiral"
+        older = {"rope_parameters": None, "rope_scaling": {"type": "spiral", "factor": 2.0}}
+        yield older, UnsupportedModel, "spiral"
+        yield {"rope_parameters": twisted}, UnsupportedModel, "twist"
+
+
+def _of_all_layers(config: Config, rope: Config) -> Config:
+    """`rope` as the rope_parameters of a family that has one for each kind of layer, or one for all."""
+    return (
+        rope if "rope_type" in config["rope_parameters"] else dict.fromkeys(config["rope_parameters"], rope)
+    )
 
 
 @pytest.mark.parametrize("model_type", OF_FAMILY)

@@ -1,0 +1,279 @@
+"""Gemma 1 to 3 (Gemma Team, 2024, 2024 and 2025), text alone.
+
+All multiply embeddings by the root of the hidden size, and their norms scale by 1 + w. Gemma 2 and 3 have
+norms before and after each part, and layers with a window among those without; Gemma 2 has soft caps, Gemma 3
+a qk-norm, and another rotary base in the layers with a window.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from orca_jax.errors import BadModelConfig, UnsupportedModel
+from orca_jax.families.attention_config import Attention, QKNorm, Scores
+from orca_jax.families.config_fields import HARMLESS, ConfigFields
+from orca_jax.families.decoders.llama_like import (
+    BUFFERS,
+    CONFIG_NAMES,
+    PREFIXES,
+    WEIGHTS,
+    Sizes,
+    common_fields,
+    decoder,
+    read_layer_kinds,
+    read_sizes,
+)
+from orca_jax.families.decoders.rope_fields import read_rotary, rotary_fields
+from orca_jax.families.family import Family
+from orca_jax.families.model_config import Activation, FeedForward, Layer, ModelConfig
+from orca_jax.families.norm_config import Norm
+from orca_jax.families.rotary import Rotary
+from orca_jax.families.stored_name import StoredName, as_it_is
+from orca_jax.families.strict_json import shown
+
+_KINDS = _FULL, _SLIDING = "full_attention", "sliding_attention"
+# transformers' defaults of fields that a file may lack.
+_HEAD_SIZE, _QUERY_SCALAR, _WINDOW, _SCORE_CAP, _LOGIT_CAP = 256, 256, 4096, 50.0, 30.0
+_GLOBAL_BASE, _LOCAL_BASE, _PERIOD = 1e6, 1e4, 6
+
+_NAMES: Mapping[str, str] = {
+    **CONFIG_NAMES,
+    "attention_scale": "query_pre_attn_scalar",
+    "attention_soft_cap": "attn_logit_softcapping",
+    "logit_soft_cap": "final_logit_softcapping",
+}
+_NORMS = {
+    "attn_norm": "input_layernorm",
+    "attn_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+_WEIGHTS: Mapping[str, StoredName] = {
+    **WEIGHTS,
+    **{
+        f"layers.{{i}}.{name}.scale": as_it_is(f"{{prefix}}layers.{{i}}.{stored}.weight")
+        for name, stored in _NORMS.items()
+    },
+}
+_HARMLESS = HARMLESS | {"cache_implementation"}  # how older transformers keep keys and values
+
+
+def _read_gemma(fields: ConfigFields) -> ModelConfig:
+    sizes = _sizes(fields)
+    rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions)
+    # The first files say gelu, but the model was trained with the approximation, which transformers computes.
+    layer = _layer(fields, sizes, rotary, _activation(fields, "hidden_act", {"gelu": "gelu_tanh"}))
+    return _model(fields, sizes, [layer] * sizes.n_layers)
+
+
+def _read_gemma2(fields: ConfigFields) -> ModelConfig:
+    sizes = _sizes(fields)
+    rotary = read_rotary(fields, head_size=sizes.head_size, n_positions=sizes.n_positions)
+    cap = fields.number_or_null("attn_logit_softcapping", _SCORE_CAP)
+    full = _layer_with_both_norms(fields, sizes, rotary, Scores(scale=_scale(fields), soft_cap=cap))
+    layers = _alternating(fields, sizes.n_layers, 2, full, full)
+    cap = fields.number_or_null("final_logit_softcapping", _LOGIT_CAP)
+    return _model(fields, sizes, layers, logit_soft_cap=cap)
+
+
+def _read_gemma3(fields: ConfigFields) -> ModelConfig:
+    sizes = _sizes(fields)
+    cap = fields.number_or_null("attn_logit_softcapping", None)
+    if cap is not None:
+        raise UnsupportedModel(
+            f"{shown(fields.path)}: attn_logit_softcapping: expected null, found {cap}; "
+            "transformers does not compute it in Gemma 3"
+        )
+    rotary, local_rotary = _rotaries(fields, sizes)
+    full = _layer_with_both_norms(fields, sizes, rotary, Scores(scale=_scale(fields)))
+    attention = replace(full.attention, qk_norm=QKNorm(norm=full.norm))
+    full = replace(full, attention=attention)
+    local = replace(full, attention=replace(attention, rotary=local_rotary))
+    period = fields.whole("sliding_window_pattern", "_sliding_window_pattern", _PERIOD)
+    layers = _alternating(fields, sizes.n_layers, period, full, local)
+    return _model(
+        fields, sizes, layers, logit_soft_cap=fields.number_or_null("final_logit_softcapping", None)
+    )
+
+
+def _sizes(fields: ConfigFields) -> Sizes:
+    fields.whole("num_key_value_heads")  # transformers' default is not the number of query heads
+    fields.must_be("use_bidirectional_attention", False, "attention to later tokens")
+    return read_sizes(fields, head_size=_HEAD_SIZE)
+
+
+def _activation(fields: ConfigFields, name: str, corrected: Mapping[str, Activation]) -> Activation:
+    """The activation function of the field `name`. A file that has it under both names must agree."""
+    found: list[Activation] = [
+        fields.activation(field, "gelu_pytorch_tanh")
+        for field in ("hidden_act", "hidden_activation")
+        if field == name or fields.raw(field) is not None
+    ]
+    found = [corrected.get(activation, activation) for activation in found]
+    if len(set(found)) > 1:
+        raise BadModelConfig(
+            f"{shown(fields.path)} disagrees with itself: hidden_act is {shown(fields.raw('hidden_act'))}, "
+            f"hidden_activation is {shown(fields.raw('hidden_activation'))}"
+        )
+    return found[0]
+
+
+def _layer(fields: ConfigFields, sizes: Sizes, rotary: Rotary, activation: Activation) -> Layer:
+    bias = fields.flag("attention_bias", False)
+    return Layer(
+        attention=Attention(
+            n_heads=sizes.n_heads,
+            n_kv_heads=sizes.n_kv_heads,
+            head_size=sizes.head_size,
+            qkv_bias=bias,
+            out_bias=bias,
+            rotary=rotary,
+        ),
+        feed_forward=FeedForward(
+            size=fields.whole("intermediate_size"), activation=activation, gated=True, bias=False
+        ),
+        norm=Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", 1e-6), unit_offset=True),
+    )
+
+
+def _layer_with_both_norms(fields: ConfigFields, sizes: Sizes, rotary: Rotary, scores: Scores) -> Layer:
+    layer = _layer(fields, sizes, rotary, _activation(fields, "hidden_activation", {}))
+    return replace(layer, residual="both", attention=replace(layer.attention, scores=scores))
+
+
+def _scale(fields: ConfigFields) -> float:
+    scalar = fields.number("query_pre_attn_scalar", _QUERY_SCALAR)
+    if scalar <= 0:
+        raise BadModelConfig(
+            f"{shown(fields.path)}: query_pre_attn_scalar: expected a number above 0, found {shown(scalar)}"
+        )
+    return scalar**-0.5
+
+
+def _rotaries(fields: ConfigFields, sizes: Sizes) -> tuple[Rotary, Rotary]:
+    """The rotary positions of layers without a window, and of those with one."""
+
+    def read(kind: str, base_name: str, base: float) -> Rotary:
+        return read_rotary(
+            fields,
+            head_size=sizes.head_size,
+            n_positions=sizes.n_positions,
+            base_name=base_name,
+            default_base=base,
+            kind_of_layer=kind,
+        )
+
+    nested = fields.section("rope_parameters")
+    if nested is not None:
+        missing = [kind for kind in _KINDS if nested.section(kind) is None]
+        nested.refuse_others(())
+        if missing:
+            raise BadModelConfig(f"{shown(fields.path)}: rope_parameters.{missing[0]}: expected an object")
+    full = read(_FULL, "rope_theta", _GLOBAL_BASE)
+    if nested is not None:
+        return full, read(_SLIDING, "rope_local_base_freq", _LOCAL_BASE)
+    # In the older spelling rope_scaling is of the layers without a window alone.
+    return full, Rotary(size=sizes.head_size, base=fields.number("rope_local_base_freq", _LOCAL_BASE))
+
+
+def _alternating(
+    fields: ConfigFields, n_layers: int, period: int, full: Layer, local: Layer
+) -> Sequence[Layer]:
+    """The layers by `layer_types`, or each `period`-th one `full`; `local` ones get the window."""
+    if period < 1:
+        raise BadModelConfig(
+            f"{shown(fields.path)}: sliding_window_pattern: expected at least 1, found {shown(period)}"
+        )
+    kinds = read_layer_kinds(fields, n_layers, _KINDS)
+    if kinds is None:
+        kinds = tuple(_SLIDING if (i + 1) % period else _FULL for i in range(n_layers))
+    window = fields.whole_or_null("sliding_window", _WINDOW)
+    if fields.raw("sliding_window_size") not in (None, window):  # Gemma 2's first files have both
+        window = fields.whole("sliding_window", "sliding_window_size")
+    if window is None and _SLIDING in kinds:
+        raise BadModelConfig(
+            f"{shown(fields.path)} disagrees with itself: layers have sliding_attention, but "
+            "sliding_window is null"
+        )
+    scores = replace(local.attention.scores, window=window)
+    local = replace(local, attention=replace(local.attention, scores=scores))
+    return [local if kind == _SLIDING else full for kind in kinds]
+
+
+def _model(fields: ConfigFields, sizes: Sizes, layers: Sequence[Layer], **other: Any) -> ModelConfig:
+    multiplier = sizes.hidden_size**0.5
+    norm = layers[0].norm if layers else Norm(kind="rms_norm", unit_offset=True)
+    return decoder(
+        fields, sizes, layers, final_norm=norm, tied=True, embedding_multiplier=multiplier, **other
+    )
+
+
+def _write_gemma(model: ModelConfig) -> dict[str, Any]:
+    return common_fields(model) | {"attention_bias": model.attention.qkv_bias}
+
+
+def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
+    windows = [layer.attention.scores.window for layer in model.layers]
+    written = common_fields(model)
+    scalar = model.attention.scale**-2
+    return written | {
+        "attention_bias": model.attention.qkv_bias,
+        "hidden_activation": written["hidden_act"],
+        "query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == model.attention.scale else scalar,
+        "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "attn_logit_softcapping": model.attention.scores.soft_cap,
+        "final_logit_softcapping": model.logit_soft_cap,
+    }
+
+
+def _write_gemma3(model: ModelConfig) -> dict[str, Any] | None:
+    """In the older spelling, in which layers with a window have no scaling."""
+    written = _write_gemma2(model)
+    for name in ("rope_theta", "rope_scaling"):
+        written.pop(name, None)
+    for layer in model.layers:
+        rotary = layer.attention.rotary
+        if rotary is None:
+            return None
+        local = layer.attention.scores.window is not None
+        written |= {"rope_local_base_freq": rotary.base} if local else rotary_fields(rotary)
+    return written
+
+
+GEMMA = Family(
+    model_type="gemma",
+    title="Gemma",
+    architectures=("GemmaForCausalLM", "GemmaModel"),
+    config_names=CONFIG_NAMES,
+    read=_read_gemma,
+    write=_write_gemma,
+    prefixes=PREFIXES,
+    weights=WEIGHTS,
+    buffers=BUFFERS,
+    harmless=_HARMLESS,
+)
+GEMMA2 = Family(
+    model_type="gemma2",
+    title="Gemma 2",
+    architectures=("Gemma2ForCausalLM", "Gemma2Model"),
+    config_names=_NAMES,
+    read=_read_gemma2,
+    write=_write_gemma2,
+    prefixes=PREFIXES,
+    weights=_WEIGHTS,
+    buffers=BUFFERS,
+    harmless=_HARMLESS,
+)
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    title="Gemma 3",
+    architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
+    config_names=_NAMES,
+    read=_read_gemma3,
+    write=_write_gemma3,
+    prefixes=PREFIXES,
+    weights=_WEIGHTS,
+    buffers=BUFFERS,
+    harmless=_HARMLESS,
+)
