@@ -166,5 +166,46 @@ SHAPES: dict[str, dict[str, Any]] = {
     # olmo2
     # phi3
     # qwen2, qwen3
+    "qwen2-tied": _shape(
+        *("qwen2", 127, 28, 2, 7, 1, 44),
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e6),
+    ),
+    "qwen2-window-of-last-layers": _shape(
+        *("qwen2", 89, 24, 3, 4, 2, 32),
+        max_position_embeddings=64,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
+    "qwen2-yarn": _shape(
+        *("qwen2", 101, 30, 2, 3, 3, 38),
+        max_position_embeddings=64,
+        rope_parameters=_rope(1e5, **_YARN),
+    ),
+    "qwen3-tied": _shape(
+        *("qwen3", 103, 24, 2, 6, 3, 36),
+        max_position_embeddings=64,
+        head_dim=10,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e6),
+    ),
+    "qwen3-biases-window": _shape(
+        *("qwen3", 79, 32, 3, 4, 1, 30),
+        max_position_embeddings=64,
+        head_dim=6,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=13,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "qwen3-yarn": _shape(
+        *("qwen3", 109, 20, 2, 2, 2, 42),
+        max_position_embeddings=64,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_parameters=_rope(1e4, **_YARN, attention_factor=0.75),
+    ),
     # starcoder2
 }

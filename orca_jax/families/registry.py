@@ -9,6 +9,7 @@ from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MISTRAL
 from orca_jax.families.decoders.opt import OPT
+from orca_jax.families.decoders.qwen import QWEN2, QWEN3
 from orca_jax.families.family import Family
 
 _families: dict[str, Family] = {
@@ -21,6 +22,8 @@ _families: dict[str, Family] = {
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,
+        QWEN2,
+        QWEN3,
     )
 }
 
