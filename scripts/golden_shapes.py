@@ -8,6 +8,11 @@ from typing import Any
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.4],
+    "long_factor": [1.5, 2.5, 4.0, 9.0],
+}
 
 
 def _shape(
@@ -165,6 +170,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     # olmo2
     # phi3
+    "phi3-longrope": _shape(  # beyond its original length
+        *("phi3", 91, 32, 2, 4, 2, 36),
+        max_position_embeddings=64,
+        original_max_position_embeddings=24,
+        rope_parameters=_rope(1e4, **_LONGROPE),
+    ),
+    "phi3-longrope-short-factors": _shape(  # within its original length
+        *("phi3", 107, 24, 2, 3, 3, 44),
+        max_position_embeddings=64,
+        original_max_position_embeddings=64,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e4, **_LONGROPE, attention_factor=1.25),
+    ),
+    "phi3-partial-window": _shape(
+        *("phi3", 73, 40, 2, 4, 1, 28),
+        max_position_embeddings=64,
+        sliding_window=10,
+        rope_parameters=_rope(5e3, partial_rotary_factor=0.6),
+    ),
+    "phi3-partial-longrope": _shape(
+        *("phi3", 119, 48, 2, 4, 4, 26),
+        max_position_embeddings=64,
+        original_max_position_embeddings=16,
+        rope_parameters=_rope(1e4, **_LONGROPE, partial_rotary_factor=0.7),
+    ),
     # qwen2, qwen3
     "qwen2-tied": _shape(
         *("qwen2", 127, 28, 2, 7, 1, 44),

@@ -26,6 +26,9 @@ class Family:
     `weights` has an entry for each of our weights, "{i}" for the number of a layer, and in the family's names
     "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
     another. `buffers` is a pattern of tensors that are not weights, without their prefix.
+
+    `code_in_checkpoints`: published checkpoints bring the code with which they were released, which computes
+    what transformers' own code does. Their `auto_map` may then name a class of `architectures`.
     """
 
     model_type: str
@@ -38,6 +41,7 @@ class Family:
     weights: Mapping[str, StoredName]
     buffers: str = ""
     harmless: frozenset[str] | None = None
+    code_in_checkpoints: bool = False
 
     def stored_name(self, parameter: str, prefix: str) -> StoredName:
         """The tensors that make up a weight."""

@@ -53,7 +53,7 @@ def read_hf_config(directory: Path) -> HFConfig:
             f"{shown(path)}: model_type: expected one of {', '.join(FAMILIES)}, found '{shown(model_type)}'"
         )
     family = FAMILIES[model_type]
-    _refuse_other_models(fields, family.architectures)
+    _refuse_other_models(fields, family)
     try:
         model = family.read(fields)
         if family.harmless is not None:
@@ -66,8 +66,9 @@ def read_hf_config(directory: Path) -> HFConfig:
     return HFConfig(path, family, model)
 
 
-def _refuse_other_models(fields: ConfigFields, architectures: tuple[str, ...]) -> None:
+def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
     """A model_type may be worn by a classifier, by a quantized model, or by code of its own."""
+    architectures = family.architectures
     found = fields.raw("architectures")
     if found is not None:
         if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
@@ -84,9 +85,17 @@ def _refuse_other_models(fields: ConfigFields, architectures: tuple[str, ...]) -
         ("auto_map", "a model with code of its own"),
         ("pruned_heads", "a model with heads cut out"),
     ):
-        if fields.raw(name):
+        if fields.raw(name) and not (name == "auto_map" and _names_known_code(fields, family)):
             raise UnsupportedModel(f"{shown(fields.path)}: {name} is set: {meaning} is not supported")
     fields.must_be("is_encoder_decoder", False, "an encoder")
+
+
+def _names_known_code(fields: ConfigFields, family: Family) -> bool:
+    """Whether `auto_map` has, as the language model, a class like "modeling_phi3.Phi3ForCausalLM"."""
+    auto_map = fields.section("auto_map")
+    if auto_map is None or not family.code_in_checkpoints:
+        return False
+    return auto_map.text("AutoModelForCausalLM", "").rpartition(".")[2] in family.architectures
 
 
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:

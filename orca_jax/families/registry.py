@@ -9,6 +9,7 @@ from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MISTRAL
 from orca_jax.families.decoders.opt import OPT
+from orca_jax.families.decoders.phi3 import PHI3
 from orca_jax.families.decoders.qwen import QWEN2, QWEN3
 from orca_jax.families.family import Family
 
@@ -24,6 +25,7 @@ _families: dict[str, Family] = {
         GEMMA3_TEXT,
         QWEN2,
         QWEN3,
+        PHI3,
     )
 }
 

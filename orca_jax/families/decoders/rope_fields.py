@@ -4,6 +4,7 @@ Before transformers 5 `rope_theta` is a field of its own, and `rope_scaling` an 
 `type`. Since then `rope_parameters` holds all of it, in some models by kind of layer.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields as parts_of
 from typing import Any
@@ -48,12 +49,14 @@ def read_rotary(
     interleaved: bool = False,
     kind_of_layer: str | None = None,
     base_name: str = "rope_theta",
+    default_original: int | None = None,
 ) -> Rotary:
     """The rotary positions of config.json, or those of a `kind_of_layer` in a nested `rope_parameters`.
 
     `base_name` is the field with the base outside of `rope_parameters` (Gemma 3 has two).
-    `partial` is the family's default of `partial_rotary_factor`; None refuses that field. Raises
-    BadModelConfig, UnsupportedModel, or a ConfigError.
+    `partial` is the family's default of `partial_rotary_factor`; None refuses that field. `default_original`
+    is its default of `original_max_position_embeddings`; None is `n_positions`. Raises BadModelConfig,
+    UnsupportedModel, or a ConfigError.
     """
     base = fields.number(base_name, 0.0) or None
     parameters = fields.section("rope_parameters")
@@ -75,7 +78,7 @@ def read_rotary(
         base = inner or base
         if factor is not None:
             factor = found.number("partial_rotary_factor", factor)
-        scaling = _scaling(fields, found, n_positions)
+        scaling = _scaling(fields, found, n_positions, default_original)
         found.refuse_others(())
     return Rotary(
         size=int(head_size * (1.0 if factor is None else factor)),
@@ -85,10 +88,18 @@ def read_rotary(
     )
 
 
-def _scaling(fields: ConfigFields, found: ConfigFields, n_positions: int) -> Scaling | None:
+def _scaling(
+    fields: ConfigFields, found: ConfigFields, n_positions: int, default_original: int | None
+) -> Scaling | None:
     name = "type" if found.raw("rope_type") is None and found.raw("type") is not None else "rope_type"
     kind = found.choice(name, _KINDS, "default")
-    original = found.whole(_ORIGINAL, default=fields.whole(_ORIGINAL, default=n_positions))
+    outer = fields.whole(_ORIGINAL, default=n_positions if default_original is None else default_original)
+    original = found.whole(_ORIGINAL, default=outer)
+    if fields.raw(_ORIGINAL) is not None and outer != original:
+        raise BadModelConfig(
+            f"{shown(fields.path)} disagrees with itself: {_ORIGINAL} is {outer}, in the rope's section "
+            f"{original}"
+        )
     if kind is None:
         return None
     values: dict[str, Any] = {}
@@ -106,6 +117,12 @@ def _scaling(fields: ConfigFields, found: ConfigFields, n_positions: int) -> Sca
         # transformers stretches the base beyond max_position_embeddings, whatever else the file says.
         values["original_positions"] = n_positions if kind == "dynamic" else original
     return Scaling(kind=kind, **values)
+
+
+def rotary_size_field(rotary: Rotary, head_size: int) -> float:
+    """The `partial_rotary_factor` that gives the size of the rotated part, which is rounded down."""
+    factor = rotary.size / head_size
+    return factor if int(head_size * factor) == rotary.size else math.nextafter(factor, 1.0)
 
 
 def rotary_fields(rotary: Rotary) -> dict[str, Any]:
