@@ -238,4 +238,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_parameters=_rope(1e4, **_YARN, attention_factor=0.75),
     ),
     # starcoder2
+    "starcoder2-window": _shape(
+        *("starcoder2", 99, 24, 2, 6, 2, 56),
+        max_position_embeddings=64,
+        sliding_window=12,
+    ),
+    "starcoder2-untied-no-bias": _shape(
+        *("starcoder2", 85, 20, 3, 5, 1, 42),
+        max_position_embeddings=64,
+        use_bias=False,
+        tie_word_embeddings=False,
+        norm_epsilon=1e-6,
+        rope_parameters=_rope(1e5),
+    ),
+    "starcoder2-head-size-gelu-linear": _shape(
+        *("starcoder2", 111, 32, 2, 3, 3, 46),
+        max_position_embeddings=64,
+        head_dim=12,
+        hidden_act="gelu",
+        rope_parameters=_rope(1e3, rope_type="linear", factor=2.0),
+    ),
 }

@@ -11,6 +11,7 @@ from orca_jax.families.decoders.mistral import MISTRAL
 from orca_jax.families.decoders.opt import OPT
 from orca_jax.families.decoders.phi3 import PHI3
 from orca_jax.families.decoders.qwen import QWEN2, QWEN3
+from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.family import Family
 
 _families: dict[str, Family] = {
@@ -26,6 +27,7 @@ _families: dict[str, Family] = {
         QWEN2,
         QWEN3,
         PHI3,
+        STARCODER2,
     )
 }
 
