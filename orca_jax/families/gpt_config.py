@@ -76,6 +76,8 @@ def gpt_config(
 
 def flat_options(config: ModelConfig) -> dict[str, Any] | None:
     """The options that `gpt_config` makes this model of; None where it is not of that kind."""
+    if config.n_heads * config.head_size != config.hidden_size:
+        return None
     layer = config.layers[0]
     options: dict[str, Any] = {
         "vocab_size": config.vocab_size,
