@@ -129,6 +129,32 @@ SHAPES: dict[str, dict[str, Any]] = {
     # gpt_neox
     # gptj
     # granite
+    "granite-multipliers": _shape(
+        *("granite", 149, 24, 2, 6, 2, 40),
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        embedding_multiplier=2.5,
+        attention_multiplier=0.3,
+        residual_multiplier=0.7,
+        logits_scaling=1.5,
+    ),
+    "granite-biases": _shape(
+        *("granite", 93, 20, 3, 5, 5, 28),
+        max_position_embeddings=64,
+        attention_bias=True,
+        mlp_bias=True,
+        attention_multiplier=0.0625,
+        residual_multiplier=1.25,
+        logits_scaling=0.75,
+        rope_parameters=_rope(1e6),
+    ),
+    "granite-linear": _shape(
+        *("granite", 107, 36, 2, 3, 1, 50),
+        max_position_embeddings=64,
+        embedding_multiplier=12,
+        attention_multiplier=0.2,
+        rope_parameters=_rope(1e4, rope_type="linear", factor=2.5),
+    ),
     # llama
     "llama-grouped": _shape("llama", 211, 48, 3, 6, 2, 80, head_dim=10, rms_norm_eps=1e-5),
     "llama3-rope-tied": _shape(
