@@ -195,6 +195,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         rope_parameters=_rope(1e4, **_YARN, mscale=1.0, mscale_all_dim=0.5),
     ),
     # olmo2
+    "olmo2-grouped": _shape(
+        *("olmo2", 121, 24, 2, 6, 2, 36),
+        max_position_embeddings=64,
+        rope_parameters=_rope(5e5),
+    ),
+    "olmo2-tied-biases": _shape(
+        *("olmo2", 211, 30, 3, 5, 5, 38),
+        max_position_embeddings=64,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+    ),
+    "olmo2-yarn": _shape(
+        *("olmo2", 95, 32, 2, 4, 1, 44),
+        max_position_embeddings=64,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
     # phi3
     "phi3-longrope": _shape(  # beyond its original length
         *("phi3", 91, 32, 2, 4, 2, 36),

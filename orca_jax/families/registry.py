@@ -9,6 +9,7 @@ from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.granite import GRANITE
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MISTRAL
+from orca_jax.families.decoders.olmo2 import OLMO2
 from orca_jax.families.decoders.opt import OPT
 from orca_jax.families.decoders.phi3 import PHI3
 from orca_jax.families.decoders.qwen import QWEN2, QWEN3
@@ -30,6 +31,7 @@ _families: dict[str, Family] = {
         PHI3,
         STARCODER2,
         GRANITE,
+        OLMO2,
     )
 }
 
