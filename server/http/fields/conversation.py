@@ -118,7 +118,7 @@ class ConversationFields(Strict):
             raise InvalidRequest(message, param="continue_final_message")
         for i, message in enumerate(self.messages):
             if message.content is None and not (message.role == "assistant" and message.tool_calls):
-                text = f"messages.{i}.content is missing; give a text, or with tool_calls null"
+                text = f"messages.{i}.content is missing; give a text, or null with tool_calls"
                 raise InvalidRequest(text, param=f"messages.{i}.content")
             for field, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
                 if getattr(message, field) and message.role != role:

@@ -57,7 +57,7 @@ def test_the_data_host_defaults_to_the_listening_address(listen: str, host: str)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--listen", "0.0.0.0:7000"), "data_host is '0.0.0.0'; it must be one address"),
+        (("--listen", "0.0.0.0:7000"), "data_host is '0.0.0.0'; it must be an address at which"),
         (("--listen", "a:1", "--link", "nccl"), "link is 'nccl' and coordinator None; nccl needs one"),
         (("--listen", "a:1", "--coordinator", "a:2"), "link is 'transfer' and coordinator 'a:2'"),
         (("--listen", "a:1", "--stage", "3"), "stage is 3; it must be a whole number from 1 to 2"),

@@ -72,7 +72,7 @@ def test_every_request_is_played_from_its_planned_arrival_to_its_end(make: type)
 def test_what_the_engine_raises_is_raised() -> None:
     engine = SimulatedEngine(VirtualClock())
     engine.fail("wait")
-    with pytest.raises(EngineError, match="as it was told to"):
+    with pytest.raises(EngineError, match="as requested"):
         play(TRACE, orca(engine), deadline=SOON, check=anything)
 
 

@@ -16,6 +16,7 @@ ENGINE = EngineConfig(
     model="a model",
     load_format="dummy",
     dtype="bfloat16",
+    generation_config="none",
     seed=3,
     attention="static",
     sizes=Sizes(
