@@ -35,9 +35,58 @@ def _rope(base: float, **other: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base} | other
 
 
+def _gpt_neox(vocab: int, hidden: int, layers: int, heads: int, inner: int, **other: Any) -> dict[str, Any]:
+    shape = _shape(
+        "gpt_neox", vocab, hidden, layers, heads, heads, inner, max_position_embeddings=64, **other
+    )
+    del shape["num_key_value_heads"]
+    return shape
+
+
+def _gptj(vocab: int, hidden: int, layers: int, heads: int, **other: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": vocab, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 64}
+    return {"model_type": "gptj", **sizes, **other}
+
+
+def _bloom(vocab: int, hidden: int, layers: int, heads: int, **other: Any) -> dict[str, Any]:
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "n_layer": layers, "n_head": heads}
+    return {"model_type": "bloom", **sizes, "max_position_embeddings": 64, **other}
+
+
+def _falcon(vocab: int, hidden: int, layers: int, heads: int, **other: Any) -> dict[str, Any]:
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": 64}
+    return {"model_type": "falcon", "vocab_size": vocab, "hidden_size": hidden, **sizes, **other}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     # bloom
+    "bloom-six-heads": _bloom(127, 30, 3, 6),
+    "bloom-untied-slopes": _bloom(113, 33, 2, 11, tie_word_embeddings=False),
+    "bloom-eps": _bloom(131, 32, 3, 4, layer_norm_epsilon=1e-3, tie_word_embeddings=False),
     # falcon
+    "falcon-multi-query": _falcon(107, 30, 2, 5),
+    "falcon-multi-query-bias": _falcon(
+        89, 24, 2, 4, bias=True, ffn_hidden_size=50, rope_parameters=_rope(500.0)
+    ),
+    "falcon-new-decoder": _falcon(101, 24, 3, 6, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-new-one-norm-linear": _falcon(
+        *(113, 32, 2, 4),
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        num_ln_in_parallel_attn=1,
+        tie_word_embeddings=False,
+        rope_parameters=_rope(1e4, rope_type="linear", factor=4.0),
+    ),
+    "falcon-rw": _falcon(
+        *(157, 36, 3, 6),
+        ffn_hidden_size=50,
+        alibi=True,
+        bias=True,
+        multi_query=False,
+        parallel_attn=False,
+        activation="gelu_new",
+    ),
+    "falcon-rw-parallel": _falcon(109, 30, 3, 5, alibi=True, multi_query=False, tie_word_embeddings=False),
     # gemma, gemma2, gemma3_text
     "gemma-head-size": _shape(
         *("gemma", 97, 24, 2, 4, 1, 36),
@@ -127,7 +176,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     ),
     # gpt_neox
+    "gpt-neox-partial": _gpt_neox(109, 40, 2, 5, 30),
+    "gpt-neox-sequential-tied": _gpt_neox(
+        *(97, 36, 3, 3, 50),
+        use_parallel_residual=False,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        hidden_act="gelu_new",
+        rope_parameters=_rope(500.0, partial_rotary_factor=0.5),
+    ),
+    "gpt-neox-linear": _gpt_neox(
+        103,
+        32,
+        2,
+        2,
+        44,
+        rope_parameters=_rope(1e4, rope_type="linear", factor=4.0, partial_rotary_factor=1.0),
+    ),
+    "gpt-neox-yarn": _gpt_neox(
+        91, 24, 2, 3, 40, layer_norm_eps=1e-3, rope_parameters=_rope(1e3, **_YARN, partial_rotary_factor=0.75)
+    ),
     # gptj
+    "gptj-partial": _gptj(107, 28, 2, 4, rotary_dim=4),
+    "gptj-full-rotation-tied": _gptj(89, 30, 2, 5, rotary_dim=6, tie_word_embeddings=True),
+    "gptj-inner-gelu": _gptj(
+        131, 36, 2, 3, rotary_dim=10, n_inner=50, activation_function="gelu", layer_norm_epsilon=1e-3
+    ),
     # granite
     "granite-multipliers": _shape(
         *("granite", 149, 24, 2, 6, 2, 40),

@@ -61,6 +61,7 @@ class Golden:
     )
     generation_config: dict[str, Any] = field(default_factory=dict[str, Any])
     n_prompts: int = 64
+    attention: str = "eager"
 
 
 def _gpt2(**sizes: Any) -> GPT2Config:
@@ -163,7 +164,9 @@ MODELS = (
 
 def _of_shape(name: str, shape: dict[str, Any]) -> Golden:
     sizes = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None, **shape}
-    return Golden(name, AutoConfig.for_model(**sizes), n_prompts=32)
+    # Falcon's eager attention adds ALiBi twice: it is in its mask too.
+    attention = "sdpa" if shape.get("alibi") else "eager"
+    return Golden(name, AutoConfig.for_model(**sizes), n_prompts=32, attention=attention)
 
 
 def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
@@ -197,6 +200,8 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
                 values *= 0.25
         elif "ln_" in name or "norm" in name:
             values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
+            if "embeddings_layernorm" in name:  # as above, of a tied head
+                values *= 0.3
         else:
             values *= 0.1
         with torch.no_grad():
@@ -304,13 +309,13 @@ def save(golden: Golden, model: Any, directory: Path) -> None:
 
 def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     """Write one model's directory; returns a line of statistics about its outputs."""
-    golden.config._attn_implementation = "eager"
+    golden.config._attn_implementation = golden.attention
     model = AutoModelForCausalLM.from_config(golden.config).eval().float()
     draw_weights(model, rng)
     save(golden, model, directory)
     # Compute with the weights that were written.
     model = AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", dtype=torch.float32
+        directory, attn_implementation=golden.attention, dtype=torch.float32
     ).eval()
 
     prompts = prompts_of(golden.config, golden.n_prompts, rng)

@@ -24,7 +24,7 @@ def write_random_gpt2(
     rng = np.random.default_rng(seed)
     tensors: list[Tensor] = []
     for name, parameter in parameter_table(model).items():
-        stored = GPT2.stored_name(name, GPT2.prefixes[0])
+        stored = GPT2.stored_name(name, GPT2.prefixes[0], model)
         shape = parameter.stacked_shape[:: -1 if stored.transpose else 1]
         read = partial(_draw, rng, parameter.initial, shape)
         tensors.append(Tensor(stored.names[0], shape, np.dtype("f4"), read))

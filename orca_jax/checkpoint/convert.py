@@ -24,6 +24,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.hf_config import hf_config_of, read_hf_config
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
@@ -80,9 +81,7 @@ def convert_checkpoint(
                 place.mkdir()
                 config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _hf_config(directory)
                 family = FAMILIES[config["model_type"]]
-                write_files(
-                    place, [*_tensors(table, model.attention, family, dtypes, reader)], max_file_bytes
-                )
+                write_files(place, [*_tensors(table, model, family, dtypes, reader)], max_file_bytes)
             _copy_other_files(directory, place)
             for key in _DTYPE_KEYS:
                 if dtype is not None and key in config:
@@ -173,14 +172,15 @@ def _all(shape: tuple[int, ...]) -> Box:
 
 def _tensors(
     table: dict[str, Parameter],
-    attention: Attention,
+    model: ModelConfig,
     family: Family,
     dtypes: dict[str, np.dtype],
     reader: _Reader,
 ) -> Iterator[Tensor]:
     """The Hugging Face tensors of all parameters, in the order of the parameters."""
+    attention = model.attention
     for name, parameter in table.items():
-        wanted = family.stored_name(name, family.prefixes[0])
+        wanted = family.stored_name(name, family.prefixes[0], model)
         shapes = stored_shapes(parameter, wanted, attention)
         n_rows = parameter.stacked_shape[0] // len(wanted.names)
         for i, (theirs, shape) in enumerate(zip(wanted.names, shapes, strict=True)):

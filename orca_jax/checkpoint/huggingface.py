@@ -102,15 +102,15 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
         (
             prefix
             for prefix in family.prefixes
-            if family.stored_name(TOKEN_EMBEDDING, prefix).names[0] in stored
+            if family.stored_name(TOKEN_EMBEDDING, prefix, hf_config.model).names[0] in stored
         ),
         family.prefixes[0],
     )
-    (head,) = family.stored_name(HEAD, prefix).names
+    (head,) = family.stored_name(HEAD, prefix, hf_config.model, stored).names
     found: dict[str, list[StoredTensor]] = {}
     parts: dict[str, Parts] = {}
     for name, parameter in parameter_table(hf_config.model).items():
-        wanted = family.stored_name(name, prefix)
+        wanted = family.stored_name(name, prefix, hf_config.model, stored)
         attention = hf_config.model.attention
         shapes = stored_shapes(parameter, wanted, attention)
         found[name] = _of_shapes(hf_config, stored, wanted, shapes)

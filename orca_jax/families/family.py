@@ -1,8 +1,8 @@
 """What a model family is: how its config.json reads, and what its checkpoints call our weights."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orca_jax.families.config_fields import ConfigFields
@@ -25,7 +25,9 @@ class Family:
 
     `weights` has an entry for each of our weights, "{i}" for the number of a layer, and in the family's names
     "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
-    another. `buffers` is a pattern of tensors that are not weights, without their prefix.
+    another. `renamed` has the entries that differ for some models. `aliases` has for a tensor's name the name
+    that other versions of transformers give it, which is read too. `buffers` is a pattern of tensors that are
+    not weights, without their prefix.
 
     `code_in_checkpoints`: published checkpoints bring the code with which they were released, which computes
     what transformers' own code does. Their `auto_map` may then name a class of `architectures`.
@@ -39,14 +41,24 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any] | None]
     prefixes: tuple[str, ...]
     weights: Mapping[str, StoredName]
+    renamed: Callable[[ModelConfig], Mapping[str, StoredName]] | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     buffers: str = ""
     harmless: frozenset[str] | None = None
     code_in_checkpoints: bool = False
 
-    def stored_name(self, parameter: str, prefix: str) -> StoredName:
-        """The tensors that make up a weight."""
+    def stored_name(
+        self, parameter: str, prefix: str, model: ModelConfig, tensors: Collection[str] = ()
+    ) -> StoredName:
+        """The tensors that make up a weight of `model`, by their aliases where `tensors` has only those."""
         name, layer = in_layers(parameter)
-        return self.weights[name].in_layer(layer, prefix)
+        renamed = {} if self.renamed is None else self.renamed(model)
+        stored = renamed.get(name, self.weights[name]).in_layer(layer, prefix)
+        names = (
+            self.aliases[name] if name not in tensors and self.aliases.get(name) in tensors else name
+            for name in stored.names
+        )
+        return replace(stored, names=tuple(names))
 
     def is_buffer(self, tensor: str, prefix: str) -> bool:
         """Whether a tensor is known not to be a weight."""

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from orca_jax.errors import ConfigError
-from orca_jax.families.limits import check_size
+from orca_jax.families.limits import check_size, even_head_size
 from orca_jax.families.model_config import (
     Activation,
     Attention,
@@ -42,17 +41,14 @@ def gpt_config(
     `norm` is where a layer's norms are, `use_bias` holds for all linear operations of layers, and an
     `embedding_size` of 0 is the hidden size. Raises ConfigError.
     """
-    check_size("hidden_size", hidden_size)
-    check_size("n_heads", n_heads)
+    head_size = even_head_size(hidden_size, n_heads)
     check_size("n_layers", n_layers)
-    if hidden_size % n_heads:
-        raise ConfigError(f"hidden_size {hidden_size} is not a multiple of n_heads {n_heads}")
     layer_norm = Norm(eps=layer_norm_eps)
     layer = Layer(
         attention=Attention(
             n_heads=n_heads,
             n_kv_heads=n_heads,
-            head_size=hidden_size // n_heads,
+            head_size=head_size,
             qkv_bias=use_bias,
             out_bias=use_bias,
         ),

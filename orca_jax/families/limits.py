@@ -38,3 +38,12 @@ def check_positive(name: str, value: object) -> None:
     """Raises ConfigError unless `value` is a number above 0 and at most 1e12."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= 1e12:
         raise ConfigError(f"{name} is {value!r}; it must be a number above 0, at most 1e12")
+
+
+def even_head_size(hidden_size: int, n_heads: int) -> int:
+    """The size of each of `n_heads` heads that share the hidden size. Raises ConfigError."""
+    check_size("hidden_size", hidden_size)
+    check_size("n_heads", n_heads)
+    if hidden_size % n_heads:
+        raise ConfigError(f"hidden_size {hidden_size} is not a multiple of n_heads {n_heads}")
+    return hidden_size // n_heads

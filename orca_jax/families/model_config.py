@@ -71,6 +71,12 @@ class Layer:
         return _NORMS[self.residual]
 
 
+def alike(layer: Layer, n_layers: int) -> tuple[Layer, ...]:
+    """`n_layers` layers of one kind."""
+    check_size("n_layers", n_layers)
+    return (layer,) * n_layers
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnedPositions:
     """A table with a row for each position; `offset` is added to a position before it is read (OPT: 2)."""
