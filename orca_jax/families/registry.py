@@ -6,6 +6,7 @@ from types import MappingProxyType
 from orca_jax.errors import ConfigError
 from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from orca_jax.families.decoders.gpt2 import GPT2
+from orca_jax.families.decoders.gpt_neox import GPT_NEOX
 from orca_jax.families.decoders.granite import GRANITE
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MISTRAL
@@ -32,6 +33,7 @@ _families: dict[str, Family] = {
         STARCODER2,
         GRANITE,
         OLMO2,
+        GPT_NEOX,
     )
 }
 
