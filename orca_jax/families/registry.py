@@ -7,6 +7,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.gpt_neox import GPT_NEOX
+from orca_jax.families.decoders.gptj import GPTJ
 from orca_jax.families.decoders.granite import GRANITE
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MISTRAL
@@ -34,6 +35,7 @@ _families: dict[str, Family] = {
         GRANITE,
         OLMO2,
         GPT_NEOX,
+        GPTJ,
     )
 }
 
