@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from orca_jax.errors import ConfigError
+from orca_jax.families.decoders.bloom import BLOOM
 from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.gpt_neox import GPT_NEOX
@@ -36,6 +37,7 @@ _families: dict[str, Family] = {
         OLMO2,
         GPT_NEOX,
         GPTJ,
+        BLOOM,
     )
 }
 
