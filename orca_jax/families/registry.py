@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.decoders.bloom import BLOOM
+from orca_jax.families.decoders.falcon import FALCON
 from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.decoders.gpt_neox import GPT_NEOX
@@ -38,6 +39,7 @@ _families: dict[str, Family] = {
         GPT_NEOX,
         GPTJ,
         BLOOM,
+        FALCON,
     )
 }
 
