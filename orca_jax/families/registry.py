@@ -5,11 +5,10 @@ from types import MappingProxyType
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.decoders.bloom import BLOOM
+from orca_jax.families.decoders.eleuther import GPT_NEOX, GPTJ
 from orca_jax.families.decoders.falcon import FALCON
 from orca_jax.families.decoders.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
 from orca_jax.families.decoders.gpt2 import GPT2
-from orca_jax.families.decoders.gpt_neox import GPT_NEOX
-from orca_jax.families.decoders.gptj import GPTJ
 from orca_jax.families.decoders.granite import GRANITE
 from orca_jax.families.decoders.llama import LLAMA
 from orca_jax.families.decoders.mistral import MISTRAL
