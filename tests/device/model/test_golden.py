@@ -1,5 +1,9 @@
 """Hugging Face transformers' logits and greedy tokens, from the files of scripts/make_golden.py."""
 
+import json
+from collections.abc import Iterator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,7 @@ import pytest
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import ServingConfig
 from orca_jax.model import reference
+from orca_jax.request.request import Request
 from tests.device.harness import greedy_request, harness
 from tests.device.model.golden import NAMES, load_golden
 
@@ -25,13 +30,28 @@ def test_reference_gives_the_same_logits(name: str) -> None:
         np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=2e-4 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+def first_of_each_family() -> Iterator[Any]:
+    """The names; all but the first of each family are long tests, except those of the first families."""
+    families: set[str] = set()
+    for name in NAMES:
+        family = json.loads((load_golden(name).directory / "config.json").read_text())["model_type"]
+        is_long = family in families and family not in ("gpt2", "opt")
+        yield pytest.param(name, marks=[pytest.mark.long] if is_long else [])
+        families.add(family)
+
+
+@pytest.mark.parametrize("name", list(first_of_each_family()))
 def test_engine_gives_the_same_tokens_alone_and_mixed(name: str) -> None:
     golden = load_golden(name)
     assert len(golden.prompts) in (32, 64)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
     model = checkpoint.config
-    for max_bs in (1, 3, 32) if len(golden.prompts) == 64 else (1, 32):
+
+    def request(i: int) -> Request:
+        return greedy_request(str(i), golden.prompts[i], len(golden.outputs[i]))
+
+    numbers = range(len(golden.prompts))
+    for max_bs in (1, 3, 32) if len(golden.prompts) == 64 else (32,):
         serving = ServingConfig(
             max_batch_size=max_bs,
             n_slots=max_bs * -(-model.n_positions // 16) * 16,
@@ -39,14 +59,14 @@ def test_engine_gives_the_same_tokens_alone_and_mixed(name: str) -> None:
         )
         buckets = (max_bs, serving.max_batch_tokens)
         engine = harness(model, checkpoint.parameters, serving, buckets=buckets)
-        requests = [
-            greedy_request(str(i), prompt, len(output))
-            for i, (prompt, output) in enumerate(zip(golden.prompts, golden.outputs, strict=True))
-        ]
-        outputs = engine.run(requests)  # max_bs 1: each request alone
-        for i in range(len(requests)):
-            sure = golden.sure(i)
-            assert tuple(outputs[str(i)][: len(sure)]) == sure, (name, max_bs, i)
+        runs = [engine.run([request(i) for i in numbers])]
+        if len(golden.prompts) == 32:  # once more, one after another in the same programs
+            alone = [engine.run([request(i)]) for i in numbers]
+            runs.append({key: tokens for outputs in alone for key, tokens in outputs.items()})
+        for outputs in runs:
+            for i in numbers:
+                sure = golden.sure(i)
+                assert tuple(outputs[str(i)][: len(sure)]) == sure, (name, max_bs, i)
 
 
 def test_the_comparison_compares_something() -> None:
