@@ -295,7 +295,7 @@ def test_a_model_without_a_tokenizer_accepts_and_counts_token_ids() -> None:
         assert [choice.text for choice in answer.choices] == ["", ""]
         assert answer.usage and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 8)
         for fault, param in ({"prompt": "a"}, "prompt"), ({"prompt": [1], "stop": "x"}, "stop"):
-            with pytest.raises(openai.BadRequestError, match="needs a tokenizer|has no tokenizer") as caught:
+            with pytest.raises(openai.BadRequestError, match="tokenizer") as caught:
                 client.completions.create(model="test", prompt="", extra_body=fault)
             assert caught.value.param == param
 
