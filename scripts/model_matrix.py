@@ -1,0 +1,105 @@
+"""Writes the tables of docs/models.md: what each family's golden models use, and what runs it.
+
+    python -m scripts.model_matrix
+
+A golden model is a small random checkpoint with the logits and tokens that transformers computes
+(tests/data/golden). So a feature in the table is one that was compared with transformers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from orca_jax.execution.attention_backend import GPU_PATHS, KNOWN_FEATURES, features_of
+from orca_jax.families.hf_config import read_hf_config
+from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.families.registry import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "models.md"
+GOLDEN = ROOT / "tests" / "data" / "golden"
+BEGIN, END = "<!-- made by scripts/model_matrix.py -->\n", "<!-- end -->\n"
+
+_NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+_RESIDUALS = {
+    "pre": "norm before",
+    "post": "norm after the sum",
+    "both": "norms before and after",
+    "after": "norm after",
+    "parallel": "parallel, one norm",
+    "parallel_two_norms": "parallel, two norms",
+}
+
+
+def golden_models() -> dict[str, list[ModelConfig]]:
+    """The models of the golden files, by model_type."""
+    models: dict[str, list[ModelConfig]] = {name: [] for name in FAMILIES}
+    for path in sorted(GOLDEN.glob("*/golden.npz")):
+        found = read_hf_config(path.parent)
+        models[found.family.model_type].append(found.model)
+    return models
+
+
+def _positions(model: ModelConfig, layer: Layer) -> Iterator[str]:
+    rotary = layer.attention.rotary
+    if model.positions is not None:
+        yield "learned"
+    if layer.attention.scores.alibi is not None:
+        yield "ALiBi"
+    if rotary is not None:
+        yield "rotary" if rotary.size == layer.attention.head_size else "partly rotary"
+        if rotary.scaling is not None:
+            yield rotary.scaling.kind
+
+
+def _layers(layer: Layer) -> Iterator[str]:
+    yield _NORMS[layer.norm.kind]
+    yield _RESIDUALS[layer.residual]
+    ffn = layer.feed_forward
+    yield f"gated {ffn.activation}" if ffn.gated else ffn.activation
+    if layer.attention.qk_norm is not None:
+        yield "qk-norm"
+
+
+def _joined(features: Iterator[str]) -> str:
+    return ", ".join(dict.fromkeys(features))
+
+
+def family_rows() -> Iterator[str]:
+    """A row for each family."""
+    yield "| family | `model_type` | positions | layers | attention | golden models |"
+    yield "|---|---|---|---|---|---|"
+    for name, models in golden_models().items():
+        pairs = [(model, layer) for model in models for layer in dict.fromkeys(model.layers)]
+        positions = _joined(each for model, layer in pairs for each in _positions(model, layer))
+        layers = _joined(each for _, layer in pairs for each in _layers(layer))
+        attention = _joined(each for model in models for each in features_of(model)) or "plain"
+        title = FAMILIES[name].title
+        yield f"| {title} | `{name}` | {positions} | {layers} | {attention} | {len(models)} |"
+
+
+def path_rows() -> Iterator[str]:
+    """A row for each implementation of attention."""
+    every = list(dict.fromkeys(feature for known in KNOWN_FEATURES.values() for feature in sorted(known)))
+    yield "| attention | runs on | " + " | ".join(every) + " |"
+    yield "|---|---|" + "---|" * len(every)
+    for kind, known in KNOWN_FEATURES.items():
+        if kind == "interpreted":
+            continue
+        gpus = [path.gpus for path in GPU_PATHS if kind in path.takes]
+        runs_on = "; ".join(gpus) or "CPUs"
+        yield f"| `{kind}` | {runs_on} | " + " | ".join("yes" if f in known else "no" for f in every) + " |"
+
+
+def tables() -> str:
+    """What stands between BEGIN and END."""
+    return "\n".join(["", *family_rows(), "", *path_rows(), "", ""])
+
+
+def main() -> None:
+    """Write the tables into the document."""
+    before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
+    DOCUMENT.write_text(before + BEGIN + tables() + END + rest.split(END)[1], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
