@@ -283,7 +283,7 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
         ({"workers": ["a:1"], "worker_processes": True}, "workers and worker_processes exclude each other"),
         (
             {"workers": ["a:1", "b:1"], "pipeline_parallel": 3},
-            "pipeline_parallel is 3, and there are 2",
+            "pipeline_parallel is 3, but there are 2 workers",
         ),
         ({"workers": ["a:1"], "attention": "static"}, "attention is set per worker"),
         ({"workers": ["a:1"], "memory_fraction": 0.5}, "memory_fraction is set per worker"),

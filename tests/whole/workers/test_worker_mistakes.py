@@ -188,7 +188,7 @@ def test_another_version_of_the_protocol_is_named(
     version = handshake.PROTOCOL_VERSION
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", version + 1)
     said = refusal(model, serving.workers)
-    assert f"protocol_version: this worker has {version}, and the caller {version + 1}" in said
+    assert f"protocol_version: this worker has {version}, but the caller has {version + 1}" in said
     serving.is_undisturbed()
 
 
