@@ -106,9 +106,9 @@ def test_completions_with_echo(llm: LLM, client: httpx2.Client, exact: np.ndarra
 def test_chat(llm: LLM, client: httpx2.Client, exact: np.ndarray) -> None:
     ids = ids_of(llm, client)
     n_output = 24
-    logprobs = {key: value for key, value in body().items() if key not in ("prompt", "logprobs")}
-    logprobs |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": N_TOP}
-    choice = client.post("/v1/chat/completions", json=logprobs).json()["choices"][0]
+    fields = {key: value for key, value in body().items() if key not in ("prompt", "logprobs")}
+    fields |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": N_TOP}
+    choice = client.post("/v1/chat/completions", json=fields).json()["choices"][0]
     logprobs = choice["logprobs"]["content"]
     assert len(logprobs) == n_output
     rows = exact[-n_output:]
@@ -118,6 +118,6 @@ def test_chat(llm: LLM, client: httpx2.Client, exact: np.ndarray) -> None:
         np.testing.assert_allclose(likeliest, np.sort(row)[::-1][:N_TOP], atol=1e-4)
     text = b"".join(bytes(one["bytes"] or []) for one in logprobs).decode("utf-8", "replace")
     assert text == choice["message"]["content"]
-    chunks = streamed(client, "/v1/chat/completions", logprobs)
+    chunks = streamed(client, "/v1/chat/completions", fields)
     parts = [one for chunk in chunks if chunk["logprobs"] for one in chunk["logprobs"]["content"]]
     assert parts == logprobs

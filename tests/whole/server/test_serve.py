@@ -272,7 +272,7 @@ def test_a_signal_while_the_model_loads_ends_it_at_once() -> None:
         (["nowhere/at/all"], "there is no directory"),
         (["--port", "70000"], "port"),
         (["--ssl-certfile", "cert.pem"], "belong together"),
-        (["--ssl-certfile", "no.pem", "--ssl-keyfile", "no.key"], "no usable certificate"),
+        (["--ssl-certfile", "no.pem", "--ssl-keyfile", "no.key"], "not a usable certificate"),
         (["--chat-template", "no.jinja"], "no.jinja"),
         (["--api-key-file", "no-keys"], "no-keys"),
         (["--config", "no.yaml"], "no.yaml"),
