@@ -34,7 +34,7 @@ test: $(VENV)/.dev ## run the tests: all that guards behaviour, in under ten min
 	$(BIN)/python $(PYTEST) -m "not long" tests/whole tests/endpoint tests/device tests/host
 
 test-long: $(VENV)/.dev ## run the long tests: soaks, thousands of seeds, killed processes, whole figures
-	$(BIN)/python $(PYTEST) -m long tests/whole tests/endpoint tests/device tests/host
+	ORCA_TESTS_OPTIMIZED=1 $(BIN)/python $(PYTEST) -m long tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'

@@ -7,10 +7,12 @@ import tempfile
 
 from hypothesis import HealthCheck, settings
 
-# As many devices as the largest split that is tested; a test that needs one device takes the first.
-_DEVICES = "--xla_force_host_platform_device_count=16"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+from tests.xla_flags import DEVICES, xla_flags
+
+# As many devices as the largest split that is tested; a test that needs one device takes the first. Worker
+# processes of pytest inherit it.
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(n_devices=16)}".strip()
 
 # Programs that several tests need, and the processes that they start, are compiled once in a run. JAX reads
 # these when it is imported; worker processes of pytest find them set.

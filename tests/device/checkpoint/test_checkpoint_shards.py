@@ -19,6 +19,7 @@ from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.families.parameters import parameter_shapes
 from tests.device.checkpoint.tiny_checkpoint import GPT2, OPT, gpt2_tensors, opt_tensors, write_checkpoint
 from tests.places import ROOT
+from tests.xla_flags import xla_flags
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -94,7 +95,7 @@ def test_only_the_parts_own_bytes_are_read(sources: list[Path], monkeypatch: pyt
 
 
 def test_on_meshes_of_virtual_devices(tmp_path: Path) -> None:
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "XLA_FLAGS": xla_flags(8), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-m", "tests.device.checkpoint.placed_shards", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False

@@ -119,7 +119,7 @@ def test_watch_streams_are_limited() -> None:
         code, message = error_of(watch(connection))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert message == (
-            "3 streams without a key are open, as many as may be (orca serve --max-watch-streams)"
+            "3 streams without a key are open, which is the limit (orca serve --max-watch-streams)"
         )
         assert check(connection).status, "a probe is no stream"
         assert error_of(reflect(connection, queue.Queue()))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -22,6 +22,7 @@ from orca_jax.execution.programs import ToCompile
 from orca_jax.execution.worker import Worker
 from tests.device.checkpoint.tiny_checkpoint import gpt2_tensors, write_checkpoint
 from tests.whole.conftest import CONFIG
+from tests.xla_flags import xla_flags
 
 SOON = 120.0
 SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 96, "max_batch_tokens": 32, "seed": 1}
@@ -199,7 +200,7 @@ def compiles(server: ServerProcess) -> dict[str, float]:
 )
 def test_orca_compile_and_then_orca_serve(two_layers: Path, tmp_path: Path, stages: tuple[str, ...]) -> None:
     flags = (str(two_layers), *SIZE_FLAGS, *stages, "--compile-cache", str(tmp_path / "programs"))
-    plain = {"XLA_FLAGS": ""}  # JAX finds programs by XLA's flags too, and a worker process has none of ours
+    plain = {"XLA_FLAGS": xla_flags()}  # JAX finds programs by XLA's flags too: those of a worker process
     done = subprocess.run(
         [sys.executable, "-m", "server.cli", "compile", *flags],
         capture_output=True,

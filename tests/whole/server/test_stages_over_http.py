@@ -14,6 +14,7 @@ from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.model import reference
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.generation import GenerationResult
+from tests.xla_flags import xla_flags
 
 SOON = 120.0
 N_OUTPUT = 40
@@ -54,7 +55,7 @@ def test_four_devices_over_http_give_one_device_s_output(
 ) -> None:
     flags = ("--pipeline-parallel", "2", "--tensor-parallel", "2", "--dtype", "float32")
     sizes = ("--max-batch-size", "4", "--served-model-name", "demo", "--access-log", "off")
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    devices = {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu"}
     with (
         ServerProcess((*flags, *sizes), variables=devices) as server,
         ThreadPoolExecutor(len(PROMPTS)) as pool,
@@ -95,7 +96,7 @@ def test_four_devices_over_http_give_one_device_s_output(
 
 
 def test_the_devices_must_be_there() -> None:
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    devices = {"XLA_FLAGS": xla_flags(2), "JAX_PLATFORMS": "cpu"}
     flags = ("--pipeline-parallel", "2", "--tensor-parallel", "2")
     server = ServerProcess(flags, variables=devices)
     try:

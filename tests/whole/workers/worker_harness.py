@@ -19,6 +19,7 @@ from bench.server.server_process import ServerProcess
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from tests.device.checkpoint.tiny_checkpoint import GPT2, gpt2_tensors, write_checkpoint, write_json
 from tests.places import ROOT
+from tests.xla_flags import xla_flags
 
 SOON = 120.0
 END = 128
@@ -88,7 +89,7 @@ class OrcaWorker:
             stdout=subprocess.DEVNULL,
             stderr=self._file,
             cwd=ROOT,
-            env={**environment, "XLA_FLAGS": "", **(variables or {})},
+            env={**environment, "XLA_FLAGS": xla_flags(), **(variables or {})},
         )
 
     def stderr(self) -> str:

@@ -1,0 +1,27 @@
+"""XLA's flags for the tests and the processes they start."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+DEVICES = "--xla_force_host_platform_device_count"
+
+
+def quick_compile() -> list[str]:
+    """Flags with which XLA optimizes nothing, for most of the time of the tests goes into compiling small
+    programs; four times as fast. None in `make test-long`, which runs with the optimizations that users have.
+    """
+    if os.environ.get("ORCA_TESTS_OPTIMIZED") == "1":
+        return []
+    flags = ["--xla_backend_optimization_level=0"]
+    try:
+        if version("jaxlib").startswith("0.10."):  # newer ones do not know the flag, and end at once
+            flags.append("--xla_cpu_use_fusion_emitters=false")
+    except PackageNotFoundError:
+        pass
+    return flags
+
+
+def xla_flags(n_devices: int | None = None) -> str:
+    """The value of XLA_FLAGS for `n_devices` CPU devices; None: what a machine has, one."""
+    devices = [] if n_devices is None else [f"{DEVICES}={n_devices}"]
+    return " ".join([*quick_compile(), *devices])
