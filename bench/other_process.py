@@ -1,4 +1,4 @@
-"""A process of one's own making that answers questions: for parts whose processor time is told apart."""
+"""A child process that answers questions, so that its processor time can be measured separately."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -10,7 +10,7 @@ class OtherProcess:
     """Runs `target(connection)` in a fresh interpreter; a context manager.
 
     `target`, a function of a module, takes questions from the connection and sends one answer to each, until
-    EOFError tells it that no more come.
+    EOFError.
     """
 
     def __init__(self, target: Callable[[Connection], None]) -> None:

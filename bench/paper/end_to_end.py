@@ -53,7 +53,7 @@ TWICE = 2.0  # the paper compares at twice the own execution time
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What is measured where nothing is said. `loads` are rates, times that of one request alone."""
+    """Defaults of the flags. `loads` are request rates, as multiples of the rate of one request alone."""
 
     preset: str
     n_input: tuple[int, int]
@@ -72,7 +72,7 @@ PAPER = Size(
 
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace, Size]:
-    """The flags, and the sizes of what they leave open."""
+    """The parsed flags, and the defaults that apply to the chosen preset."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.paper.end_to_end",
         description=__doc__,

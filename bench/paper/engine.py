@@ -101,7 +101,7 @@ def fits(shared: SharedEngine, system: str, trace: Trace) -> bool:
 
 
 def measure(shared: SharedEngine, traces: Sequence[Trace], repeat: int, progress: Progress) -> list[Entry]:
-    """Both systems, each batch `repeat` times in turn behind one run that is not counted."""
+    """Time both systems alternately, each batch `repeat` times after one warm-up run."""
     run = {"orca": inject, "ft": by_request}
     entries: list[Entry] = []
     task = progress.add_task("batches", total=len(traces) * (repeat + 1))

@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.05  # how often an idle loop looks whether it is to end
 
 
 class TraceScheduler(Protocol):
-    """A scheduler's loop: `Scheduler` and `RequestLevelScheduler` are such."""
+    """What `play` needs of a scheduler; `Scheduler` and `RequestLevelScheduler` have it."""
 
     def step(self) -> bool:
         """One turn; False when no request is live."""

@@ -24,10 +24,10 @@ from orca_jax.scheduling.timeline import Timeline
 
 
 class RowWork(StrEnum):
-    """What an iteration is good for in one of its rows."""
+    """What an iteration computes for one of its rows."""
 
-    GENERATING = "generating"  # the token that it computes is of the request's output
-    FED = "fed"  # a piece of the input, and nothing is sampled: the token after it is of the input too
+    GENERATING = "generating"  # a token of the request's output
+    FED = "fed"  # a piece of the input; nothing is sampled, because the next token is input too
     DONE = "done"  # computed for nothing: the request has all its tokens
 
 
@@ -129,7 +129,7 @@ class RequestLevelScheduler:
         return True
 
     def _may_issue(self) -> bool:
-        """Whether the microbatch whose turn it is has come back, or may be in flight twice."""
+        """Whether the next microbatch has returned, or may be in flight twice."""
         if not self._to_issue or len(self._in_flight) == self._most_in_flight:
             return False
         return self._to_issue[0][0].inner.n_in_flight < self._most_ahead
@@ -168,9 +168,7 @@ class RequestLevelScheduler:
         )
 
     def _issue(self) -> None:
-        """One iteration of the microbatch whose turn it is; it goes on behind the others to the batch's end,
-        done or not.
-        """
+        """Issue one iteration of the next microbatch, then put it last in the queue until the batch ends."""
         places = self._to_issue.popleft()
         rows = [place.next_row(self._n_first) for place in places]
         record = self.timeline.issued(rows)

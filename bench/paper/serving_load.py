@@ -39,7 +39,7 @@ class Playing:
 
 @dataclass(slots=True)
 class Load:
-    """How the load ascends: `requests` at each rate, or what arrives in `seconds` if that is more.
+    """How the load rises: `requests` at each rate, or as many as arrive in `seconds` if that is more.
 
     A system whose median normalized latency passed `until`, in seconds, is not played at higher rates; at
     `reach` systems are compared.

@@ -27,7 +27,7 @@ class ServingRecords:
 
 
 def as_json(records: ServingRecords) -> dict[str, Any]:
-    """Every request and every iteration as JSON has them; a row is told by its work's first letter."""
+    """Every request and iteration in JSON's types; a row is the first letter of its RowWork."""
     works = ["".join(work[0] for work in one.rows) for one in records.rows]
     return {
         "requests": [

@@ -84,7 +84,7 @@ def left(service: Orca) -> str:
 
 
 def left_at_rest(look: Callable[[], str]) -> str:
-    """Repeat `look` for a while, until what is in flight has ended."""
+    """What `look` reports once all in flight has ended, or after a while."""
     deadline = time.monotonic() + REST_SECONDS
     while (remaining := look()) and "failed" not in remaining and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -123,7 +123,7 @@ async def _serve(connection: Connection) -> None:
 
 
 def over_grpc(n_calls: int, n_processes: int, seed: int, progress: Progress) -> tuple[Outcomes, str]:
-    """Make the calls over gRPC; returns the outcomes, and what is left."""
+    """Make the calls over gRPC; returns the outcomes, and what the server still holds."""
     outcomes = Outcomes()
     task = progress.add_task("calls over gRPC", total=n_calls)
     others = [OtherProcess(callers) for _ in range(n_processes)]

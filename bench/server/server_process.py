@@ -1,4 +1,4 @@
-"""`orca serve` in a process of its own, and what the system knows of that process."""
+"""Runs `orca serve` as a child process, and reads its memory and processor time from the system."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _GRPC = re.compile(r"^gRPC +(\S+)", re.MULTILINE)
 
 
 class ServerFailed(Exception):
-    """The server did not start, or not end, as it should; the message has the end of its stderr."""
+    """The server failed to start or to end; the message has the end of its stderr."""
 
 
 class ServerProcess:

@@ -24,9 +24,9 @@ DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """A model before its weights are read, and what came with it; a preset has neither tokenizer nor
-    directory. `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the
-    tokenizer's.
+    """A model whose weights are not read yet; a preset has neither tokenizer nor directory.
+
+    `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
     """
 
     name: str
@@ -39,7 +39,7 @@ class FoundModel:
 def find_model(
     model: str | Path | None, load_format: LoadFormat, generation_config: str = "none"
 ) -> FoundModel:
-    """What `model` names: None is the demo model.
+    """Find the model that `model` names; None is the demo model.
 
     `generation_config` is "auto" for the generation_config.json of the model's directory, "none", or another
     directory that has one. Raises ConfigError or a CheckpointError.
@@ -50,7 +50,9 @@ def find_model(
         raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
     if load_format == "dummy" and str(place) in PRESETS:
         generation = read_generation_defaults(None, generation_config)
-        return FoundModel(name, _ended(PRESETS[str(place)], generation, None), None, None, generation)
+        return FoundModel(
+            name, _with_end_tokens(PRESETS[str(place)], generation, None), None, None, generation
+        )
     try:
         directory = find_directory(place)
     except NotACheckpoint as error:
@@ -64,12 +66,12 @@ def find_model(
     if tokenizer is not None:
         end_name = read_tokenizer_config(directory).special_tokens.get("eos_token")
         end = None if end_name is None else tokenizer.token_id(end_name)
-    config = _ended(model_config(directory), generation, end)
+    config = _with_end_tokens(model_config(directory), generation, end)
     return FoundModel(name, config, tokenizer, directory, generation)
 
 
 def find_config(model: str | Path | None) -> ModelConfig:
-    """The shape of what `model` names: None is the demo model. No weights are read, nor fetched from the hub.
+    """The config of the model that `model` names; None is the demo model. Reads and fetches no weights.
 
     Raises ConfigError or a CheckpointError.
     """
@@ -88,10 +90,9 @@ def load_parameters(
     seed: int,
     on_load: Callable[[int, int], None] | None = None,
 ) -> Sequence[Parameters]:
-    """The weights of stages, each where its placement has them.
+    """Each stage's weights, on the devices of its placement.
 
-    `model` is the one that was found, as the stages' devices hold it; random weights are
-    drawn from `seed`. Raises ConfigError or a CheckpointError.
+    `model` is `found.config` as prepared for the devices (`for_devices`); random weights are drawn from `seed`. Raises ConfigError or a CheckpointError.
     """
     if load_format == "dummy":
         return [random_parameters(model, seed, dtype, placement) for placement in placements]
@@ -112,8 +113,8 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
     return Tokenizer.from_file(path) if path.exists() else None
 
 
-def _ended(config: ModelConfig, generation: GenerationDefaults, end: int | None) -> ModelConfig:
-    """With the end-of-sequence tokens of the generation defaults, and the tokenizer's `end`."""
+def _with_end_tokens(config: ModelConfig, generation: GenerationDefaults, end: int | None) -> ModelConfig:
+    """`config` with the end-of-sequence tokens of the generation defaults and the tokenizer added."""
     more = (*generation.eos_token_ids, *([] if end is None else [end]))
     try:
         return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

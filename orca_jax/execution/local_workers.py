@@ -16,7 +16,7 @@ from orca_jax.sharding.link import DeviceLink
 
 
 class LocalIteration:
-    """PendingTokens of an iteration; `go_on` starts what of it could not be started before."""
+    """PendingTokens of an iteration; `go_on` starts the parts that had to wait."""
 
     def __init__(
         self, message: ControlMessage, flat: FlatBatch, words: MakeWords, go_on: Callable[[], None]

@@ -58,7 +58,7 @@ class DeviceTokens:
         return all(array.is_ready() for array in self._arrays())  # pyright: ignore[reportAttributeAccessIssue]
 
     def fetch(self) -> Sampled:
-        """All of it, after waiting for the device; what failed there is raised here."""
+        """Wait for the device and return everything. Raises what failed there."""
         nothing = np.zeros((0, LOGPROB_WORDS), np.int32)  # of a prompt of one token
         prompts = {
             place: as_records(np.concatenate([nothing, *(np.asarray(part)[:n] for part, n in parts)]))

@@ -1,6 +1,6 @@
-"""A stage's devices as its controller sees them: what is to be run goes in, what has happened comes back.
+"""A stage's devices as its controller sees them: work goes in, events come out.
 
-A thread of its own issues the work, because a device may hold its caller; another waits for the results.
+One thread issues the work, because a device may block its caller; another waits for the results.
 """
 
 import math

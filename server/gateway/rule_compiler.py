@@ -30,7 +30,7 @@ class RuleCompiler:
             n_bytes = weight_in_bytes((), sampling) // _HELD_PER_BYTE
             return await run_for_request(n_bytes, make)
         if self._n_waiting >= _MOST_WAITING:
-            raise QueueFull(f"{_MOST_WAITING} grammars wait to be compiled, which is the limit; try again later")
+            raise QueueFull(f"{_MOST_WAITING} grammars wait to be compiled, the limit; try again later")
         self._n_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, make)

@@ -39,7 +39,7 @@ class Lane:
             if self._n_waiting and (
                 self._n_waiting >= self._most_waiting or self._n_bytes + n_bytes > self._most_bytes
             ):
-                message = f"{self._n_waiting} long requests wait to be read, which is the limit; try again later"
+                message = f"{self._n_waiting} long requests wait to be read, the limit; try again later"
                 raise QueueFull(message)
             self._n_waiting += 1
             self._n_bytes += n_bytes

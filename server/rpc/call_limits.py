@@ -47,7 +47,7 @@ class CallLimits(grpc.aio.ServerInterceptor):
             is_stream = inner.response_streaming
             if self._n_open[is_stream] >= self._most[is_stream]:
                 kind, flag = ("streams", " (orca serve --max-watch-streams)") if is_stream else ("calls", "")
-                text = f"{self._most[is_stream]} {kind} without a key are open, which is the limit{flag}"
+                text = f"{self._most[is_stream]} {kind} without a key are open, the limit{flag}"
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             self._n_open[is_stream] += 1
             try:

@@ -182,7 +182,7 @@ def test_grammars_compile_off_the_loop_and_too_many_are_rejected() -> None:
 
 def test_a_full_compiler_is_429_with_retry_after(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_: object) -> OutputRules:
-        raise QueueFull("16 grammars wait to be compiled, which is the limit; try again later")
+        raise QueueFull("16 grammars wait to be compiled, the limit; try again later")
 
     monkeypatch.setattr(server.gateway.compiler, "rules", full)
     with connected(server) as client:

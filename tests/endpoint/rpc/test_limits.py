@@ -118,9 +118,7 @@ def test_watch_streams_are_limited() -> None:
             next(each)
         code, message = error_of(watch(connection))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert message == (
-            "3 streams without a key are open, which is the limit (orca serve --max-watch-streams)"
-        )
+        assert message == ("3 streams without a key are open, the limit (orca serve --max-watch-streams)")
         assert check(connection).status, "a probe is no stream"
         assert error_of(reflect(connection, queue.Queue()))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert answer(GenerationStub(connection), asking(max_tokens=2)).messages, "nor is a request"
