@@ -50,9 +50,8 @@ def find_model(
         raise ConfigError(f"model is {model!r}; it must be a directory, a name, or None for the demo model")
     if load_format == "dummy" and str(place) in PRESETS:
         generation = read_generation_defaults(None, generation_config)
-        return FoundModel(
-            name, _with_end_tokens(PRESETS[str(place)], generation, None), None, None, generation
-        )
+        config = _with_end_tokens(PRESETS[str(place)], generation, None)
+        return FoundModel(name, config, None, None, generation)
     try:
         directory = find_directory(place)
     except NotACheckpoint as error:
@@ -92,7 +91,8 @@ def load_parameters(
 ) -> Sequence[Parameters]:
     """Each stage's weights, on the devices of its placement.
 
-    `model` is `found.config` as prepared for the devices (`for_devices`); random weights are drawn from `seed`. Raises ConfigError or a CheckpointError.
+    `model` is `found.config` as prepared for the devices (`for_devices`); random weights are drawn from
+    `seed`. Raises ConfigError or a CheckpointError.
     """
     if load_format == "dummy":
         return [random_parameters(model, seed, dtype, placement) for placement in placements]
