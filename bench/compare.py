@@ -37,7 +37,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.peers.checkpoint import write_random_gpt2
+from bench.peers.checkpoint import write_random_checkpoint
 from bench.peers.child import environment_variables
 from bench.peers.engine_process import PLAY_SECONDS, EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
@@ -247,7 +247,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--address", type=parse_address, metavar="NAME=URL[,KEY=VALUE...]", help="a server", **several
     )
     parser.add_argument(
-        "--model", default="gpt2", help="a preset, with random weights, or a directory (gpt2)"
+        "--model",
+        default="gpt2",
+        help="a preset or a directory; weights are random without a directory's own (gpt2)",
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--requests", type=int, default=48, help="of the paper's trace (48; 0: none)")
@@ -285,8 +287,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     if flags.trace is not None and flags.rate:
         parser.error("--trace has its arrivals; leave --rate out")
     try:
-        flags.preset = PRESETS.get(flags.model)
-        flags.config = flags.preset or read_config(flags.model)
+        flags.config = PRESETS.get(flags.model) or read_config(flags.model)
+        flags.random_weights = flags.model in PRESETS or os.listdir(flags.model) == ["config.json"]
         flags.traces = traces_of(flags, flags.config.vocab_size)
     except (OrcaError, TraceError, OSError) as error:
         parser.error(str(error))
@@ -314,10 +316,10 @@ def main(words: Sequence[str] | None = None) -> None:
         Progress(console=Console(stderr=True)) as progress,
     ):
         checkpoint = Path(flags.model)
-        if flags.preset is not None:
+        if flags.random_weights:
             task = progress.add_task("writing the checkpoint", total=1)
-            checkpoint = Path(directory) / flags.model
-            write_random_gpt2(checkpoint, flags.preset)
+            checkpoint = Path(directory) / "model"
+            write_random_checkpoint(checkpoint, flags.config)
             progress.advance(task)
         try:
             engines = start_all(flags, checkpoint, running, progress)

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.peers.checkpoint import write_random_gpt2
+from bench.peers.checkpoint import write_random_checkpoint
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import model_config
 from orca_jax.checkpoint.locate import load_checkpoint
@@ -164,7 +164,7 @@ def report(work: Path, flags: argparse.Namespace) -> None:
     sources = {name: work / name.replace(" ", "-") for name in ("safetensors", "orbax", "by Orbax")}
     with Progress(console=console) as progress:
         task = progress.add_task("writing", total=4 + len(sources) * sum(1 + s for s, _ in LAYOUTS))
-        write_random_gpt2(sources["safetensors"], config, max_file_bytes=1 << 29)
+        write_random_checkpoint(sources["safetensors"], config, max_file_bytes=1 << 29)
         progress.advance(task)
         conversions["to orbax"] = in_a_process("--convert", sources["safetensors"], sources["orbax"])
         progress.advance(task)

@@ -6,28 +6,34 @@ from pathlib import Path
 
 import numpy as np
 
+from orca_jax.checkpoint.head_view import stored_shapes
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
-from orca_jax.families.decoders.gpt2 import GPT2
 from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Initial, parameter_table
+from orca_jax.families.registry import FAMILIES
 
 
-def write_random_gpt2(
+def write_random_checkpoint(
     directory: Path, model: ModelConfig, *, seed: int = 0, max_file_bytes: int = 1 << 30
 ) -> None:
-    """Write random weights with GPT-2's layout and names in float32: normal with deviation 0.02, norms at 1
-    and 0.
+    """Write random weights in float32, with the layout and names of the model's Hugging Face family: normal
+    with deviation 0.02, norms at 1 and 0.
+
+    Raises UnsupportedModel if no family can describe the model.
     """
+    config = hf_config_of(model)
+    family = FAMILIES[config["model_type"]]
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(hf_config_of(model)))
+    (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(seed)
     tensors: list[Tensor] = []
     for name, parameter in parameter_table(model).items():
-        stored = GPT2.stored_name(name, GPT2.prefixes[0], model)
-        shape = parameter.stacked_shape[:: -1 if stored.transpose else 1]
-        read = partial(_draw, rng, parameter.initial, shape)
-        tensors.append(Tensor(stored.names[0], shape, np.dtype("f4"), read))
+        stored = family.stored_name(name, family.prefixes[0], model)
+        shapes = stored_shapes(parameter, stored, model.attention)
+        for tensor, shape in zip(stored.names, shapes, strict=True):
+            read = partial(_draw, rng, parameter.initial, shape)
+            tensors.append(Tensor(tensor, shape, np.dtype("f4"), read))
     write_files(directory, tensors, max_file_bytes)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.compare import SERVER, Address, main, parse, parse_address, parse_arguments, parse_peer, variables
-from bench.peers.checkpoint import write_random_gpt2
+from bench.peers.checkpoint import write_random_checkpoint
 from bench.peers.engine_process import EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
 from bench.peers.orca_server import as_flags
@@ -24,6 +24,8 @@ from bench.peers.rounds import OURS, Rounds, play_in_turn, raw, summary, table, 
 from bench.trace import TracedRequest, homogeneous_trace
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.families.gpt_config import gpt_config
+from orca_jax.families.hf_config import read_config
+from tests.places import DATA
 
 ECHO = """
 import time
@@ -367,12 +369,21 @@ def test_an_engine_that_does_not_start_ends_the_command(tmp_path: Path) -> None:
 
 def test_an_engine_loads_the_checkpoint(tmp_path: Path) -> None:
     model = gpt_config(vocab_size=50, n_positions=16, hidden_size=8, n_layers=2, n_heads=2, ffn_size=32)
-    write_random_gpt2(tmp_path / "model", model)
+    write_random_checkpoint(tmp_path / "model", model)
     loaded = load_checkpoint(tmp_path / "model", dtype="float32")
     weight = loaded.parameters["layers.1.up.weight"]
     assert weight.shape == (32, 8)
     assert 0.01 < float(weight.std()) < 0.03
     assert float(loaded.parameters["final_norm.scale"].min()) == 1
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "gemma2-caps", "falcon-new-decoder", "bloom-eps"])
+def test_a_checkpoint_of_any_family(name: str, tmp_path: Path) -> None:
+    model = read_config(DATA / "golden" / name)
+    write_random_checkpoint(tmp_path / "model", model)
+    loaded = load_checkpoint(tmp_path / "model", dtype="float32")
+    assert loaded.config == model
+    assert 0.01 < float(loaded.parameters["layers.1.up.weight"].std()) < 0.03
 
 
 def test_a_peer_needs_the_standard_library_alone() -> None:
