@@ -14,6 +14,9 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints
 # The build tool is pinned too, by the same file.
 PIP_BUILD := --build-constraint constraints.txt
 
+# The tests start hundreds of processes; without compiled bytecode on disk each compiles the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-long host-test check format wheel clean
 

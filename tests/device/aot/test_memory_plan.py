@@ -58,6 +58,7 @@ def test_stages_and_parts_are_compiled_one_by_one() -> None:
     assert max(map(abs, off(plan, told))) < 0.2  # little weight in each, so that temporaries tell
 
 
+@pytest.mark.long
 def test_a_cpus_rates_are_measured() -> None:
     bandwidth, matrix_rate = ask_rates("float32")
     assert 1e8 < bandwidth < 1e13 and 1e8 < matrix_rate < 1e15

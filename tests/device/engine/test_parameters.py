@@ -204,7 +204,7 @@ def test_logprobs_are_the_models_own() -> None:
         np.testing.assert_allclose(exact[i, list(ids)], values, atol=1e-4)
 
 
-@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize("n_stages", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_sixteen_requests_with_a_parameter_each_get_what_they_get_alone(n_stages: int) -> None:
     together = [request(name) for name in ASKED]
     engine(n_stages).run(together, [i % 5 for i in range(len(together))])

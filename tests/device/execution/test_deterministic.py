@@ -94,6 +94,7 @@ def test_no_bit_depends_on_what_else_runs(
         assert outcome(one) == alone(kind, n_stages, attention)
 
 
+@pytest.mark.long
 def test_without_it_bits_do_depend_on_it() -> None:
     """Else this file could not tell the difference."""
     plain = engine(1, deterministic=False)

@@ -197,7 +197,7 @@ def assert_all_greedy(asked: list[Request]) -> None:
     assert n_sure > 0.9 * sum(len(request.output_ids) for request in asked)
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_the_tokens_are_right_and_nothing_compiles_once_it_is_up(n_stages: int) -> None:
     with serving(n_stages) as (_, engine):
         asked = requests()

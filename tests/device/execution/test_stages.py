@@ -26,9 +26,10 @@ from tests.device.harness import greedy_request, harness
 TIED = gpt_config(
     vocab_size=205, n_positions=64, hidden_size=32, n_layers=5, n_heads=4, ffn_size=64, vocab_multiple=4
 )
+OTHER = "post-norm, projected, no bias, own head"
 MODELS = {
     "tied": TIED,
-    "post-norm, projected, no bias, own head": changed_config(
+    OTHER: changed_config(
         TIED,
         vocab_size=199,
         norm="post",
@@ -66,8 +67,9 @@ def requests() -> tuple[list[Request], list[int]]:
     ], arrivals
 
 
-SPLITS = [("tied", *split) for split in product((1, 2, 4), repeat=2)]
-SPLITS += [("post-norm, projected, no bias, own head", *split) for split in ((2, 2), (4, 1), (1, 4))]
+SPLITS: list[Any] = [*(("tied", *split) for split in ((4, 1), (1, 4), (2, 2))), (OTHER, 2, 2)]
+MORE = [*(("tied", *split) for split in product((1, 2, 4), repeat=2)), (OTHER, 4, 1), (OTHER, 1, 4)]
+SPLITS += [pytest.param(*split, marks=pytest.mark.long) for split in MORE if split not in SPLITS]
 
 
 @pytest.mark.parametrize(("name", "n_stages", "tensor"), SPLITS)

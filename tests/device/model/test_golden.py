@@ -31,12 +31,11 @@ def test_reference_gives_the_same_logits(name: str) -> None:
 
 
 def first_of_each_family() -> Iterator[Any]:
-    """The names; all but the first of each family are long tests, except those of the first families."""
+    """The names; all but the first of each family are long tests."""
     families: set[str] = set()
     for name in NAMES:
         family = json.loads((load_golden(name).directory / "config.json").read_text())["model_type"]
-        is_long = family in families and family not in ("gpt2", "opt")
-        yield pytest.param(name, marks=[pytest.mark.long] if is_long else [])
+        yield pytest.param(name, marks=[pytest.mark.long] if family in families else [])
         families.add(family)
 
 
@@ -57,7 +56,8 @@ def test_engine_gives_the_same_tokens_alone_and_mixed(name: str) -> None:
             n_slots=max_bs * -(-model.n_positions // 16) * 16,
             max_batch_tokens=max(model.n_positions, 2 * max_bs),
         )
-        buckets = (max_bs, serving.max_batch_tokens)
+        # Of several sizes for the first families; one, and one program, for the others.
+        buckets = (max_bs, serving.max_batch_tokens)[len(golden.prompts) == 32 :]
         engine = harness(model, checkpoint.parameters, serving, buckets=buckets)
         runs = [engine.run([request(i) for i in numbers])]
         if len(golden.prompts) == 32:  # once more, one after another in the same programs

@@ -1,6 +1,7 @@
 """Presets: their sizes against known numbers, and the big ones traced without a byte of memory."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def test_table_1(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_shapes_of_init_and_forward(name: str) -> None:
-    config = PRESETS[name]
+    # The kinds of layers repeat; seven have them all.
+    config = replace(PRESETS[name], layers=PRESETS[name].layers[:7])
     parameters = jax.eval_shape(
         partial(init_parameters, config, dtype=jnp.dtype(jnp.bfloat16)), jax.random.key(0)
     )

@@ -32,6 +32,7 @@ def right(outcomes: Outcomes, n_calls: int) -> None:
     assert outcomes.n.total() == n_calls
 
 
+@pytest.mark.long
 def test_ids_reused_over_grpc_from_32_threads() -> None:
     engine = SimulatedEngine(VirtualClock(), token=engine_token, n_workers=2)
     with serving(engine=engine) as server:

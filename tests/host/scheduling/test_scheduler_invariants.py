@@ -353,7 +353,7 @@ class Player:
         assert Counter(r.request_id for r in self.simulation.timeline.requests) == Counter(list(by_request))
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_workers", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 4))])
 def test_random_traces_keep_every_invariant(n_workers: int):
     n_each = N_TRACES // 4
     reasons: Counter[FinishReason | None] = Counter()

@@ -98,7 +98,7 @@ def test_what_is_asked_uses_every_parameter() -> None:
         {},
         {"deterministic": True},
         {"overlap": False, "attention": "static"},
-        {"pipeline_parallel": 2, "tensor_parallel": 2},
+        pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -163,7 +163,11 @@ def test_a_folder_that_cannot_be_written_to_is_refused(two_layers: Path, tmp_pat
         LLM(two_layers, compile_cache=tmp_path / "file" / "programs")
 
 
-@pytest.mark.parametrize("split", [{}, {"pipeline_parallel": 2, "tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "split",
+    [{}, pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_what_was_compiled_without_weights_is_what_a_server_needs(
     two_layers: Path, folder: Path, split: dict[str, int]
 ) -> None:

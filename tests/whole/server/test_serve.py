@@ -174,6 +174,7 @@ def _refusal(server: ServerProcess, running: list[Future[tuple[str, str]]]) -> s
     return None
 
 
+@pytest.mark.long
 def test_requests_that_do_not_finish_in_time_end_with_an_error(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ def test_requests_that_do_not_finish_in_time_end_with_an_error(
     assert "6 requests had to be ended" in server.stderr()
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_what_runs_at_once() -> None:
     slow = ("gpt2", "--load-format", "dummy", "--served-model-name", "tiny", "--drain-timeout", "600")
     with ServerProcess(slow) as server, ThreadPoolExecutor(2) as pool:
@@ -228,6 +230,7 @@ def _long(server: ServerProcess, started: threading.Semaphore) -> str:
     return "no error"
 
 
+@pytest.mark.long
 def test_after_sigkill_it_comes_back_on_the_same_port(options: tuple[str, ...]) -> None:
     with ServerProcess(options) as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_ready()

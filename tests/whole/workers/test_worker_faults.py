@@ -84,6 +84,7 @@ def check_fault(number: signal.Signals, fault: Fault) -> None:
     assert fault.reason.endswith("; its requests run again when the workers are up")
 
 
+@pytest.mark.long
 def test_past_the_bound_everybody_hears_the_cause_and_the_workers_end_with_the_server(
     model: Path, known: list[KnownStream]
 ) -> None:

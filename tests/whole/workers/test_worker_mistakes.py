@@ -222,6 +222,7 @@ def test_rubbish_at_the_control_port_changes_nothing(serving: Serving) -> None:
     serving.is_undisturbed()
 
 
+@pytest.mark.long
 def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) -> None:
     ready = ("--ready-timeout", "3")
     line = serve_mistake((*serving.flags, *ready), seconds=60)
@@ -275,6 +276,7 @@ def test_a_port_in_use_is_reported(model: Path) -> None:
     assert said.endswith("; choose another address or port")
 
 
+@pytest.mark.long
 def test_a_mistake_that_its_workers_find_ends_the_server_soon(model: Path, tmp_path: Path) -> None:
     broken = write_model(tmp_path / "broken")
     weights = broken / "model.safetensors"

@@ -64,7 +64,9 @@ def all_streamed(server: ServerProcess, known: Sequence[KnownStream]) -> list[st
         pytest.param(
             *(4, 1, "4 stages of 1 layers, 1 device each, each in its own process"), marks=pytest.mark.long
         ),
-        (2, 2, "2 stages of 2 layers, 2 devices each, each in its own process"),
+        pytest.param(
+            *(2, 2, "2 stages of 2 layers, 2 devices each, each in its own process"), marks=pytest.mark.long
+        ),
     ],
 )
 def test_worker_processes_give_one_process_s_output(
@@ -86,6 +88,7 @@ def test_worker_processes_give_one_process_s_output(
     assert "Traceback" not in server.stderr()
 
 
+@pytest.mark.long
 def test_workers_that_somebody_else_has_started_do_the_same(
     model: Path, known: list[KnownStream], tmp_path: Path
 ) -> None:
@@ -153,6 +156,7 @@ def after_long_initiations(tmp_path: Path, *flags: str) -> Iterator[list[tuple[I
         ]
 
 
+@pytest.mark.long
 def test_a_control_message_reaches_the_next_stage_before_this_device_is_done(tmp_path: Path) -> None:
     with after_long_initiations(tmp_path) as times:
         ahead = [second.received < first.done for first, second in times]
