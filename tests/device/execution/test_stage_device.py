@@ -223,7 +223,9 @@ def test_the_tokens_are_right_and_nothing_compiles_once_it_is_up(n_stages: int) 
             assert stage.link_bytes == sum(tokens) * MODEL.hidden_size * 4
 
 
-def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with_new_caches() -> None:
+def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with_new_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with serving(2) as (pipeline, engine):
         asked = requests()
         for request in asked:
@@ -231,8 +233,13 @@ def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with
         engine.run(asked, n_iterations=2)
         worker = pipeline.stages[1].device._worker
         assert worker is not None
-        worker._caches = []  # as after a failure on the device: what was donated is gone
-        with pytest.raises(WorkerLost, match="stage 2: ") as lost:
+
+        def fails(*_: object) -> None:
+            worker._caches = []  # what was donated is gone
+            raise RuntimeError("no more memory")
+
+        with monkeypatch.context() as failing, pytest.raises(WorkerLost, match="stage 2: .*memory") as lost:
+            failing.setattr(worker, "forward", fails)
             engine.run(asked)
         assert lost.value.stage == 1
         engine.scheduler.run_again()
