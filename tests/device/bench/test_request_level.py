@@ -54,7 +54,7 @@ def requests() -> list[Request]:
         pytest.param(1, 4, False, marks=pytest.mark.long),
         (1, 3, True),
         pytest.param(2, 4, True, marks=pytest.mark.long),
-        (2, 2, False),
+        pytest.param(2, 2, False, marks=pytest.mark.long),
         (2, 1, True),
     ],
 )

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.model import reference
 from tests.device.checkpoint.tiny_checkpoint import (
     DTYPES,
     GPT2,
@@ -31,7 +29,6 @@ from tests.device.checkpoint.tiny_checkpoint import (
     write_checkpoint,
     write_json,
 )
-from tests.device.model.golden import NAMES, load_golden
 
 
 def expected(config: ModelConfig, tensors: Tensors) -> dict[str, np.ndarray]:
@@ -91,16 +88,6 @@ def assert_parameters(checkpoint: Checkpoint, tensors: Tensors, dtype: Any) -> N
         assert isinstance(value, jax.Array)
         assert (name, value.shape, value.dtype) == (name, shapes[name], np.dtype(dtype))
         np.testing.assert_array_equal(np.asarray(value), wanted[name].astype(dtype), err_msg=name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_reference_computes_what_transformers_computes(name: str) -> None:
-    golden = load_golden(name)
-    loaded = load_checkpoint(golden.directory, dtype=np.float32)
-    row, logits = max(golden.logits.items(), key=lambda item: len(item[1]))
-    forward = jax.jit(reference.forward, static_argnums=0)
-    ours = forward(loaded.config, loaded.parameters, jnp.array(golden.prompts[row], jnp.int32))
-    np.testing.assert_allclose(np.asarray(ours), logits, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])

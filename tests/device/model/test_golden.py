@@ -27,7 +27,7 @@ def test_reference_gives_the_same_logits(name: str) -> None:
         token_ids = np.zeros(longest, np.int32)
         token_ids[: len(expected)] = golden.prompts[row]
         logits = forward(checkpoint.config, checkpoint.parameters, jnp.array(token_ids))[: len(expected)]
-        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=2e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
 
 
 def first_of_each_family() -> Iterator[Any]:

@@ -170,7 +170,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("vocab", "cut", "acting"), CUTS)
-@pytest.mark.parametrize("seeds", [True, False])
+@pytest.mark.parametrize("seeds", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_draws_follow_the_exact_distribution(
     vocab: int, cut: Cut, acting: tuple[str, ...], seeds: bool
 ) -> None:

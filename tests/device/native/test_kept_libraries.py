@@ -181,6 +181,7 @@ def process(*args: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
+@pytest.mark.long
 def test_processes_that_start_together_share_a_folder(tmp_path: Path, cc: Compiler) -> None:
     for n_built in (None, 0):  # each may build at first; then none does
         before = cc.n_built

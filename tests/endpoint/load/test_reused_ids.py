@@ -46,6 +46,7 @@ def test_ids_reused_over_grpc_from_32_threads() -> None:
     assert outcomes.n["Cancel: found"] >= 1, outcomes.n
 
 
+@pytest.mark.long
 def test_ids_reused_on_the_service_from_32_threads() -> None:
     with simulated_service() as service:
         outcomes = on_service(service, n_calls=N_DIRECT, seed=1)

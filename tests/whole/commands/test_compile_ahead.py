@@ -119,7 +119,12 @@ def test_after_ready_nothing_is_compiled(two_layers: Path, how: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    "left_out", ["forward pass, 24 tokens", "full sampler, 4 rows", "a prompt's log-probabilities, 16 tokens"]
+    "left_out",
+    [
+        "forward pass, 24 tokens",
+        pytest.param("full sampler, 4 rows", marks=pytest.mark.long),
+        pytest.param("a prompt's log-probabilities, 16 tokens", marks=pytest.mark.long),
+    ],
 )
 def test_without_any_one_program_it_shows(
     two_layers: Path, left_out: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.load import DEMO_MODEL
@@ -23,6 +24,7 @@ def test_it_is_small() -> None:
     assert sum(file.stat().st_size for file in DEMO_MODEL.iterdir()) <= 12 << 20
 
 
+@pytest.mark.long
 def test_held_out_loss_is_the_cards() -> None:
     """As the card defines it: documents between end-of-text tokens, in windows that do not see each other."""
     checkpoint = load_checkpoint(DEMO_MODEL, dtype=jnp.float32)

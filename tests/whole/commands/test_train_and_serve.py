@@ -29,6 +29,7 @@ def greedy(model: TinyGPT, prompt: bytes) -> tuple[list[int], list[float]]:
     return window[0, n : n + N_TOKENS].tolist(), gaps
 
 
+@pytest.mark.long
 def test_what_is_trained_is_what_is_served(tmp_path: Path) -> None:
     model, optimizer = train(Path(train_and_serve.__file__).read_bytes(), 12)
     save(tmp_path / "run", model, optimizer, 12)

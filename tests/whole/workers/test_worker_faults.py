@@ -123,6 +123,7 @@ async def _once(server: ServerProcess, known: list[KnownStream]) -> RepeatedStre
     return streams
 
 
+@pytest.mark.long
 def test_when_the_server_is_killed_its_workers_end_by_themselves(model: Path) -> None:
     server = serve(model)
     try:

@@ -168,6 +168,7 @@ def test_another_dtype_is_named(serving: Serving, model: Path) -> None:
     serving.is_undisturbed()
 
 
+@pytest.mark.long
 def test_another_number_of_stages_is_named(serving: Serving, model: Path) -> None:
     said = refusal(model, [*serving.workers, f"127.0.0.1:{free_port()}"])
     assert "n_stages: this worker has 2, but the caller has 3" in said

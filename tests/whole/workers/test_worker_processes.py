@@ -164,6 +164,7 @@ def test_a_control_message_reaches_the_next_stage_before_this_device_is_done(tmp
         assert sum(ahead) >= 0.8 * len(ahead), times
 
 
+@pytest.mark.long
 def test_without_forwarding_ahead_it_never_is(tmp_path: Path) -> None:
     with after_long_initiations(tmp_path, "--no-forward-ahead") as times:
         assert len(times) >= 20
