@@ -56,6 +56,8 @@ PARTITIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
         ("gpt3-175b", 2, 2),
         ("gpt3-341b", 1, 8),
         ("gpt3-341b", 2, 4),
+        ("llama-3.1-70b", 1, 4),
+        ("llama-3.1-405b", 2, 8),
     ),
 }
 BUCKETS = (32, 2048)  # decode and prefill
