@@ -32,12 +32,14 @@ serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gR
 
 # Two processes, a file of tests at a time, the slowest folder first.
 PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+# A test at a time, because a few files have most of the long ones.
+PYTEST_LONG := -m pytest --numprocesses=2 --dist=worksteal
 
 test: $(VENV)/.dev ## run the tests: all that guards behaviour, in under ten minutes on two cores
 	$(BIN)/python $(PYTEST) -m "not long" tests/whole tests/endpoint tests/device tests/host
 
 test-long: $(VENV)/.dev ## run the long tests: soaks, thousands of seeds, killed processes, whole figures
-	ORCA_TESTS_OPTIMIZED=1 $(BIN)/python $(PYTEST) -m long tests/whole tests/endpoint tests/device tests/host
+	$(BIN)/python $(PYTEST_LONG) -m long tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'

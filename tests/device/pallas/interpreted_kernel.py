@@ -174,7 +174,7 @@ def main() -> None:
     )
     @seed(int(sys.argv[2]))
     @example(sizes.fit(((1, 640), (130, 130), (1, 1), (0, 0), (9, 200), (1, 321))), 3, 1.0, 7)
-    @example(sizes.fit(((103, 640), (0, 0), (31, 31))), 2, 0.01, 16581)
+    @example(sizes.fit(((33, 640), (0, 0), (33, 640), (33, 640))), 2, 0.01, 16581)  # tiles are merged
     @example(sizes.fit(((1, 640),)), 0, 1.0, 9)
     @given(rows_of(sizes), st.integers(0, 5), st.sampled_from([0.01, 1.0, 8.0]), st.integers(0, 2**32 - 1))
     def check(rows: Rows, n_shared: int, sharpness: float, drawn: int) -> None:
