@@ -52,7 +52,7 @@ def requests() -> list[Request]:
     ("n_stages", "mbs", "ahead"),
     [
         pytest.param(1, 4, False, marks=pytest.mark.long),
-        (1, 3, True),
+        pytest.param(1, 3, True, marks=pytest.mark.long),
         pytest.param(2, 4, True, marks=pytest.mark.long),
         pytest.param(2, 2, False, marks=pytest.mark.long),
         (2, 1, True),

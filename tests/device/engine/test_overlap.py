@@ -118,7 +118,7 @@ some_asked = st.lists(
 
 
 @pytest.mark.parametrize("n_stages", [1, 2])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(asked=some_asked)
 def test_same_tokens_with_and_without_overlap(n_stages: int, asked: list[Asked]) -> None:
     undisturbed = play(asked, n_stages, overlap=False, leaves=False)

@@ -77,7 +77,7 @@ crowds = st.lists(st.tuples(st.integers(0, N_KINDS - 1), st.integers(0, 30)), mi
 @pytest.mark.parametrize(
     ("n_stages", "attention"),
     [
-        (1, "follow_lengths"),
+        pytest.param(1, "follow_lengths", marks=pytest.mark.long),
         pytest.param(1, "static", marks=pytest.mark.long),
         (2, "follow_lengths"),
         pytest.param(1, "native", marks=needs_native),

@@ -194,6 +194,7 @@ def changes_of(vocab: int, logits: np.ndarray, rng: np.random.Generator) -> Chan
     return Changes(prompt, counts, bias, allowed, repetition=1.5, frequency=0.6, presence=1.4)
 
 
+@pytest.mark.long
 def test_draws_after_penalties_and_what_is_allowed_follow_the_exact_distribution() -> None:
     vocab = 300
     rng = np.random.default_rng(7)

@@ -240,7 +240,9 @@ def test_it_plans(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "split", [{}, {"tensor_parallel": 2, "pipeline_parallel": 2}], ids=["whole", "split"]
+    "split",
+    [pytest.param({}, marks=pytest.mark.long), {"tensor_parallel": 2, "pipeline_parallel": 2}],
+    ids=["whole", "split"],
 )
 def test_it_generates(directory: Path, split: dict[str, Any]) -> None:
     with LLM(directory, max_batch_size=4, n_slots=256, max_batch_tokens=48, **split) as llm:

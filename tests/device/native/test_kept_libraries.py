@@ -109,6 +109,7 @@ def test_what_it_follows_from_decides(
     assert cc.n_built == 2 and len([*folder.iterdir()]) == 2
 
 
+@pytest.mark.long
 def test_a_broken_file_is_rebuilt(folder: Path, cc: Compiler) -> None:
     build()
     (file,) = folder.iterdir()

@@ -63,7 +63,15 @@ def read(text: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("before", ["", "a[", 'a["', "a[/", "a[temperature", "a"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "a[",
+        'a["',
+        *(pytest.param(text, marks=pytest.mark.long) for text in ("a[/", "a[temperature", "a")),
+    ],
+)
 def test_twice_the_text_takes_twice_the_time(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MAX_LARK", 1 << 20)
     monkeypatch.setattr(source, "MAX_OPERATORS", 1 << 20)

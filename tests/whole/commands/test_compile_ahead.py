@@ -170,9 +170,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused(two_layers: Path, tmp_pat
 
 @pytest.mark.parametrize(
     "split",
-    [{}, pytest.param({"pipeline_parallel": 2, "tensor_parallel": 2}, marks=pytest.mark.long)],
+    [{}, {"pipeline_parallel": 2, "tensor_parallel": 2}],
     ids=str,
 )
+@pytest.mark.long
 def test_what_was_compiled_without_weights_is_what_a_server_needs(
     two_layers: Path, folder: Path, split: dict[str, int]
 ) -> None:

@@ -248,9 +248,10 @@ def test_a_second_server_is_refused_until_the_first_is_gone(serving: Serving) ->
             ("--listen", "here", "--data-host", "127.0.0.1"),
             "a worker's address is 'here'; it must be host:port",
         ),
-        (
+        pytest.param(
             ("--tensor-parallel", "2"),
             "tensor_parallel 2 needs 2 devices in the worker's process; JAX has 1",
+            marks=pytest.mark.long,
         ),
         (("--control-secret-file", "no/such/file"), "no/such/file"),
     ],
@@ -263,6 +264,7 @@ def test_a_worker_s_mistake_is_reported_in_one_line(
         assert message in worker.mistake()
 
 
+@pytest.mark.long
 def test_a_worker_without_a_model_reports_it(tmp_path: Path) -> None:
     with OrcaWorker(tmp_path / "nowhere", ("--stage", "1", "--of", "2")) as worker:
         assert "there is no directory" in worker.mistake()
