@@ -35,7 +35,7 @@ PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 # A test at a time, because a few files have most of the long ones.
 PYTEST_LONG := -m pytest --numprocesses=2 --dist=worksteal
 
-test: $(VENV)/.dev ## run the tests: all that guards behaviour, in under ten minutes on two cores
+test: $(VENV)/.dev ## run the tests: all that guards behaviour, in about twelve minutes on two cores
 	$(BIN)/python $(PYTEST) -m "not long" tests/whole tests/endpoint tests/device tests/host
 
 test-long: $(VENV)/.dev ## run the long tests: soaks, thousands of seeds, killed processes, whole figures
