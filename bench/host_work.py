@@ -22,10 +22,9 @@ from rich.table import Table
 
 from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
-from orca_jax.iteration.batch_sizes import BatchSizes, batch_sizes
-from orca_jax.iteration.buckets import bucket_sizes
+from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage, MakeWords
-from orca_jax.iteration.shape import EngineShape
+from orca_jax.iteration.shape import EngineShape, bucket_sizes
 from orca_jax.request.request import Request
 from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams

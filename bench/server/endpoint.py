@@ -30,7 +30,7 @@ from bench.server.costless_server import HOST, ITERATION_SECONDS, Direct, Hot
 from bench.server.server_process import ServerProcess, host_and_port
 from bench.server.stream_load import Loaded, Streams, client
 from orca_jax import LLM, SamplingParams
-from orca_jax.iteration.buckets import bucket_sizes
+from orca_jax.iteration.shape import bucket_sizes
 
 Protocol = Literal["HTTP", "gRPC"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from bench.server.server_process import ServerProcess, host_and_port
 from bench.server.soak_clients import Clients, Wrong
-from orca_jax.iteration.buckets import bucket_sizes
+from orca_jax.iteration.shape import bucket_sizes
 
 MAX_BATCH_SIZE = 4  # few sizes, so few programs to compile first
 MAX_QUEUE = 12

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.paper.serving_records import ServingRecords
-from orca_jax.iteration.buckets import bucket_for
+from orca_jax.iteration.shape import bucket_for
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from orca_jax.execution.programs import ToCompile
 from orca_jax.execution.sampling import DeviceTokens
 from orca_jax.execution.worker import Worker
-from orca_jax.iteration.batch_sizes import BatchSizes
-from orca_jax.iteration.flat_batch import FlatBatch
+from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink

@@ -24,7 +24,7 @@ from orca_jax.execution.sampling import DeviceTokens
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.token_mask import n_words
-from orca_jax.iteration.batch_sizes import BatchSizes, batch_sizes
+from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters

@@ -16,8 +16,7 @@ from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.stage import SCORED, Last, Stage
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.batch_sizes import BatchSizes
-from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout
+from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters

@@ -1,10 +1,17 @@
-"""The sizes of an engine, shared by its master, its workers and the wire format between them."""
+"""The sizes of an engine, shared by its master, its workers and the wire between them, and its buckets.
 
+Buckets are the total-token sizes that programs are compiled for. An iteration is padded to the next one.
+Padding is less than 8 tokens below 64, and less than a quarter of the real tokens above. There are about
+half as many coarse buckets. They are for GPUs, where each is slow to compile because XLA autotunes its matrix
+products. Padding costs little there: a small iteration takes as long as reading the weights anyway.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orca_jax.config import check_whole
+from orca_jax.config import ServingConfig, check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.iteration.buckets import engine_buckets
 
 # The maximum of each size: what ServingConfig and ModelConfig allow.
 _LIMITS = {
@@ -16,6 +23,9 @@ _LIMITS = {
     "n_blocks": 1 << 31,
     "vocab_size": 1 << 22,
 }
+
+_STEP = 8  # between buckets, below 64
+_COARSE = (8, 16, 32)  # the first coarse buckets after 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,3 +70,60 @@ class EngineShape:
         return engine_buckets(
             self.max_tokens, self.max_rows, deterministic=self.deterministic, coarse=self.coarse_buckets
         )
+
+
+def bucket_sizes(max_tokens: int, *, coarse: bool = False) -> tuple[int, ...]:
+    """Ascending sizes that hold 1 to `max_tokens` tokens; the last is `max_tokens` itself.
+
+    The first is 1, because the most common iteration of a lightly loaded server is the decode of one request.
+    With `coarse`, the next are 8, 16 and 32, then powers of two and 1.5 times powers of two: 16 sizes up to
+    2,048. Above 32 tokens the padding is then on average 18 % and at most 50 % of the real tokens.
+    """
+    assert max_tokens >= 1
+    size_after = _coarse_size_after if coarse else _size_after
+    sizes = [1]
+    while sizes[-1] < max_tokens:
+        sizes.append(min(size_after(sizes[-1]), max_tokens))
+    return tuple(sizes)
+
+
+def engine_buckets(
+    max_tokens: int, max_rows: int, *, deterministic: bool = False, coarse: bool = False
+) -> tuple[int, ...]:
+    """The buckets of an engine whose iterations have up to `max_tokens` tokens and `max_rows` requests.
+
+    A `deterministic` engine has one per phase: decode, then prefill.
+    """
+    if deterministic:
+        return tuple(sorted({max_rows, max_tokens}))
+    return bucket_sizes(max_tokens, coarse=coarse)
+
+
+def serving_buckets(serving: ServingConfig) -> tuple[int, ...]:
+    """The buckets of an engine with this configuration."""
+    return engine_buckets(
+        serving.max_batch_tokens,
+        serving.max_batch_size,
+        deterministic=serving.deterministic,
+        coarse=serving.coarse_buckets,
+    )
+
+
+def _coarse_size_after(size: int) -> int:
+    for first in _COARSE:
+        if size < first:
+            return first
+    half = 1 << (size.bit_length() - 2)  # half of the largest power of two up to `size`
+    return size // half * half + half
+
+
+def _size_after(size: int) -> int:
+    """Steps of 8 below 64, then four sizes per power of two. Powers of two, the usual settings, are sizes."""
+    step = _STEP if size < 64 else (1 << (size.bit_length() - 1)) // 4
+    return size // step * step + step
+
+
+def bucket_for(n_tokens: int, sizes: Sequence[int]) -> int:
+    """The smallest of the ascending `sizes` that holds `n_tokens`."""
+    assert 1 <= n_tokens <= sizes[-1], f"{n_tokens} tokens, buckets up to {sizes[-1]}"
+    return sizes[bisect_left(sizes, n_tokens)]

@@ -11,7 +11,7 @@ from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.programs import OnProgram
-from orca_jax.iteration.buckets import serving_buckets
+from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.stage_weights import load_stages
 from orca_jax.planning.stage_layers import split_summary

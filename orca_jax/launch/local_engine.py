@@ -13,7 +13,7 @@ from orca_jax.execution.local_workers import LocalWorkers, all_programs
 from orca_jax.execution.programs import OnProgram, compile_all
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.batch_sizes import BatchSizes
+from orca_jax.iteration.flat_batch import BatchSizes
 from orca_jax.model.gpt import Parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
 from orca_jax.scheduling.kv_manager import KVManager

@@ -18,7 +18,7 @@ def serving_config(
     `n_slots` is the largest that fits, as ORCA 4.2 advises. A slot takes memory on every stage, so the stage
     with the least room decides (`rooms` has one entry per stage). `n_slots` is at most what all admitted
     requests can reserve, or, if the engine shares its memory with others, a full batch of the longest
-    requests. `coarse_buckets` are for GPUs (iteration/buckets.py). Raises ConfigError.
+    requests. `coarse_buckets` are for GPUs (iteration/shape.py). Raises ConfigError.
     """
     longest = config.n_positions
     whole_request = round_up(longest, requested.block_size)

@@ -3,7 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
-from orca_jax.iteration.buckets import serving_buckets
+from orca_jax.iteration.shape import serving_buckets
 from server.commands.endpoints import Endpoints
 from server.commands.loading import summary
 from server.commands.notes import Notes

@@ -9,7 +9,7 @@ import jax
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.buckets import serving_buckets
+from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.gpt import Parameters
 from orca_jax.planning.sizes import engine_shape

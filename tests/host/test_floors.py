@@ -315,7 +315,7 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ),
         ("orca_jax/scheduling/scheduler.py", "from orca_jax import LLM", "scheduling must not know __init__"),
         (
-            "orca_jax/iteration/buckets.py",
+            "orca_jax/iteration/shape.py",
             "from orca_jax.control import frame",
             "iteration must not know control",
         ),

@@ -21,7 +21,7 @@ from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.errors import WorkerLost
 from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.iteration.buckets import bucket_for, bucket_sizes
+from orca_jax.iteration.shape import bucket_for, bucket_sizes
 from orca_jax.model import reference
 from orca_jax.model.gpt import Parameters, init_parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager

@@ -5,7 +5,7 @@ import pytest
 
 from bench.paper.serving_records import ServingRecords
 from bench.simulate.measured_cost import Measured, MeasuredCost, error_of, fit, measured
-from orca_jax.iteration.buckets import bucket_for, bucket_sizes
+from orca_jax.iteration.shape import bucket_for, bucket_sizes
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 

@@ -1,6 +1,6 @@
 import pytest
 
-from orca_jax.iteration.buckets import bucket_for, bucket_sizes
+from orca_jax.iteration.shape import bucket_for, bucket_sizes
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7, 8, 9, 63, 64, 65, 100, 512, 1000, 2048, 5000, 1 << 20])

@@ -8,10 +8,8 @@ import pytest
 from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.iteration.batch_sizes import batch_sizes
-from orca_jax.iteration.buckets import serving_buckets
-from orca_jax.iteration.flat_batch import FlatLayout
-from orca_jax.iteration.shape import EngineShape
+from orca_jax.iteration.flat_batch import FlatLayout, batch_sizes
+from orca_jax.iteration.shape import EngineShape, serving_buckets
 from orca_jax.planning.sizes import engine_shape, kv_manager
 from tests.host.control.test_message_wire import ONE, message_of
 

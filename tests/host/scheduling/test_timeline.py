@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
-from orca_jax.iteration.buckets import bucket_sizes
+from orca_jax.iteration.shape import bucket_sizes
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, Timeline
