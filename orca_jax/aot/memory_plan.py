@@ -25,7 +25,7 @@ from orca_jax.families.config_json import config_from_json, plain_error
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.sampler import sample
 from orca_jax.planning.known_devices import CPU
-from orca_jax.planning.stage_memory import result_bytes
+from orca_jax.planning.stage_memory import KEPT_ITERATIONS
 from orca_jax.sharding.partition import StagePart, split_model
 
 
@@ -34,7 +34,7 @@ class CompiledMemory:
     """Memory of a stage's programs, in bytes per device.
 
     `arguments` are the weights, the K/V cache and an iteration's buffer. `temporaries` are the most that any
-    one program needs, plus the results that are kept.
+    one program needs, plus the hidden states and results that are kept.
     """
 
     arguments: int
@@ -67,16 +67,12 @@ def compiled_memory(
     needed = max(_temporaries(program) for program in programs)
     memory = compiled.program.memory_analysis()
     assert memory is not None
+    hidden = serving.max_batch_tokens * model.hidden_size * dtype.itemsize
+    arrived = 0 if part.first else hidden  # an argument, but kept like a result
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes  # all but the donated caches
     return CompiledMemory(
-        arguments=memory.argument_size_in_bytes,
-        temporaries=needed
-        + result_bytes(
-            model,
-            part.layers,
-            dtype.itemsize,
-            n_tokens=serving.max_batch_tokens,
-            n_rows=min(serving.max_batch_size, serving.max_batch_tokens),
-        ),
+        arguments=memory.argument_size_in_bytes - arrived,
+        temporaries=needed + KEPT_ITERATIONS * (arrived + results),
     )
 
 

@@ -24,8 +24,10 @@ _TABLE_BYTES = 8  # execution/sampling.py: an int32 and a float32 for each token
 _LAST_TOKEN_BYTES = 4  # ... and an int32, for each row
 _SCORED = 128  # execution/stage.py: prompt tokens scored at a time
 _LOGIT_BYTES = 4
-# Iterations whose results are on a device at a time: the running one, and one whose tokens are in transfer.
-_KEPT = 2
+_ANGLE_BYTES = 4  # model/rotation.py: cosine and sine are float32
+# Iterations whose results are on a device at a time: the running one, and one in transfer (its tokens to the
+# host, or its hidden states between two stages).
+KEPT_ITERATIONS = 2
 # model/attention.py's static shapes: query tokens of a tile (the same in cudnn/tiles.py), and keys gathered
 # for all tiles at once.
 _TILE_QUERIES, _TILE_KEYS = 64, 256
@@ -146,7 +148,7 @@ def temporary_bytes(
     itemsize: int,
     attention: Attention,
 ) -> int:
-    """The largest program's memory while it runs, plus the results of iterations that are kept meanwhile."""
+    """The largest program's memory while it runs, plus what is kept between programs meanwhile."""
     n_tokens, n_rows = _largest_batch(shape)
     cpu = attention in ("native", "follow_lengths")
     # The residual stream, the feed-forward layer's inner array, and its output. A GPU's programs apply the
@@ -162,6 +164,7 @@ def temporary_bytes(
     if attention == "static":
         starts, work = _static_attention_bytes(config, len(layers), n_devices, n_tokens, n_rows, itemsize)
         needed = starts + max(needed, work)
+    needed += _rotation_bytes(config, layers, n_tokens)
     if layers.stop == config.n_layers:
         # The full sampler keeps the rows' weights. Scoring keeps the logits and candidates for the most
         # likely tokens; on a CPU it sorts whole rows with their indices.
@@ -178,9 +181,23 @@ def _inner_arrays(feed_forward: FeedForward, cpu: bool) -> int:
 
 
 def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens: int, n_rows: int) -> int:
-    """Results kept between an iteration's programs: hidden states and, on the last stage, logits."""
+    """What is kept between programs: a stage's hidden states, those that arrived, and logits.
+
+    No hidden states arrive at the first stage, and only the last stage has logits.
+    """
+    hidden = n_tokens * config.hidden_size * itemsize
+    arrived = hidden if layers.start > 0 else 0
     logits = n_rows * config.vocab_size * _LOGIT_BYTES if layers.stop == config.n_layers else 0
-    return _KEPT * (n_tokens * config.hidden_size * itemsize + logits)
+    return KEPT_ITERATIONS * (arrived + hidden + logits)
+
+
+def _rotation_bytes(config: ModelConfig, layers: range, n_tokens: int) -> int:
+    """The cosines and sines of the tokens' rotary positions, `size` / 2 of each for each kind of rotary.
+
+    They are computed once for all layers of that kind, so they stay for the whole forward pass.
+    """
+    kinds = {config.layers[i].attention.rotary for i in layers}
+    return sum(n_tokens * kind.size * _ANGLE_BYTES for kind in kinds if kind is not None)
 
 
 def _largest_batch(shape: EngineShape) -> tuple[int, int]:

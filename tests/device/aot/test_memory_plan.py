@@ -8,7 +8,7 @@ from orca_jax.planning.ask_xla import MemoryQuestion, ask_memory, ask_rates
 from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
-from tests.device.aot.without_gpu import needs_plugin
+from tests.device.aot.without_gpu import needs_plugin, told_apart
 
 CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
 
@@ -69,3 +69,20 @@ def test_a_cpus_rates_are_measured() -> None:
 def test_an_h200_needs_what_was_planned(name: str) -> None:
     plan, told = planned(name, gpu_named("h200"), "bfloat16", 1, 1)
     assert max(map(abs, off(plan, told))) < 0.05
+
+
+@needs_plugin
+@pytest.mark.long
+def test_large_llamas_on_h200s_need_what_was_planned() -> None:
+    """Two layers of each stage, so that temporaries and kept results, not weights, decide."""
+    models = "llama-3.1-70b,llama-3.1-405b"
+    check = ("--devices", "h200", "--models", models, "--layers", "2")
+    stages = told_apart("-m", "bench.compiled.plan_check", *check)["stages"]
+    assert [(row["model"], row["tensor"], row["layers"]) for row in stages] == [
+        ("llama-3.1-70b", 4, [1, 2]),
+        ("llama-3.1-405b", 8, [1, 2]),
+        ("llama-3.1-405b", 8, [3, 4]),
+    ]
+    for row in stages:
+        for part in ("arguments", "temporaries"):
+            assert abs(row[f"planned_{part}"] / row[f"compiled_{part}"] - 1) < 0.05, (row, part)
