@@ -60,9 +60,6 @@ class StreamedFigures:
         self.n_iterations = 0
         self.n_rows = 0
 
-    def arrived(self, record: RequestRecord) -> None:
-        """Nothing to record yet."""
-
     def returned(self, record: IterationRecord) -> None:
         """Count an iteration, and its rows."""
         self.n_iterations += 1

@@ -1,4 +1,4 @@
-"""Which requests an engine of given sizes can run."""
+"""Admission to the queue: which requests an engine of given sizes can run, and the memory that one holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,20 @@ from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+
+# The memory of a waiting request, in bytes:
+_REQUEST = 4096  # fixed cost: the request, its Output, its parameters
+_TOKEN_ID = 40  # an element of a tuple, and the number
+_STOP_TOKEN = 240  # a token id in a tuple and in two sets
+_BIAS = 160  # a dictionary entry, an int and a float
+_CHARACTER = 4
+_TEXT = 80  # a string without its characters
+_STOP = 300
+_STOP_CHARACTER = 24  # of a stop string: the character, and a state of the automaton
+_BAD_CHARACTER = 36  # of a bad word: the character, and its tokens at the start of a word and after a space
+_BAD_WORD = 400
+_GRAMMAR_STATE = 128 << 10  # the output's position, with the bits of its next mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +74,22 @@ def longest_request(*, config: ServingConfig, model: ModelConfig) -> tuple[int, 
         # After a worker is lost, one iteration recomputes all tokens of a request except the last.
         (config.max_batch_tokens + 1, "max_batch_tokens"),
     )
+
+
+def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
+    """Upper estimate of a queued request's memory in bytes, including data derived from its parameters.
+
+    Costs no more than the lengths of its texts. Outputs of one prompt share most of what each is charged for
+    here. Compiled grammars are not included: the compiler has its own limit.
+    """
+    n = _REQUEST + _TOKEN_ID * len(prompt_ids)
+    n += _BIAS * len(sampling.logit_bias)
+    n += _STOP_TOKEN * len(sampling.stop_token_ids)
+    n += 2 * _TOKEN_ID * len(sampling.allowed_token_ids or ())
+    n += sum(_STOP + _STOP_CHARACTER * len(text) for text in sampling.stop)
+    n += sum(_BAD_WORD + _BAD_CHARACTER * len(text) for text in sampling.bad_words)
+    for text in (sampling.guided_json, sampling.guided_regex, sampling.guided_grammar):
+        n += _TEXT + _CHARACTER * len(text) if isinstance(text, str) else 0
+    if sampling.grammar is not None:
+        n += _GRAMMAR_STATE
+    return n + sum(_TEXT + _CHARACTER * len(text) for text in sampling.guided_choice or ())

@@ -92,14 +92,10 @@ class IterationRecord:
 
 
 class TimelineObserver(Protocol):
-    """Is called as events happen: `arrived` on the thread that adds the request, the rest on the scheduler's.
+    """Is called as events happen, on the scheduler's thread.
 
     Every call delays the scheduler, so it must be short. If a call raises, the service fails.
     """
-
-    def arrived(self, record: RequestRecord) -> None:
-        """A request entered the pool. Called under the pool's lock, before the scheduler sees the request."""
-        ...
 
     def returned(self, record: IterationRecord) -> None:
         """An iteration returned from the engine."""
@@ -135,6 +131,7 @@ class Timeline:
         self.iterations: deque[IterationRecord] = deque(maxlen=max_records)
         self.requests: deque[RequestRecord] = deque(maxlen=max_records)
         self.observer: TimelineObserver | None = None
+        self.n_arrived = 0  # requests so far
         self._clock = clock
         self._bucket_sizes = bucket_sizes
         # By arrival number, because an id can be reused before the end of its request is delivered.
@@ -145,10 +142,10 @@ class Timeline:
 
     def arrived(self, request: Request) -> None:
         """A request entered the pool. Pass this method to `RequestPool` as `on_arrival`."""
-        record = RequestRecord(request.request_id, len(request.prompt_ids), self._clock())
-        self._live[request.arrival] = record
-        if self.observer is not None:
-            self.observer.arrived(record)
+        self.n_arrived += 1
+        self._live[request.arrival] = RequestRecord(
+            request.request_id, len(request.prompt_ids), self._clock()
+        )
 
     def issued(self, rows: Sequence[Row]) -> IterationRecord:
         """Record an iteration, before the scheduler updates its requests' state for it."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.service.output import Piece
-from orca_jax.service.request_handle import RequestHandle
+from orca_jax.service.output import Piece, RequestHandle
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.request.weight import weight_in_bytes
-from orca_jax.scheduling.admission import CheckedPrompt, check_prompt, longest_request
+from orca_jax.scheduling.admission import CheckedPrompt, check_prompt, longest_request, weight_in_bytes
 from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.recovery import Recovery
@@ -28,9 +27,8 @@ from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.service.generation import Generation
-from orca_jax.service.output import LOOK_SECONDS, Output
+from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
-from orca_jax.service.request_handle import RequestHandle
 
 SCHEDULER_THREAD = "orca-scheduler"  # its name
 

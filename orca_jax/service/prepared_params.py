@@ -6,9 +6,8 @@ from functools import cached_property
 
 from orca_jax.errors import NotSupported
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.grammar.constraint import Constraint, ConstraintRules
+from orca_jax.grammar.constraint import BadWords, Constraint, ConstraintRules
 from orca_jax.grammar.grammar import GrammarCompiler
-from orca_jax.request.bad_words import BadWords
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopStrings
 from orca_jax.request.tokenizer import TextStream, Tokenizer
@@ -23,7 +22,7 @@ class OutputRules:
 
     sampling: SamplingParams
     end_token_ids: frozenset[int]  # the tokens that end the output
-    _constraints: ConstraintRules
+    _constraints: ConstraintRules | None
     _stops: StopStrings | None
     _tokenizer: Tokenizer | None
 
@@ -45,7 +44,7 @@ class OutputRules:
 
     def constraint(self) -> Constraint | None:
         """The constraint of a new output; None if every token is always allowed."""
-        return self._constraints.begin()
+        return None if self._constraints is None else self._constraints.begin()
 
 
 class RuleMaker:
@@ -68,21 +67,27 @@ class RuleMaker:
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_token_ids |= frozenset(self._model.eos_token_ids)
+        constraints = self._constraints(sampling, end_token_ids)
+        stops = StopStrings(sampling.stop) if sampling.stop else None
+        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer)
+
+    def _constraints(self, sampling: SamplingParams, end_token_ids: frozenset[int]) -> ConstraintRules | None:
+        """The rules for the next token; None for most requests, which allow every token."""
+        allowed = sampling.allowed_token_ids
+        if not (sampling.min_tokens or sampling.bad_words or sampling.grammar) and allowed is None:
+            return None
         constraints = ConstraintRules(
             vocab_size=self._model.vocab_size,
             # With ignore_eos an end-of-sequence token does not end the output, but it is still not text.
             end_token_ids=end_token_ids | frozenset(self._model.eos_token_ids),
             min_tokens=sampling.min_tokens,
             bad_words=BadWords(self._sequences(sampling.bad_words)),
-            allowed_token_ids=sampling.allowed_token_ids,
+            allowed_token_ids=allowed,
             grammar=None if sampling.grammar is None else self._grammars.compile(sampling),
         )
-        if sampling.allowed_token_ids is not None:
-            _ = (
-                constraints.base
-            )  # computed now: it takes time per allowed token, and the scheduler must not wait
-        stops = StopStrings(sampling.stop) if sampling.stop else None
-        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer)
+        if allowed is not None:
+            _ = constraints.base  # takes time per allowed token: computed now, so the scheduler does not wait
+        return constraints
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

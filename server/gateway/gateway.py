@@ -24,9 +24,8 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling.request_pool import Delivery
-from orca_jax.service.output import LOOK_SECONDS, Output, Piece
+from orca_jax.service.output import LOOK_SECONDS, Output, Piece, RequestHandle
 from orca_jax.service.prepared_params import OutputRules
-from orca_jax.service.request_handle import RequestHandle
 from server.errors import NotReady, RequestIdTaken, UnknownModel
 from server.gateway.rule_compiler import RuleCompiler
 from server.gateway.served_model import ServedModel

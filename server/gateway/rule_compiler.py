@@ -6,7 +6,7 @@ from functools import partial
 
 from orca_jax.errors import QueueFull
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.request.weight import weight_in_bytes
+from orca_jax.scheduling.admission import weight_in_bytes
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_request

@@ -56,7 +56,7 @@ class EngineMetrics:
         self._model = model
         self._workers = WorkerMetrics(model)
         self._lock = threading.Lock()  # held only briefly: the scheduler waits for it
-        self._n_arrived = 0
+        self._arrived_before = model.service.timeline.n_arrived
         self._n_prompt_tokens = 0
         self._n_output_tokens = 0
         self._n_iterations = 0
@@ -94,10 +94,6 @@ class EngineMetrics:
         self._seconds = new("iteration_seconds", "From an iteration's issue to its return.", _TOKEN)
 
     # Called by the timeline.
-
-    def arrived(self, record: RequestRecord) -> None:
-        with self._lock:
-            self._n_arrived += 1
 
     def returned(self, record: IterationRecord) -> None:
         assert record.returned is not None
@@ -140,8 +136,9 @@ class EngineMetrics:
     def collect(self) -> Iterator[Metric]:
         """All metrics. Counters and histograms are a consistent snapshot."""
         with self._lock:
+            n_arrived = self._model.service.timeline.n_arrived - self._arrived_before
             counts = (
-                ("requests", "Requests accepted.", self._n_arrived),
+                ("requests", "Requests accepted.", n_arrived),
                 ("prompt_tokens", "Prompt tokens processed.", self._n_prompt_tokens),
                 ("generation_tokens", "Tokens generated.", self._n_output_tokens),
                 ("iterations", "Iterations completed.", self._n_iterations),

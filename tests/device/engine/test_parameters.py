@@ -17,10 +17,9 @@ from scipy.special import log_softmax
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.grammar.constraint import ConstraintRules
+from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.model import reference
 from orca_jax.model.gpt import init_parameters
-from orca_jax.request.bad_words import BadWords
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import split_model

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orca_jax.grammar.constraint import ConstraintRules
+from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.grammar.token_mask import n_words, words_of
-from orca_jax.request.bad_words import BadWords
 from tests.device.model.golden_processors import VOCABULARIES, load_golden_rows
 
 VOCAB = 40

@@ -168,9 +168,6 @@ class Listener:
         self.heard: list[tuple[object, ...]] = []
         self._clock = clock
 
-    def arrived(self, record: RequestRecord) -> None:
-        self.heard.append((self._clock.now, "arrived", record.request_id))
-
     def returned(self, record: IterationRecord) -> None:
         self.heard.append((self._clock.now, "returned", record.number, record.returned))
 
@@ -203,9 +200,8 @@ def test_an_observer_hears_of_all_once_and_in_order(clock: Clock):
     timeline.delivered([(a, 8, FinishReason.LENGTH), (b, 9, None)])
     timeline.delivered([(b, None, FinishReason.CANCELLED)])
     timeline.delivered([])
+    assert timeline.n_arrived == 2
     assert listener.heard == [
-        (0.0, "arrived", "A"),
-        (2.0, "arrived", "B"),
         (3.0, "returned", 0, 3.0),
         (3.0, "delivered", [], [("A", 3.0)]),
         (7.0, "returned", 1, 7.0),
