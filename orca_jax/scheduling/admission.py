@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, PromptTooLong, RequestTooLarge, TokenOutOfRange
@@ -31,8 +32,15 @@ class CheckedPrompt:
     n_output: int
 
 
+class LengthLimit(NamedTuple):
+    """The maximum of input plus output tokens of a request, and the name of the size that sets it."""
+
+    n_tokens: int
+    source: str
+
+
 def check_prompt(
-    prompt_ids: Sequence[int], n_output: int, *, config: ServingConfig, model: ModelConfig
+    prompt_ids: Sequence[int], n_output: int, *, model: ModelConfig, limit: LengthLimit
 ) -> CheckedPrompt:
     """Reject a request that the model cannot run, or that would wait for slots forever.
 
@@ -49,11 +57,10 @@ def check_prompt(
         message = f"the prompt has {n_input} tokens; the model has {model.n_positions} positions and needs "
         message += f"one for the output, so the prompt may have at most {model.n_positions - 1}"
         raise PromptTooLong(message, param="prompt")
-    limit, source = longest_request(config=config, model=model)
-    if n_input + n_output > limit:
+    if n_input + n_output > limit.n_tokens:
         message = f"the request needs {n_input} input and {n_output} output tokens, but "
-        message += f"{source} allow {limit} together; "
-        n_left = limit - n_input
+        message += f"{limit.source} allow {limit.n_tokens} together; "
+        n_left = limit.n_tokens - n_input
         message += f"ask for at most {n_left} output tokens" if n_left > 0 else "shorten the prompt"
         raise RequestTooLarge(message, param="max_tokens")
     return CheckedPrompt(tuple(prompt_ids), n_output)
@@ -63,16 +70,17 @@ def admissible(request: Request, *, config: ServingConfig, model: ModelConfig) -
     """The same check for a request that is added to a pool directly: pass it to RequestPool as `check`."""
     n_input = len(request.prompt_ids)
     assert not n_input or request.max_tokens > n_input, "max_tokens counts input and output"
-    check_prompt(request.prompt_ids, request.max_tokens - n_input, config=config, model=model)
+    limit = longest_request(config=config, model=model)
+    check_prompt(request.prompt_ids, request.max_tokens - n_input, model=model, limit=limit)
 
 
-def longest_request(*, config: ServingConfig, model: ModelConfig) -> tuple[int, str]:
-    """The maximum of input plus output tokens of a request, and the name of the size that sets it."""
+def longest_request(*, config: ServingConfig, model: ModelConfig) -> LengthLimit:
+    """The limit on a request's tokens in an engine of these sizes."""
     return min(
-        (model.n_positions, "the model's positions"),
-        (config.n_blocks * config.block_size, "n_slots in whole blocks"),
+        LengthLimit(model.n_positions, "the model's positions"),
+        LengthLimit(config.n_blocks * config.block_size, "n_slots in whole blocks"),
         # After a worker is lost, one iteration recomputes all tokens of a request except the last.
-        (config.max_batch_tokens + 1, "max_batch_tokens"),
+        LengthLimit(config.max_batch_tokens + 1, "max_batch_tokens"),
     )
 
 

@@ -92,8 +92,8 @@ class RequestPool:
         check: Callable[[Request], None] = _no_op,
     ) -> None:
         self._limit = _Limit(max_waiting, max_bytes)
-        each = max_waiting if max_each is None else max_each
-        self._owner_limit = _Limit(each, max_bytes * each // max_waiting)
+        self.max_each = max_waiting if max_each is None else max_each
+        self._owner_limit = _Limit(self.max_each, max_bytes * self.max_each // max_waiting)
         self._on_deliveries = on_deliveries
         self._on_arrival = on_arrival
         self._check = check

@@ -76,8 +76,8 @@ class Orca:
         )
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
-        self._config = config
         self._model = model
+        self._limit = longest_request(config=config, model=model)
         self._rules = RuleMaker(model, tokenizer)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
@@ -145,12 +145,11 @@ class Orca:
         Raises a leaf of InvalidRequest.
         """
         n_output = rules.sampling.max_tokens
-        return check_prompt(prompt_ids, n_output, config=self._config, model=self._model)
+        return check_prompt(prompt_ids, n_output, model=self._model, limit=self._limit)
 
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
-        limit, _ = longest_request(config=self._config, model=self._model)
-        return limit - n_input
+        return self._limit.n_tokens - n_input
 
     @overload
     def submit(

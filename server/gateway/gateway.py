@@ -6,7 +6,8 @@ slow client has not read stays there, bounded by the request's whole output, so 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -27,11 +28,12 @@ from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.service.output import LOOK_SECONDS, Output, Piece, RequestHandle
 from orca_jax.service.prepared_params import OutputRules
 from server.errors import NotReady, RequestIdTaken, UnknownModel
-from server.gateway.rule_compiler import RuleCompiler
 from server.gateway.served_model import ServedModel
+from server.gateway.side_threads import RuleCompiler
 from server.gateway.trouble_log import log_failure, log_loss, log_recovery
 
 _GRACE_SECONDS = 5.0  # for the scheduler to end a request when asked; if a device hangs it never does
+_AT_ONCE = 8  # submissions before the event loop may run something else
 
 
 class Phase(StrEnum):
@@ -320,3 +322,29 @@ class Gateway:
     def _wake_all(self) -> None:
         for live in self._live.values():
             live.wake()
+
+
+class Submission(NamedTuple):
+    """One choice: its prompt, its output rules and its request id in the service."""
+
+    prompt: CheckedPrompt
+    rules: OutputRules
+    request_id: str
+
+
+@asynccontextmanager
+async def submitted(
+    gateway: Gateway, submissions: Iterable[Submission], *, owner: str, timeout: float | None = None
+) -> AsyncIterator[list[LiveRequest]]:
+    """Submit all requests of one response without blocking the event loop: either all are accepted or none.
+
+    They end when the context exits. Raises what `Gateway.submit` raises.
+    """
+    with ExitStack() as stack:
+        requests = list[LiveRequest]()
+        for i, (prompt, rules, request_id) in enumerate(submissions):
+            if i and i % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+            live = gateway.submit(prompt, rules, request_id=request_id, owner=owner, timeout=timeout)
+            requests.append(stack.enter_context(live))
+        yield requests

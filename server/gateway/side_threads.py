@@ -1,4 +1,4 @@
-"""Runs work whose cost grows with the size of a request or response on threads, not on the event loop.
+"""Runs expensive work on threads, not on the event loop: of large requests and responses, and grammars.
 
 Python runs one thread at a time, so a thread alone does not keep the event loop responsive: no single call of
 a C function may hold the GIL for long either (`http/bodies/json_text.py` ensures that for request bodies).
@@ -8,15 +8,23 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from orca_jax.errors import QueueFull
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import weight_in_bytes
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.served_model import ServedModel
 
 T = TypeVar("T")
 
 LONG = 8_000  # bytes, characters or tokens: more takes over 1 to 2 ms, too long for the event loop
 _VERY_LONG = 128_000  # above this, work has a thread of its own, so that shorter work does not wait for it
 _MOST_BYTES = 64 << 20
+_MOST_GRAMMARS = 16  # requests whose grammars wait to be compiled or are being compiled
+_GRAMMAR_THREADS = 4  # only for grammars: compiling one may take seconds, and nothing else should wait for it
+_HELD_PER_BYTE = 8  # roughly: bytes of memory that parameters take per byte of the request
 
 
 class Lane:
@@ -88,3 +96,25 @@ async def run_for_response(n_characters: int, work: Callable[[], T]) -> T:
     if n_characters <= LONG:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_RESPONSES, work)
+
+
+class RuleCompiler:
+    """Turns sampling parameters into output rules. Use it only on the server's event loop."""
+
+    def __init__(self) -> None:
+        self._n_waiting = 0
+        self._threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="rules")
+
+    async def rules(self, model: ServedModel, sampling: SamplingParams) -> OutputRules:
+        """The rules for requests with these parameters. Raises a leaf of InvalidRequest, or QueueFull."""
+        make = partial(model.service.rules, sampling)
+        if sampling.grammar is None:
+            n_bytes = weight_in_bytes((), sampling) // _HELD_PER_BYTE
+            return await run_for_request(n_bytes, make)
+        if self._n_waiting >= _MOST_GRAMMARS:
+            raise QueueFull(f"{_MOST_GRAMMARS} grammars wait to be compiled, the limit; try again later")
+        self._n_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, make)
+        finally:
+            self._n_waiting -= 1

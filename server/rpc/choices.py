@@ -9,9 +9,8 @@ from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.gateway import Gateway, LiveRequest
+from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
 from server.gateway.side_threads import run_for_response
-from server.gateway.submissions import Submission, submitted
 from server.rpc import generation_pb2 as pb
 from server.rpc import messages
 

@@ -97,7 +97,7 @@ class Generation:
 
     def _check_number(self, n: int, model: ServedModel) -> None:
         """All choices are submitted together, so they must fit into one owner's share of an empty queue."""
-        most = min(self._max_choices, model.serving.max_queue_each)
+        most = min(self._max_choices, model.service.pool.max_each)
         if n > most:
             raise InvalidRequest(f"n is {n}; one request may ask for {most} choices", param="n")
 

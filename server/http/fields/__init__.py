@@ -1,1 +1,1 @@
-"""OpenAI's requests and responses as pydantic models. Start with chat.py."""
+"""Fields of OpenAI's requests and responses as pydantic models. Start with generation.py."""

@@ -1,1 +1,1 @@
-"""The routes that generate text, and their streams. Start with completions.py."""
+"""The routes that generate text, with their requests, responses and streams. Start with completions.py."""

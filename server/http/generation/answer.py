@@ -1,24 +1,30 @@
-"""What both generation routes share: accepting a request and writing its response."""
+"""What both generation routes share: accepting a request, checking its prompts and writing its response."""
 
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Response
 from starlette.types import Receive
 
 import orca_jax
+from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
-from server.http.fields.both import GenerationRequest, StreamOptions
+from server.http.fields.generation import GenerationRequest, StreamOptions
 from server.http.fields.token_places import n_characters
 from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import ChunkShape, ChunkWriter
 from server.http.generation.event_stream import EventStream
+from server.settings.options import EndpointOptions
+
+T = TypeVar("T")
 
 GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
@@ -36,6 +42,38 @@ def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> 
 def new_response_id(prefix: str) -> str:
     """A unique response id. The ids of its requests in the service are derived from it."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+# The cost of these grows with the prompts' length, so call them in `run_for_request`.
+
+
+def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+    """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name the prompt at fault."""
+    return _each(prompts, lambda prompt: model.encode(prompt) if isinstance(prompt, str) else prompt)
+
+
+def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
+    """The text of each prompt; empty for token ids if the model has no tokenizer."""
+    return [_text(model, prompt) for prompt in prompts]
+
+
+def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRules) -> list[CheckedPrompt]:
+    """Check all prompts before any is submitted. Raises a leaf of InvalidRequest."""
+    return _each(prompts, lambda prompt: model.service.check(prompt, rules))
+
+
+def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
+    """Raise InvalidRequest if there is no prompt, or if the request asks for too many choices.
+
+    All choices are submitted together, so they must fit into one owner's share of an empty queue.
+    """
+    if not n_prompts:
+        raise InvalidPrompt("prompt is an empty list; give at least one", param="prompt")
+    most = min(options.max_choices, model.service.pool.max_each)
+    if n_prompts * n > most:
+        count = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
+        message = f"too many choices ({count}); one request may ask for {most} in all"
+        raise InvalidRequest(message, param="n" if n > 1 else "prompt")
 
 
 async def answer(
@@ -73,3 +111,21 @@ async def answer(
         return as_json(whole, n, ascii=False).encode()
 
     return Response(await run_for_response(n, write), media_type="application/json")
+
+
+def _text(model: ServedModel, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "" if model.tokenizer is None else model.tokenizer.decode(prompt)
+
+
+def _each(prompts: Sequence[T], work: Callable[[T], object]) -> list:
+    results = []
+    for i, prompt in enumerate(prompts):
+        try:
+            results.append(work(prompt))
+        except InvalidRequest as error:
+            if len(prompts) == 1:
+                raise
+            raise type(error)(f"prompt {i}: {error}", param=error.param) from error
+    return results

@@ -13,10 +13,9 @@ from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
-from server.gateway.gateway import Gateway, LiveRequest
+from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
 from server.gateway.side_threads import run_for_response
-from server.gateway.submissions import Submission, submitted
-from server.http.fields.both import Usage
+from server.http.fields.generation import Usage
 from server.http.fields.token_places import PlacedToken
 from server.http.generation.choice_output import ChoiceOutput, OutputExtras, ShownPiece
 

@@ -10,7 +10,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.service.output import Piece
 from server.http.bodies.errors import error_body
 from server.http.bodies.json_answer import as_json
-from server.http.fields.both import Usage
+from server.http.fields.generation import Usage
 
 DONE = b"data: [DONE]\n\n"
 

@@ -11,7 +11,7 @@ from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.json_answer import as_json
-from server.http.fields.both import StreamOptions
+from server.http.fields.generation import StreamOptions
 from server.http.fields.token_places import n_characters
 from server.http.generation.choices import Choices
 from server.http.generation.chunks import DONE, ChunkWriter, error_event

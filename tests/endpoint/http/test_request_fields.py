@@ -12,12 +12,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from server.http.fields.both import StreamOptions
-from server.http.fields.chat import ChatCompletionRequest
-from server.http.fields.completions import CompletionRequest
 from server.http.fields.conversation import ChatMessage, ContentPart
+from server.http.fields.generation import StreamOptions
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import JsonSchema, ResponseFormat
+from server.http.generation.chat import ChatCompletionRequest
+from server.http.generation.completions import CompletionRequest
 from tests.endpoint.harness import serving
 from tests.endpoint.http_client import connected, error_of
 

@@ -10,8 +10,8 @@ import pytest
 
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from server.http.fields.chat import ChatCompletionRequest
-from server.http.fields.completions import CompletionRequest
+from server.http.generation.chat import ChatCompletionRequest
+from server.http.generation.completions import CompletionRequest
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import connected, error_of
 from tests.host.engines import writing

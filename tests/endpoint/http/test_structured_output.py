@@ -15,8 +15,8 @@ from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Phase
-from server.gateway.rule_compiler import RuleCompiler
 from server.gateway.served_model import ServedModel
+from server.gateway.side_threads import RuleCompiler
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import connected, error_of
 from tests.endpoint.openai_client import client_of

@@ -1,0 +1,233 @@
+"""The request and response fields that chat and completions share, by OpenAI's names and strictly typed.
+
+Most are those of `SamplingParams`. The schema states ranges as documentation; only `SamplingParams` enforces
+them, and `renamed_fields` gives its errors the client's names.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from orca_jax.errors import InvalidRequest
+from orca_jax.request.sampling_params import (
+    MAX_BAD_WORDS,
+    REPETITION_RANGE,
+    TEMPERATURE_RANGE,
+    TOP_P_RANGE,
+    SamplingParams,
+)
+from server.http.fields.not_built import NotBuilt
+from server.http.fields.response_format import ResponseFormat
+from server.http.fields.strict import FirstFault, Strict
+
+FinishReason = Literal["stop", "length"]
+
+# Where a message names fields: "top_k is 7; ...", "seed and n are both given; ...". The rest may quote the
+# client.
+_NAMED = re.compile(r"\A(\w+)(?:( and )(\w+)(?= are both given))?")
+
+
+def ranged(description: str, low: float, high: float) -> Any:
+    """A numeric field whose range is in the schema but not enforced here."""
+    return Field(description=description, json_schema_extra={"minimum": low, "maximum": high})
+
+
+def _in_schema(**schema: Any) -> Any:
+    return Field(json_schema_extra=schema)
+
+
+def _list(description: str, least: int, most: int) -> Any:
+    return Field(description=description, json_schema_extra={"minItems": least, "maxItems": most})
+
+
+Text = Annotated[str, _in_schema(minLength=1, maxLength=1024)]
+Texts = Annotated[list[Text], FirstFault()]
+TokenIds = Annotated[list[Annotated[int, _in_schema(minimum=0, maximum=1 << 30)]], FirstFault()]
+Bias = dict[str, Annotated[float, _in_schema(minimum=-100, maximum=100)]]
+
+_LEAST, _MOST = TEMPERATURE_RANGE
+_BIAS: dict[str, Any] = {"maxProperties": 4096, "propertyNames": {"pattern": "^[0-9]{1,9}$"}}
+_GRAMMAR: dict[str, Any] = {"minLength": 1, "maxLength": 1 << 16}
+
+
+class SamplingFields(Strict):
+    """Null means the default for every field. "Extension" marks fields that OpenAI's API does not have."""
+
+    n: Annotated[int | None, ranged("choices per prompt; default 1", 1, 1 << 16)] = None
+    max_tokens: Annotated[int | None, ranged("maximum number of output tokens", 1, 1 << 30)] = None
+    max_completion_tokens: Annotated[int | None, ranged("an alias of max_tokens", 1, 1 << 30)] = None
+    min_tokens: Annotated[
+        int | None, ranged("an extension: minimum number of output tokens; default 0", 0, 1 << 30)
+    ] = None
+    temperature: Annotated[
+        float | None,
+        ranged(f"default: the model's, or 1; 0 is greedy; other values are at least {_LEAST:g}", 0, _MOST),
+    ] = None
+    top_p: Annotated[float | None, ranged("default: the model's, or 1: all tokens", *TOP_P_RANGE)] = None
+    top_k: Annotated[
+        int | None, ranged("an extension; default: the model's, or 0 (or -1): all tokens", -1, 1 << 30)
+    ] = None
+    min_p: Annotated[float | None, ranged("an extension; default: the model's, or 0: all tokens", 0, 1)] = (
+        None
+    )
+    repetition_penalty: Annotated[
+        float | None, ranged("an extension; default: the model's, or 1: no penalty", *REPETITION_RANGE)
+    ] = None
+    frequency_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
+    presence_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
+    logit_bias: Annotated[
+        Bias | None, Field(description="by token id: a number added to its logit", json_schema_extra=_BIAS)
+    ] = None
+    seed: Annotated[
+        int | None,
+        ranged("choice i of a prompt uses seed + i; default: random", -(1 << 63), (1 << 63) - 1),
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, Field(description="an extension: continue after an end-of-sequence token")
+    ] = None
+    stop: Annotated[
+        str | Texts | None,
+        Field(description="up to 16 texts of 1 to 1024 characters; the output ends before the first of them"),
+    ] = None
+    stop_token_ids: Annotated[TokenIds | None, _list("an extension: tokens that end the output", 0, 256)] = (
+        None
+    )
+    allowed_token_ids: Annotated[
+        TokenIds | None, _list("an extension: only these tokens can be generated", 1, 1 << 22)
+    ] = None
+    bad_words: Annotated[
+        Texts | None,
+        _list(f"an extension: texts never generated; at most {MAX_BAD_WORDS} characters in total", 0, 256),
+    ] = None
+    response_format: Annotated[
+        ResponseFormat | None, Field(description="structure of the output; default: any text")
+    ] = None
+    guided_json: Annotated[
+        str | dict[str, Any] | None,
+        Field(description="an extension: the output follows this JSON schema, given as an object or as text"),
+    ] = None
+    guided_regex: Annotated[
+        str | None,
+        Field(
+            description="an extension: the whole output matches this regular expression",
+            json_schema_extra=_GRAMMAR,
+        ),
+    ] = None
+    guided_choice: Annotated[Texts | None, _list("an extension: the output is one of these", 1, 1024)] = None
+    guided_grammar: Annotated[
+        str | None,
+        Field(
+            description="an extension: the output follows this grammar in Lark's syntax",
+            json_schema_extra=_GRAMMAR,
+        ),
+    ] = None
+
+    @property
+    def n_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """`max_tokens` or its alias. Raises InvalidRequest if they contradict each other."""
+        value, alias = self.max_tokens, self.max_completion_tokens
+        if value is not None and alias is not None and value != alias:
+            message = f"max_tokens is {value} and max_completion_tokens is {alias}; give one of them"
+            raise InvalidRequest(message, param="max_completion_tokens")
+        return value if alias is None else alias
+
+    @property
+    def client_names(self) -> dict[str, str]:
+        """The client's names for fields of `SamplingParams`, where they differ; see `renamed_fields`."""
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        structured = {} if self.response_format is None else self.response_format.client_names
+        return {"max_tokens": name, **structured}
+
+    def sampling_params(self, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
+        """The request's sampling parameters. `more` are those that each route names differently; `defaults`
+        are the model's.
+
+        Raises a subclass of InvalidRequest, which names the field as `SamplingParams` does.
+        """
+        given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
+        if self.response_format is not None:
+            guided = self.response_format.guided()
+            for name in given if guided else ():
+                if name.startswith("guided_"):
+                    message = f"response_format and {name} are both given; an output follows one grammar"
+                    raise InvalidRequest(message, param="response_format")
+            given |= guided
+        return SamplingParams(**{**defaults, **given, **more})
+
+
+# The fields that `SamplingParams` has under the same name. The default of `max_tokens` depends on the route.
+PASSED_ON = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name in SamplingFields.model_fields and field.name != "max_tokens"
+)
+
+
+class StreamOptions(Strict):
+    """`stream_options`."""
+
+    include_usage: Annotated[bool | None, Field(description="send a final chunk with the usage")] = None
+    continuous_usage_stats: Annotated[
+        bool | None, Field(description="an extension: every chunk has the usage so far")
+    ] = None
+    include_obfuscation: Annotated[bool | None, NotBuilt(False)] = None
+
+
+class GenerationRequest(SamplingFields):
+    """The fields that both routes accept."""
+
+    model: Annotated[str | None, Field(description="default: the served model")] = None
+    stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str | None, Field(description="written to the access log")] = None
+
+    prompt_logprobs: Annotated[int | None, NotBuilt(instead="use echo with logprobs (/v1/completions)")] = (
+        None
+    )
+    length_penalty: Annotated[float | None, NotBuilt(1.0)] = None
+    use_beam_search: Annotated[bool | None, NotBuilt(False)] = None
+    include_stop_str_in_output: Annotated[bool | None, NotBuilt(False)] = None
+    skip_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
+    spaces_between_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
+    truncate_prompt_tokens: Annotated[int | None, NotBuilt()] = None
+    return_token_ids: Annotated[bool | None, NotBuilt(False)] = None
+    priority: Annotated[int | None, NotBuilt(0)] = None
+
+    def check_stream_options(self) -> None:
+        """Raise InvalidRequest for `stream_options` without `stream`."""
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options are for a stream; set stream to true, or leave them out"
+            raise InvalidRequest(message, param="stream_options")
+
+
+class Usage(BaseModel):
+    """Token counts. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@contextmanager
+def renamed_fields(**names: str) -> Iterator[None]:
+    """Rename fields in any InvalidRequest raised inside: `renamed_fields(prompt="messages")`."""
+
+    def renamed(match: re.Match[str]) -> str:
+        return "".join(names.get(part, part) for part in match.groups("") if part)
+
+    try:
+        yield
+    except InvalidRequest as error:
+        param, message = names.get(error.param, error.param), _NAMED.sub(renamed, str(error))
+        if (param, message) == (error.param, str(error)):
+            raise
+        raise type(error)(message, param=param) from error
