@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orca_jax.config import Attention
-from orca_jax.families.model_config import FeedForward, ModelConfig
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_elements
 from orca_jax.iteration.shape import EngineShape
 
@@ -151,10 +151,7 @@ def temporary_bytes(
     """The largest program's memory while it runs, plus what is kept between programs meanwhile."""
     n_tokens, n_rows = _largest_batch(shape)
     cpu = attention in ("native", "follow_lengths")
-    # The residual stream, the feed-forward layer's inner array, and its output. A GPU's programs apply the
-    # activation function in place. A gated layer's product is twice as wide as what follows it.
-    inner = max(_inner_arrays(config.layers[i].feed_forward, cpu) for i in layers) // n_devices
-    needed = n_tokens * itemsize * (2 * config.hidden_size + inner)
+    needed = n_tokens * itemsize * max(_elements_per_token(config, i, n_devices, cpu=cpu) for i in layers)
     if attention == "cudnn" and shape.deterministic:
         attention = "static"  # as in execution/attention_backend.py
     if attention == "kernel" and not shape.deterministic:
@@ -174,10 +171,18 @@ def temporary_bytes(
     return needed + result_bytes(config, layers, itemsize, n_tokens=n_tokens, n_rows=n_rows)
 
 
-def _inner_arrays(feed_forward: FeedForward, cpu: bool) -> int:
-    """Elements per token between the two linear layers."""
-    product = feed_forward.size * (2 if feed_forward.gated else 1)
-    return product + (feed_forward.size if cpu else 0)
+def _elements_per_token(config: ModelConfig, layer: int, n_devices: int, *, cpu: bool) -> int:
+    """The elements that a layer's feed-forward part holds for each token when it holds most.
+
+    The residual stream stays. The first product needs its input, the activation function what it computes:
+    a GPU applies it in place, unless the layer is gated and the result half as wide as the product.
+    """
+    feed_forward, hidden = config.layers[layer].feed_forward, config.hidden_size
+    size = feed_forward.size // n_devices
+    product = size * (2 if feed_forward.gated else 1)
+    if cpu:
+        return 2 * hidden + product + size
+    return hidden + product + max(hidden, size if feed_forward.gated else 0)
 
 
 def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens: int, n_rows: int) -> int:

@@ -14,7 +14,6 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
-from orca_jax.families.rotary import Rotary
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import IterationShape, operations, parameter_count, shared_bytes
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named
@@ -23,12 +22,8 @@ from orca_jax.planning.sizes import engine_shape, serving_config
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import (
     StageRoom,
-    result_bytes,
-    slot_bytes,
     stage_memory,
     stage_weight_bytes,
-    table_bytes,
-    temporary_bytes,
 )
 
 SMALL = gpt_config(vocab_size=10, n_positions=8, hidden_size=4, n_layers=3, n_heads=2, ffn_size=16)
@@ -55,26 +50,6 @@ def shape_of(model: ModelConfig, serving: ServingConfig) -> EngineShape:
 @cache
 def paper_plan(name: str, n_stages: int, tensor: int) -> Plan:
     return make_plan(target(name, "a100-40gb", n_stages, tensor))
-
-
-def test_weights_of_a_stage_worked_by_hand() -> None:
-    # A layer, of H = 4 and F = 16: qkv 12 x 4 + 12, out 4 x 4 + 4, up 16 x 4 + 16, down 4 x 16 + 4, norms 16.
-    layer = 60 + 20 + 80 + 68 + 16
-    token, position, norm = 10 * 4, 8 * 4, 8
-    assert stage_weight_bytes(SMALL, range(3), 1, 4) == 4 * (token + position + 3 * layer + norm)
-    assert stage_weight_bytes(SMALL, range(2), 1, 4) == 4 * (token + position + 2 * layer)
-    assert stage_weight_bytes(SMALL, range(2, 3), 1, 4) == 4 * (token + layer + norm)  # the head is the table
-    assert stage_weight_bytes(SMALL, range(1, 2), 1, 2) == 2 * layer
-    # Over two devices: qkv 6 x 4 + 6, out 4 x 2 + 4 (its bias is whole), up 8 x 4 + 8, down 4 x 8 + 4, norms.
-    split = 30 + 12 + 40 + 36 + 16
-    assert stage_weight_bytes(SMALL, range(3), 2, 4) == 4 * (5 * 4 + position + 3 * split + norm)
-
-
-def test_slots_and_tables_worked_by_hand() -> None:
-    assert slot_bytes(SMALL, range(2), 1, 4) == 2 * 2 * 4 * 4  # a key and a value of 4 elements in 2 layers
-    assert slot_bytes(SMALL, range(2), 2, 2) == 2 * 2 * 2 * 2
-    assert table_bytes(SMALL, range(1, 3), 64) == 64 * (10 * 4 + 10 * 4 + 4)
-    assert table_bytes(SMALL, range(2), 64) == 64 * 4
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -107,70 +82,6 @@ def test_the_largest_number_of_slots_that_fits() -> None:
     told = replace(room, temporaries=memory.temporaries + 2 * memory.slot)
     found = told.memory(SMALL, shape)
     assert (found.source, told.slots(found)) == ("compiled", 3)
-
-
-@pytest.mark.parametrize(
-    ("max_batch_size", "max_batch_tokens", "compiled"),
-    [(32, 2048, 335.6), (8, 2048, 233.3), (32, 512, 186.4)],  # MB by XLA for an A100, bench/LOG.md
-)
-def test_attention_by_cudnn_needs_what_xla_planned(
-    max_batch_size: int, max_batch_tokens: int, compiled: float
-) -> None:
-    model, layers = PRESETS["gpt3-13b"], range(2)
-    serving = ServingConfig(max_batch_size=max_batch_size, n_slots=16000, max_batch_tokens=max_batch_tokens)
-    shape = shape_of(model, serving)
-    needed, kept = (
-        temporary_bytes(model, layers, 1, shape, itemsize=2, attention="cudnn"),
-        result_bytes(model, layers, 2, n_tokens=max_batch_tokens, n_rows=max_batch_size),
-    )
-    assert (needed - kept) / 1e6 == pytest.approx(compiled, rel=0.01)
-    fixed = replace(shape, deterministic=True)  # static shapes replace cuDNN there
-    static = temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="static")
-    assert temporary_bytes(model, layers, 1, fixed, itemsize=2, attention="cudnn") == static > needed
-
-
-def test_kept_results_worked_by_hand() -> None:
-    # Of two iterations: T = 8 tokens, H = 4, R = 2 rows, V = 10, 4 bytes each.
-    def kept(layers: range) -> int:
-        return result_bytes(SMALL, layers, 4, n_tokens=8, n_rows=2)
-
-    hidden, logits = 8 * 4 * 4, 2 * 10 * 4
-    assert kept(range(1)) == 2 * hidden
-    assert kept(range(1, 2)) == 2 * (hidden + hidden), "what arrives from the stage before, and the output"
-    assert kept(range(1, 3)) == 2 * (hidden + hidden + logits)
-    assert kept(range(3)) == 2 * (hidden + logits)
-
-
-def test_each_kind_of_rotary_positions_has_its_cosines_and_sines_once() -> None:
-    near, far = Rotary(size=2), Rotary(size=2, base=1e6)
-    layers = tuple(
-        replace(layer, attention=replace(layer.attention, rotary=rotary))
-        for layer, rotary in zip(SMALL.layers, (near, far, near), strict=True)
-    )
-    shape = shape_of(SMALL, ServingConfig(max_batch_size=2, max_batch_tokens=8, block_size=4))
-
-    def needed(model: ModelConfig, n_layers: int) -> int:
-        return temporary_bytes(model, range(n_layers), 1, shape, itemsize=4, attention="kernel")
-
-    tables = 8 * (1 + 1) * 4  # T = 8 tokens, a float32 cosine and sine for each of a head's pairs, of which 1
-    for n_layers, n_kinds in ((1, 1), (2, 2)):
-        rotated = needed(replace(SMALL, layers=layers), n_layers)
-        assert rotated - needed(SMALL, n_layers) == n_kinds * tables
-
-
-@pytest.mark.parametrize(
-    ("name", "n_stages", "tensor", "compiled", "within"),
-    # MB of the forward pass by XLA for H200s, bench/LOG.md. In the 405B's XLA leaves a gap of 537 MB.
-    [("llama-3.1-70b", 1, 4, 8121.5, 0.001), ("llama-3.1-405b", 2, 8, 12684.9, 0.05)],
-)
-def test_a_large_llama_needs_what_xla_planned(
-    name: str, n_stages: int, tensor: int, compiled: float, within: float
-) -> None:
-    plan = make_plan(target(name, "h200", n_stages, tensor))
-    stage, model = plan.stages[0], plan.target.model
-    tokens, rows = plan.serving.max_batch_tokens, plan.serving.max_batch_size
-    kept = result_bytes(model, stage.layers, 2, n_tokens=tokens, n_rows=rows)
-    assert (stage.memory.temporaries - kept) / 1e6 == pytest.approx(compiled, rel=within)
 
 
 def test_n_slots_are_the_largest_up_to_what_admitted_requests_can_reserve() -> None:
