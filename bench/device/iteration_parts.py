@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.aot.measured_device import seconds
-from orca_jax.execution.attention_paths import AttentionPath
+from orca_jax.execution.attention_paths import AttentionPath, HostWork
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, layer_parameters
 from orca_jax.iteration.flat_batch import FlatLayout
@@ -58,7 +58,8 @@ def time_parts(
     batch.row_start[:] = np.arange(n_rows + 1) * (n_tokens // n_rows)
     batch.kv_length[:] = kv_length
     batch.block_table[:] = np.arange(n_rows * n_blocks).reshape(n_rows, n_blocks)
-    words, tables = jnp.asarray(path.words(layout, batch)), jax.tree.map(jnp.asarray, batch)
+    words = path.words(layout, batch) if isinstance(path, HostWork) else np.zeros(0, np.int32)
+    words, tables = jnp.asarray(words), jax.tree.map(jnp.asarray, batch)
     x = jax.random.normal(jax.random.key(1), (n_tokens, model.hidden_size), dtype)
 
     @jax.jit

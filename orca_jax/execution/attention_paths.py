@@ -1,13 +1,13 @@
 """The implementations of split attention, each as a path of a stage's forward program.
 
-A path has two halves: what the host prepares once per iteration, as words after the flat batch's buffer, and
-what is traced into the forward program.
+A path is traced into the forward program. If it also has work for the host, the host does it once per
+iteration, and passes it as words after the flat batch's buffer.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -28,8 +28,6 @@ from orca_jax.pallas.work_list.work_items import work_items
 
 Slopes = jax.Array | None  # [G, K] float32, of ALiBi
 
-_NO_WORDS = np.zeros(0, np.int32)
-
 
 class AttentionPath(Protocol):
     """An implementation of split attention."""
@@ -38,12 +36,17 @@ class AttentionPath(Protocol):
         """The number of 32-bit words that the host prepares for a bucket."""
         ...
 
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        """The words [n_words] for one iteration; `batch` holds numpy arrays."""
-        ...
-
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
         """Attention bound to this iteration's tables; `batch` and `words` [n_words] are traced."""
+        ...
+
+
+@runtime_checkable
+class HostWork(Protocol):
+    """A path for which the host prepares words."""
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        """The words [n_words] for one iteration; `batch` holds numpy arrays."""
         ...
 
 
@@ -56,9 +59,6 @@ class PureJax:
     def n_words(self, layout: FlatLayout) -> int:
         """0: the work is divided on the device."""
         return 0
-
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        return _NO_WORDS
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
         """The tiles of both phases are made once and shared by all layers."""
@@ -91,9 +91,6 @@ class Native:
     def n_words(self, layout: FlatLayout) -> int:
         """0: it reads the batch's own tables."""
         return 0
-
-    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
-        return _NO_WORDS
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
         def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:

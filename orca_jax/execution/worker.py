@@ -1,6 +1,8 @@
-"""A worker: one stage's parameters, K/V cache and programs. It issues work and never waits for it."""
+"""The workers of one process. Each feeds the programs of one stage, and never waits for its device."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +13,19 @@ import numpy.typing as npt
 
 from orca_jax.config import Attention
 from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.attention_paths import HostWork
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.stage import SCORED, Last, Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
-from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape
+from orca_jax.request.sampled import Sampled
+from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -57,13 +62,15 @@ class Worker:
             forced=attention,
             deterministic=shape.deterministic,
         )
+        path = self.attention.path
+        self._host_work = path if isinstance(path, HostWork) else None
         products = choose_products(group.devices[0], self._dtype, deterministic=shape.deterministic)
         self.description = products.describe_with(self.attention.description)
         self.stage = Stage(
             config,
             parameters,
             part,
-            attention=self.attention.path,
+            attention=path,
             products=products,
             command_buffer_collectives=command_buffer_collectives,
         )
@@ -99,9 +106,10 @@ class Worker:
 
         `arrived` is `last_token` for the first stage, for the others the hidden array of the one before.
         """
-        attention = self.attention.path.words(flat.layout, flat.arrays)
-        whole = np.concatenate((flat.buffer, attention)) if len(attention) else flat.buffer
-        buffer = jax.device_put(whole, self._place)
+        words = flat.buffer
+        if self._host_work is not None:
+            words = np.concatenate((words, self._host_work.words(flat.layout, flat.arrays)))
+        buffer = jax.device_put(words, self._place)
         out, self._caches = self.stage.forward(
             self.stage.weights, self._caches, arrived, buffer, layout=flat.layout
         )
@@ -170,6 +178,97 @@ class Worker:
         self, hidden: jax.Array, at: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]
     ) -> jax.Array:
         return self.stage.score(self.stage.weights, hidden, *jax.device_put((at, targets), self._place))
+
+
+class LocalIteration:
+    """PendingTokens of an iteration; `go_on` starts the parts that had to wait."""
+
+    def __init__(
+        self, message: ControlMessage, flat: FlatBatch, words: MakeWords, go_on: Callable[[], None]
+    ) -> None:
+        self.message, self.flat, self.words = message, flat, words
+        self.out: Any = None  # of the forward pass
+        self.tokens: DeviceTokens | None = None
+        self._go_on = go_on
+
+    def is_ready(self) -> bool:
+        """Whether `fetch` would return at once."""
+        if self.tokens is None:
+            self._go_on()
+        return self.tokens is not None and self.tokens.is_ready()
+
+    def fetch(self) -> Sampled:
+        """What was sampled, after waiting for the device; what failed there is raised here."""
+        if self.tokens is None:
+            self._go_on()
+        assert self.tokens is not None, "its requests' tokens before it have come back"
+        return self.tokens.fetch()
+
+
+class LocalWorkers:
+    """The workers of all stages in this process, first to last, as the engine master sees them.
+
+    A batch is laid out once for all stages. A device runs its programs in order, so an iteration's results
+    are on it before the next iteration reads them. For the same reason an iteration waits here while the
+    tokens of the one before it cannot be chosen yet.
+    """
+
+    def __init__(self, workers: Sequence[Worker], sizes: BatchSizes) -> None:
+        self.workers = tuple(workers)
+        self._sizes = sizes
+        self._links = [DeviceLink(worker.stage.part.group) for worker in self.workers]
+        self._to_do: deque[LocalIteration] = deque()
+
+    def issue(self, message: ControlMessage, words: MakeWords) -> LocalIteration:
+        """engine_master.Workers."""
+        iteration = LocalIteration(message, self._sizes.lay_out(message), words, self._go_on)
+        self._to_do.append(iteration)
+        self._go_on()
+        return iteration
+
+    def _go_on(self) -> None:
+        """Start all that can be, in order, without waiting."""
+        try:
+            while self._to_do:
+                iteration = self._to_do[0]
+                message, flat = iteration.message, iteration.flat
+                if iteration.out is None:
+                    iteration.out = self._forward(flat)
+                words = iteration.words() if flat.programs.allow else None
+                if flat.programs.allow and words is None:
+                    return
+                iteration.tokens = self.workers[-1].choose(iteration.out, message, flat, words)
+                iteration.out = None
+                self._to_do.popleft()
+        except Exception:
+            self._to_do.clear()
+            raise
+
+    def _forward(self, flat: FlatBatch) -> Any:
+        """Through all stages: the newest tokens from the last to the first, and from there hidden states."""
+        arrived = self.workers[-1].last_token
+        if len(self.workers) > 1:
+            arrived = self._links[0].send(arrived)
+        for worker, link in zip(self.workers, [*self._links[1:], None], strict=True):
+            out = worker.forward(flat, arrived)
+            arrived = out if link is None else link.send(out)
+        return arrived
+
+
+def all_programs(workers: Sequence[Worker], sizes: BatchSizes) -> list[ToCompile]:
+    """What an iteration of these stages may ask for."""
+    return [program for stage in programs_by_stage(workers, sizes) for program in stage]
+
+
+def programs_by_stage(workers: Sequence[Worker], sizes: BatchSizes) -> list[list[ToCompile]]:
+    """The same, each stage's by themselves, with its number in their names where there are several."""
+    return [
+        [
+            replace(program, name=f"stage {i + 1}: {program.name}") if len(workers) > 1 else program
+            for program in worker.programs(sizes)
+        ]
+        for i, worker in enumerate(workers)
+    ]
 
 
 def _tokens(layout: FlatLayout) -> str:

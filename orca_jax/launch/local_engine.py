@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from orca_jax.config import Attention, ServingConfig, Sizes
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.capacity import check_slots, stage_room
-from orca_jax.execution.local_workers import LocalWorkers, all_programs
 from orca_jax.execution.programs import OnProgram, compile_all
-from orca_jax.execution.worker import Worker
+from orca_jax.execution.worker import LocalWorkers, Worker, all_programs
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes
 from orca_jax.model.gpt import Parameters

@@ -19,9 +19,8 @@ from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.compile_counter import CompileCounter
-from orca_jax.execution.local_workers import programs_by_stage
 from orca_jax.execution.programs import OnProgram, ToCompile, compile_all
-from orca_jax.execution.worker import Worker
+from orca_jax.execution.worker import Worker, programs_by_stage
 from orca_jax.iteration.flat_batch import batch_sizes
 from orca_jax.launch.local_engine import chosen_sizes
 from orca_jax.planning.sizes import engine_shape

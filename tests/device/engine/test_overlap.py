@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
-from orca_jax.execution.local_workers import LocalWorkers
-from orca_jax.execution.worker import Worker
+from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.constraint import BadWords, ConstraintRules
 from orca_jax.model.gpt import init_parameters

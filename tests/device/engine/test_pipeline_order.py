@@ -13,10 +13,9 @@ import pytest
 
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
-from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.sampling import DeviceTokens
 from orca_jax.execution.stage import Last
-from orca_jax.execution.worker import Worker
+from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.iteration.flat_batch import FlatBatch
 from orca_jax.iteration.message import ControlMessage

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from orca_jax.config import Attention, ServingConfig
-from orca_jax.execution.local_workers import LocalWorkers
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
-from orca_jax.execution.worker import Worker
+from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.grammar.token_mask import words_of
 from orca_jax.iteration.flat_batch import FlatBatch, batch_sizes, flat_batch
