@@ -38,6 +38,8 @@ from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, or
 
 T = TypeVar("T")
 
+ENDPOINT_THREAD = "endpoints"
+
 END = 256
 MODEL = gpt_config(
     vocab_size=300, n_positions=512, hidden_size=8, n_layers=1, n_heads=1, ffn_size=8, eos_token_ids=(END,)
@@ -142,7 +144,7 @@ def serving_model(
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
     assert endpoint.port == 0 and endpoint.grpc_port in (0, None), "tests take free ports"
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="endpoints")
+    thread = threading.Thread(target=loop.run_forever, name=ENDPOINT_THREAD)
     thread.start()
 
     def on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
