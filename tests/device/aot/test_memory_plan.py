@@ -38,24 +38,24 @@ def planned(
     return plan, ask_memory(question, 280.0)
 
 
-def off(plan: Plan, told: tuple[int, ...]) -> list[float]:
+def off(plan: Plan, compiled: tuple[int, ...]) -> list[float]:
     """By how much each stage's memory in all is off, as a part of what it is by XLA."""
-    found: list[float] = []
-    for stage, temporaries in zip(plan.stages, told, strict=True):
+    errors: list[float] = []
+    for stage, temporaries in zip(plan.stages, compiled, strict=True):
         rest = stage.memory.weights + stage.memory.tables + plan.serving.n_slots * stage.memory.slot
-        found.append((rest + stage.memory.temporaries) / (rest + temporaries) - 1)
-    return found
+        errors.append((rest + stage.memory.temporaries) / (rest + temporaries) - 1)
+    return errors
 
 
 def test_the_demo_model_on_a_cpu_needs_what_was_planned() -> None:
-    plan, told = planned("demo", CPU, "float32", 1, 1)
-    assert max(map(abs, off(plan, told))) < 0.05
+    plan, compiled = planned("demo", CPU, "float32", 1, 1)
+    assert max(map(abs, off(plan, compiled))) < 0.05
 
 
 def test_stages_and_parts_are_compiled_one_by_one() -> None:
-    plan, told = planned("demo", CPU, "float32", 2, 2)
-    assert len(told) == 2 and all(n > 1 << 20 for n in told)
-    assert max(map(abs, off(plan, told))) < 0.2  # little weight in each, so that temporaries tell
+    plan, compiled = planned("demo", CPU, "float32", 2, 2)
+    assert len(compiled) == 2 and all(n > 1 << 20 for n in compiled)
+    assert max(map(abs, off(plan, compiled))) < 0.2  # little weight in each, so that temporaries tell
 
 
 @pytest.mark.long
@@ -67,12 +67,13 @@ def test_a_cpus_rates_are_measured() -> None:
 @needs_plugin
 @pytest.mark.parametrize("name", ["demo", "gpt2"])
 def test_an_h200_needs_what_was_planned(name: str) -> None:
-    plan, told = planned(name, gpu_named("h200"), "bfloat16", 1, 1)
-    assert max(map(abs, off(plan, told))) < 0.05
+    plan, compiled = planned(name, gpu_named("h200"), "bfloat16", 1, 1)
+    assert max(map(abs, off(plan, compiled))) < 0.05
 
 
 @needs_plugin
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_large_llamas_on_h200s_need_what_was_planned() -> None:
     """Two layers of each stage, so that temporaries and kept results, not weights, decide."""
     models = "llama-3.1-70b,llama-3.1-405b"
