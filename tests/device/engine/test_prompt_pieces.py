@@ -24,7 +24,7 @@ from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import StagePart, split_model
 from tests.device.harness import Harness, harness
-from tests.pieces import PiecesPolicy
+from tests.random_pieces import RandomPieces
 
 MODEL = gpt_config(
     vocab_size=67, n_positions=48, hidden_size=16, n_layers=2, n_heads=2, ffn_size=24, vocab_multiple=2
@@ -37,7 +37,7 @@ MODES: tuple[Mode, ...] = ("overlap", "no overlap", "through the host")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedRequest:
     """A request that arrives before a step."""
 
     arrival: int
@@ -73,13 +73,13 @@ def built(n_stages: int, mode: Mode) -> Harness:
     return ran
 
 
-def request(name: str, asked: Asked) -> Request:
-    rules = ConstraintRules(vocab_size=MODEL.vocab_size, bad_words=BadWords((i,) for i in asked.banned))
+def request(name: str, planned: PlannedRequest) -> Request:
+    rules = ConstraintRules(vocab_size=MODEL.vocab_size, bad_words=BadWords((i,) for i in planned.banned))
     return Request(
         name,
-        asked.prompt,
-        len(asked.prompt) + asked.n_output,
-        asked.sampling,
+        planned.prompt,
+        len(planned.prompt) + planned.n_output,
+        planned.sampling,
         seed=int(name),
         end_token_ids=frozenset({5}),
         constraint=rules.begin(),
@@ -87,7 +87,7 @@ def request(name: str, asked: Asked) -> Request:
 
 
 def play(
-    asked: Sequence[Asked],
+    all_planned: Sequence[PlannedRequest],
     n_stages: int,
     mode: Mode,
     *,
@@ -96,9 +96,9 @@ def play(
 ) -> tuple[list[Request], int]:
     """The requests, and how many rows were cut; before step `lost_before` all caches are lost."""
     ran = built(n_stages, mode)
-    requests = [request(str(i), one) for i, one in enumerate(asked)]
+    requests = [request(str(i), planned) for i, planned in enumerate(all_planned)]
     if pieces is not None:
-        ran.scheduler.policy = PiecesPolicy(ran.scheduler.policy, pieces)
+        ran.scheduler.policy = RandomPieces(ran.scheduler.policy, pieces)
 
     def before_step(step: int) -> None:
         if step == lost_before:
@@ -110,29 +110,34 @@ def play(
             ran.scheduler.engine._workers._to_do.clear()
             ran.scheduler.run_again()
 
-    ran.run(requests, [one.arrival for one in asked], before_step)
+    ran.run(requests, [planned.arrival for planned in all_planned], before_step)
     policy = ran.scheduler.policy
-    return requests, policy.n_pieces if isinstance(policy, PiecesPolicy) else 0
+    return requests, policy.n_pieces if isinstance(policy, RandomPieces) else 0
 
 
-def assert_same(result: Request, whole: Request) -> None:
-    assert (result.output_ids, result.finish_reason) == (whole.output_ids, whole.finish_reason)
-    assert (result.prompt_logprobs is None) == (whole.prompt_logprobs is None)
-    for ours, theirs in ((result.logprobs, whole.logprobs), (result.prompt_logprobs, whole.prompt_logprobs)):
+def assert_same(result: Request, unsplit: Request) -> None:
+    assert (result.output_ids, result.finish_reason) == (unsplit.output_ids, unsplit.finish_reason)
+    assert (result.prompt_logprobs is None) == (unsplit.prompt_logprobs is None)
+    for ours, theirs in (
+        (result.logprobs, unsplit.logprobs),
+        (result.prompt_logprobs, unsplit.prompt_logprobs),
+    ):
         assert_same_logprobs(ours or [], theirs or [])
 
 
-def assert_same_logprobs(result: Sequence[TokenLogprobs], whole: Sequence[TokenLogprobs]) -> None:
-    assert [one.token_id for one in result] == [one.token_id for one in whole]
-    np.testing.assert_allclose([o.logprob for o in result], [o.logprob for o in whole], atol=1e-3)
-    for ours, theirs in zip(result, whole, strict=True):
+def assert_same_logprobs(result: Sequence[TokenLogprobs], unsplit: Sequence[TokenLogprobs]) -> None:
+    assert [token.token_id for token in result] == [token.token_id for token in unsplit]
+    np.testing.assert_allclose(
+        [token.logprob for token in result], [token.logprob for token in unsplit], atol=1e-3
+    )
+    for ours, theirs in zip(result, unsplit, strict=True):
         np.testing.assert_allclose([v for _, v in ours.top], [v for _, v in theirs.top], atol=1e-3)
 
 
 tokens = st.integers(0, MODEL.vocab_size - 1)
-some_asked = st.lists(
+planned_requests = st.lists(
     st.builds(
-        Asked,
+        PlannedRequest,
         arrival=st.integers(0, 8),
         prompt=st.lists(tokens, min_size=1, max_size=30).map(tuple),
         n_output=st.integers(1, 10),
@@ -154,7 +159,7 @@ some_asked = st.lists(
 
 
 LONG_PROMPTS = [
-    Asked(i, tuple(range(i, i + 30)), 6, SamplingParams(temperature=0.0, ignore_eos=True), (1, 2))
+    PlannedRequest(i, tuple(range(i, i + 30)), 6, SamplingParams(temperature=0.0, ignore_eos=True), (1, 2))
     for i in range(5)
 ]
 
@@ -165,14 +170,14 @@ def test_in_pieces_the_output_is_that_of_whole_prompts(n_stages: int, mode: Mode
     n_cut = 0
 
     @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @example(asked=LONG_PROMPTS, seed=1, lost_before=3)
-    @given(asked=some_asked, seed=st.integers(0, 1 << 16), lost_before=st.integers(-1, 20))
-    def outputs_are_the_same(asked: list[Asked], seed: int, lost_before: int) -> None:
+    @example(all_planned=LONG_PROMPTS, seed=1, lost_before=3)
+    @given(all_planned=planned_requests, seed=st.integers(0, 1 << 16), lost_before=st.integers(-1, 20))
+    def outputs_are_the_same(all_planned: list[PlannedRequest], seed: int, lost_before: int) -> None:
         nonlocal n_cut
-        whole, _ = play(asked, n_stages, "no overlap")
-        in_pieces, n = play(asked, n_stages, mode, pieces=random.Random(seed), lost_before=lost_before)
+        unsplit, _ = play(all_planned, n_stages, "no overlap")
+        in_pieces, n = play(all_planned, n_stages, mode, pieces=random.Random(seed), lost_before=lost_before)
         n_cut += n
-        for ours, theirs in zip(in_pieces, whole, strict=True):
+        for ours, theirs in zip(in_pieces, unsplit, strict=True):
             assert_same(ours, theirs)
 
     outputs_are_the_same()
@@ -198,13 +203,13 @@ def test_a_prompt_that_continues_blocks_of_another_request(
     """Its block table names the other's first blocks, and it computes only what comes after them."""
     n_shared_blocks = 4
     n_shared = n_shared_blocks * BLOCK_SIZE
-    first = Asked(0, PROMPT, 12, PLAIN)
-    second = Asked(0, (*PROMPT[:n_shared], 9, 8, 7, 6, 5), 10, sampling)
+    first = PlannedRequest(0, PROMPT, 12, PLAIN)
+    second = PlannedRequest(0, (*PROMPT[:n_shared], 9, 8, 7, 6, 5), 10, sampling)
     (alone_a, alone_b), _ = play([first, second], 1, "no overlap")
 
     ran = built(1, mode)
     if in_pieces:
-        ran.scheduler.policy = PiecesPolicy(ran.scheduler.policy, random.Random(1))
+        ran.scheduler.policy = RandomPieces(ran.scheduler.policy, random.Random(1))
     a, b = request("0", first), request("1", second)
     ran.pool.add(a)
     while not a.output_ids:
@@ -228,11 +233,11 @@ def test_a_prompt_that_continues_blocks_of_another_request(
     ran.run([b])
     assert not set(own) & set(table[a.row, :n_shared_blocks].tolist())
     in_prompt, n_computed = True, n_shared
-    for one in ran.scheduler.timeline.iterations:
-        if in_prompt and "1" in one.request_ids:
-            place = one.request_ids.index("1")
-            n_computed += one.input_lengths[place]
-            assert one.initiation[place] and n_computed <= len(second.prompt)
+    for iteration in ran.scheduler.timeline.iterations:
+        if in_prompt and "1" in iteration.request_ids:
+            place = iteration.request_ids.index("1")
+            n_computed += iteration.input_lengths[place]
+            assert iteration.initiation[place] and n_computed <= len(second.prompt)
             in_prompt = n_computed < len(second.prompt)
     assert not in_prompt and b.n_iterations >= second.n_output
     assert_same(a, alone_a)

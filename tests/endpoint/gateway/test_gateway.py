@@ -95,7 +95,7 @@ def test_requests_that_leave_early_do_not_affect_the_others(requests: list[tuple
     """Requests of several lengths; some clients leave after their first or second piece."""
 
     async def test(gateway: Gateway) -> None:
-        async def one(index: int, n_tokens: int, leaves_after: int) -> int:
+        async def read_some(index: int, n_tokens: int, leaves_after: int) -> int:
             params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
             n_got = n_pieces = 0
             with gateway.submit([7], params, request_id=str(index)) as live:
@@ -106,7 +106,7 @@ def test_requests_that_leave_early_do_not_affect_the_others(requests: list[tuple
                         break
             return n_tokens if leaves_after == n_pieces else n_got
 
-        got = await asyncio.gather(*[one(i, n, leaves) for i, (n, leaves) in enumerate(requests)])
+        got = await asyncio.gather(*[read_some(i, n, leaves) for i, (n, leaves) in enumerate(requests)])
         assert got == [n for n, _ in requests]
         await until(lambda: at_rest(service))
         assert gateway.n_live == 0
@@ -233,14 +233,14 @@ def test_a_full_queue_rejects_a_request_and_forgets_it(gated: GatedEngine) -> No
 def test_a_failed_engine_ends_all_requests_with_its_reason(gated: GatedEngine) -> None:
     async def test(gateway: Gateway) -> None:
         with (
-            gateway.submit([1], LONG, request_id="one") as one,
-            gateway.submit([2], LONG, request_id="two") as two,
+            gateway.submit([1], LONG, request_id="one") as first,
+            gateway.submit([2], LONG, request_id="two") as second,
         ):
             gated.let(1)
-            assert (await anext(one)).token_ids == (1,)
+            assert (await anext(first)).token_ids == (1,)
             gated.error = EngineError("the device is on fire")
             gated.let(5)
-            for live in (one, two):
+            for live in (first, second):
                 with pytest.raises(EngineError, match="the device is on fire"):
                     await text_of(live)
         assert gateway.phase is Phase.FAILED
@@ -294,13 +294,13 @@ def test_a_drain_during_recovery_ends_waiting_requests_in_time() -> None:
     async def test(gateway: Gateway) -> None:
         await until(engine.is_down.is_set)
 
-        async def one() -> str:
+        async def cancelled_text() -> str:
             with gateway.submit([1], LONG, request_id="one") as live:
                 with pytest.raises(RequestCancelled) as ended:
                     await text_of(live)
                 return str(ended.value)
 
-        request = asyncio.create_task(one())
+        request = asyncio.create_task(cancelled_text())
         await until(lambda: gateway.n_live == 1)
         assert await gateway.drain(0.05) == 1
         assert gateway.phase is Phase.DRAINING
@@ -332,12 +332,12 @@ def test_a_loss_after_the_loop_is_closed_is_not_logged_but_recovered_from() -> N
 @pytest.mark.parametrize("n", [1, 5])
 def test_a_drain_waits_for_live_requests(n: int) -> None:
     async def test(gateway: Gateway) -> None:
-        async def one(name: str) -> FinishReason | None:
+        async def finish_reason_of(name: str) -> FinishReason | None:
             with gateway.submit([1], SamplingParams(max_tokens=20), request_id=name) as live:
                 await text_of(live)
                 return live.finish_reason
 
-        requests = [asyncio.create_task(one(str(i))) for i in range(n)]
+        requests = [asyncio.create_task(finish_reason_of(str(i))) for i in range(n)]
         await until(lambda: gateway.n_live == n)
         drain = asyncio.create_task(gateway.drain(SOON))
         await asyncio.sleep(0)
@@ -352,13 +352,13 @@ def test_a_drain_waits_for_live_requests(n: int) -> None:
 
 def test_a_drain_cancels_requests_that_take_too_long() -> None:
     async def test(gateway: Gateway) -> None:
-        async def one(name: str) -> str:
+        async def cancelled_text(name: str) -> str:
             with gateway.submit([1], LONG, request_id=name) as live:
                 with pytest.raises(RequestCancelled) as ended:
                     await text_of(live)
                 return str(ended.value)
 
-        requests = [asyncio.create_task(one(str(i))) for i in range(3)]
+        requests = [asyncio.create_task(cancelled_text(str(i))) for i in range(3)]
         await until(lambda: gateway.n_live == 3)
         start = time.monotonic()
         assert await gateway.drain(0.05) == 3

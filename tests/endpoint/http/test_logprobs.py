@@ -65,8 +65,8 @@ def complete(client: OpenAI, prompt: Any = "?", **fields: Any) -> Any:
 
 
 def events(text: str) -> list[Any]:
-    *lines, done, nothing = text.split("\n\n")
-    assert (done, nothing) == ("data: [DONE]", "")
+    *lines, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
@@ -113,10 +113,10 @@ def test_a_less_likely_token_comes_after_the_most_likely_ones(
 def test_a_logprob_of_minus_infinity_becomes_a_number(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing(token_id: int, n_top: int) -> TokenLogprobs:
+    def no_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
         return TokenLogprobs(token_id, -math.inf, ((token_id + 1, -math.inf),) * n_top)
 
-    monkeypatch.setattr(simulated_engine, "simulated_logprobs", nothing)
+    monkeypatch.setattr(simulated_engine, "simulated_logprobs", no_logprobs)
     logprobs = complete(client, logprobs=1, max_tokens=1, echo=True).choices[0].logprobs
     assert logprobs.token_logprobs == [None, -9999.0]
     assert logprobs.top_logprobs == [None, {"b": -9999.0, "a": -9999.0}]
@@ -265,10 +265,10 @@ def test_chat_logprobs(client: OpenAI) -> None:
     logprobs = answer.choices[0].logprobs
     assert answer.choices[0].message.content == "ab"
     assert logprobs and logprobs.content and logprobs.refusal is None
-    assert [(one.token, one.bytes) for one in logprobs.content] == [("a", [97]), ("b", [98])]
-    assert [one.logprob for one in logprobs.content] == pytest.approx([HALF] * 2)
-    (first, second), _ = (one.top_logprobs for one in logprobs.content)
-    assert [(one.token, one.bytes) for one in (first, second)] == [("a", [97]), ("b", [98])]
+    assert [(token.token, token.bytes) for token in logprobs.content] == [("a", [97]), ("b", [98])]
+    assert [token.logprob for token in logprobs.content] == pytest.approx([HALF] * 2)
+    (first, second), _ = (token.top_logprobs for token in logprobs.content)
+    assert [(token.token, token.bytes) for token in (first, second)] == [("a", [97]), ("b", [98])]
     assert [first.logprob, second.logprob] == pytest.approx([HALF, QUARTER])
 
 
@@ -279,7 +279,7 @@ def test_chat_logprobs_without_top_logprobs(client: OpenAI, scripts: Scripts) ->
     )
     logprobs = answer.choices[0].logprobs
     assert logprobs and logprobs.content
-    assert [(one.token, one.bytes, one.top_logprobs) for one in logprobs.content] == [
+    assert [(token.token, token.bytes, token.top_logprobs) for token in logprobs.content] == [
         (r"bytes:\xc3", [0xC3], []),
         (r"bytes:\xa9", [0xA9], []),
         (f"token_id:{END}", None, []),
@@ -303,8 +303,8 @@ def test_openais_stream_accumulator_accepts_logprobs() -> None:
             stream.get_final_completion().choices[0].logprobs
         )  # with several choices it takes some twice
     assert logprobs and logprobs.content
-    assert [one.token for one in logprobs.content] == [*"abcd"]
-    assert [one.top_logprobs[0].token for one in logprobs.content] == [*"abcd"]
+    assert [token.token for token in logprobs.content] == [*"abcd"]
+    assert [token.top_logprobs[0].token for token in logprobs.content] == [*"abcd"]
 
 
 # Echo
@@ -373,10 +373,10 @@ def test_max_tokens_0_scores_only_the_prompt(
     client: OpenAI, scripts: Scripts, script: list[int], name: str
 ) -> None:
     scripts.tokens[ord("P")] = script
-    nothing: Any = {"max_tokens": None, "echo": True, "n": 2, "extra_body": {name: 0}}
+    fields: Any = {"max_tokens": None, "echo": True, "n": 2, "extra_body": {name: 0}}
     for logprobs in (None, 1):
-        answer = complete(client, "Pxy", logprobs=logprobs, **nothing)
-        stream = list(complete(client, "Pxy", logprobs=logprobs, stream=True, **nothing))
+        answer = complete(client, "Pxy", logprobs=logprobs, **fields)
+        stream = list(complete(client, "Pxy", logprobs=logprobs, stream=True, **fields))
         assert answer.usage.model_dump(exclude_none=True) == {
             "prompt_tokens": 3,
             "completion_tokens": 0,
@@ -452,4 +452,6 @@ def test_special_tokens_have_names_and_no_bytes() -> None:
         assert choice.logprobs.text_offset == [0, 0, 1, 5, 5, 6]
         answer = client.chat.completions.create(model="test", messages=[USER], logprobs=True, **fields)
         assert answer.choices[0].logprobs and answer.choices[0].logprobs.content
-        assert [(one.token, one.bytes) for one in answer.choices[0].logprobs.content] == [("</s>", None)]
+        assert [(token.token, token.bytes) for token in answer.choices[0].logprobs.content] == [
+            ("</s>", None)
+        ]

@@ -59,8 +59,8 @@ def http(server: Server) -> Iterator[httpx2.Client]:
 
 def events(text: str) -> list[Any]:
     """The events of a stream that ended successfully."""
-    *lines, done, nothing = text.split("\n\n")
-    assert (done, nothing) == ("data: [DONE]", "")
+    *lines, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
     assert all(line.startswith("data: ") for line in lines)
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
@@ -337,8 +337,8 @@ def test_nothing_follows_an_error_event() -> None:
         body = {"prompt": "a", "max_tokens": 400, "stream": True, "stream_options": USAGE}
         answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 200
-    *before, last, nothing = answer.text.split("\n\n")
-    assert before and nothing == ""
+    *before, last, rest = answer.text.split("\n\n")
+    assert before and rest == ""
     assert json.loads(last.removeprefix("data: ")) == {
         "error": {
             "message": "the request was ended after 0.2 seconds, before it was complete",

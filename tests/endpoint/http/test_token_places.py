@@ -85,13 +85,13 @@ def pieces_of(tokens: Sequence[int], stops: Sequence[str], cuts: Sequence[bool],
     """An output in pieces of one token each, or of several where `cuts` says so."""
     stream = TextStream(RUNNING, stops)
     pieces = list[Piece]()
-    for i, one in enumerate(known(tokens)):
-        stopped = stream.push(one.token_id)
+    for i, token in enumerate(known(tokens)):
+        stopped = stream.push(token.token_id)
         last = stopped or i == len(tokens) - 1
         if last:
             stream.finish()
         reason = (FinishReason.STOP if stopped or ends else FinishReason.LENGTH) if last else None
-        pieces.append(Piece((one.token_id,), stream.take(), reason, (one,)))
+        pieces.append(Piece((token.token_id,), stream.take(), reason, (token,)))
         if last:
             break
     joined = list[Piece]()
@@ -133,25 +133,27 @@ def test_tokens_are_released_with_their_text_at_its_offset(
         begun = [i for i, at in enumerate(offsets) if at is not None and at < n_out]
         n_begun = begun[-1] + 1 if begun else 0
         assert len(out) == (len(tokens) if piece.finish_reason is FinishReason.LENGTH else n_begun)
-    assert [(one.token_id, one.logprob, one.top) for one in out] == [
-        (one.token_id, one.logprob, one.top) for one in known(tokens)[: len(out)]
+    assert [(placed.token_id, placed.logprob, placed.top) for placed in out] == [
+        (placed.token_id, placed.logprob, placed.top) for placed in known(tokens)[: len(out)]
     ]
-    assert [one.offset for one, at in zip(out, offsets, strict=False) if at is not None] == [
+    assert [placed.offset for placed, at in zip(out, offsets, strict=False) if at is not None] == [
         at for at in offsets[: len(out)] if at is not None
     ]
-    assert [one.offset for one in out] == sorted(one.offset for one in out)
-    assert all(offset <= one.offset <= n_out for one in out)
+    assert [placed.offset for placed in out] == sorted(placed.offset for placed in out)
+    assert all(offset <= placed.offset <= n_out for placed in out)
 
 
 @given(TOKENS)
 def test_a_prompts_tokens_have_the_offsets_of_its_decoded_text(tokens: list[int]) -> None:
     text = RUNNING.decode(tokens)
     out = prompt_places(tokens, text.encode(), known(tokens)[1:], RUNNING)
-    assert [one.token_id for one in out] == tokens
+    assert [placed.token_id for placed in out] == tokens
     assert [at for at in true_offsets(tokens) if at is not None] == [
-        one.offset for one, at in zip(out, true_offsets(tokens), strict=True) if at is not None
+        placed.offset for placed, at in zip(out, true_offsets(tokens), strict=True) if at is not None
     ]
-    assert [one.logprob for one in out] == [None, *(-float(i) for i in range(1, len(tokens)))][: len(tokens)]
+    assert [placed.logprob for placed in out] == [None, *(-float(i) for i in range(1, len(tokens)))][
+        : len(tokens)
+    ]
 
 
 @given(st.text(st.sampled_from("ab</s>é€😀"), min_size=1, max_size=8), st.booleans())
@@ -161,16 +163,16 @@ def test_the_name_of_a_special_token_in_a_prompt_counts_as_text(text: str, begin
     tokens = [*([SPECIAL] if begins and not text.startswith("</s>") else []), *RUNNING.encode(text)]
     out = prompt_places(tokens, text.encode(), known(tokens)[1:], RUNNING)
     at = 0
-    for one in out:
-        name = RUNNING.token_bytes(one.token_id) or (b"" if one is out[0] and begins else b"</s>")
+    for placed in out:
+        name = RUNNING.token_bytes(placed.token_id) or (b"" if placed is out[0] and begins else b"</s>")
         whole = text.encode()[:at].decode("utf-8", "ignore")  # the number of complete characters before it
-        assert one.offset == len(whole)
+        assert placed.offset == len(whole)
         at += len(name)
     assert at == len(text.encode())
 
 
 def test_without_a_tokenizer_every_token_is_released_at_once() -> None:
     places = TokenPlaces(None)
-    for i, one in enumerate(known([5, 6])):
-        piece = Piece((one.token_id,), "", FinishReason.STOP if i else None, (one,))
-        assert places.take(piece) == [PlacedToken(one.token_id, 0, one.logprob, one.top)]
+    for i, token in enumerate(known([5, 6])):
+        piece = Piece((token.token_id,), "", FinishReason.STOP if i else None, (token,))
+        assert places.take(piece) == [PlacedToken(token.token_id, 0, token.logprob, token.top)]

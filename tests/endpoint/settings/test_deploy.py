@@ -25,15 +25,17 @@ SECRET = "0123456789abcdef"
 
 def objects() -> dict[tuple[str, str], Any]:
     """Every object of the manifests, by kind and name."""
-    result = [one for path in MANIFESTS for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))]
-    by_name = {(one["kind"], one["metadata"]["name"]): one for one in result}
+    result = [
+        manifest for path in MANIFESTS for manifest in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    ]
+    by_name = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in result}
     assert len(by_name) == len(result), "two objects of the same name"
     return by_name
 
 
 OBJECTS = objects()
 WORKERS, SERVER = OBJECTS["StatefulSet", "orca-worker"], OBJECTS["Deployment", "orca-server"]
-WORKER_POD, SERVER_POD = (one["spec"]["template"]["spec"] for one in (WORKERS, SERVER))
+WORKER_POD, SERVER_POD = (manifest["spec"]["template"]["spec"] for manifest in (WORKERS, SERVER))
 (WORKER,), (SERVER_CONTAINER,) = WORKER_POD["containers"], SERVER_POD["containers"]
 
 
@@ -119,14 +121,17 @@ def test_the_server_connects_to_the_workers_addresses(tmp_path: Path) -> None:
     service = OBJECTS["Service", WORKERS["spec"]["serviceName"]]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
-    assert [one["port"] for one in service["spec"]["ports"]] == [port]
+    assert [entry["port"] for entry in service["spec"]["ports"]] == [port]
     name, within = WORKERS["metadata"]["name"], service["metadata"]["name"]
     expected = [f"{name}-{ordinal}.{within}:{port}" for ordinal in range(len(workers))]
     assert cli.parser().parse_args(serve_arguments()).workers.split(",") == expected
 
 
 def test_port_names_and_labels_refer_to_something() -> None:
-    pods = [(one["spec"]["template"], one["spec"]["selector"]["matchLabels"]) for one in (WORKERS, SERVER)]
+    pods = [
+        (manifest["spec"]["template"], manifest["spec"]["selector"]["matchLabels"])
+        for manifest in (WORKERS, SERVER)
+    ]
     for template, selector in pods:
         assert selector == template["metadata"]["labels"]
         (container,) = template["spec"]["containers"]
@@ -134,9 +139,9 @@ def test_port_names_and_labels_refer_to_something() -> None:
         probes = [probe for name, probe in container.items() if name.endswith("Probe")]
         ports = [(probe.get("httpGet") or probe["tcpSocket"])["port"] for probe in probes]
         (service,) = [
-            one
-            for (kind, _), one in OBJECTS.items()
-            if kind == "Service" and one["spec"]["selector"] == selector
+            manifest
+            for (kind, _), manifest in OBJECTS.items()
+            if kind == "Service" and manifest["spec"]["selector"] == selector
         ]
         assert {*ports, *(port["targetPort"] for port in service["spec"]["ports"])} <= names
         mounted = {mount["name"] for mount in container["volumeMounts"]}
@@ -192,7 +197,7 @@ def test_there_is_one_server_and_all_workers_at_once() -> None:
 
 def test_only_these_pods_reach_a_worker() -> None:
     policy = OBJECTS["NetworkPolicy", "orca-workers"]["spec"]
-    worker, server = (one["spec"]["template"]["metadata"]["labels"] for one in (WORKERS, SERVER))
+    worker, server = (manifest["spec"]["template"]["metadata"]["labels"] for manifest in (WORKERS, SERVER))
     assert policy["podSelector"]["matchLabels"] == worker
     assert policy["policyTypes"] == ["Ingress"]
     allowed = [

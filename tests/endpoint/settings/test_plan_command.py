@@ -56,30 +56,30 @@ def test_large_llamas_fit_on_h200s(
 ) -> None:
     split = ("--pipeline-parallel", str(n_stages), "--tensor-parallel", str(tensor))
     assert orca_plan(name, "--device", "h200", *split, "--no-compile", "--json") == 0
-    found = answer(capsys)
-    assert found["fits"]
+    report = answer(capsys)
+    assert report["fits"]
     per_device = weights / n_stages / tensor
-    assert all(stage["weights"] == pytest.approx(per_device, rel=1e-3) for stage in found["stages"])
+    assert all(stage["weights"] == pytest.approx(per_device, rel=1e-3) for stage in report["stages"])
     slot = 2 * PRESETS[name].n_layers // n_stages * 8 // tensor * 128 * 2  # 8 K/V heads of 128, bfloat16
-    assert {stage["slot"] for stage in found["stages"]} == {slot}
+    assert {stage["slot"] for stage in report["stages"]} == {slot}
     # One token reads all weights but its embedding's table, and 65,536 keys and values.
     least = (n_stages * per_device + 65_536 * n_stages * slot) / 4.8e12
-    assert found["floors"][0]["seconds"] == pytest.approx(least, rel=0.03)
+    assert report["floors"][0]["seconds"] == pytest.approx(least, rel=0.03)
 
 
 def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert orca_plan(*PAPER, "--no-compile", "--json", "--context", "256", "--latency-budget", "0.04") == 0
-    found = answer(capsys)
-    assert found["fits"] and found["problems"] == [] and found["hint"] is None
-    assert (found["temporaries_source"], found["why_not_compiled"]) == ("arithmetic", "XLA was not run")
-    assert [stage["layers"] for stage in found["stages"]] == [[1, 48], [49, 96]]
-    assert found["device"]["budget"] == int(0.9 * (40 << 30))
-    for stage in found["stages"]:
+    report = answer(capsys)
+    assert report["fits"] and report["problems"] == [] and report["hint"] is None
+    assert (report["temporaries_source"], report["why_not_compiled"]) == ("arithmetic", "XLA was not run")
+    assert [stage["layers"] for stage in report["stages"]] == [[1, 48], [49, 96]]
+    assert report["device"]["budget"] == int(0.9 * (40 << 30))
+    for stage in report["stages"]:
         fixed = stage["weights"] + stage["tables"] + stage["temporaries"]
-        assert 0 <= found["device"]["budget"] - fixed - stage["slots"] * stage["slot"] < stage["slot"]
-    assert found["n_slots"] == min(stage["slots"] for stage in found["stages"])
-    assert {floor["phase"] for floor in found["floors"]} == {"decode", "prefill"}
-    recommended = found["recommendation"]
+        assert 0 <= report["device"]["budget"] - fixed - stage["slots"] * stage["slot"] < stage["slot"]
+    assert report["n_slots"] == min(stage["slots"] for stage in report["stages"])
+    assert {floor["phase"] for floor in report["floors"]} == {"decode", "prefill"}
+    recommended = report["recommendation"]
     assert recommended["budget"] == 0.04 and recommended["seconds"] <= 0.04
     assert recommended["max_bs"] > 0
 
@@ -87,18 +87,18 @@ def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_xlas_figures_take_precedence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    questions: list[Any] = []
 
     def ask(question: Any, seconds: float) -> tuple[int, ...]:
-        asked.append((question, seconds))
+        questions.append((question, seconds))
         return 3 << 30, 4 << 30
 
     monkeypatch.setattr(plan, "ask_memory", ask)
     assert orca_plan(*PAPER, "--json", "--compile-timeout", "7") == 0
-    found = answer(capsys)
-    assert (found["temporaries_source"], found["why_not_compiled"]) == ("compiled", None)
-    assert [stage["temporaries"] for stage in found["stages"]] == [3 << 30, 4 << 30]
-    ((question, seconds),) = asked
+    report = answer(capsys)
+    assert (report["temporaries_source"], report["why_not_compiled"]) == ("compiled", None)
+    assert [stage["temporaries"] for stage in report["stages"]] == [3 << 30, 4 << 30]
+    ((question, seconds),) = questions
     assert (question.device, question.n_rows, question.dtype, seconds) == ("a100-40gb", 96, "bfloat16", 7.0)
     assert question.serving.n_slots > 40_000
 
@@ -108,9 +108,9 @@ def test_without_a_compiler_it_says_so_and_continues(
 ) -> None:
     monkeypatch.setattr(ask_xla, "find_spec", lambda name: None)
     assert orca_plan("gpt2", "--device", "h200", "--json") == 0
-    found = answer(capsys)
-    assert found["temporaries_source"] == "arithmetic"
-    assert found["why_not_compiled"].startswith(
+    report = answer(capsys)
+    assert report["temporaries_source"] == "arithmetic"
+    assert report["why_not_compiled"].startswith(
         "no CUDA plugin for JAX is installed (pip install 'orca_jax[cuda]')"
     )
 
@@ -134,18 +134,18 @@ def test_a_model_that_does_not_fit_gives_status_1_and_a_message(capsys: pytest.C
     assert "does not fit: stage 1 needs 40.71 GiB of weights" in text
     assert text.splitlines()[-1] == "use --pipeline-parallel 2"
     assert orca_plan("gpt3-175b", "--device", "a100-40gb", "--tensor-parallel", "8", "--json") == 1
-    found = answer(capsys)
-    assert not found["fits"] and found["n_slots"] == 0 and found["hint"] == "use --pipeline-parallel 2"
+    report = answer(capsys)
+    assert not report["fits"] and report["n_slots"] == 0 and report["hint"] == "use --pipeline-parallel 2"
 
 
 def test_measured_figures_replace_the_data_sheets(capsys: pytest.CaptureFixture[str]) -> None:
-    said = ("--memory", "16", "--bandwidth", "30", "--matrix-rate", "0.2", "--no-compile", "--json")
-    assert orca_plan("demo", "--device", "cpu", *said) == 0
-    found = answer(capsys)
-    assert found["dtype"] == "float32"
-    assert found["device"]["memory"] == found["device"]["budget"] == 16 << 30
-    assert (found["device"]["bandwidth"], found["device"]["matrix_rate"]) == (30e9, 0.2e12)
-    first = found["floors"][0]
+    flags = ("--memory", "16", "--bandwidth", "30", "--matrix-rate", "0.2", "--no-compile", "--json")
+    assert orca_plan("demo", "--device", "cpu", *flags) == 0
+    report = answer(capsys)
+    assert report["dtype"] == "float32"
+    assert report["device"]["memory"] == report["device"]["budget"] == 16 << 30
+    assert (report["device"]["bandwidth"], report["device"]["matrix_rate"]) == (30e9, 0.2e12)
+    first = report["floors"][0]
     # One row of the demo model at 256 tokens: its weights without the position table, and 256 slots.
     n_bytes = 4 * (2048 * 256 + 4 * (12 * 256**2 + 13 * 256)) + 256 * 2 * 4 * 256 * 4
     assert first["seconds"] == pytest.approx(n_bytes / 30e9, rel=0.02)
@@ -184,8 +184,8 @@ def test_errors_are_one_line(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert orca_plan(*arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and message in said.err and said.err.count("\n") == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and message in printed.err and printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

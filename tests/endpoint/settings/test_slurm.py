@@ -189,13 +189,13 @@ def test_the_started_commands_are_consistent(start: Start, tmp_path: Path) -> No
     job = start("the/model", "--max-batch-size", "7")
     job.wait(lambda: all(job.events_of("started", name) for name in ("server", "1", "2", "3")))
     (server,) = job.events_of("started", "server")
-    workers = [one for name in "123" for one in job.events_of("started", name)]
+    workers = [worker for name in "123" for worker in job.events_of("started", name)]
     secret = tmp_path / "secret"
     secret.write_text(server["secret"])
     assert len(server["secret"]) == 64
-    assert {one["secret"] for one in workers} == {server["secret"]}
-    assert {(one["mode"], one["folder_mode"]) for one in (server, *workers)} == {(0o600, 0o700)}
-    assert [one["node"] for one in workers] == NODES
+    assert {event["secret"] for event in workers} == {server["secret"]}
+    assert {(event["mode"], event["folder_mode"]) for event in (server, *workers)} == {(0o600, 0o700)}
+    assert [event["node"] for event in workers] == NODES
     assert (server["node"], server["platforms"]) == (None, "cpu")
 
     settings = serve_settings(_parsed(server, secret), {})
@@ -205,10 +205,10 @@ def test_the_started_commands_are_consistent(start: Start, tmp_path: Path) -> No
     assert addresses == ["10.0.0.1:20123", "10.0.0.2:20123", "10.0.0.3:20123"]
     assert (settings.model, settings.engine.max_batch_size) == ("the/model", 7)
     assert settings.endpoint.host == "127.0.0.1"
-    flags: list[WorkerFlags] = [read_flags(_parsed(one, secret), WorkerFlags) for one in workers]
-    assert [one.listen for one in flags] == addresses
-    for stage, one in enumerate(flags):
-        options = worker_options("the/model", one, server["secret"])
+    flags: list[WorkerFlags] = [read_flags(_parsed(worker, secret), WorkerFlags) for worker in workers]
+    assert [flag.listen for flag in flags] == addresses
+    for stage, flag in enumerate(flags):
+        options = worker_options("the/model", flag, server["secret"])
         assert (options.stage, options.n_stages) == (stage, 3)
         assert options.data_host == f"10.0.0.{stage + 1}"
         assert options.engine.parallel.tensor_parallel == settings.engine.tensor_parallel
@@ -231,7 +231,7 @@ def test_a_lost_worker_is_restarted_and_a_signal_drains(start: Start) -> None:
     status, _ = job.end()
     assert status == 0
     assert [len(job.events_of("started", name)) for name in ("server", "1", "3")] == [1, 1, 1]
-    order = [_name(one) for one in job.events if one["event"] == "ended"]
+    order = [_name(event) for event in job.events if event["event"] == "ended"]
     assert order[0] == "server"  # workers run until the drain is over
     assert list(job.home.iterdir()) == []  # the secret has been deleted
 

@@ -38,15 +38,15 @@ def test_what_is_linear_is_found_again():
 def test_noise_leaves_the_sum_of_all_iterations():
     noisy = iterations(TRUE, 400, noise=0.2)
     result = fit(noisy, SIZES)
-    assert sum(result.seconds(one.sums, one.bucket) for one in noisy) == pytest.approx(
-        sum(one.seconds for one in noisy)
+    assert sum(result.seconds(iteration.sums, iteration.bucket) for iteration in noisy) == pytest.approx(
+        sum(iteration.seconds for iteration in noisy)
     )
 
 
 def test_no_coefficient_is_below_0():
     noisy = iterations(MeasuredCost(0.02, 1e-3, 0.0, 0.0, SIZES), 60, noise=0.3)
-    for one in (fit(noisy, SIZES), fit(noisy[:5], SIZES)):
-        assert min(one.constant, one.per_token, one.per_key, one.per_pair) >= 0.0
+    for cost in (fit(noisy, SIZES), fit(noisy[:5], SIZES)):
+        assert min(cost.constant, cost.per_token, cost.per_key, cost.per_pair) >= 0.0
 
 
 def test_a_cost_pads_to_the_bucket():
@@ -66,8 +66,8 @@ def test_seconds_go_from_the_return_before_or_from_the_issue_after_a_pause():
         ],
     )
     result = measured(records)
-    assert [one.seconds for one in result] == pytest.approx([1.9, 3.0, 2.0, 0.8])
-    assert [one.sums for one in result] == [
+    assert [iteration.seconds for iteration in result] == pytest.approx([1.9, 3.0, 2.0, 0.8])
+    assert [iteration.sums for iteration in result] == [
         IterationSums(1, 4, 4, 10),
         IterationSums(2, 3, 5 + 2, 5 + 3),
         IterationSums(2, 2, 6 + 3, 6 + 3),

@@ -25,7 +25,7 @@ TRACE = (
 )
 
 
-def anything(request: Request) -> None:
+def no_check(request: Request) -> None:
     """A check that lets everything in."""
 
 
@@ -51,21 +51,21 @@ def baseline(engine: SimulatedEngine) -> MakeScheduler:
 def test_every_request_is_played_from_its_planned_arrival_to_its_end(make: type) -> None:
     ended: list[int] = []
     records = play(
-        TRACE, make(SimulatedEngine(VirtualClock())), deadline=SOON, check=anything, on_finished=ended.append
+        TRACE, make(SimulatedEngine(VirtualClock())), deadline=SOON, check=no_check, on_finished=ended.append
     )
     assert sum(ended) == len(TRACE)
-    by_name = {one.request_id: one for one in records.requests}
+    by_name = {record.request_id: record for record in records.requests}
     for i, traced in enumerate(TRACE):
-        one = by_name[str(i)]
-        assert (one.n_input, one.n_output) == (len(traced.prompt_ids), traced.n_output)
-        assert one.arrived == traced.arrival
-        assert one.scheduled is not None and one.finished is not None
-        assert one.arrived <= one.scheduled <= one.finished
+        record = by_name[str(i)]
+        assert (record.n_input, record.n_output) == (len(traced.prompt_ids), traced.n_output)
+        assert record.arrived == traced.arrival
+        assert record.scheduled is not None and record.finished is not None
+        assert record.arrived <= record.scheduled <= record.finished
     # Those that are there at the start are there when the scheduler first looks.
     assert records.iterations[0].request_ids == ("0", "1", "2")
     assert len(records.rows) == (len(records.iterations) if make is baseline else 0)
     if make is baseline:
-        works = [one.rows for one in records.rows if one.batch == 0]
+        works = [row.rows for row in records.rows if row.batch == 0]
         assert [works.count(RowWork.DONE) for works in works] == [0, 1, 2, 2]
 
 
@@ -73,7 +73,7 @@ def test_what_the_engine_raises_is_raised() -> None:
     engine = SimulatedEngine(VirtualClock())
     engine.fail("wait")
     with pytest.raises(EngineError, match="as requested"):
-        play(TRACE, orca(engine), deadline=SOON, check=anything)
+        play(TRACE, orca(engine), deadline=SOON, check=no_check)
 
 
 def test_a_refused_request_is_reported() -> None:
@@ -89,5 +89,5 @@ def test_a_trace_that_goes_on_beyond_the_deadline_is_given_up() -> None:
     late = (*TRACE, TracedRequest((1,), 1, arrival=10_000.0))
     start = time.monotonic()
     with pytest.raises(NotPlayed, match=r"5 of 6 requests ended within 0\.2 s"):
-        play(late, orca(SimulatedEngine(VirtualClock())), deadline=0.2, check=anything)
+        play(late, orca(SimulatedEngine(VirtualClock())), deadline=0.2, check=no_check)
     assert time.monotonic() - start < SOON

@@ -269,7 +269,7 @@ def test_what_holds_of_every_trace(case: tuple[House, list[Request], list[float]
             alone.output_ids.append(of_the_context(alone, 0))
         assert request.output_ids == alone.output_ids, request.request_id
     iterations, works = list(house.timeline.iterations), list(house.scheduler.iterations)
-    assert [one.number for one in works] == [one.number for one in iterations]
+    assert [work.number for work in works] == [iteration.number for iteration in iterations]
     batches: list[list[int]] = [[] for _ in range(house.scheduler.n_batches)]
     for i, work in enumerate(works):
         batches[work.batch].append(i)
@@ -294,7 +294,7 @@ def test_what_holds_of_every_trace(case: tuple[House, list[Request], list[float]
         taken += names
     assert taken == [request.request_id for request in requests], "first come, first served"
     most = most_tokens_at_once([len(request.prompt_ids) for request in requests], house.mbs)
-    assert max(one.n_tokens for one in iterations) <= most
+    assert max(iteration.n_tokens for iteration in iterations) <= most
 
 
 @settings(max_examples=50, deadline=None)
@@ -316,5 +316,5 @@ def test_equal_requests_that_are_all_there_at_once_run_as_under_orca(
         orca.add_at(0.0, request)
     orca.run()
     assert list(house.timeline.iterations) == list(orca.timeline.iterations)
-    assert [one.output_ids for one in requests[0]] == [one.output_ids for one in requests[1]]
+    assert [request.output_ids for request in requests[0]] == [request.output_ids for request in requests[1]]
     assert not any({FED, DONE} & set(record.rows) for record in house.scheduler.iterations)

@@ -149,9 +149,9 @@ def test_sums_of_a_batch_are_those_of_its_lengths(rows):
 def test_the_paper_s_workload_is_the_paper_s_trace_without_its_tokens():
     trace = paper_trace(300, vocab_size=50, seed=5, rate=3.0)
     workload = paper_workload(300, rate=3.0, seed=5)
-    assert workload.n_inputs.tolist() == [len(one.prompt_ids) for one in trace]
-    assert workload.n_outputs.tolist() == [one.n_output for one in trace]
-    assert workload.arrivals.tolist() == [one.arrival for one in trace]
+    assert workload.n_inputs.tolist() == [len(request.prompt_ids) for request in trace]
+    assert workload.n_outputs.tolist() == [request.n_output for request in trace]
+    assert workload.arrivals.tolist() == [request.arrival for request in trace]
 
 
 @pytest.mark.parametrize("sigma", [0.0, 0.5, 1.5])
@@ -189,11 +189,15 @@ def test_streamed_figures_are_those_of_all_records():
     for arrival, request in workload.requests():
         whole.add_at(arrival, request)
     timeline = whole.run()
-    assert streamed.normalized.tolist() == [one.normalized_latency for one in timeline.requests]
-    assert streamed.ends.tolist() == [one.finished for one in timeline.requests]
-    assert streamed.n_tokens == sum(one.n_output for one in timeline.requests) == workload.n_outputs.sum()
+    assert streamed.normalized.tolist() == [request.normalized_latency for request in timeline.requests]
+    assert streamed.ends.tolist() == [request.finished for request in timeline.requests]
+    assert (
+        streamed.n_tokens
+        == sum(request.n_output for request in timeline.requests)
+        == workload.n_outputs.sum()
+    )
     assert streamed.n_iterations == len(timeline.iterations)
-    assert streamed.n_rows == sum(one.n_rows for one in timeline.iterations)
+    assert streamed.n_rows == sum(iteration.n_rows for iteration in timeline.iterations)
 
 
 def test_throughput_counts_the_ends_between_the_first_and_the_last_tenth():
@@ -250,7 +254,7 @@ def test_one_request_at_a_time_costs_the_same_under_both():
     places = small_system(1).places()
     n_input, n_output = int(apart.n_inputs[0]), int(apart.n_outputs[0])
     shapes = [IterationShape([n_input if not i else 1], [n_input + i]).sums() for i in range(n_output)]
-    assert orca.normalized[0] == pytest.approx(sum(sum(places(one)) for one in shapes) / n_output)
+    assert orca.normalized[0] == pytest.approx(sum(sum(places(shape)) for shape in shapes) / n_output)
 
 
 # Memory.
@@ -258,9 +262,9 @@ def test_one_request_at_a_time_costs_the_same_under_both():
 
 def test_the_baseline_reserves_the_model_s_length_for_every_request():
     """ORCA 6.1: FasterTransformer cannot hold 8 requests of 13B on a GPU, nor 16 of 101B on eight."""
-    one = Partition(model=PRESETS["gpt3-13b"], n_stages=1, n_devices=1)
+    single = Partition(model=PRESETS["gpt3-13b"], n_stages=1, n_devices=1)
     eight = Partition(model=PRESETS["gpt3-101b"], n_stages=1, n_devices=8)
-    for partition, fits, does_not in ((one, 4, 8), (eight, 8, 16)):
+    for partition, fits, does_not in ((single, 4, 8), (eight, 8, 16)):
         System(partition=partition, cluster=Cluster(), max_bs=fits, mbs=1).serving()
         with pytest.raises(DoesNotFit, match="would be reserved"):
             System(partition=partition, cluster=Cluster(), max_bs=does_not, mbs=1).serving()
@@ -329,17 +333,17 @@ def test_the_last_line_has_the_arguments():
         "orca(2)": curve(system, latency, LOAD),
         "ft(2, 2)": curve(replace(system, mbs=2), latency, LOAD),
     }
-    one, other = (
+    first, second = (
         figure_10.Variant(slowness=slowness, own=latency / 2, latency=latency, curves=curves)
         for slowness in (1.5, 1.0)
     )
-    line = figure_10.result("10b", one, other)
+    line = figure_10.result("10b", first, second)
     assert (line["bench"], line["figure"], line["fitted"]) == ("simulate", "10b", True)
     assert (line["slowness"], line["unfitted"]["slowness"]) == (1.5, 1.0)
     assert line["normalized_latency_ms"] == pytest.approx(2 * line["own_ms"], abs=0.02)
     assert line["ratio"] == pytest.approx(line["orca_req_s"] / line["baseline_req_s"], rel=0.01)
     assert line["ratio"] > 1
     assert line["paper"]["ratio"] == 36.9
-    plain = figure_10.result("10a", None, other)
+    plain = figure_10.result("10a", None, second)
     assert plain["fitted"] is False and "unfitted" not in plain
     assert plain["paper"] == {"baseline_peak_req_s": 0.49}

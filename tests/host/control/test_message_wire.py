@@ -1,4 +1,4 @@
-"""Control messages as bytes: nothing is lost, they stay small, and rubbish is told from them."""
+"""Control messages as bytes: lossless and small; malformed ones are rejected."""
 
 import tracemalloc
 from dataclasses import fields, replace

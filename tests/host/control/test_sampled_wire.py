@@ -122,11 +122,11 @@ def test_unrequested_records_are_refused() -> None:
 
 
 def test_a_record_has_as_many_top_tokens_as_requested() -> None:
-    one: Any = records(1, 0)
-    one["top_logprobs"][0, 2:] = -np.inf  # of a vocabulary of two
-    logprobs = token_logprobs(one[0], 20)
-    assert logprobs.token_id == one["token_id"][0] and logprobs.logprob == one["logprob"][0]
-    ids, values = one["top_ids"][0], one["top_logprobs"][0]
+    record: Any = records(1, 0)
+    record["top_logprobs"][0, 2:] = -np.inf  # of a vocabulary of two
+    logprobs = token_logprobs(record[0], 20)
+    assert logprobs.token_id == record["token_id"][0] and logprobs.logprob == record["logprob"][0]
+    ids, values = record["top_ids"][0], record["top_logprobs"][0]
     assert logprobs.top == ((ids[0], values[0]), (ids[1], values[1]))
-    assert token_logprobs(one[0], 1).top == ((ids[0], values[0]),)
-    assert token_logprobs(one[0], 0).top == ()
+    assert token_logprobs(record[0], 1).top == ((ids[0], values[0]),)
+    assert token_logprobs(record[0], 0).top == ()

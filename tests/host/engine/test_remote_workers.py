@@ -479,7 +479,7 @@ def test_messages_from_before_the_new_epoch_are_ignored():
     bench = Bench().up()
     bench.arrivals.append(Arrival(0, None, "connection reset"))
     bench.lost()
-    bench.arrivals.append(Arrival(0, b"rubbish"))
+    bench.arrivals.append(Arrival(0, b"malformed"))
     bench.arrivals.append(Arrival(0, None, "connection reset once more"))
     bench.up()
     assert bench.workers.epoch == 2

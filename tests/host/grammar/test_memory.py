@@ -92,37 +92,37 @@ def sized(monkeypatch: pytest.MonkeyPatch, each: int, most: int) -> None:
 
 def test_the_oldest_that_are_kept_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     sized(monkeypatch, 100, 300)
-    one = compiler()
-    first, second = id(compiled(one, "a")), compiled(one, "b")
-    third = compiled(one, "c")
-    assert one._live.n_bytes() == 300
-    compiled(one, "d")
-    assert one._live.n_bytes() == 300
-    assert compiled(one, "b") is second and compiled(one, "c") is third
-    assert "a" not in {text.lark[8:-1] for text in one._kept}
+    cache = compiler()
+    first, second = id(compiled(cache, "a")), compiled(cache, "b")
+    third = compiled(cache, "c")
+    assert cache._live.n_bytes() == 300
+    compiled(cache, "d")
+    assert cache._live.n_bytes() == 300
+    assert compiled(cache, "b") is second and compiled(cache, "c") is third
+    assert "a" not in {text.lark[8:-1] for text in cache._kept}
     assert first
 
 
 def test_grammars_in_use_leave_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     sized(monkeypatch, 100, 300)
-    one = compiler()
-    states = [compiled(one, regex).start() for regex in "abc"]
+    cache = compiler()
+    states = [compiled(cache, regex).start() for regex in "abc"]
     with pytest.raises(QueueFull, match="the maximum; try again later"):
-        compiled(one, "d")
+        compiled(cache, "d")
     with pytest.raises(QueueFull):
-        compiled(one, "e")
+        compiled(cache, "e")
     states.pop()
     gc.collect()
-    assert compiled(one, "d")
+    assert compiled(cache, "d")
 
 
 def test_what_nothing_refers_to_is_not_counted() -> None:
     live = LiveGrammars()
-    one = compiled(compiler(), "a")
-    live.add(one)
-    live.add(one)
-    assert live.n_bytes() == one.n_bytes
-    del one
+    grammar = compiled(compiler(), "a")
+    live.add(grammar)
+    live.add(grammar)
+    assert live.n_bytes() == grammar.n_bytes
+    del grammar
     gc.collect()
     assert live.n_bytes() == 0
 

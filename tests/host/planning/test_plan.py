@@ -79,9 +79,9 @@ def test_the_largest_number_of_slots_that_fits() -> None:
     assert replace(room, modest=9 * memory.slot).slots(memory) == 5
     assert replace(room, free=0).slots(memory) == 0
     assert replace(room, free=None, modest=7 * memory.slot).slots(memory) == 7
-    told = replace(room, temporaries=memory.temporaries + 2 * memory.slot)
-    found = told.memory(SMALL, shape)
-    assert (found.source, told.slots(found)) == ("compiled", 3)
+    compiled = replace(room, temporaries=memory.temporaries + 2 * memory.slot)
+    result = compiled.memory(SMALL, shape)
+    assert (result.source, compiled.slots(result)) == ("compiled", 3)
 
 
 def test_n_slots_are_the_largest_up_to_what_admitted_requests_can_reserve() -> None:
@@ -121,9 +121,9 @@ def test_a_model_that_does_not_fit_is_reported_with_a_split_that_does() -> None:
     assert "may use 36.00 GiB" in stage.problem
     assert plan.hint == "use --pipeline-parallel 2"
     assert make_plan(target("gpt3-175b", "a100-40gb", 2, 8)).fits
-    both = make_plan(target("gpt3-13b", "a100-40gb", sizes=Sizes(n_slots=40_000)))
-    assert both.hint == "use --pipeline-parallel 2 or --tensor-parallel 2"
-    assert both.stages[0].problem is not None and "40000 slots of n_slots" in both.stages[0].problem
+    oversized = make_plan(target("gpt3-13b", "a100-40gb", sizes=Sizes(n_slots=40_000)))
+    assert oversized.hint == "use --pipeline-parallel 2 or --tensor-parallel 2"
+    assert oversized.stages[0].problem is not None and "40000 slots of n_slots" in oversized.stages[0].problem
     for n_stages, tensor in ((2, 1), (1, 2)):
         assert make_plan(target("gpt3-13b", "a100-40gb", n_stages, tensor, sizes=Sizes(n_slots=40_000))).fits
 
@@ -134,8 +134,8 @@ def test_where_one_way_alone_does_not_do_both_are_hinted_at() -> None:
     assert plan.hint is not None
     words = plan.hint.split()
     assert words[:2] == ["use", "--pipeline-parallel"] and words[3] == "--tensor-parallel"
-    both = ParallelConfig(pipeline_parallel=int(words[2]), tensor_parallel=int(words[4]))
-    assert make_plan(replace(plan.target, parallel=both)).fits
+    parallel = ParallelConfig(pipeline_parallel=int(words[2]), tensor_parallel=int(words[4]))
+    assert make_plan(replace(plan.target, parallel=parallel)).fits
     hopeless = make_plan(replace(plan.target, device=replace(tiny, memory=1 << 28)))
     assert hopeless.hint is not None and hopeless.hint.startswith("no split over up to 64 stages")
 
@@ -144,9 +144,9 @@ def test_a_cpu_gets_a_modest_cache_by_default() -> None:
     cpu = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)
     modest = replace(target("gpt2", "h200"), device=cpu, dtype="float32")
     assert make_plan(modest).serving.n_slots == (2 << 30) // (2 * 12 * 768 * 4)
-    told = make_plan(replace(modest, sizes=Sizes(memory_fraction=0.5)))
-    assert told.serving.n_slots == 2 * 32 * 1024
-    assert told.stages[0].memory.fixed + told.stages[0].slots * told.stages[0].memory.slot <= 8 << 30
+    smaller = make_plan(replace(modest, sizes=Sizes(memory_fraction=0.5)))
+    assert smaller.serving.n_slots == 2 * 32 * 1024
+    assert smaller.stages[0].memory.fixed + smaller.stages[0].slots * smaller.stages[0].memory.slot <= 8 << 30
     assert "no split helps" in str(make_plan(replace(modest, device=replace(cpu, memory=1 << 28))).hint)
 
 
@@ -224,16 +224,16 @@ def test_a_larger_budget_never_recommends_less(budgets: list[float]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.floats(1e-4, 1.0))
 def test_the_recommended_one_meets_the_budget_and_one_more_does_not(budget: float) -> None:
-    found = recommend(BUDGETED, budget)
-    if found.max_bs:
-        seconds = iteration_floor(BUDGETED, "decode", found.max_bs).seconds
-        assert seconds == found.seconds <= budget
-        plan = make_plan(replace(BUDGETED, sizes=replace(BUDGETED.sizes, max_batch_size=found.max_bs)))
-        assert plan.fits and plan.stages[0].slots >= found.max_bs * 256
-    more = found.max_bs + 1
-    if found.bound == "latency":
+    recommended = recommend(BUDGETED, budget)
+    if recommended.max_bs:
+        seconds = iteration_floor(BUDGETED, "decode", recommended.max_bs).seconds
+        assert seconds == recommended.seconds <= budget
+        plan = make_plan(replace(BUDGETED, sizes=replace(BUDGETED.sizes, max_batch_size=recommended.max_bs)))
+        assert plan.fits and plan.stages[0].slots >= recommended.max_bs * 256
+    more = recommended.max_bs + 1
+    if recommended.bound == "latency":
         assert iteration_floor(BUDGETED, "decode", more).seconds > budget
-    elif found.bound == "slots":
+    elif recommended.bound == "slots":
         plan = make_plan(replace(BUDGETED, sizes=replace(BUDGETED.sizes, max_batch_size=more)))
         assert plan.stages[0].slots < more * 256
     else:
@@ -251,16 +251,16 @@ def test_what_bounds_a_recommendation() -> None:
     few = replace(BUDGETED, sizes=Sizes(n_slots=2048))
     assert (recommend(few, 1.0).max_bs, recommend(few, 1.0).bound) == (8, "slots")
     # XLA's own temporaries, told for the sizes asked for, leave less room.
-    told = replace(BUDGETED, temporaries=(40 << 30,))
-    assert 0 < recommend(told, 1.0).max_bs < recommend(BUDGETED, 1.0).max_bs
+    compiled = replace(BUDGETED, temporaries=(40 << 30,))
+    assert 0 < recommend(compiled, 1.0).max_bs < recommend(BUDGETED, 1.0).max_bs
 
 
 def test_temporaries_from_xla_replace_the_estimate() -> None:
     plain = make_plan(target("gpt3-175b", "h200", 2, 4))
-    told = make_plan(replace(plain.target, temporaries=(5 << 30, 6 << 30)))
-    assert [stage.memory.temporaries for stage in told.stages] == [5 << 30, 6 << 30]
-    assert [stage.memory.source for stage in told.stages] == ["compiled"] * 2
-    assert told.stages[1].slots < plain.stages[1].slots
+    compiled = make_plan(replace(plain.target, temporaries=(5 << 30, 6 << 30)))
+    assert [stage.memory.temporaries for stage in compiled.stages] == [5 << 30, 6 << 30]
+    assert [stage.memory.source for stage in compiled.stages] == ["compiled"] * 2
+    assert compiled.stages[1].slots < plain.stages[1].slots
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,9 @@ def test_a_serving_is_played_to_its_end_with_every_time_on_record():
     simulation.end_at(4.5, "B", FinishReason.TIMEOUT)
     simulation.add_at(100.0, make_request("C", n_output=1))
     timeline = simulation.run()
-    assert [(it.issued, it.returned, it.request_ids) for it in timeline.iterations] == [
+    assert [
+        (iteration.issued, iteration.returned, iteration.request_ids) for iteration in timeline.iterations
+    ] == [
         (1.0, 3.0, ("A",)),
         (3.0, 5.0, ("A", "B")),
         (100.0, 102.0, ("C",)),
@@ -226,7 +228,7 @@ def test_a_serving_is_played_to_its_end_with_every_time_on_record():
     assert records["A"].normalized_latency == 2.0
     assert (records["B"].finish_reason, records["B"].finished) == (FinishReason.CANCELLED, 5.0)
     assert (records["C"].time_to_first_token, records["C"].finish_reason) == (2.0, FinishReason.LENGTH)
-    assert [it.padding for it in timeline.iterations] == [7, 6, 7]
+    assert [iteration.padding for iteration in timeline.iterations] == [7, 6, 7]
 
 
 def test_sequential_requests_are_submitted_when_their_predecessor_is_done():
@@ -242,7 +244,7 @@ def test_sequential_requests_are_submitted_when_their_predecessor_is_done():
     simulation.add_each(arrivals())
     timeline = simulation.run()
     assert asked == [0.0, 1.0, 1.0]
-    assert [(it.issued, it.request_ids) for it in timeline.iterations] == [
+    assert [(iteration.issued, iteration.request_ids) for iteration in timeline.iterations] == [
         (1.0, ("A", "B")),
         (3.0, ("A", "B")),
         (5.0, ("C",)),

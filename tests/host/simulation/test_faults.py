@@ -24,7 +24,7 @@ from orca_jax.simulation.faults import (
     random_poison_trace,
 )
 from orca_jax.simulation.workers import HIDDEN_BYTES, Timing
-from tests.pieces import PiecesPolicy
+from tests.random_pieces import RandomPieces
 
 N_SEEDS = 5_000
 
@@ -37,7 +37,7 @@ class Player(FaultSimulation):
 
     def __init__(self, trace: FaultTrace, *, cut: random.Random | None = None) -> None:
         super().__init__(trace)
-        self.pieces = None if cut is None else PiecesPolicy(self.scheduler.policy, cut)
+        self.pieces = None if cut is None else RandomPieces(self.scheduler.policy, cut)
         self.scheduler.policy = self.pieces or self.scheduler.policy
         self.in_flight_at_losses: list[frozenset[Request]] = []
         run_again = self.scheduler.run_again
@@ -264,15 +264,15 @@ def test_each_stage_reports_what_it_ran_and_sent():
             (1, i, number) for i in range(n)
         ]
     # One clock here, so that a stage can be seen to take a message before the one before it is done.
-    for behind, before in zip(stages[1].times, stages[0].times, strict=True):
-        assert before.received < behind.received < before.done < behind.done
+    for second, first in zip(stages[1].times, stages[0].times, strict=True):
+        assert first.received < second.received < first.done < second.done
 
 
 def test_messages_that_are_held_back_give_the_same_tokens():
     player = played(replace(CALM, forward_ahead=False))
     assert player.recovery.losses == 0
-    for behind, before in zip(*[stage.times for stage in player.workers.stages[1::-1]], strict=True):
-        assert behind.received > before.done
+    for second, first in zip(*[stage.times for stage in player.workers.stages[1::-1]], strict=True):
+        assert second.received > first.done
 
 
 def test_programs_may_take_longer_than_a_worker_s_patience():

@@ -8,8 +8,8 @@ from orca_jax.request.request import Request
 from orca_jax.scheduling.policy import Policy
 
 
-class PiecesPolicy:
-    """Another policy's choice, and of each row a random number of its tokens."""
+class RandomPieces:
+    """Takes the rows of the policy `whole`, and of each either all tokens or a random number."""
 
     def __init__(self, whole: Policy, rng: random.Random) -> None:
         self.n_pieces = 0  # rows that were cut
