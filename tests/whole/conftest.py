@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -21,6 +22,8 @@ CONFIG = GPT2 | {
     "bos_token_id": END,
     "eos_token_id": END,
 }
+# Room for two of the longest requests and a little, so that some have to wait.
+TINY_SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 160, "max_batch_tokens": 64}
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +40,6 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_directory: Path) -> Iterator[LLM]:
-    """Room for two of the longest requests and a little, so that some have to wait."""
-    with LLM(tiny_directory, max_batch_size=4, n_slots=160, max_batch_tokens=64, seed=3) as llm:
+    """An engine of TINY_SIZES."""
+    with LLM(tiny_directory, **TINY_SIZES, seed=3) as llm:
         yield llm

@@ -31,26 +31,28 @@ def of_one_layer(program: dict[str, Any]) -> list[set[str]]:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_kernel_compiles_for_every_head_size_dtype_and_group(size: Size) -> None:
-    found = figures(size)  # raises if shared memory is too small
+    compiled = figures(size)  # raises if shared memory is too small
     group = size.n_heads // size.n_kv_heads
-    assert found.registers <= 168  # per thread: 384 threads share 65,536
+    assert compiled.registers <= 168  # per thread: 384 threads share 65,536
     # Registers are spilled outside the loops over keys. Heads of 256 leave none to spare: a loop over whole
     # slots reloads two invariants, and one over masked slots, which an item has few of, six.
-    assert sum(loop.n_spills for loop in found.key_loops) <= (12 if size.head_size == 256 else 0), found
+    assert sum(loop.n_spills for loop in compiled.key_loops) <= (12 if size.head_size == 256 else 0), compiled
     if size.head_size <= 128:
-        assert found.spill_stores <= 80, found
-    if size.head_size == 128 and found.key_loops:  # of tiles and entries, whole and masked; 128 keys each
-        assert len(found.key_loops) == 4
+        assert compiled.spill_stores <= 80, compiled
+    if size.head_size == 128 and compiled.key_loops:  # of tiles and entries, whole and masked; 128 keys each
+        assert len(compiled.key_loops) == 4
         most = 515 if group == 1 else 545
         if size.soft_cap is not None:
             most += 7 * 64  # tanh of a thread's 64 scores
-        assert sorted(loop.n_instructions for loop in found.key_loops)[1] <= most
-    assert found.descriptors
-    assert not [(one, broken) for one in found.descriptors if (broken := one.broken_rules())]
+        assert sorted(loop.n_instructions for loop in compiled.key_loops)[1] <= most
+    assert compiled.descriptors
+    assert not [
+        (descriptor, broken) for descriptor in compiled.descriptors if (broken := descriptor.broken_rules())
+    ]
     # Copies that cannot be clipped at a row's end are never longer than their rows: a query, a part, and
     # tops.
     row, padded = 2 * size.head_size, -(-group // 8) * 8
-    assert set(found.plain_copies) <= {row, row * group, row * 64, 4 * 64, 4 * padded}
+    assert set(compiled.plain_copies) <= {row, row * group, row * 64, 4 * 64, 4 * padded}
 
 
 def test_gpt3_13b_calls_the_kernel_once_a_layer_and_xla_fuses_the_rest() -> None:

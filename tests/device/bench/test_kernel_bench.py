@@ -65,8 +65,8 @@ def test_a_drawn_batch_has_numbers_where_a_row_has_keys_and_nowhere_else() -> No
         wanted[
             batch.block_table[r, position // FORM.block_size] * FORM.block_size + position % FORM.block_size
         ] = True
-    there = np.isfinite(batch.k_cache.astype(np.float32)).any(axis=(1, 3)).ravel()
-    np.testing.assert_array_equal(there, wanted)
+    written = np.isfinite(batch.k_cache.astype(np.float32)).any(axis=(1, 3)).ravel()
+    np.testing.assert_array_equal(written, wanted)
     owned = sum(-(-int(n) // FORM.block_size) for n in batch.kv_length)
     blocks = wanted.reshape(-1, FORM.block_size).any(axis=1).sum()
     assert blocks < owned  # some blocks are two rows'
@@ -168,8 +168,8 @@ def test_a_peer_s_arrays_are_those_it_was_compiled_for() -> None:
     case = initiation(SMALL, 2, 64)
     program = peer(case, "cudnn")
 
-    def attend(q, shared, one):
-        return jax.nn.dot_product_attention(q, *one, is_causal=True)
+    def attend(q, shared, caches):
+        return jax.nn.dot_product_attention(q, *caches, is_causal=True)
 
     program = replace(program, call=attend)
     arrays = program.make(2)
@@ -256,11 +256,11 @@ def test_a_form_that_could_not_run_misses_the_aim() -> None:
 
 
 def test_a_line_has_shares_of_the_ceilings() -> None:
-    one = result("kernel", increments(HEADS[0], 32, 1024), 2.0)
-    assert figures(one, DEVICE)["bandwidth_share"] == pytest.approx(0.5)
-    assert figures(one, DEVICE)["over_floor"] == pytest.approx(2.0)
-    assert "GPT-3 13B, 32 x (1 of 1024)" in line(one, DEVICE) and " 50" in line(one, DEVICE)
-    assert "no result: why not" in line(replace(one, failed="why not"), DEVICE)
+    record = result("kernel", increments(HEADS[0], 32, 1024), 2.0)
+    assert figures(record, DEVICE)["bandwidth_share"] == pytest.approx(0.5)
+    assert figures(record, DEVICE)["over_floor"] == pytest.approx(2.0)
+    assert "GPT-3 13B, 32 x (1 of 1024)" in line(record, DEVICE) and " 50" in line(record, DEVICE)
+    assert "no result: why not" in line(replace(record, failed="why not"), DEVICE)
 
 
 WORKER = """
@@ -283,10 +283,10 @@ def test_a_task_that_kills_or_hangs_its_process_fails_and_the_rest_goes_on(
 ) -> None:
     (tmp_path / "the_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    heard = []
-    child.work_through("the_worker", [], 5, heard.append, task=2.0)
-    assert [words["hello"] for words in heard if "hello" in words] == [0, 2, 4]
-    of_task = {words["index"]: words for words in heard if "index" in words}
+    messages = []
+    child.work_through("the_worker", [], 5, messages.append, task=2.0)
+    assert [words["hello"] for words in messages if "hello" in words] == [0, 2, 4]
+    of_task = {words["index"]: words for words in messages if "index" in words}
     assert sorted(of_task) == [0, 1, 2, 3, 4]
     assert "status 9" in of_task[1]["failed"] and "hangs" in of_task[3]["failed"]
     assert all("values" in of_task[index] for index in (0, 2, 4))

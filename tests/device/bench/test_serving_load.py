@@ -43,21 +43,23 @@ def test_every_rate_is_played_on_every_system() -> None:
     climbed, systems = load(until=math.inf)
     progress: list[tuple[str, int, int]] = []
     climbed.climb(shared(), systems, [1000.0, 400.0], lambda *args: progress.append(args))
-    assert [(one.system.label, one.rate) for one in climbed.playings] == [
+    assert [(playing.system.label, playing.rate) for playing in climbed.playings] == [
         (label, rate) for rate in (400.0, 1000.0) for label in ("orca(2)", "orca(1)", "ft(2, 1)")
     ]
     # Eight requests arrive in 0.02 seconds at 400 a second, twenty at 1,000.
-    assert [one.figures.n_requests for one in climbed.playings] == [8] * 3 + [20] * 3
+    assert [playing.figures.n_requests for playing in climbed.playings] == [8] * 3 + [20] * 3
     assert progress[-1] == ("ft(2, 1) at 1e+03 req/s", 20, 20)
-    tokens = {one.rate: one.figures.tokens_s * one.figures.seconds for one in climbed.playings}
-    for one in climbed.playings:
-        assert one.figures.tokens_s * one.figures.seconds == pytest.approx(tokens[one.rate])
+    tokens = {
+        playing.rate: playing.figures.tokens_s * playing.figures.seconds for playing in climbed.playings
+    }
+    for playing in climbed.playings:
+        assert playing.figures.tokens_s * playing.figures.seconds == pytest.approx(tokens[playing.rate])
         assert [
-            record.arrived for record in sorted(one.records.requests, key=lambda r: int(r.request_id))
-        ] == [traced.arrival for traced in climbed.at_rate(one.rate)]
-        rows = max(iteration.n_rows for iteration in one.records.iterations)
-        assert rows <= (2 if one.system.label == "orca(2)" else 1)
-    assert [one.rate for one in climbed.playings if one.system is systems[0]] == [400.0, 1000.0]
+            record.arrived for record in sorted(playing.records.requests, key=lambda r: int(r.request_id))
+        ] == [traced.arrival for traced in climbed.at_rate(playing.rate)]
+        rows = max(iteration.n_rows for iteration in playing.records.iterations)
+        assert rows <= (2 if playing.system.label == "orca(2)" else 1)
+    assert [playing.rate for playing in climbed.playings if playing.system is systems[0]] == [400.0, 1000.0]
     assert climbed.curve(systems[2]) == [climbed.playings[2].figures, climbed.playings[5].figures]
     assert at_rest()
 
@@ -65,13 +67,13 @@ def test_every_rate_is_played_on_every_system() -> None:
 def test_a_system_that_is_past_the_limit_is_not_played_at_higher_rates() -> None:
     climbed, systems = load(until=0.0)
     climbed.climb(shared(), systems, [400.0, 1000.0], silent)
-    assert [one.rate for one in climbed.playings] == [400.0] * 3
+    assert [playing.rate for playing in climbed.playings] == [400.0] * 3
 
 
 def test_systems_that_have_not_come_to_where_they_are_compared_go_on() -> None:
     climbed, systems = load(until=math.inf, reach=math.inf)
     climbed.climb(shared(), systems[:1], [16.0], silent)
-    assert [one.rate for one in climbed.playings] == [16.0, 24.0, 36.0, 54.0, 81.0, 121.5, 182.25]
+    assert [playing.rate for playing in climbed.playings] == [16.0, 24.0, 36.0, 54.0, 81.0, 121.5, 182.25]
 
 
 def test_one_request_alone_and_both_where_scheduling_makes_no_difference() -> None:
@@ -79,10 +81,10 @@ def test_one_request_alone_and_both_where_scheduling_makes_no_difference() -> No
     alone, own = own_execution(shared(), shared().orca(2), trace, silent)
     assert 0 < own < alone
     result = honesty(shared(), trace, 2, 2, silent)
-    assert [one.case for one in result] == ["max_bs 1", "equal requests, max_bs 2"]
-    for one in result:
-        assert len(one.overlap) == len(one.no_overlap) == 2
-        assert min(one.overlap + one.no_overlap) > 0
+    assert [comparison.case for comparison in result] == ["max_bs 1", "equal requests, max_bs 2"]
+    for comparison in result:
+        assert len(comparison.overlap) == len(comparison.no_overlap) == 2
+        assert min(comparison.overlap + comparison.no_overlap) > 0
     assert at_rest()
 
 

@@ -30,7 +30,7 @@ END = 5
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlannedRequest:
     """A request; `stop_at` tokens complete a stop string, before step `cancelled` it is asked to end."""
 
     arrival: int
@@ -64,32 +64,34 @@ def stages(n_stages: int) -> tuple[tuple[StagePart, ...], tuple[Worker, ...]]:
     return parts, built._workers.workers
 
 
-def play(asked: Sequence[Asked], n_stages: int, *, overlap: bool, leaves: bool = True) -> list[Request]:
+def play(
+    all_planned: Sequence[PlannedRequest], n_stages: int, *, overlap: bool, leaves: bool = True
+) -> list[Request]:
     parts, workers = stages(n_stages)
     serving = replace(SERVING, overlap=overlap)
     ran: Harness = harness(MODEL, {}, serving, buckets=(8, 32), parts=parts, workers=workers)
     requests = [
         Request(
             str(i),
-            one.prompt,
-            len(one.prompt) + one.n_output,
-            one.sampling,
+            planned.prompt,
+            len(planned.prompt) + planned.n_output,
+            planned.sampling,
             seed=i,
             end_token_ids=frozenset({END}),
-            sink=StopString(one.stop_at),
+            sink=StopString(planned.stop_at),
             constraint=ConstraintRules(
-                vocab_size=MODEL.vocab_size, bad_words=BadWords((token_id,) for token_id in one.banned)
+                vocab_size=MODEL.vocab_size, bad_words=BadWords((token_id,) for token_id in planned.banned)
             ).begin(),
         )
-        for i, one in enumerate(asked)
+        for i, planned in enumerate(all_planned)
     ]
 
     def before_step(step: int) -> None:
-        for request, one in zip(requests, asked, strict=True):
-            if leaves and one.cancelled == step:
+        for request, planned in zip(requests, all_planned, strict=True):
+            if leaves and planned.cancelled == step:
                 ran.pool.end(request, FinishReason.CANCELLED)
 
-    ran.run(requests, [one.arrival for one in asked], before_step)
+    ran.run(requests, [planned.arrival for planned in all_planned], before_step)
     assert ran.kv.n_free_rows == ran.kv.n_rows and not ran.scheduler.leaving
     return requests
 
@@ -99,9 +101,9 @@ sampling = st.builds(
     temperature=st.sampled_from([0.0, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 1.5]),
 )
-some_asked = st.lists(
+planned_requests = st.lists(
     st.builds(
-        Asked,
+        PlannedRequest,
         arrival=st.integers(0, 12),
         prompt=st.lists(st.integers(0, MODEL.vocab_size - 1), min_size=1, max_size=9).map(tuple),
         n_output=st.integers(1, 12),
@@ -117,13 +119,13 @@ some_asked = st.lists(
 
 @pytest.mark.parametrize("n_stages", [1, 2])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(asked=some_asked)
-def test_same_tokens_with_and_without_overlap(n_stages: int, asked: list[Asked]) -> None:
-    undisturbed = play(asked, n_stages, overlap=False, leaves=False)
-    for request, whole in zip(play(asked, n_stages, overlap=True), undisturbed, strict=True):
+@given(all_planned=planned_requests)
+def test_same_tokens_with_and_without_overlap(n_stages: int, all_planned: list[PlannedRequest]) -> None:
+    undisturbed = play(all_planned, n_stages, overlap=False, leaves=False)
+    for request, whole in zip(play(all_planned, n_stages, overlap=True), undisturbed, strict=True):
         assert request.finish_reason is not None
         if request.finish_reason is FinishReason.CANCELLED:
-            assert asked[int(request.request_id)].cancelled is not None
+            assert all_planned[int(request.request_id)].cancelled is not None
             assert request.output_ids == whole.output_ids[: len(request.output_ids)]
         else:
             assert (request.output_ids, request.finish_reason) == (whole.output_ids, whole.finish_reason)
@@ -132,9 +134,9 @@ def test_same_tokens_with_and_without_overlap(n_stages: int, asked: list[Asked])
 def test_what_is_thrown_away_was_computed_in_the_request_s_own_blocks() -> None:
     """One that stops runs once more; who waits for its blocks gets them then, and its own tokens."""
     plain = SamplingParams(temperature=0.0)
-    first = Asked(0, (1, 2, 3), 25, plain, stop_at=3)
-    others = [Asked(0, (4 + i,) * 5, 20, plain) for i in range(2)]
-    waits = Asked(1, (9, 8, 7, 6), 24, plain)
+    first = PlannedRequest(0, (1, 2, 3), 25, plain, stop_at=3)
+    others = [PlannedRequest(0, (4 + i,) * 5, 20, plain) for i in range(2)]
+    waits = PlannedRequest(1, (9, 8, 7, 6), 24, plain)
     ran = {
         overlap: play([first, *others, waits], 1, overlap=overlap, leaves=False) for overlap in (False, True)
     }

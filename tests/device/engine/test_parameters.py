@@ -105,9 +105,9 @@ def request(name: str) -> Request:
 
 @cache
 def alone(name: str) -> Request:
-    one = request(name)
-    engine(1).run([one])
-    return one
+    single = request(name)
+    engine(1).run([single])
+    return single
 
 
 @cache
@@ -194,11 +194,11 @@ def test_logprobs_are_the_models_own() -> None:
     assert result.prompt_logprobs is not None
     logprobs = [*result.prompt_logprobs, *result.logprobs]
     assert len(logprobs) == len(PROMPT) + N_OUTPUT - 1
-    for i, one in enumerate(logprobs):
+    for i, token in enumerate(logprobs):
         n_top = 2 if i < len(PROMPT) - 1 else 4
-        assert one.token_id == [*PROMPT, *result.output_ids][i + 1]
-        np.testing.assert_allclose(one.logprob, exact[i, one.token_id], atol=1e-4)
-        ids, values = zip(*one.top, strict=True)
+        assert token.token_id == [*PROMPT, *result.output_ids][i + 1]
+        np.testing.assert_allclose(token.logprob, exact[i, token.token_id], atol=1e-4)
+        ids, values = zip(*token.top, strict=True)
         np.testing.assert_allclose(values, np.sort(exact[i])[::-1][:n_top], atol=1e-4)
         np.testing.assert_allclose(exact[i, list(ids)], values, atol=1e-4)
 
@@ -207,11 +207,11 @@ def test_logprobs_are_the_models_own() -> None:
 def test_sixteen_requests_with_a_parameter_each_get_what_they_get_alone(n_stages: int) -> None:
     together = [request(name) for name in ASKED]
     engine(n_stages).run(together, [i % 5 for i in range(len(together))])
-    for one in together:
-        expected = alone(one.request_id)
-        assert one.output_ids == expected.output_ids, one.request_id
-        assert one.finish_reason is expected.finish_reason
-        result, wanted = ([o.logprob for o in r.logprobs] for r in (one, expected))
+    for batched in together:
+        expected = alone(batched.request_id)
+        assert batched.output_ids == expected.output_ids, batched.request_id
+        assert batched.finish_reason is expected.finish_reason
+        result, wanted = ([o.logprob for o in r.logprobs] for r in (batched, expected))
         np.testing.assert_allclose(result, wanted, atol=1e-4)
 
 

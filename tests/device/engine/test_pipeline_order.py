@@ -113,7 +113,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 def in_flight(iterations: Sequence[IterationRecord], now: float) -> int:
     """Batches that were issued before `now` and had not returned then."""
-    return sum(it.issued < now and it.returned is not None and it.returned >= now for it in iterations)
+    return sum(
+        iteration.issued < now and iteration.returned is not None and iteration.returned >= now
+        for iteration in iterations
+    )
 
 
 def test_figure_8a(recorded: Recorded) -> None:
@@ -136,8 +139,8 @@ def test_figure_8a(recorded: Recorded) -> None:
         "A4B4", "C4D4", "E4F4",
     ]  # fmt: skip
     # AB is waited for only after CD and EF were injected; from then on one returns, the next goes in.
-    assert [in_flight(iterations, it.issued) for it in iterations] == [0, 1, *[2] * 10]
-    ends = [it.returned for it in iterations if it.returned is not None]
+    assert [in_flight(iterations, iteration.issued) for iteration in iterations] == [0, 1, *[2] * 10]
+    ends = [iteration.returned for iteration in iterations if iteration.returned is not None]
     assert [in_flight(iterations, end) for end in ends] == [*[3] * 10, 2, 1]
     # The same, as the workers saw it: each batch goes through Worker1, 2 and 3 in turn.
     assert [call for call in recorded.calls if call[0] == "forward"] == [
@@ -162,7 +165,7 @@ def test_as_many_batches_are_in_flight_as_there_are_stages(n_stages: int, tensor
         there = in_flight(list(timeline.iterations), end)
         assert 1 <= there <= n_stages
         # What arrives during the wait cannot have been issued before it.
-        began = max(it.issued for it in timeline.iterations if it.issued < end)
+        began = max(iteration.issued for iteration in timeline.iterations if iteration.issued < end)
         n_live = sum(
             record.arrived < began and record.finished is not None and record.finished >= end
             for record in timeline.requests

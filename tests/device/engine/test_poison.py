@@ -113,7 +113,7 @@ class Row:
     """One row's logits [V] and what acts on them."""
 
     logits: np.ndarray
-    asked: SamplingParams
+    params: SamplingParams
     seen: np.ndarray
     index: int = 3
 
@@ -124,14 +124,14 @@ N_ROWS = 4
 @cache
 def neighbours() -> list[Row]:
     rng = np.random.default_rng(0)
-    asked = [
+    ordinary = [
         SamplingParams(temperature=0.0, repetition_penalty=1.3),
         SamplingParams(temperature=0.8, seed=3),
         SamplingParams(temperature=1.2, top_p=0.8, top_k=40, frequency_penalty=0.5, seed=4),
     ]
     return [
-        Row(rng.normal(0, 4, VOCAB).astype(np.float32), one, rng.integers(0, 3, VOCAB).astype(np.int32))
-        for one in asked
+        Row(rng.normal(0, 4, VOCAB).astype(np.float32), params, rng.integers(0, 3, VOCAB).astype(np.int32))
+        for params in ordinary
     ]
 
 
@@ -153,20 +153,20 @@ def choose(rows: dict[str, jax.Array], *, acts: bool, allows: bool, cut: bool) -
 def arrays(rows: Sequence[Row]) -> dict[str, jax.Array]:
     """As the engine hands them to the sampler."""
     reals = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-    made = {name: np.array([getattr(row.asked, name) for row in rows], np.float32) for name in reals}
+    made = {name: np.array([getattr(row.params, name) for row in rows], np.float32) for name in reals}
     bias = np.zeros((len(rows), VOCAB), np.float32)
     for own, row in zip(bias, rows, strict=True):
-        own[list(row.asked.logit_bias)] = list(row.asked.logit_bias.values())
-    seeds = np.array([row.asked.seed or 0 for row in rows], np.int64)
+        own[list(row.params.logit_bias)] = list(row.params.logit_bias.values())
+    seeds = np.array([row.params.seed or 0 for row in rows], np.int64)
     made |= {
         "logits": np.stack([row.logits for row in rows]),
         "seen": np.stack([row.seen for row in rows]),
         "bias": bias,
-        "top_k": np.array([row.asked.top_k for row in rows], np.int32),
+        "top_k": np.array([row.params.top_k for row in rows], np.int32),
         "low": (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32),
         "high": (seeds >> 32).astype(np.int32),
         "index": np.array([row.index for row in rows], np.int32),
-        "words": np.stack([words_of(row.asked.allowed_token_ids, VOCAB) for row in rows]),
+        "words": np.stack([words_of(row.params.allowed_token_ids, VOCAB) for row in rows]),
     }
     return {name: jnp.asarray(array) for name, array in made.items()}
 
@@ -186,14 +186,14 @@ def any_logits(draw: st.DrawFn) -> np.ndarray:
 @given(any_logits(), sampling_params(), st.tuples(*[st.booleans()] * 3), st.integers(0, 1 << 30), st.data())
 def test_any_logits_and_any_parameters_give_a_token_and_disturb_no_neighbour(
     logits: np.ndarray,
-    asked: SamplingParams,
+    params: SamplingParams,
     programs: tuple[bool, bool, bool],
     often: int,
     data: st.DataObject,
 ) -> None:
     seen = np.random.default_rng(often).integers(0, 2, VOCAB).astype(np.int32) * often
     seen[::3] |= IN_PROMPT
-    poison = Row(logits, asked, np.minimum(seen, (1 << 31) - 1))
+    poison = Row(logits, params, np.minimum(seen, (1 << 31) - 1))
     at = data.draw(st.integers(0, N_ROWS - 1))
     others = neighbours()
     acts, allows, cut = programs
@@ -204,9 +204,9 @@ def test_any_logits_and_any_parameters_give_a_token_and_disturb_no_neighbour(
         assert np.isfinite(adjusted).all()
     for tokens in (best, drawn, top_ids):
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
-    if allows and asked.allowed_token_ids is not None:
-        assert {int(best[at]), int(drawn[at])} <= set(asked.allowed_token_ids)
-    if asked.temperature == 0:
+    if allows and params.allowed_token_ids is not None:
+        assert {int(best[at]), int(drawn[at])} <= set(params.allowed_token_ids)
+    if params.temperature == 0:
         assert drawn[at] == best[at]
     assert not np.isnan(of_drawn).any() and not np.isnan(of_top).any()
     assert (of_drawn <= 1e-5).all() and (of_top <= 1e-5).all()
@@ -216,8 +216,8 @@ def test_any_logits_and_any_parameters_give_a_token_and_disturb_no_neighbour(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_forbidden_tokens_are_never_chosen(value: float) -> None:
-    asked = SamplingParams(allowed_token_ids=(5, 7), seed=1)
-    poison = Row(np.full(VOCAB, value, np.float32), asked, np.zeros(VOCAB, np.int32))
+    params = SamplingParams(allowed_token_ids=(5, 7), seed=1)
+    poison = Row(np.full(VOCAB, value, np.float32), params, np.zeros(VOCAB, np.int32))
     for acts in (False, True):
         _, best, drawn, *_ = choose(arrays([poison] * 50), acts=acts, allows=True, cut=True)
         assert set(np.asarray(best).tolist()) | set(np.asarray(drawn).tolist()) <= {5, 7}
@@ -264,16 +264,16 @@ def engine() -> Orca:
     return service
 
 
-def with_logprobs(asked: SamplingParams) -> SamplingParams:
-    return replace(asked, max_tokens=8, logprobs=4, prompt_logprobs=2, ignore_eos=True)
+def with_logprobs(params: SamplingParams) -> SamplingParams:
+    return replace(params, max_tokens=8, logprobs=4, prompt_logprobs=2, ignore_eos=True)
 
 
-def results_next_to(prompt: list[int] | None, asked: SamplingParams) -> list[GenerationResult]:
+def results_next_to(prompt: list[int] | None, params: SamplingParams) -> list[GenerationResult]:
     """Of the neighbours; the request beside them may end as it will, but within the rules."""
     service = engine()
-    poison = None if prompt is None else service.submit(prompt, asked)
+    poison = None if prompt is None else service.submit(prompt, params)
     others = [
-        service.submit(own, with_logprobs(row.asked)) for own, row in zip(PROMPTS, neighbours(), strict=True)
+        service.submit(own, with_logprobs(row.params)) for own, row in zip(PROMPTS, neighbours(), strict=True)
     ]
     results = [other.result(SOON) for other in others]
     if poison is not None:
@@ -284,11 +284,11 @@ def results_next_to(prompt: list[int] | None, asked: SamplingParams) -> list[Gen
         logprobs = [*(result.logprobs or ()), *(result.prompt_logprobs or ())]
         assert all(0 <= token_id < VOCAB for token_id in result.token_ids) and result.token_ids
         assert not any(
-            math.isnan(value) for one in logprobs for value in (one.logprob, *(v for _, v in one.top))
+            math.isnan(value) for token in logprobs for value in (token.logprob, *(v for _, v in token.top))
         )
-        assert all(0 <= token_id < VOCAB for one in logprobs for token_id, _ in one.top)
-        if asked.allowed_token_ids is not None:
-            assert set(result.token_ids) <= set(asked.allowed_token_ids)
+        assert all(0 <= token_id < VOCAB for token in logprobs for token_id, _ in token.top)
+        if params.allowed_token_ids is not None:
+            assert set(result.token_ids) <= set(params.allowed_token_ids)
     return results
 
 
@@ -308,8 +308,8 @@ def outputs(results: list[GenerationResult]) -> list[Any]:
     st.lists(st.one_of(token_ids, st.sampled_from(sorted(POISONED))), min_size=1, max_size=20),
     sampling_params(),
 )
-def test_no_request_affects_others_in_the_engine(prompt: list[int], asked: SamplingParams) -> None:
-    assert outputs(results_next_to(prompt, asked)) == outputs(undisturbed())
+def test_no_request_affects_others_in_the_engine(prompt: list[int], params: SamplingParams) -> None:
+    assert outputs(results_next_to(prompt, params)) == outputs(undisturbed())
     assert engine().failure is None
 
 

@@ -191,22 +191,22 @@ def assert_greedy(whole: Parameters, request: Request) -> int:
     return n_sure
 
 
-def assert_all_greedy(asked: list[Request]) -> None:
+def assert_all_greedy(batch: list[Request]) -> None:
     whole = init_parameters(MODEL, jax.random.key(4), jnp.float32)
-    n_sure = sum(assert_greedy(whole, request) for request in asked)
-    assert n_sure > 0.9 * sum(len(request.output_ids) for request in asked)
+    n_sure = sum(assert_greedy(whole, request) for request in batch)
+    assert n_sure > 0.9 * sum(len(request.output_ids) for request in batch)
 
 
 @pytest.mark.parametrize("n_stages", [*(pytest.param(n, marks=pytest.mark.long) for n in (1, 2)), 4])
 def test_the_tokens_are_right_and_nothing_compiles_once_it_is_up(n_stages: int) -> None:
     with serving(n_stages) as (_, engine):
-        asked = requests()
+        batch = requests()
         with compilations() as compiled:
-            for request in asked:
+            for request in batch:
                 engine.pool.add(request)
-            engine.run(asked)
+            engine.run(batch)
         assert compiled == []
-        assert_all_greedy(asked)
+        assert_all_greedy(batch)
         # T x H x itemsize over each link, and nothing behind the last stage.
         stages = engine.workers.stages
         n_iterations = engine.workers.counters.messages
@@ -227,10 +227,10 @@ def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(2) as (pipeline, engine):
-        asked = requests()
-        for request in asked:
+        batch = requests()
+        for request in batch:
             engine.pool.add(request)
-        engine.run(asked, n_iterations=2)
+        engine.run(batch, n_iterations=2)
         worker = pipeline.stages[1].device._worker
         assert worker is not None
 
@@ -241,14 +241,14 @@ def test_what_a_stage_cannot_compute_ends_the_epoch_and_the_next_one_begins_with
         with monkeypatch.context() as failing:
             failing.setattr(worker, "forward", fails)
             with pytest.raises(WorkerLost, match=r"stage 2: .*memory") as lost:
-                engine.run(asked)
+                engine.run(batch)
         assert lost.value.stage == 1
         engine.scheduler.run_again()
         with compilations() as compiled:
             assert engine.engine.recover(lambda: False)
-            engine.run(asked)
+            engine.run(batch)
         assert compiled == [], "the programs were kept"
-        assert_all_greedy(asked)
+        assert_all_greedy(batch)
 
 
 def test_other_sizes_get_other_programs_and_sizes_that_do_not_fit_are_reported() -> None:

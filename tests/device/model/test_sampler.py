@@ -135,9 +135,9 @@ def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, int]:
     expected = N_DRAWS * p
     big = expected >= 5
     cells = np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
-    there = cells[1] > 0
-    statistic = float((((cells[0] - cells[1]) ** 2)[there] / cells[1][there]).sum())
-    return np.inf if counts[p == 0].sum() else statistic, int(there.sum()) - 1
+    possible = cells[1] > 0
+    statistic = float((((cells[0] - cells[1]) ** 2)[possible] / cells[1][possible]).sum())
+    return np.inf if counts[p == 0].sum() else statistic, int(possible.sum()) - 1
 
 
 def bound(freedom: int) -> float:
@@ -269,9 +269,9 @@ def test_the_likeliest_token_is_always_kept_and_what_is_kept_keeps_its_weight() 
     kept = np.asarray(jax.jit(keep)(weights, top_k, top_p, min_p))
     assert (kept[np.arange(n), logits.argmax(axis=1)] == 1).all()
     assert ((kept == 0) | (kept == weights)).all()
-    nothing = (np.isin(top_k, [0, 333, 1 << 30])) & (top_p == 1) & (min_p == 0)
-    np.testing.assert_array_equal(kept[nothing], weights[nothing])
-    assert nothing.sum() > 5
+    keeps_all = (np.isin(top_k, [0, 333, 1 << 30])) & (top_p == 1) & (min_p == 0)
+    np.testing.assert_array_equal(kept[keeps_all], weights[keeps_all])
+    assert keeps_all.sum() > 5
     assert ((kept > 0).sum(axis=1)[(top_k == 1) | (top_p < 0.1) | (min_p == 1)] == 1).all()
 
 
@@ -292,16 +292,16 @@ def test_the_extremes_of_the_parameters_draw_what_they_may() -> None:
     logits[:100, 1:] = -np.inf
     cold = np.full(n, 1e-30, np.float32)
     key = rng.integers(-(2**31), 2**31, (3, n)).astype(np.int32)
-    one, zero, all_k = np.ones(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.int32)
+    ones, zero, all_k = np.ones(n, np.float32), np.zeros(n, np.float32), np.zeros(n, np.int32)
     best = logits.argmax(axis=1)
     for parameters in (
-        (cold, all_k, one, zero),
-        (one, all_k, one * np.float32(1e-38), zero),
-        (one * 100, all_k + 1, one, zero),
-        (one * 100, all_k + (1 << 30), one, one),
+        (cold, all_k, ones, zero),
+        (ones, all_k, ones * np.float32(1e-38), zero),
+        (ones * 100, all_k + 1, ones, zero),
+        (ones * 100, all_k + (1 << 30), ones, ones),
     ):
         np.testing.assert_array_equal(full(logits, *parameters, *key), best)
-    hot = np.asarray(plain(logits, one * 100, all_k, one, zero, *key))
+    hot = np.asarray(plain(logits, ones * 100, all_k, ones, zero, *key))
     assert (hot[:100] == 0).all() and len(set(hot[100:].tolist())) > 20
 
 
@@ -326,9 +326,9 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_place() -> None:
 def test_each_part_of_the_key_changes_the_draw() -> None:
     n = 200
     flat = jnp.zeros((n, 1000))
-    one, zero, count = jnp.ones(n), jnp.zeros(n, jnp.int32), jnp.arange(n, dtype=jnp.int32)
+    ones, zero, count = jnp.ones(n), jnp.zeros(n, jnp.int32), jnp.arange(n, dtype=jnp.int32)
     for key in ((count, zero, zero), (zero, count, zero), (zero, zero, count)):
-        assert len(set(plain(flat, one, zero, one, jnp.zeros(n), *key).tolist())) > 150
+        assert len(set(plain(flat, ones, zero, ones, jnp.zeros(n), *key).tolist())) > 150
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100, 50_257])
@@ -362,13 +362,13 @@ def check_logprobs(logits: np.ndarray, n_top: int) -> None:
     chosen, ids, top = map(np.asarray, compiled_logprobs(logits, tokens, n_top))
     assert ids.shape == top.shape == (n, n_top) and ids.dtype == np.int32 and top.dtype == np.float32
     np.testing.assert_allclose(chosen, expected[np.arange(n), tokens], rtol=2e-6, atol=2e-6)
-    there = min(n_top, vocab)
+    n_filled = min(n_top, vocab)
     in_order = np.take_along_axis(expected, order, axis=1)
-    np.testing.assert_allclose(top[:, :there], in_order, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(top[:, :n_filled], in_order, rtol=2e-6, atol=2e-6)
     finite = np.isfinite(in_order)
-    np.testing.assert_array_equal(ids[:, :there][finite], order[finite])
+    np.testing.assert_array_equal(ids[:, :n_filled][finite], order[finite])
     assert ((ids >= 0) & (ids < vocab)).all()
-    assert (ids[:, there:] == 0).all() and (top[:, there:] == -np.inf).all()
+    assert (ids[:, n_filled:] == 0).all() and (top[:, n_filled:] == -np.inf).all()
 
 
 @pytest.mark.parametrize("vocab", [1, 11, 256, 257, 700, 6000])

@@ -74,10 +74,10 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path, folder: Path, cc: Comp
 
 
 @pytest.mark.parametrize(
-    "what", ["source", "header", "flags", "for processor", "processor", "version", "compiler", "sizes"]
+    "change", ["source", "header", "flags", "for processor", "processor", "version", "compiler", "sizes"]
 )
 def test_what_it_follows_from_decides(
-    folder: Path, cc: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    folder: Path, cc: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
@@ -87,19 +87,19 @@ def test_what_it_follows_from_decides(
     build()
     with monkeypatch.context() as patch:
         sizes: dict[str, int] = {}
-        if what == "source":
+        if change == "source":
             (sources / "linear.c").write_text((sources / "linear.c").read_text() + "\n/* another */\n")
-        elif what == "header":
+        elif change == "header":
             (sources / "vectors.h").write_text((sources / "vectors.h").read_text() + "\n/* another */\n")
-        elif what == "flags":
+        elif change == "flags":
             patch.setattr(compiler, "_FLAGS", (*compiler._FLAGS, "-Wall"))
-        elif what == "for processor":
+        elif change == "for processor":
             patch.setattr(compiler, "_PROCESSOR", (*compiler._PROCESSOR, "-mtune=native"))
-        elif what == "processor":
+        elif change == "processor":
             patch.setattr(compiler, "_processor", lambda: "another one")
-        elif what == "version":
+        elif change == "version":
             cc.version("2.0")
-        elif what == "compiler":
+        elif change == "compiler":
             other = Compiler(tmp_path / "other", str(cc.place / "cc"))
             patch.setenv("PATH", f"{other.place}:/usr/bin:/bin")
         else:
@@ -113,15 +113,15 @@ def test_what_it_follows_from_decides(
 def test_a_broken_file_is_rebuilt(folder: Path, cc: Compiler) -> None:
     build()
     (file,) = folder.iterdir()
-    whole = file.read_bytes()
-    middle = len(whole) // 2
-    broken = [b"", whole[:31], whole[:4096], whole[:-1], whole + b"\0", b"\0" * len(whole)]
-    broken.append(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    library = file.read_bytes()
+    middle = len(library) // 2
+    broken = [b"", library[:31], library[:4096], library[:-1], library + b"\0", b"\0" * len(library)]
+    broken.append(library[:middle] + bytes([library[middle] ^ 1]) + library[middle + 1 :])
     for i, content in enumerate(broken):
         file.write_bytes(content)
         build()
         assert cc.n_built == 2 + i
-        assert len(file.read_bytes()) == len(whole)
+        assert len(file.read_bytes()) == len(library)
         build()
         assert cc.n_built == 2 + i
     assert [*folder.iterdir()] == [file]
@@ -187,15 +187,15 @@ def test_processes_that_start_together_share_a_folder(tmp_path: Path, cc: Compil
     for n_built in (None, 0):  # each may build at first; then none does
         before = cc.n_built
         started = [process(tmp_path / "cache", stage) for stage in (0, 1)]
-        for one in started:
-            assert one.stdout is not None and one.stdout.readline() == "ready\n"
-        for one in started:
-            assert one.stdin is not None
-            one.stdin.write("\n")
-            one.stdin.flush()
-        for one in started:
-            out, _ = one.communicate(timeout=120)
-            assert one.returncode == 0 and out == f"{TARGETS}\n"
+        for child in started:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        for child in started:
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
+        for child in started:
+            out, _ = child.communicate(timeout=120)
+            assert child.returncode == 0 and out == f"{TARGETS}\n"
         assert n_built is None or cc.n_built - before == n_built
         kept = [path.name.split("-")[0] for path in sorted((tmp_path / "cache" / "native").iterdir())]
         assert kept == ["linear", "split_attention"]

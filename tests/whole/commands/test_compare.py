@@ -74,7 +74,7 @@ def test_flags_are_read() -> None:
     flags = parse(["--rate", "1.1,2", "--requests", "3", "--peer", "vllm=p", "--server"])
     assert list(flags.traces) == ["paper, 1.1/s", "paper, 2/s"]
     fast, slow = flags.traces["paper, 2/s"], flags.traces["paper, 1.1/s"]
-    assert [one.prompt_ids for one in fast] == [one.prompt_ids for one in slow]
+    assert [request.prompt_ids for request in fast] == [request.prompt_ids for request in slow]
     assert 0 < fast[0].arrival < slow[0].arrival
     assert list(parse([]).traces) == ["paper", "equal, 1", "equal, 8", "equal, 32"]
     assert list(parse(["--requests", "0", "--equal", "2"]).traces) == ["equal, 2"]
@@ -127,7 +127,7 @@ def test_variables_and_flags_of_engines(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("modules")
 def test_rounds_alternate_and_the_warm_up_does_not_count() -> None:
-    late = tuple(TracedRequest(one.prompt_ids, 4, arrival=0.02 * i) for i, one in enumerate(EQUAL))
+    late = tuple(TracedRequest(request.prompt_ids, 4, arrival=0.02 * i) for i, request in enumerate(EQUAL))
     with (
         EngineProcess(OURS, sys.executable, "echo_engine") as ours,
         EngineProcess("b", sys.executable, "echo_engine") as other,
@@ -138,7 +138,7 @@ def test_rounds_alternate_and_the_warm_up_does_not_count() -> None:
         result = play_in_turn([ours, other], {"late": late}, 3, Progress(disable=True))
     (rounds,) = result.values()
     assert [len(rounds.played[name]) for name in (OURS, "b")] == [3, 3]
-    assert all(one.seconds >= 0.02 and min(one.latency) >= 0 for one in rounds.played[OURS])
+    assert all(play.seconds >= 0.02 and min(play.latency) >= 0 for play in rounds.played[OURS])
     assert rounds.missing(OURS) == 0
     assert rounds.missing("b") == 2
     agreed = rounds.agreement("b")
@@ -194,7 +194,7 @@ def test_the_table_and_the_record_have_pairwise_ratios() -> None:
     assert figures["b"]["ours_over_theirs"] == {"tokens_per_second": 2.25, "median_normalized_latency": 0.45}
     assert figures["b"]["normalized_latency_ms"]["p99"] == [20.0, 50.0]
     assert figures[OURS]["requests_per_second"] == [1.0, 0.5]
-    assert [(one["engine"], one["round"], one["seconds"]) for one in raw(result)] == [
+    assert [(play["engine"], play["round"], play["seconds"]) for play in raw(result)] == [
         *((OURS, 1, 1.0), (OURS, 2, 2.0), ("b", 1, 2.0), ("b", 2, 5.0))
     ]
 
@@ -345,8 +345,11 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     record = json.loads((tmp_path / "record.json").read_text())
     assert [play["engine"] for play in record["plays"]] == [OURS, SERVER]
     for play in record["plays"]:
-        assert [(one["n_input"], one["n_output"]) for one in play["requests"]] == lengths
-        assert all(one["n_tokens"] == one["n_output"] and one["latency"] > 0 for one in play["requests"])
+        assert [(request["n_input"], request["n_output"]) for request in play["requests"]] == lengths
+        assert all(
+            request["n_tokens"] == request["n_output"] and request["latency"] > 0
+            for request in play["requests"]
+        )
         last = play["requests"][2]
         assert play["seconds"] >= last["arrival"] + last["latency"] - 1e-6
 

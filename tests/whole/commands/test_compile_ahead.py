@@ -179,17 +179,17 @@ def test_what_was_compiled_without_weights_is_what_a_server_needs(
 ) -> None:
     sizes: dict[str, Any] = {name: value for name, value in SIZES.items() if name != "seed"} | split
     jax.clear_caches()  # what this process knows already is not written
-    made = orca_jax.compile_model(two_layers, compile_cache=folder, **sizes)
-    assert made.folder == folder and made.from_disk < made.programs and made.n_slots == 96
-    kept = set(folder.glob("*-cache"))
-    assert len(kept) >= made.programs - made.from_disk - 1
+    compiled = orca_jax.compile_model(two_layers, compile_cache=folder, **sizes)
+    assert compiled.folder == folder and compiled.from_disk < compiled.programs and compiled.n_slots == 96
+    files = set(folder.glob("*-cache"))
+    assert len(files) >= compiled.programs - compiled.from_disk - 1
     jax.clear_caches()
     again = orca_jax.compile_model(two_layers, compile_cache=folder, **sizes)
-    assert again.programs == made.programs and set(folder.glob("*-cache")) == kept
+    assert again.programs == compiled.programs and set(folder.glob("*-cache")) == files
     jax.clear_caches()
     with LLM(two_layers, compile_ahead=True, compile_cache=folder, **sizes) as llm:
-        assert llm.compiles.programs == llm.compiles.from_disk > made.programs / 2
-        assert set(folder.glob("*-cache")) == kept
+        assert llm.compiles.programs == llm.compiles.from_disk > compiled.programs / 2
+        assert set(folder.glob("*-cache")) == files
         llm.generate(["abc"], SamplingParams(max_tokens=2))
 
 
@@ -222,8 +222,8 @@ def test_orca_compile_and_then_orca_serve(two_layers: Path, tmp_path: Path, stag
     assert done.stdout.strip() == str(tmp_path / "programs")
     n_programs, n_found = map(int, re.findall(r"(\d+) programs .* \((\d+) were on disk\)", done.stderr)[0])
     assert n_programs > n_found
-    kept = set((tmp_path / "programs").rglob("*-cache"))
-    inside = {path.relative_to(tmp_path / "programs").parent.as_posix() for path in kept}
+    files = set((tmp_path / "programs").rglob("*-cache"))
+    inside = {path.relative_to(tmp_path / "programs").parent.as_posix() for path in files}
     assert inside - {"."} == ({"stage-1-of-2", "stage-2-of-2"} if stages else set())
     with ServerProcess(flags, compile_ahead=True, variables=plain) as server:
         server.wait_until_ready()
@@ -237,6 +237,6 @@ def test_orca_compile_and_then_orca_serve(two_layers: Path, tmp_path: Path, stag
             answer = httpx2.post(server.url + "/v1/completions", json=body, timeout=SOON)
             assert answer.status_code == 200, answer.text
         assert compiles(server) == ready
-    more = set((tmp_path / "programs").rglob("*-cache")) - kept
+    more = set((tmp_path / "programs").rglob("*-cache")) - files
     # A worker's array of no tokens, which orca compile makes for all stages at once.
     assert {path.name.partition("-")[0] for path in more} <= ({"jit_no_tokens"} if stages else set())

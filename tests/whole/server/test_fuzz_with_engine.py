@@ -165,9 +165,9 @@ def plain(llm: LLM) -> list[int]:
 def directory(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 of two layers, one for each stage, whose tokens are the bytes."""
     config = CONFIG | {"n_layer": 2}
-    made = write_checkpoint(tmp_path_factory.mktemp("two"), config, gpt2_tensors(config))
-    shutil.copy(tiny_directory / "tokenizer.json", made)
-    return made
+    target = write_checkpoint(tmp_path_factory.mktemp("two"), config, gpt2_tensors(config))
+    shutil.copy(tiny_directory / "tokenizer.json", target)
+    return target
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from server.http.generation.completions import create_completion
 from tests.endpoint.harness import ENDPOINT_THREAD, Server, serving_model
 from tests.host.engines import SOON
 from tests.places import ROOT
+from tests.whole.conftest import TINY_SIZES
 
 MOST_FILES = 30
 ROUTE, QUEUE, SAMPLER = create_completion.__code__, RequestPool.add.__code__, TokenChooser.choose.__code__
@@ -64,7 +65,7 @@ def followed(directory: Path, path: RequestPath) -> Iterator[Server]:
     threading.setprofile(path.profile)
     try:
         with (
-            LLM(directory, max_batch_size=2, n_slots=64, max_batch_tokens=64) as llm,
+            LLM(directory, **TINY_SIZES) as llm,
             serving_model(llm.service, llm.config, llm.serving, tokenizer=llm.tokenizer) as server,
         ):
             yield server
@@ -76,7 +77,7 @@ def test_a_request_passes_through_at_most_30_files(tiny_directory: Path) -> None
     path = RequestPath()
     with followed(tiny_directory, path) as server:
         for path.armed in (False, False, True):  # first warm up
-            body = {"prompt": "In the beginning", "max_tokens": 3, "temperature": 0.7}
+            body = {"prompt": "In", "max_tokens": 3, "temperature": 0.7}
             httpx2.post(f"{server.url}/v1/completions", json=body, timeout=SOON).raise_for_status()
     files = [*path.files]
     assert files[0] == "server/http/generation/completions.py", files

@@ -54,8 +54,8 @@ def is_arithmetic(text: str) -> bool:
 
 
 def complete(results: list[GenerationResult]) -> list[GenerationResult]:
-    assert {one.finish_reason for one in results} <= {FinishReason.STOP, FinishReason.LENGTH}
-    return [one for one in results if one.finish_reason is FinishReason.STOP]
+    assert {result.finish_reason for result in results} <= {FinishReason.STOP, FinishReason.LENGTH}
+    return [result for result in results if result.finish_reason is FinishReason.STOP]
 
 
 @pytest.mark.long
@@ -90,9 +90,11 @@ def test_a_json_object_is_an_object(llm: LLM) -> None:
 def test_regexes_choices_and_a_grammar_are_kept(llm: LLM) -> None:
     params = [asked(i, guided_regex=REGEXES[i % len(REGEXES)]) for i in range(60)]
     results = llm.generate(["Yes"] * 60, params)
-    for one, result in zip(params, results, strict=True):
+    for param, result in zip(params, results, strict=True):
         if result.finish_reason is FinishReason.STOP:
-            assert one.guided_regex is not None and re.fullmatch(one.guided_regex, result.text), result.text
+            assert param.guided_regex is not None and re.fullmatch(param.guided_regex, result.text), (
+                result.text
+            )
     assert len(complete(results)) >= 50
     results = llm.generate(["A colour: "] * 40, [asked(i, guided_choice=CHOICES) for i in range(40)])
     assert {result.text for result in complete(results)} <= set(CHOICES)
@@ -130,12 +132,14 @@ def test_a_grammar_goes_before_min_tokens_and_bad_words(llm: LLM) -> None:
 def test_a_grammar_changes_nothing_for_its_neighbours() -> None:
     """To the bit: else the order of sums, which follows the number of requests, may change a draw."""
     plain = [SamplingParams(max_tokens=30, temperature=0.8, seed=i) for i in range(8)]
-    mixed = [one for i in range(8) for one in (plain[i], asked(i, guided_json_object=True, max_tokens=30))]
+    mixed = [
+        params for i in range(8) for params in (plain[i], asked(i, guided_json_object=True, max_tokens=30))
+    ]
     with LLM(max_batch_size=16, deterministic=True) as llm:
         alone = llm.generate(["In the beginning"] * 8, plain)
         together = llm.generate(["In the beginning"] * 16, mixed)
-    assert [one.text for one in together[::2]] == [one.text for one in alone]
-    assert all(one.text.startswith("{") for one in together[1::2])
+    assert [result.text for result in together[::2]] == [result.text for result in alone]
+    assert all(result.text.startswith("{") for result in together[1::2])
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -171,13 +175,13 @@ def test_a_hostile_grammar_is_refused_or_ends_only_its_own_request(llm: LLM) -> 
     ends: dict[str, str] = {}
     with ThreadPoolExecutor(4) as threads:
         for name, fields in HOSTILE.items():
-            running = threads.map(lambda one: llm.generate("And he said", one)[0], plain)
+            running = threads.map(lambda params: llm.generate("And he said", params)[0], plain)
             try:
                 result = llm.stream("x", asked(1, max_tokens=40, **fields)).result(timeout=20)
                 ends[name] = str(result.finish_reason)
             except (InvalidSamplingParameter, OutputFailed) as error:
                 ends[name] = type(error).__name__
-            assert [one.token_ids for one in running] == [one.token_ids for one in alone], name
+            assert [result.token_ids for result in running] == [result.token_ids for result in alone], name
     refused = {name for name, end in ends.items() if end == "InvalidSamplingParameter"}
     assert refused >= {"deep", "a reference to itself", "many properties"}, ends
     assert llm.service.failure is None

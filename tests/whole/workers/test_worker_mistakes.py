@@ -84,8 +84,8 @@ class Serving:
         n_ended = len(self._streams.ended)
         until(lambda: len(self._streams.ended) >= n_ended + 2 * len(self._known), "streams")
         assert self._streams.wrong == []
-        found = asyncio.run(figures(self.server.http_address))
-        assert found["orca_worker_losses_total"] == 0
+        metrics = asyncio.run(figures(self.server.http_address))
+        assert metrics["orca_worker_losses_total"] == 0
         assert asyncio.run(asked(self.server.http_address, "/ready"))[0] == 200
 
     def kill(self) -> None:
@@ -143,11 +143,11 @@ def refusal(model: Path, workers: list[str], **other: Any) -> str:
 
 def test_another_model_is_named(serving: Serving, model: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", n_embd=32)
-    said = refusal(other, serving.workers)
-    assert said.startswith(
+    complaint = refusal(other, serving.workers)
+    assert complaint.startswith(
         f"the worker of stage 1 at {serving.workers[0]} refused the connection: model: this worker has "
     )
-    assert str(model) in said and str(other) in said
+    assert str(model) in complaint and str(other) in complaint
     serving.is_undisturbed()
 
 
@@ -163,18 +163,21 @@ def test_a_model_of_the_same_name_and_another_shape_is_seen(serving: Serving, mo
 
 
 def test_another_dtype_is_named(serving: Serving, model: Path) -> None:
-    said = refusal(model, serving.workers, dtype="bfloat16")
-    assert "dtype: this worker has 'float32', but the caller has 'bfloat16'; start both with the same" in said
+    complaint = refusal(model, serving.workers, dtype="bfloat16")
+    assert (
+        "dtype: this worker has 'float32', but the caller has 'bfloat16'; start both with the same"
+        in complaint
+    )
     serving.is_undisturbed()
 
 
 @pytest.mark.long
 def test_another_number_of_stages_is_named(serving: Serving, model: Path) -> None:
-    said = refusal(model, [*serving.workers, f"127.0.0.1:{free_port()}"])
-    assert "n_stages: this worker has 2, but the caller has 3" in said
+    complaint = refusal(model, [*serving.workers, f"127.0.0.1:{free_port()}"])
+    assert "n_stages: this worker has 2, but the caller has 3" in complaint
     with OrcaWorker(model, ("--stage", "1", "--of", "3", "--dtype", "float32")) as worker:
-        said = refusal(model, [worker.listens().address, serving.workers[1]], control_secret="")
-        assert "n_stages: this worker has 3, but the caller has 2" in said
+        complaint = refusal(model, [worker.listens().address, serving.workers[1]], control_secret="")
+        assert "n_stages: this worker has 3, but the caller has 2" in complaint
     serving.is_undisturbed()
 
 
@@ -188,24 +191,24 @@ def test_another_version_of_the_protocol_is_named(
 ) -> None:
     version = handshake.PROTOCOL_VERSION
     monkeypatch.setattr(handshake, "PROTOCOL_VERSION", version + 1)
-    said = refusal(model, serving.workers)
-    assert f"protocol_version: this worker has {version}, but the caller has {version + 1}" in said
+    complaint = refusal(model, serving.workers)
+    assert f"protocol_version: this worker has {version}, but the caller has {version + 1}" in complaint
     serving.is_undisturbed()
 
 
 def test_an_address_without_a_listener_is_named(serving: Serving, model: Path) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    said = refusal(model, [nobody, f"127.0.0.1:{free_port()}"], deadlines=Deadlines(ready_seconds=1))
-    assert said.startswith(f"the worker of stage 1 at {nobody} was not reached within ")
-    assert said.endswith("; is one running there?")
+    unused = f"127.0.0.1:{free_port()}"
+    complaint = refusal(model, [unused, f"127.0.0.1:{free_port()}"], deadlines=Deadlines(ready_seconds=1))
+    assert complaint.startswith(f"the worker of stage 1 at {unused} was not reached within ")
+    assert complaint.endswith("; is one running there?")
     serving.is_undisturbed()
 
 
 @pytest.mark.parametrize("secret", ["", "another secret, long enough"])
 def test_a_wrong_secret_and_a_missing_one_are_refused(serving: Serving, model: Path, secret: str) -> None:
-    said = refusal(model, serving.workers, control_secret=secret)
-    assert "the control plane's secret is wrong; give the server and all workers the same" in said
-    assert SECRET not in said and (not secret or secret not in said)
+    complaint = refusal(model, serving.workers, control_secret=secret)
+    assert "the control plane's secret is wrong; give the server and all workers the same" in complaint
+    assert SECRET not in complaint and (not secret or secret not in complaint)
     serving.is_undisturbed()
 
 
@@ -274,9 +277,9 @@ def test_a_port_in_use_is_reported(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with OrcaWorker(model, ("--stage", "1", "--of", "2", "--listen", address)) as worker:
-            said = worker.mistake()
-    assert f"a worker cannot listen on {address}: " in said
-    assert said.endswith("; choose another address or port")
+            complaint = worker.mistake()
+    assert f"a worker cannot listen on {address}: " in complaint
+    assert complaint.endswith("; choose another address or port")
 
 
 @pytest.mark.long

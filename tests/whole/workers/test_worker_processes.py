@@ -38,10 +38,10 @@ def known(model: Path) -> list[KnownStream]:
     streams = known_streams(model, n=N_STREAMS, n_output=N_OUTPUT, longest=MAX_PROMPT)
     # Of most every choice is sure, greedy ones and sampled ones.
     for sampled in (True, False):
-        alike = [one for one in streams if (one.seed is not None) == sampled]
+        alike = [stream for stream in streams if (stream.seed is not None) == sampled]
         assert len(alike) >= 8
-        assert sum(one.sure == one.text for one in alike) >= 0.75 * len(alike)
-    assert len({one.text for one in streams}) == N_STREAMS
+        assert sum(stream.sure == stream.text for stream in alike) >= 0.75 * len(alike)
+    assert len({stream.text for stream in streams}) == N_STREAMS
     return streams
 
 
