@@ -18,6 +18,9 @@ N_TOGETHER = 2000  # rows of one call
 plain = jax.jit(lambda *rows: sample(*rows, cut=False))
 full = jax.jit(lambda *rows: sample(*rows, cut=True))
 compiled_logprobs = jax.jit(logprobs, static_argnums=2)
+# For thousands of rows running takes longer than compiling, so these are optimized (tests/xla_flags.py).
+OPTIMIZED = {"xla_backend_optimization_level": 3}
+of_many_rows = {cut: jax.jit(partial(sample, cut=cut), compiler_options=OPTIMIZED) for cut in (False, True)}
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def parts_that_act(given: Any, idle: Any) -> list[str]:
     return [name for name in names if not np.array_equal(getattr(given, name), getattr(idle, name))]
 
 
-@partial(jax.jit, static_argnames="cut")
+@partial(jax.jit, static_argnames="cut", compiler_options=OPTIMIZED)
 def whole(
     logits: jax.Array, changes: tuple[jax.Array, ...], words: jax.Array, *choice: jax.Array, cut: bool
 ) -> jax.Array:
@@ -83,7 +86,7 @@ def draws(logits: np.ndarray, cut: Cut, changes: Changes | None = None, *, seeds
         key = (changing, zero, fixed) if seeds else (fixed, zero, changing)
         cuts = bool(cut.top_k) or cut.top_p < 1 or cut.min_p > 0
         if changes is None:
-            tokens = (full if cuts else plain)(each_row(logits), *parameters, *key)
+            tokens = of_many_rows[cuts](each_row(logits), *parameters, *key)
         else:
             bits = np.pad(changes.allowed, (0, -vocab % 32)).reshape(-1, 32).astype(np.uint32)
             words = (bits << np.arange(32, dtype=np.uint32)).sum(axis=1, dtype=np.uint32).view(np.int32)
