@@ -71,7 +71,7 @@ def parameters() -> dict[str, jax.Array]:
 def engine(n_stages: int) -> Harness:
     serving = ServingConfig(max_batch_size=16, n_slots=2048, max_batch_tokens=512, block_size=8)
     parts = split_model(MODEL, jax.devices(), ParallelConfig(pipeline_parallel=n_stages))
-    return harness(MODEL, parameters(), serving, parts=parts)
+    return harness(MODEL, parameters(), serving, buckets=(24, 512), parts=parts)
 
 
 @cache
