@@ -35,8 +35,8 @@ from orca_jax.workers.controller import Controller
 from tests.device.execution.test_worker import compilations
 from tests.device.harness import greedy_request, place
 
-MODEL = gpt_config(vocab_size=68, n_positions=32, hidden_size=16, n_layers=4, n_heads=4, ffn_size=24)
-SERVING = ServingConfig(max_batch_size=4, n_slots=160, max_batch_tokens=32, block_size=4)
+MODEL = gpt_config(vocab_size=68, n_positions=16, hidden_size=16, n_layers=4, n_heads=4, ffn_size=24)
+SERVING = ServingConfig(max_batch_size=4, n_slots=80, max_batch_tokens=16, block_size=4)
 DEADLINES = Deadlines(iteration_seconds=20, worker_seconds=30, ready_seconds=120)
 SOON = 60.0
 MARGIN = 1e-4  # of logits: where the two best are closer, another order of sums may choose the other
@@ -174,8 +174,8 @@ def serving(n_stages: int) -> Iterator[tuple[PipelineHere, Serving]]:
 def requests() -> list[Request]:
     rng = np.random.default_rng(3)
     return [
-        greedy_request(str(i), rng.integers(0, MODEL.vocab_size, int(n)).tolist(), int(32 - n))
-        for i, n in enumerate(rng.integers(1, 28, 9))
+        greedy_request(str(i), rng.integers(0, MODEL.vocab_size, int(n)).tolist(), int(16 - n))
+        for i, n in enumerate(rng.integers(1, 13, 9))
     ]
 
 
