@@ -60,13 +60,13 @@ def test_engine_gives_the_same_tokens_alone_and_mixed(name: str) -> None:
         buckets = (max_bs, serving.max_batch_tokens)[len(golden.prompts) == 32 :]
         engine = harness(model, checkpoint.parameters, serving, buckets=buckets)
         runs = [engine.run([request(i) for i in numbers])]
-        if len(golden.prompts) == 32:  # once more, one after another in the same programs
-            alone = [engine.run([request(i)]) for i in numbers]
+        if len(golden.prompts) == 32:  # every fourth once more, alone in the same programs
+            alone = [engine.run([request(i)]) for i in numbers[::4]]
             runs.append({key: tokens for outputs in alone for key, tokens in outputs.items()})
         for outputs in runs:
-            for i in numbers:
-                sure = golden.sure(i)
-                assert tuple(outputs[str(i)][: len(sure)]) == sure, (name, max_bs, i)
+            for key, tokens in outputs.items():
+                sure = golden.sure(int(key))
+                assert tuple(tokens[: len(sure)]) == sure, (name, max_bs, key)
 
 
 def test_the_comparison_compares_something() -> None:
