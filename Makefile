@@ -30,13 +30,16 @@ demo: $(VENV)/.package ## install, then stream text from the model in the packag
 serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gRPC on 8001
 	$(BIN)/orca serve
 
-# Two processes, a file of tests at a time, the slowest folder first.
+# Two processes, a file of tests at a time.
 PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 # A test at a time, because a few files have most of the long ones.
 PYTEST_LONG := -m pytest --numprocesses=2 --dist=worksteal
 
+# What `make test` runs; the slowest folder first.
+TESTS ?= tests/whole tests/endpoint tests/device tests/host
+
 test: $(VENV)/.dev ## run the tests: all that guards behaviour, in about twelve minutes on two cores
-	$(BIN)/python $(PYTEST) -m "not long" tests/whole tests/endpoint tests/device tests/host
+	$(BIN)/python $(PYTEST) -m "not long" $(TESTS)
 
 test-long: $(VENV)/.dev ## run the long tests: soaks, thousands of seeds, killed processes, whole figures
 	$(BIN)/python $(PYTEST_LONG) -m long tests/whole tests/endpoint tests/device tests/host
