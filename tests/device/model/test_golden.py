@@ -30,17 +30,19 @@ def test_reference_gives_the_same_logits(name: str) -> None:
         np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
 
 
-def first_of_each_family() -> Iterator[Any]:
-    """The names; all but the first of each family are long tests."""
+def names_and_strides() -> Iterator[Any]:
+    """Each name for a long test; the first of each family also for one with fewer prompts alone."""
     families: set[str] = set()
     for name in NAMES:
+        yield pytest.param(name, 1, marks=pytest.mark.long)
         family = json.loads((load_golden(name).directory / "config.json").read_text())["model_type"]
-        yield pytest.param(name, marks=[pytest.mark.long] if family in families else [])
+        if family not in families:
+            yield pytest.param(name, 4)
         families.add(family)
 
 
-@pytest.mark.parametrize("name", list(first_of_each_family()))
-def test_engine_gives_the_same_tokens_alone_and_mixed(name: str) -> None:
+@pytest.mark.parametrize("name, alone_stride", list(names_and_strides()))
+def test_engine_gives_the_same_tokens_alone_and_mixed(name: str, alone_stride: int) -> None:
     golden = load_golden(name)
     assert len(golden.prompts) in (32, 64)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
@@ -60,8 +62,8 @@ def test_engine_gives_the_same_tokens_alone_and_mixed(name: str) -> None:
         buckets = (max_bs, serving.max_batch_tokens)[len(golden.prompts) == 32 :]
         engine = harness(model, checkpoint.parameters, serving, buckets=buckets)
         runs = [engine.run([request(i) for i in numbers])]
-        if len(golden.prompts) == 32:  # every fourth once more, alone in the same programs
-            alone = [engine.run([request(i)]) for i in numbers[::4]]
+        if len(golden.prompts) == 32:  # once more, alone in the same programs
+            alone = [engine.run([request(i)]) for i in numbers[::alone_stride]]
             runs.append({key: tokens for outputs in alone for key, tokens in outputs.items()})
         for outputs in runs:
             for key, tokens in outputs.items():
