@@ -1,12 +1,13 @@
 """Frozen configuration dataclasses, checked on construction, combined by composition."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from orca_jax.checks import check_choice, check_flag, check_fraction, check_seconds, check_whole
 from orca_jax.errors import ConfigError
+from orca_jax.scheduling_config import ORCA, SchedulingConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
@@ -19,27 +20,6 @@ Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "in
 # If an engine needs a program that was not compiled before it was ready: compile it and warn, or fail.
 OnCompile = Literal["warn", "error"]
 COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # the default folder for compiled programs
-
-
-def _positive(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} is {value!r}; it must be a number of seconds above 0")
-
-
-def check_whole(name: str, value: object, low: int, high: int) -> None:
-    """Raises ConfigError unless `value` is a whole number from `low` to `high`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
-
-
-def _check_fraction(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
-        raise ConfigError(f"{name} is {value!r}; it must be a number above 0, and at most 1")
-
-
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +37,8 @@ class ServingConfig:
     bit for bit independent of other requests (docs/generation.md). `overlap` issues an iteration while the
     previous one runs; without it the scheduler is exactly Algorithm 1. `coarse_buckets` pads iterations to
     fewer sizes (orca_jax/iteration/buckets.py). `command_buffer_collectives` records a split layer's
-    collectives into a GPU's command buffers (docs/parallelism.md).
+    collectives into a GPU's command buffers (docs/parallelism.md). `scheduling` is what the scheduler does
+    beyond Algorithm 1.
     """
 
     max_batch_size: int = 32
@@ -71,6 +52,7 @@ class ServingConfig:
     overlap: bool = True
     coarse_buckets: bool = False
     command_buffer_collectives: bool = False
+    scheduling: SchedulingConfig = ORCA
 
     def __post_init__(self) -> None:
         check_whole("max_batch_size", self.max_batch_size, 1, 4096)
@@ -79,10 +61,11 @@ class ServingConfig:
         check_whole("max_batch_tokens", self.max_batch_tokens, 1, 1 << 20)
         check_whole("max_queue", self.max_queue, 1, 1 << 30)
         check_whole("max_queue_bytes", self.max_queue_bytes, 1 << 20, 1 << 50)
-        _check_fraction("max_queue_share", self.max_queue_share)
+        check_fraction("max_queue_share", self.max_queue_share)
         for name in ("deterministic", "overlap", "coarse_buckets", "command_buffer_collectives"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+            check_flag(name, getattr(self, name))
+        if self.deterministic:
+            self.scheduling.check_deterministic()
         if self.max_batch_size > self.max_batch_tokens:
             raise ConfigError(
                 f"max_batch_size {self.max_batch_size} is above max_batch_tokens {self.max_batch_tokens}; "
@@ -121,7 +104,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if self.memory_fraction is not None:
-            _check_fraction("memory_fraction", self.memory_fraction)
+            check_fraction("memory_fraction", self.memory_fraction)
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
 
     def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
@@ -158,7 +141,7 @@ class ParallelConfig:
         check_whole("tensor_parallel", self.tensor_parallel, 1, 1024)
         if self.workers is not None:
             self._take_workers(self.workers)
-        _check_choice("link", self.link, get_args(WorkerLink))
+        check_choice("link", self.link, get_args(WorkerLink))
         if (self.link == "nccl") != (self.coordinator is not None):
             raise ConfigError(
                 f"link is {self.link!r} and coordinator {self.coordinator!r}; nccl needs one, a HOST:PORT on "
@@ -201,7 +184,7 @@ class RestartBound:
 
     def __post_init__(self) -> None:
         check_whole("restarts", self.restarts, 0, 1 << 20)
-        _positive("seconds", self.seconds)
+        check_seconds("seconds", self.seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +208,7 @@ class Deadlines:
 
     def __post_init__(self) -> None:
         for name in ("iteration_seconds", "worker_seconds", "ready_seconds", "retry_seconds", "look_seconds"):
-            _positive(name, getattr(self, name))
+            check_seconds(name, getattr(self, name))
         if self.worker_seconds < self.iteration_seconds:
             raise ConfigError(
                 f"worker_seconds {self.worker_seconds:g} is below iteration_seconds "
@@ -246,7 +229,7 @@ class Compiling:
     compile_cache: str | Path | None = COMPILE_CACHE
 
     def __post_init__(self) -> None:
-        _check_choice("on_compile", self.on_compile, get_args(OnCompile))
+        check_choice("on_compile", self.on_compile, get_args(OnCompile))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,15 +253,15 @@ class EngineConfig:
     control_secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        _check_choice("load_format", self.load_format, get_args(LoadFormat))
+        check_choice("load_format", self.load_format, get_args(LoadFormat))
         if not isinstance(self.generation_config, str) or not self.generation_config:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"generation_config is {self.generation_config!r}; it must be 'auto', 'none' or a directory"
             )
         if self.dtype is not None:
-            _check_choice("dtype", self.dtype, get_args(Dtype))
+            check_choice("dtype", self.dtype, get_args(Dtype))
         if self.attention is not None:
-            _check_choice("attention", self.attention, get_args(Attention))
+            check_choice("attention", self.attention, get_args(Attention))
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"seed is {self.seed!r}; it must be a whole number or None")
         compiling = self.compiling

@@ -3,9 +3,8 @@
 import random
 from collections.abc import Collection, Iterable
 
-from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
-from orca_jax.scheduling.policy import Policy
+from orca_jax.scheduling.policy import Choice, Policy
 
 
 class RandomPieces:
@@ -17,9 +16,14 @@ class RandomPieces:
         self._rng = rng
 
     def choose(
-        self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request]
-    ) -> tuple[list[Row], int]:
-        rows, n_rsrv = self._whole.choose(pool, n_rsrv, ahead)
+        self,
+        pool: Iterable[Request],
+        n_rsrv: int,
+        ahead: Collection[Request],
+        alone: Request | None = None,
+    ) -> Choice:
+        choice = self._whole.choose(pool, n_rsrv, ahead, alone)
+        rows = choice.rows
         cut = [(req, self._rng.choice((n, self._rng.randint(1, n)))) for req, n in rows]
         self.n_pieces += sum(ours != whole for ours, whole in zip(cut, rows, strict=True))
-        return cut, n_rsrv
+        return choice._replace(rows=cut)

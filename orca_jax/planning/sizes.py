@@ -60,11 +60,12 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
     )
 
 
-def kv_manager(shape: EngineShape) -> KVManager:
+def kv_manager(shape: EngineShape, *, prefix_caching: bool = False) -> KVManager:
     """A K/V manager for an engine of this shape."""
     return KVManager(
         n_blocks=shape.n_blocks,
         block_size=shape.block_size,
         n_rows=shape.n_rows,
         max_blocks_per_row=shape.max_blocks,
+        prefix_caching=prefix_caching,
     )

@@ -80,7 +80,13 @@ class Request:
 
     An iteration computes a number of tokens from `n_computed` on. If that includes the last known token, it
     samples the next one. So a prompt can be computed in chunks, or start after cached tokens, or be
-    recomputed after a loss, which resets `n_computed` to 0.
+    recomputed after a loss or a preemption, which reset `n_computed` to 0.
+
+    With priorities, a request with a lower `priority` goes first; its queue sets `rank`, and serves lower
+    ranks first. With a prefix cache, the first `n_cached` tokens of the prompt were not computed for this
+    request. It shares keys and values only with requests of the same `cache_salt`, such as its API key.
+    `block_hashes` are those of its full blocks (scheduling/prefix_lookup.py), of which others can find the
+    first `n_found`.
     """
 
     request_id: str
@@ -93,7 +99,10 @@ class Request:
     sink: OutputSink | None = None
     owner: str = ""
     weight: int = 0
+    priority: int = 0
+    cache_salt: tuple[str, ...] = ()
     arrival: int = -1
+    rank: float = 0.0
     state: RequestState = RequestState.INITIATION
     row: int = -1
     output_ids: list[int] = field(default_factory=list[int])
@@ -103,6 +112,11 @@ class Request:
     n_iterations: int = 0  # issued iterations
     n_in_flight: int = 0  # issued and not returned: at most 2, or 1 without overlap
     n_partial: int = 0  # in flight and sampling no token: prompt chunks before the last
+    n_cached: int = 0
+    n_preempted: int = 0
+    block_hashes: list[bytes] | None = None  # None: not hashed yet
+    n_found: int = 0
+    full_at: int = 0  # `n_computed` at which the next block can be found
     n_losses: int = 0
     alone_until: int = 0
     finish_reason: FinishReason | None = None
@@ -136,6 +150,13 @@ class Request:
         """The slice `start:stop` of prompt plus output."""
         n = len(self.prompt_ids)
         return [*self.prompt_ids[start:stop], *self.output_ids[max(0, start - n) : max(0, stop - n)]]
+
+    def compute_again(self) -> None:
+        """Start over after its keys and values were lost: the next iterations compute all known tokens."""
+        self.state = RequestState.INITIATION
+        self.n_computed = 0
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1:
+            self.prompt_logprobs = None  # incomplete, of a chunked prompt: all are computed again
 
     def begin_iteration(self, n_tokens: int) -> bool:
         """Record an issued iteration over the next `n_tokens` tokens; returns whether it samples a token."""

@@ -1,26 +1,46 @@
 """Policies choose the rows of the next iteration; the scheduler's loop is the same for all of them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.scheduling.select import select_rows
 
+_NONE: Mapping[Request, list[int]] = MappingProxyType({})
+
+
+class Choice(NamedTuple):
+    """The rows of the next iteration, and the new `n_rsrv` once they are issued (Algorithm 1, line 4).
+
+    The requests in `preempted` give up their slots first; none of them is in flight. `cached` has the blocks
+    of the prefix cache that a newly admitted request begins with.
+    """
+
+    rows: list[Row]
+    n_rsrv: int
+    preempted: Collection[Request] = ()
+    cached: Mapping[Request, list[int]] = _NONE
+
 
 class Policy(Protocol):
     """Which requests run in the next iteration, and how many tokens of each."""
 
     def choose(
-        self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request]
-    ) -> tuple[list[Row], int]:
-        """Choose the rows, and return them with the new `n_rsrv` (Algorithm 1, line 4). Changes nothing.
+        self,
+        pool: Iterable[Request],
+        n_rsrv: int,
+        ahead: Collection[Request],
+        alone: Request | None = None,
+    ) -> Choice:
+        """Choose the rows of the next iteration. Changes no request and no slots.
 
-        `pool` is in arrival order. A RUNNING request may be chosen only if it is in `ahead`. A row computes
-        between one and all of its request's `n_to_compute` tokens. The waiting requests chosen must be the
-        oldest waiting ones, in their order.
+        `pool` has the admitted requests first, then the waiting ones in their order. A RUNNING request may be
+        chosen only if it is in `ahead`. A row computes between one and all of the tokens that its request has
+        left to compute. If `alone` is a request, only that one may be chosen.
         """
         ...
 
@@ -39,10 +59,14 @@ class OrcaPolicy:
         return cls(config.max_batch_size, config.n_slots, config.max_batch_tokens, config.block_size)
 
     def choose(
-        self, pool: Iterable[Request], n_rsrv: int, ahead: Collection[Request]
-    ) -> tuple[list[Row], int]:
-        return select_rows(
-            pool,
+        self,
+        pool: Iterable[Request],
+        n_rsrv: int,
+        ahead: Collection[Request],
+        alone: Request | None = None,
+    ) -> Choice:
+        rows, n_rsrv = select_rows(
+            pool if alone is None else [alone],
             n_rsrv,
             max_bs=self.max_bs,
             n_slots=self.n_slots,
@@ -50,3 +74,4 @@ class OrcaPolicy:
             block_size=self.block_size,
             ahead=ahead,
         )
+        return Choice(rows, n_rsrv)

@@ -1,19 +1,21 @@
 """The request pool: all live requests in arrival order, under the engine's only lock (ORCA 4, Figure 4).
 
 Any thread may add requests or ask for their end; only the scheduler's thread does everything else. A request
-is waiting until the scheduler admits it, then admitted until it is removed. Both groups are in arrival order,
-and the scheduler admits the oldest first, so all admitted requests arrived before all waiting ones.
+is waiting until the scheduler admits it, then admitted until it is removed or preempted, which makes it wait
+again. Waiting requests are in the order of their queue (waiting_queue.py), by default of arrival. Then all
+admitted requests arrived before all waiting ones, if the scheduler admits in this order and never preempts.
 """
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
 from orca_jax.request.request import FinishReason, Request
+from orca_jax.scheduling.waiting_queue import FirstComeQueue, WaitingQueue
 
 # What to tell a request's user: the request, its new token if any, and its finish reason if it ended. A plain
 # tuple for speed, like `Row`: each row of each iteration makes one.
@@ -21,22 +23,20 @@ Delivery = tuple[Request, int | None, FinishReason | None]
 
 
 class InArrivalOrder:
-    """Live requests, oldest first, read lazily so that a long queue costs nothing.
+    """Live requests, the admitted ones first, read lazily so that a long queue costs nothing.
 
     For the scheduler's thread, which must not admit or remove requests during the iteration. Requests that
-    other threads add meanwhile appear at the end or in the next iteration.
+    other threads add meanwhile may appear in it or not.
     """
 
-    def __init__(self, admitted: Iterable[Request], waiting_after: Callable[[int], list[Request]]) -> None:
+    def __init__(self, admitted: Iterable[Request], waiting: Callable[[], Iterator[list[Request]]]) -> None:
         self._admitted = admitted
-        self._waiting_after = waiting_after
+        self._waiting = waiting
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._admitted
-        n_read = 0
-        while chunk := self._waiting_after(n_read):
+        for chunk in self._waiting():
             yield from chunk
-            n_read += len(chunk)
 
 
 @dataclass(slots=True)
@@ -90,6 +90,8 @@ class RequestPool:
         on_deliveries: Callable[[Sequence[Delivery]], None],
         on_arrival: Callable[[Request], None] = _no_op,
         check: Callable[[Request], None] = _no_op,
+        queue: WaitingQueue | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit = _Limit(max_waiting, max_bytes)
         self.max_each = max_waiting if max_each is None else max_each
@@ -97,10 +99,12 @@ class RequestPool:
         self._on_deliveries = on_deliveries
         self._on_arrival = on_arrival
         self._check = check
+        self._clock = clock
         self._lock = threading.Condition()
         # All attributes below change only under the lock. Only the scheduler's thread changes `_admitted`, so
         # it may read it without the lock. OrderedDict removes from any position in O(1) without leaving gaps.
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._queue = FirstComeQueue() if queue is None else queue
+        self._waiting: dict[str, Request] = {}  # those of `_queue`, by id
         self._admitted: OrderedDict[str, Request] = OrderedDict()
         self._ending: dict[Request, FinishReason] = {}
         self._usage = _Usage()
@@ -149,6 +153,7 @@ class RequestPool:
             self._on_arrival(request)
             self._n_arrivals += 1
             self._waiting[request.request_id] = request
+            self._queue.add(request, self._clock())
             self._count(request, 1)
             self._notify()
 
@@ -187,17 +192,28 @@ class RequestPool:
     # For the scheduler's thread.
 
     def in_arrival_order(self) -> InArrivalOrder:
-        """The live requests, oldest first (Algorithm 1, line 20)."""
-        return InArrivalOrder(self._admitted.values(), self._waiting_after)
+        """The live requests: the admitted ones, then the waiting ones in the order of the queue.
+
+        With the default queue this is the order of arrival (Algorithm 1, line 20).
+        """
+        return InArrivalOrder(self._admitted.values(), self._walk)
 
     def admit(self, requests: Iterable[Request]) -> None:
-        """Admit these requests, which must be the oldest waiting ones in their order."""
+        """Admit these waiting requests."""
         with self._lock:
             for request in requests:
-                oldest_id, oldest = self._waiting.popitem(last=False)
-                assert oldest is request, f"{request.request_id} admitted before {oldest_id}"
-                self._admitted[oldest_id] = oldest
-                self._count(oldest, -1)
+                self._queue.take(request)
+                del self._waiting[request.request_id]
+                self._admitted[request.request_id] = request
+                self._count(request, -1)
+
+    def preempt(self, request: Request) -> None:
+        """Let an admitted request wait again, before those that arrived later."""
+        with self._lock:
+            del self._admitted[request.request_id]
+            self._waiting[request.request_id] = request
+            self._queue.restore(request)
+            self._count(request, 1)
 
     def take_ending(self) -> list[tuple[Request, FinishReason]]:
         """The live requests that were asked to end since the last call, with their reasons."""
@@ -209,7 +225,8 @@ class RequestPool:
     def remove(self, request: Request) -> None:
         """Remove a request that has ended; its id can be used again."""
         with self._lock:
-            if self._waiting.pop(request.request_id, None) is not None:
+            if self._queue.remove(request):
+                del self._waiting[request.request_id]
                 self._count(request, -1)
             else:
                 del self._admitted[request.request_id]
@@ -218,6 +235,9 @@ class RequestPool:
     def deliver(self, deliveries: Sequence[Delivery]) -> None:
         """Pass all deliveries of an iteration to `on_deliveries` in one call; no call if there are none."""
         if deliveries:
+            if self._queue.counts_tokens:
+                with self._lock:
+                    self._queue.served([request for request, token, _ in deliveries if token is not None])
             self._on_deliveries(deliveries)
 
     # Under the lock.
@@ -256,10 +276,12 @@ class RequestPool:
         self._activity += 1
         self._lock.notify_all()
 
-    def _waiting_after(self, n: int) -> list[Request]:
-        """A chunk of the waiting requests after the first `n`. Chunks double, so reading all is linear.
-
-        Other threads add only at the end, so positions do not shift during the iteration.
-        """
-        with self._lock:
-            return list(islice(self._waiting.values(), n, 2 * n + 8))
+    def _walk(self) -> Iterator[list[Request]]:
+        """The chunks of the queue, each read under the lock."""
+        chunks = self._queue.walk()
+        while True:
+            with self._lock:
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk

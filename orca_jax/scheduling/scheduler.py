@@ -7,18 +7,20 @@ iterations: of two requests in the pool, the earlier one has run at least as man
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
-from orca_jax.scheduling.kv_manager import KVManager, round_up
-from orca_jax.scheduling.policy import OrcaPolicy, Policy
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy
+from orca_jax.scheduling.prefix_lookup import publish_full_blocks
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.select import may_run_ahead, running_ahead
+from orca_jax.scheduling.serving_policy import ServingPolicy
 from orca_jax.scheduling.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
@@ -49,13 +51,17 @@ class Scheduler:
         self.kv = kv
         self.config = config
         self.timeline = timeline
-        self.policy = OrcaPolicy.of(config) if policy is None else policy
+        self.policy = self._configured_policy() if policy is None else policy
+        self._on_demand = config.scheduling.on_demand
+        self._caches = kv.prefixes is not None
         self._in_flight: deque[Iteration] = deque()  # line 1
         self.n_rsrv = 0  # line 2
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self._quarantine = Quarantine()
+        self.n_preemptions = 0
+        self.n_recomputed = 0  # tokens whose keys and values were dropped by preemptions
         self._initiated_last = False  # whether a deterministic engine's last batch was of initiations
 
     @property
@@ -70,11 +76,14 @@ class Scheduler:
         """
         activity = self.pool.activity()  # read before the pool, so that later arrivals interrupt the wait
         ended = self.end_cancelled()
-        rows, self.n_rsrv = self._next_rows()  # line 4
+        choice = self._next_rows()  # line 4
+        for req in choice.preempted:
+            self._preempt(req)
+        rows, self.n_rsrv = choice.rows, choice.n_rsrv
         if rows:  # an empty batch is never issued
-            self._issue(rows)  # lines 5 to 8
+            self._issue(choice)  # lines 5 to 8
         elif not self.n_scheduled:
-            return ended
+            return ended or bool(choice.preempted)
         if self.n_scheduled == self._most_in_flight:  # line 9
             self._take_return(interrupted=never)  # lines 10 to 15
         elif not rows:  # a worker is free: also stop waiting when there may be something to select
@@ -84,6 +93,7 @@ class Scheduler:
     def fail_all(self) -> None:
         """After an EngineError: drop all batches in flight, and end all live requests with reason `error`."""
         self._drop_in_flight()
+        self.kv.forget()
         live = list(self.pool.in_arrival_order())
         self._deliver([self._end(req, FinishReason.ERROR) for req in live])
 
@@ -91,27 +101,30 @@ class Scheduler:
         """After WorkerLost: drop the K/V cache and all batches in flight, and let the requests resume.
 
         The paper does not handle faults. Each admitted request returns to INITIATION and keeps its row,
-        blocks and reservation. Its next iteration recomputes the prompt and the output so far, and samples
-        the same next token as without the loss. Tokens that were computed but not returned are recomputed.
-        Requests that were asked to end are ended, as is a request that causes losses; its error quotes `why`.
+        blocks and reservation, or with a prefix cache waits again. Its next iteration recomputes the prompt
+        and the output so far, and samples the same next token as without the loss. Tokens that were computed
+        but not returned are recomputed. Requests that were asked to end are ended, as is a request that
+        causes losses; its error quotes `why`.
         Returns the requests that were in flight.
         """
         suspicion = self._quarantine.record_loss({req for it in self._in_flight for req, _ in it.rows})
         self._drop_in_flight()
         ended: list[Delivery] = []
-        for req in self.pool.admitted():
+        self.kv.forget()
+        for req in reversed(
+            self.pool.admitted()
+        ):  # so that the oldest is the last to go to the queue's front
             if req.ending is not None:
                 ended.append(self._end(req, req.ending))
             elif req is suspicion.culprit:
                 req.failure = f"a worker was lost {req.n_losses} times while this request ran, the last time "
                 req.failure += f"while it ran alone, so it is not retried ({why})"
                 ended.append(self._end(req, FinishReason.ERROR))
+            elif self._caches:  # blocks may be shared, and must have one writer
+                self._preempt(req)
             else:
-                req.state = INITIATION
-                req.n_computed = 0
-                if req.prompt_logprobs is not None and len(req.prompt_logprobs) < len(req.prompt_ids) - 1:
-                    req.prompt_logprobs = None  # incomplete, of a chunked prompt: all are computed again
-        self._deliver(ended)
+                req.compute_again()
+        self._deliver(ended[::-1])
         return suspicion
 
     def end_cancelled(self) -> bool:
@@ -124,44 +137,52 @@ class Scheduler:
         self._deliver(ended)
         return bool(ended)
 
-    def _next_rows(self) -> tuple[list[Row], int]:
+    def _configured_policy(self) -> Policy:
+        if self.config.scheduling.policy == "orca":
+            return OrcaPolicy.of(self.config)
+        return ServingPolicy(self.config, self.kv, n_workers=self.engine.n_workers)
+
+    def _next_rows(self) -> Choice:
         """Line 4. For a deterministic engine, only the rows of one phase; the phases alternate."""
-        rows, n_rsrv = list[Row](), self.n_rsrv
+        choice = Choice([], self.n_rsrv)
         suspect = self._quarantine.next()
         if suspect is not None:
-            return self._alone(suspect), n_rsrv
+            return self._alone(suspect)
         if self.n_scheduled < self.engine.n_workers:
-            rows, n_rsrv = self._choose(self.pool.in_arrival_order())
+            choice = self._choose()
         # Only if no request is ready: these must first wait for their tokens in flight.
-        if not rows and self.overlaps and self._in_flight:
-            rows, n_rsrv = self._choose(self.pool.in_arrival_order(), running_ahead(self._in_flight[0].rows))
+        if not (choice.rows or choice.preempted) and self.overlaps and self._in_flight:
+            choice = self._choose(running_ahead(self._in_flight[0].rows))
         if not self.config.deterministic:
-            return rows, n_rsrv
-        initiations = [row for row in rows if row[0].in_initiation]
-        increments = [row for row in rows if not row[0].in_initiation]
+            return choice
+        initiations = [row for row in choice.rows if row[0].in_initiation]
+        increments = [row for row in choice.rows if not row[0].in_initiation]
         # Initiations may go first: the requests with increments arrived earlier and have already run.
         if initiations and not (increments and self._initiated_last):
             self._initiated_last = True
-            return initiations, n_rsrv
+            return choice._replace(rows=initiations)
         self._initiated_last = False
-        return increments, self.n_rsrv
+        return Choice(increments, self.n_rsrv)
 
-    def _alone(self, req: Request) -> list[Row]:
+    def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
         if any(other is not req for it in self._in_flight for other, _ in it.rows):
-            return []
+            return Choice([], self.n_rsrv)
         ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
-        return self._choose([req], [req])[0] if ready else []
+        return self._choose([req], req) if ready else Choice([], self.n_rsrv)
 
-    def _choose(self, pool: Iterable[Request], ahead: Collection[Request] = ()) -> tuple[list[Row], int]:
-        return self.policy.choose(pool, self.n_rsrv, ahead)
+    def _choose(self, ahead: Collection[Request] = (), alone: Request | None = None) -> Choice:
+        return self.policy.choose(self.pool.in_arrival_order(), self.n_rsrv, ahead, alone)
 
-    def _issue(self, rows: list[Row]) -> None:
+    def _issue(self, choice: Choice) -> None:
         """Allocate rows and blocks for the requests that line 26 reserved slots for, then lines 5 to 8."""
-        new = [req for req, _ in rows if req.row < 0]
-        self.pool.admit(new)
-        for req in new:
-            req.row = self.kv.reserve(req.max_tokens)
+        rows = choice.rows
+        self._admit([req for req, _ in rows if req.row < 0], choice)
+        if self._on_demand:
+            slots_of = self.kv.slots_of
+            for req, n_tokens in rows:
+                if req.n_computed + n_tokens > slots_of[req.row]:
+                    self.kv.grow(req.row, req.n_computed + n_tokens)
         record = self.timeline.issued(rows)
         iteration = self.engine.issue(rows)  # line 5
         iteration.record = record
@@ -169,7 +190,43 @@ class Scheduler:
         partial = [i for i, (req, n_tokens) in enumerate(rows) if not req.begin_iteration(n_tokens)]
         if partial:
             iteration.partial = frozenset(partial)
+        if self._caches:
+            self._publish(rows)
         self._in_flight.append(iteration)  # line 8
+
+    def _admit(self, new: list[Request], choice: Choice) -> None:
+        """Allocate a row and blocks for each of these requests."""
+        self.pool.admit(new)
+        if not choice.cached:
+            for req in new:
+                req.row = self.kv.reserve(req.n_tokens if self._on_demand else req.max_tokens)
+            return
+        shared = [choice.cached.get(req, []) for req in new]
+        n_tokens = [req.n_tokens if self._on_demand else req.max_tokens for req in new]
+        rows = self.kv.reserve_sharing(list(zip(n_tokens, shared, strict=True)))
+        for req, row, blocks in zip(new, rows, shared, strict=True):
+            req.row = row
+            req.n_found = len(blocks)
+            req.n_computed = len(blocks) * self.config.block_size
+            req.full_at = req.n_computed + self.config.block_size
+            if not req.n_preempted:
+                req.n_cached = req.n_computed
+
+    def _publish(self, rows: Sequence[Row]) -> None:
+        """Let other requests find the blocks that these rows complete."""
+        for req, _ in rows:
+            if req.n_computed >= req.full_at:
+                publish_full_blocks(req, self.kv)
+
+    def _preempt(self, req: Request) -> None:
+        """Let an admitted request, which is not in flight, wait again without slots."""
+        self.n_preemptions += 1
+        self.n_recomputed += req.n_computed
+        req.n_preempted += 1
+        req.n_found = 0
+        req.compute_again()
+        self._release(req)
+        self.pool.preempt(req)
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
         """Lines 10 to 15, unless the wait is interrupted. All tokens and ends are delivered in one call."""
@@ -219,6 +276,8 @@ class Scheduler:
         if logprobs is not None:
             req.logprobs.append(logprobs)
         reason = req.accept(token_id)
+        if self._caches and req.n_computed >= req.full_at:
+            publish_full_blocks(req, self.kv)
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
         return req, token_id, reason
@@ -236,8 +295,7 @@ class Scheduler:
 
     def _release(self, req: Request) -> None:
         """Release the slots of a request that has ended."""
-        self.n_rsrv -= round_up(req.max_tokens, self.config.block_size)  # line 14
-        self.kv.release(req.row)
+        self.n_rsrv -= self.kv.release(req.row) * self.config.block_size  # line 14
         req.row = -1
 
     def _drop_in_flight(self) -> None:

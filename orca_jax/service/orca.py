@@ -26,6 +26,7 @@ from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
+from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.service.generation import Generation
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
@@ -73,6 +74,8 @@ class Orca:
             max_each=config.max_queue_each,
             on_deliveries=self._publish_all,
             on_arrival=self.timeline.arrived,
+            queue=waiting_queue(config.scheduling),
+            clock=clock,
         )
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)

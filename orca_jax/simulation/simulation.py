@@ -13,6 +13,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
+from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 
 
@@ -88,6 +89,8 @@ class Simulation:
             max_waiting=config.max_queue,
             check=check,
             on_arrival=self.timeline.arrived,
+            queue=waiting_queue(config.scheduling),
+            clock=self.clock.now,
             on_deliveries=self.deliveries.extend if max_records is None else _not_kept,
         )
         self.engine = SimulatedEngine(
@@ -100,6 +103,7 @@ class Simulation:
             # that holds a row is in a batch in flight, so one row for each place of these batches suffices.
             n_rows=(n_workers + config.overlap) * config.max_batch_size,
             max_blocks_per_row=config.n_blocks,
+            prefix_caching=config.scheduling.prefix_caching,
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
 

@@ -489,7 +489,7 @@ def test_an_arrival_while_the_pool_is_looked_at_is_not_missed():
     def view_and_arrival() -> InArrivalOrder:
         before = list(view())
         house.add("B")
-        return InArrivalOrder(before, lambda _: [])
+        return InArrivalOrder(before, lambda: iter(()))
 
     house.pool.in_arrival_order = view_and_arrival
     house.engine.on_wait = lambda interrupted: interrupted()

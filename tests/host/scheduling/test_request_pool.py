@@ -72,10 +72,22 @@ def test_admitted_requests_stand_before_waiting_ones():
     assert pool.n_waiting == 1
 
 
-def test_only_the_oldest_may_be_admitted():
-    pool, requests = filled("ABC")
-    with pytest.raises(AssertionError, match="B admitted before A"):
-        pool.admit([requests[1]])
+def test_only_waiting_requests_may_be_admitted():
+    pool, requests = filled("ABC", n_admitted=1)
+    with pytest.raises(KeyError):
+        pool.admit([requests[0]])
+
+
+@pytest.mark.parametrize("order", [(2, 1), (1, 2)])
+def test_preempted_requests_wait_in_their_place(order: tuple[int, int]):
+    pool, requests = filled("ABCDE", n_admitted=3)
+    for i in order:
+        pool.preempt(requests[i])
+    assert names(pool) == "ABCDE"
+    assert (len(pool), pool.n_waiting) == (5, 4)
+    pool.admit(requests[1:2])
+    assert names(pool) == "ABCDE"
+    assert pool.n_waiting == 3
 
 
 @pytest.mark.parametrize("n_admitted", [0, 2, 5])

@@ -486,6 +486,20 @@ class Counted(InArrivalOrder):
             yield req
 
 
+def count_chunks(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the chunks that are read from the queue."""
+    sizes: list[int] = []
+    walk = simulation.pool._walk  # pyright: ignore[reportPrivateUsage]
+
+    def counted() -> Iterator[list[Request]]:
+        for chunk in walk():
+            sizes.append(len(chunk))
+            yield chunk
+
+    monkeypatch.setattr(simulation.pool, "_walk", counted)
+    return sizes
+
+
 def test_the_cost_of_a_turn_does_not_depend_on_how_many_wait(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("orca_jax.scheduling.request_pool.InArrivalOrder", Counted)
     sampling = SamplingParams(max_tokens=3)
@@ -493,19 +507,7 @@ def test_the_cost_of_a_turn_does_not_depend_on_how_many_wait(monkeypatch: pytest
     for n_waiting in (100, 100_000):
         config = ServingConfig(max_batch_size=8, n_slots=60, block_size=1, max_batch_tokens=64)
         simulation = Simulation(config)
-        copies: list[int] = []
-        waiting_after = simulation.pool._waiting_after  # pyright: ignore[reportPrivateUsage]
-
-        def counted_chunk(
-            n: int,
-            copies: list[int] = copies,
-            waiting_after: Callable[[int], list[Request]] = waiting_after,
-        ) -> list[Request]:
-            chunk = waiting_after(n)
-            copies.append(len(chunk))
-            return chunk
-
-        monkeypatch.setattr(simulation.pool, "_waiting_after", counted_chunk)
+        copies = count_chunks(simulation, monkeypatch)
         for i in range(n_waiting):
             simulation.pool.add(
                 Request(request_id=str(i), prompt_ids=(7,) * 4, max_tokens=7, sampling=sampling, seed=0)
@@ -526,14 +528,7 @@ def test_a_hundred_thousand_in_the_queue_are_read_in_linear_time(monkeypatch: py
         simulation.pool.add(
             Request(request_id=str(i), prompt_ids=(7,), max_tokens=2, sampling=sampling, seed=0)
         )
-    chunks: list[int] = []
-    waiting_after = simulation.pool._waiting_after  # pyright: ignore[reportPrivateUsage]
-
-    def counted_chunk(n: int) -> list[Request]:
-        chunks.append(n)
-        return waiting_after(n)
-
-    monkeypatch.setattr(simulation.pool, "_waiting_after", counted_chunk)
+    chunks = count_chunks(simulation, monkeypatch)
     assert [req.arrival for req in simulation.pool.in_arrival_order()] == list(range(100_000))
     assert len(chunks) < 20  # each skips what came before it, so they must be few
     simulation.scheduler.fail_all()

@@ -1,0 +1,104 @@
+"""The prefix cache: finds full blocks of keys and values by the tokens they were computed from.
+
+As in vLLM's automatic prefix caching and SGLang, requests that begin with the same tokens share the blocks of
+these tokens. Keys and values depend on all tokens before them, so the hash of a block covers the block and
+everything before it: the hash of the previous block, down to a root that stands for the tenant and the model.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_Hash = bytes
+
+
+def root_hash(*parts: str) -> _Hash:
+    """The hash that a chain starts from. Chains from different parts, such as salts, never meet."""
+    digest = hashlib.sha256(b"orca_jax prefix")
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def next_hash(previous: _Hash, token_ids: Sequence[int]) -> _Hash:
+    """The hash of a full block, from the hash of the block before it."""
+    return hashlib.sha256(previous + array("i", token_ids).tobytes()).digest()
+
+
+def chain_hashes(root: _Hash, token_ids: Sequence[int], block_size: int) -> list[_Hash]:
+    """The hashes of all full blocks of these tokens."""
+    hashes: list[_Hash] = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        root = next_hash(root, token_ids[start : start + block_size])
+        hashes.append(root)
+    return hashes
+
+
+class PrefixCache:
+    """The blocks that have a hash, and among them those that no request holds, in order of last use.
+
+    `n_queries` and `n_hits` count prompt tokens that were looked up and found, `n_evictions` the blocks that
+    were dropped for others. All methods are O(1) for each block.
+    """
+
+    def __init__(self) -> None:
+        self.n_queries = 0
+        self.n_hits = 0
+        self.n_evictions = 0
+        self._block_of: dict[_Hash, int] = {}
+        self._hash_of: dict[int, _Hash] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._block_of)
+
+    @property
+    def n_idle(self) -> int:
+        """Blocks that no request holds."""
+        return len(self._idle)
+
+    def find(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
+        """The blocks of the longest beginning of `hashes` that is cached, at most `limit` blocks."""
+        blocks: list[int] = []
+        for i in range(min(limit, len(hashes))):
+            block = self._block_of.get(hashes[i])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def add(self, block: int, block_hash: _Hash) -> None:
+        """Let requests find this block, which is held; nothing changes if another has the same hash."""
+        if block_hash not in self._block_of:
+            assert block not in self._hash_of, f"block {block} has a hash already"
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def hold(self, block: int) -> None:
+        """A request took an idle block."""
+        del self._idle[block]
+
+    def release(self, block: int) -> bool:
+        """No request holds the block any more; True if it stays in the cache, as the last used."""
+        if block not in self._hash_of:
+            return False
+        self._idle[block] = None
+        return True
+
+    def evict(self) -> int:
+        """Drop the least recently used idle block, and return it for another use."""
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        self.n_evictions += 1
+        return block
+
+    def clear(self) -> list[int]:
+        """Forget all hashes, because the contents are lost; returns the idle blocks, which are free now."""
+        idle = list(self._idle)
+        self._idle.clear()
+        self._block_of.clear()
+        self._hash_of.clear()
+        return idle

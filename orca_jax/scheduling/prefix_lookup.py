@@ -1,0 +1,64 @@
+"""A request's side of the prefix cache: the blocks it can begin with, and those it lets others find."""
+
+from orca_jax.request.request import Request
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
+
+
+def hash_prompt(req: Request, kv: KVManager) -> list[bytes]:
+    """The hashes of the request's full blocks, computed at the first call.
+
+    Call it before the request enters the pool, so that a long prompt does not delay the scheduler.
+    """
+    hashes = req.block_hashes
+    if hashes is None:
+        hashes = req.block_hashes = chain_hashes(_root(req), req.prompt_ids, kv.block_size)
+    return hashes
+
+
+def cached_blocks(req: Request, kv: KVManager) -> list[int]:
+    """The cached blocks that a waiting request can begin with.
+
+    At least one known token is left to compute, because the next one is sampled from it. A request for the
+    log-probabilities of its prompt computes all of it.
+    """
+    prefixes = kv.prefixes
+    if prefixes is None or _needs_whole_prompt(req):
+        return []
+    return prefixes.find(hash_prompt(req, kv), (req.n_tokens - 1) // kv.block_size)
+
+
+def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:
+    """The hash of the full block after the first `n_blocks`; None if there is none that others could use."""
+    if kv.prefixes is None:
+        return None
+    hashes = hash_prompt(req, kv)
+    return hashes[n_blocks] if n_blocks < len(hashes) else None
+
+
+def publish_full_blocks(req: Request, kv: KVManager) -> None:
+    """Let others find the request's blocks whose tokens are known and, in the issued iterations, computed.
+
+    Iterations run in the order they are issued, so a later one may read what an earlier one writes.
+    """
+    prefixes, size = kv.prefixes, kv.block_size
+    if prefixes is None:
+        return
+    n_full = min(req.n_computed, req.n_tokens) // size
+    hashes = hash_prompt(req, kv)
+    blocks = kv.block_table[req.row]
+    for i in range(req.n_found, n_full):
+        if i == len(hashes):
+            previous = hashes[-1] if hashes else _root(req)
+            hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
+        prefixes.add(int(blocks[i]), hashes[i])
+    req.n_found = max(req.n_found, n_full)
+    req.full_at = (req.n_found + 1) * size
+
+
+def _root(req: Request) -> bytes:
+    return root_hash(*req.cache_salt)
+
+
+def _needs_whole_prompt(req: Request) -> bool:
+    return req.sampling.prompt_logprobs is not None and req.prompt_logprobs is None

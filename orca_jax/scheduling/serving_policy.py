@@ -1,0 +1,299 @@
+"""The policy that serves by default: chunked prefill, blocks on demand and a prefix cache, each by a switch.
+
+Sources: iteration-level scheduling, ORCA; blocks on demand and preemption, PagedAttention (Kwon et al., SOSP
+2023); decodes first and chunked prefill, Sarathi-Serve (Agrawal et al., OSDI 2024); the prefix cache, SGLang
+(Zheng et al., 2024). docs/scheduling.md has the promise and the price of each.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from orca_jax.config import ServingConfig
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import Request, RequestState
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.policy import Choice
+from orca_jax.scheduling.prefix_lookup import cached_blocks, next_block_hash
+
+_RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
+_WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves free for requests that grow
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A choice in the making.
+
+    `free` counts the blocks that are left, and is below 0 while blocks are owed to requests that must grow;
+    `coming` those of the requests in `held_back`, which are in flight and will be preempted after that.
+    `taken` counts the blocks that the rows take.
+    """
+
+    free: int
+    coming: int = 0
+    taken: int = 0
+    rows: list[Row] = field(default_factory=list[Row])
+    preempted: dict[Request, None] = field(default_factory=dict[Request, None])  # in order
+    held_back: set[Request] = field(default_factory=set[Request])
+    cached: dict[Request, list[int]] = field(default_factory=dict[Request, list[int]])
+    revived: set[int] = field(default_factory=set[int])  # all blocks in `cached`
+
+    def gives_up(self, req: Request) -> bool:
+        """Whether the request must not run in this iteration."""
+        return req in self.preempted or req in self.held_back
+
+    def make_room(self, n_blocks: int, victims: Iterable[Request], kv: KVManager) -> bool:
+        """Take `n_blocks`, from `victims` if too few are free; False if they are not there in this turn.
+
+        They are then kept for the request that needs them.
+        """
+        for victim in victims:
+            if n_blocks <= self.free + self.coming:
+                break
+            self.drop(victim, kv)
+        self.free -= n_blocks
+        if self.free < 0:
+            return False
+        self.taken += n_blocks
+        return True
+
+    def drop(self, victim: Request, kv: KVManager) -> None:
+        """Preempt a request, or if it is in flight hold it back until it returns."""
+        before = [req.row for req in self.preempted]
+        n_before = kv.n_released(before)
+        if victim.n_in_flight:
+            self.held_back.add(victim)
+        else:
+            self.preempted[victim] = None
+            before.append(victim.row)
+            n_freed = kv.n_released(before) - n_before
+            self.free += n_freed
+            self.taken -= n_freed
+            n_before += n_freed
+        self.coming = kv.n_released([*before, *(req.row for req in self.held_back)]) - n_before
+
+
+class _Waiting:
+    """The waiting requests, read only as far as somebody looks. May be iterated several times."""
+
+    def __init__(self, unread: Iterator[Request]) -> None:
+        self.seen: list[Request] = []
+        self._unread = unread
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self.seen
+        for req in self._unread:
+            self.seen.append(req)
+            yield req
+
+
+class ServingPolicy:
+    """Chooses decodes first, then prompts that were begun, then waiting requests, in their order.
+
+    The first request in the order always advances: what comes later in the order makes room for it. A waiting
+    request is admitted only after all before it. At most `max_batch_size` requests are admitted for each of
+    the `n_workers` batches that may be in flight. For the scheduler's thread.
+    """
+
+    def __init__(self, config: ServingConfig, kv: KVManager, *, n_workers: int) -> None:
+        scheduling = config.scheduling
+        self._kv = kv
+        self._max_bs = config.max_batch_size
+        self._max_admitted = config.max_batch_size * n_workers
+        self._max_tokens = config.max_batch_tokens
+        self._chunked = scheduling.chunked_prefill
+        self._prefill_tokens = scheduling.prefill_tokens or config.max_batch_tokens
+        self._on_demand = scheduling.on_demand
+        self._by_priority = scheduling.order == "priority"
+        self._watermark = math.ceil(_WATERMARK * kv.n_blocks) if scheduling.on_demand else 0
+        self._were_prompts_alone = False  # the last batch had prompts only, while other requests could decode
+
+    def choose(
+        self,
+        pool: Iterable[Request],
+        n_rsrv: int,
+        ahead: Collection[Request],
+        alone: Request | None = None,
+    ) -> Choice:
+        live = iter(pool)
+        admitted: list[Request] = []
+        waiting = _Waiting(live)
+        for req in live:
+            if req.row < 0:
+                waiting.seen.append(req)
+                break
+            admitted.append(req)
+        if alone is not None:
+            return self._choice(self._plan_alone(alone, admitted))
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        for req in admitted:
+            if req.state is not _RUNNING or req in ahead:
+                # Request.in_initiation, inlined for speed.
+                is_prompt = req.n_in_flight == req.n_partial and req.state is not _INCREMENT
+                (prompts if is_prompt else decodes).append(req)
+        plan = _Plan(self._kv.n_free_blocks)
+        if self._by_priority and self._on_demand:
+            for first in waiting:
+                self._preempt_lower(plan, first, admitted)
+                break
+            decodes = [req for req in decodes if not plan.gives_up(req)]
+        self._add_decodes(plan, decodes, admitted)
+        n_decodes = len(plan.rows)
+        others_decode = n_decodes > 0 or any(not req.in_initiation for req in admitted)
+        fits = self._add_prompts(plan, prompts, admitted, waiting, others_decode=others_decode)
+        if fits or self._were_prompts_alone or len(plan.rows) > n_decodes or plan.preempted:
+            if plan.rows:
+                self._were_prompts_alone = False
+        else:  # a whole prompt does not fit next to the decodes: now it goes first, then they
+            prompts_alone = _Plan(plan.free)
+            self._add_prompts(prompts_alone, prompts, admitted, waiting, others_decode=False)
+            if prompts_alone.rows:
+                self._were_prompts_alone = True
+                plan = prompts_alone
+        return self._choice(plan)
+
+    def _choice(self, plan: _Plan) -> Choice:
+        n_held = self._kv.n_blocks - self._kv.n_free_blocks + plan.taken
+        return Choice(plan.rows, n_held * self._kv.block_size, plan.preempted, plan.cached)
+
+    def _plan_alone(self, req: Request, admitted: Sequence[Request]) -> _Plan:
+        """A row for this request; the others, none of which is in flight, make room for it."""
+        plan = _Plan(self._kv.n_free_blocks)
+        others = [other for other in reversed(admitted) if other is not req]
+        n_tokens = min(req.n_to_compute, self._max_tokens)
+        if req.row >= 0:
+            n_new = self._kv.n_blocks_for(req.n_computed + n_tokens) - self._kv.n_blocks_for(
+                self._kv.slots_of[req.row]
+            )
+            has_room = plan.make_room(max(0, n_new), others, self._kv)
+        else:
+            has_room = plan.make_room(self._kv.n_blocks_for(self._tokens_to_reserve(req)), others, self._kv)
+            if not self._kv.n_free_rows and not plan.preempted:
+                plan.drop(others[0], self._kv)
+        assert has_room, "the request alone needs more blocks than there are"
+        plan.rows.append((req, n_tokens))
+        return plan
+
+    # Decodes.
+
+    def _add_decodes(self, plan: _Plan, decodes: Sequence[Request], admitted: Sequence[Request]) -> None:
+        """A row for each; those that need another block get it, if need be from later requests."""
+        slots_of = self._kv.slots_of
+        if len(decodes) > self._max_bs:
+            decodes = sorted(decodes, key=_service_order)[: self._max_bs]
+        n_new = sum([req.n_computed >= slots_of[req.row] for req in decodes])
+        if n_new <= plan.free:
+            plan.free -= n_new
+            plan.taken += n_new
+            plan.rows = [(req, 1) for req in decodes]
+            return
+        order = sorted(admitted, key=_service_order)
+        place = {req: i for i, req in enumerate(order)}
+        for req in sorted(decodes, key=_service_order):
+            if plan.gives_up(req):
+                continue
+            if req.n_computed >= slots_of[req.row]:
+                later = (other for other in reversed(order[place[req] + 1 :]) if not plan.gives_up(other))
+                if not plan.make_room(1, later, self._kv):
+                    continue
+            plan.rows.append((req, 1))
+
+    # Prompts.
+
+    def _add_prompts(
+        self,
+        plan: _Plan,
+        begun: Sequence[Request],
+        admitted: Sequence[Request],
+        waiting: Iterable[Request],
+        *,
+        others_decode: bool,
+    ) -> bool:
+        """Prompts that were begun, then waiting ones; False if the next one has more tokens than fit."""
+        room = self._max_tokens - len(plan.rows)
+        if self._chunked and others_decode:
+            room = min(room, self._prefill_tokens)
+        for req in sorted(begun, key=_service_order):
+            if plan.gives_up(req):
+                continue
+            if len(plan.rows) == self._max_bs:
+                return True
+            n_tokens = self._n_tokens(req.n_to_compute, room)
+            if not n_tokens:
+                return False
+            plan.rows.append((req, n_tokens))
+            room -= n_tokens
+        if plan.free <= 0 or plan.preempted or plan.held_back:
+            return True
+        return self._admit(plan, room, admitted, waiting)
+
+    def _admit(self, plan: _Plan, room: int, admitted: Sequence[Request], waiting: Iterable[Request]) -> bool:
+        """Admit waiting requests in their order; False if the next one has more tokens than fit."""
+        kv = self._kv
+        computing: set[bytes | None] | None = None
+        n_admitted, n_free_rows = len(admitted), kv.n_free_rows
+        for req in waiting:
+            if len(plan.rows) == self._max_bs or n_admitted == self._max_admitted or not n_free_rows:
+                return True
+            cached = cached_blocks(req, kv)
+            if computing is None:
+                begun = (other for other in admitted if other.in_initiation)
+                computing = {next_block_hash(other, other.n_computed // kv.block_size, kv) for other in begun}
+            next_hash = next_block_hash(req, len(cached), kv)
+            if next_hash is not None and next_hash in computing:
+                return True  # another request computes this block now; in the next iteration it is cached
+            n_tokens = self._n_tokens(req.n_tokens - len(cached) * kv.block_size, room)
+            if not n_tokens:
+                return not room
+            n_new = self._n_new_blocks(req, cached, plan.revived)
+            if n_new + (self._watermark if n_admitted else 0) > plan.free:
+                return True
+            plan.free -= n_new
+            plan.taken += n_new
+            plan.cached[req] = cached
+            plan.revived.update(cached)
+            plan.rows.append((req, n_tokens))
+            computing.add(next_hash)
+            room -= n_tokens
+            n_admitted += 1
+            n_free_rows -= 1
+        return True
+
+    def _preempt_lower(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
+        """Let admitted requests of a lower priority make room for a waiting one, if they have enough."""
+        lower = sorted((other for other in admitted if other.priority > req.priority), key=_service_order)
+        if not lower:
+            return
+        n_new = self._n_new_blocks(req, cached_blocks(req, self._kv), ()) + self._watermark
+        has_row = len(admitted) < self._max_admitted and self._kv.n_free_rows > 0
+        victims: list[Request] = []
+        n_freed = 0
+        while lower and (n_new > plan.free + n_freed or not (has_row or victims)):
+            victims.append(lower.pop())
+            n_freed = self._kv.n_released([victim.row for victim in victims])
+        if n_new <= plan.free + n_freed:
+            for victim in victims:
+                plan.drop(victim, self._kv)
+
+    def _n_new_blocks(self, req: Request, cached: Sequence[int], revived: Collection[int]) -> int:
+        """The free blocks that admitting the request takes, if it begins with these cached blocks.
+
+        Those that no request holds count as free, unless an earlier one of this plan takes them (`revived`).
+        """
+        n_idle = self._kv.n_idle([block for block in cached if block not in revived])
+        return self._kv.n_blocks_for(self._tokens_to_reserve(req)) - len(cached) + n_idle
+
+    def _tokens_to_reserve(self, req: Request) -> int:
+        """The tokens that a request gets slots for when it is admitted."""
+        return req.n_tokens if self._on_demand else req.max_tokens
+
+    def _n_tokens(self, n_to_compute: int, room: int) -> int:
+        """How many tokens of a prompt run in this iteration."""
+        if n_to_compute <= room:
+            return n_to_compute
+        return room if self._chunked else 0
+
+
+def _service_order(req: Request) -> tuple[float, int]:
+    return req.rank, req.arrival

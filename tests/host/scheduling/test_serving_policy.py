@@ -1,0 +1,331 @@
+"""What must hold in every turn for every combination of switches, over random traces on a checked engine.
+
+The checked engine keeps a model of the cache: for each slot, the tokens that its key and value depend on. A
+row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.
+"""
+
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from orca_jax.config import ServingConfig
+from orca_jax.errors import EngineError
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import FinishReason, Request, RequestState
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.engine_protocol import Iteration, Returned
+from orca_jax.scheduling.kv_manager import round_up
+from orca_jax.scheduling.request_pool import Delivery
+from orca_jax.scheduling_config import SchedulingConfig
+from orca_jax.simulation.simulation import Simulation
+
+SWITCHES = list(
+    itertools.product((False, True), (False, True), ("full", "on-demand"), ("fcfs", "priority", "fair"))
+)
+N_TRACES = 420  # for each of 24 combinations: over 10,000
+
+
+@dataclass(frozen=True)
+class Arrival:
+    time: float
+    prompt: tuple[int, ...]
+    n_output: int
+    salt: tuple[str, ...]
+    owner: str
+    priority: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    serving: ServingConfig
+    n_workers: int
+    arrivals: tuple[Arrival, ...]
+    ends: tuple[tuple[int, int], ...]  # a moment, and a request's number
+    faults: tuple[int, ...]  # moments
+
+
+def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
+    rng = random.Random(seed)
+    chunked, prefixes, reservation, order = switches
+    block_size = rng.randint(1, 4)
+    n_requests = rng.choice((1, 2, 4, 8, 16))
+    stems = [tuple(rng.choices((7, 8), k=rng.randint(1, 14))) for _ in range(rng.choice((1, 2)))]
+    arrivals: list[Arrival] = []
+    time = 0.0
+    for _ in range(n_requests):
+        time += rng.choice((0.0, 0.0, 0.3, 1.0, 4.0))
+        stem = rng.choice(stems)
+        prompt = stem[: rng.randint(1, len(stem))] + tuple(rng.choices((7, 8), k=rng.choice((0, 0, 1, 5))))
+        arrivals.append(
+            Arrival(
+                time,
+                prompt,
+                rng.randint(1, rng.choice((1, 4, 20))),
+                rng.choice(((), (), ("a",))),
+                rng.choice("AB"),
+                rng.choice((0, 0, 1, -2)),
+            )
+        )
+    largest = max(len(a.prompt) + a.n_output for a in arrivals)
+    max_bs = rng.randint(1, 5)
+    return Trace(
+        ServingConfig(
+            max_batch_size=max_bs,
+            n_slots=round_up(largest, block_size) + rng.choice((0, 0, 1, largest, 3 * largest)),
+            block_size=block_size,
+            max_batch_tokens=max(max_bs, largest) + rng.choice((0, 5, 100)),
+            overlap=rng.random() < 0.7,
+            scheduling=SchedulingConfig(
+                chunked_prefill=chunked,
+                prefill_tokens=rng.choice((None, 1, 3, 8)),
+                prefix_caching=prefixes,
+                reservation=reservation,  # pyright: ignore[reportArgumentType]
+                order=order,  # pyright: ignore[reportArgumentType]
+                aging_seconds=rng.choice((0.5, 5.0)),
+            ),
+        ),
+        n_workers=rng.choice((1, 1, 2, 3)),
+        arrivals=tuple(arrivals),
+        ends=tuple(
+            (rng.randrange(12 * n_requests), rng.randrange(n_requests))
+            for _ in range(rng.choice((0, 0, 2, 6)))
+        ),
+        faults=(rng.randrange(50),) if rng.random() < 0.1 else (),
+    )
+
+
+def token_of(request: Request, index: int) -> int:
+    return 7 + (request.seed + index) % 2  # as in the prompts, so that outputs and prompts meet
+
+
+class Sink:
+    def __init__(self, moment: Callable[[], None]) -> None:
+        self.moment = moment
+
+    def push(self, token_id: int) -> bool:
+        self.moment()
+        return False
+
+
+class CheckedEngine:
+    """Checks each batch against a model of the cache, and passes it to the simulated engine."""
+
+    def __init__(self, player: "Player") -> None:
+        self.player = player
+        self.engine = player.simulation.engine
+        self.n_workers = self.engine.n_workers
+        self.keeps_tokens = True
+        self.in_flight: deque[Sequence[Row]] = deque()
+        self.content: dict[int, tuple[object, ...]] = {}  # by slot: salt, and tokens up to this one
+
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        serving, kv = self.player.trace.serving, self.player.simulation.kv
+        assert rows, "an empty batch"
+        assert len(rows) <= serving.max_batch_size
+        assert len({req for req, _ in rows}) == len(rows)
+        assert sum(n for _, n in rows) <= serving.max_batch_tokens
+        n_prompt = sum(n for req, n in rows if req.in_initiation)
+        limit = serving.scheduling.prefill_tokens
+        if serving.scheduling.chunked_prefill and limit is not None and n_prompt > limit:
+            assert all(req.in_initiation for req in self.player.simulation.pool.admitted()), "decodes delayed"
+        holders = Counter(
+            block
+            for req in {*self.player.simulation.pool.admitted(), *self.player.scheduler.leaving}
+            if req.row >= 0
+            for block in kv.blocks_of(req.row).tolist()
+        )
+        for req, n in rows:
+            assert 1 <= n <= req.n_to_compute
+            assert n == req.n_to_compute or serving.scheduling.chunked_prefill
+            if req.state is RequestState.RUNNING:
+                assert serving.overlap and any(ran is req for ran, _ in self.in_flight[0])
+                assert req.n_in_flight == 1 and req.n_tokens_issued < req.max_tokens
+            else:
+                assert not req.n_in_flight
+            tokens = [*req.prompt_ids, *(token_of(req, i) for i in range(req.max_tokens))]
+            blocks = kv.blocks_of(req.row).tolist()
+            assert blocks == kv.block_table[req.row, : len(blocks)].tolist()
+            slots = [b * serving.block_size + i for b in blocks for i in range(serving.block_size)]
+            for position in range(req.n_computed):
+                assert self.content[slots[position]] == (req.cache_salt, *tokens[: position + 1])
+            for position in range(req.n_computed, req.n_computed + n):
+                assert holders[blocks[position // serving.block_size]] == 1, "a block with two writers"
+                self.content[slots[position]] = (req.cache_salt, *tokens[: position + 1])
+        self.player.issued(rows)
+        self.player.moment()
+        iteration = self._call(lambda: self.engine.issue(rows))
+        self.in_flight.append(rows)
+        return iteration
+
+    def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
+        self.player.moment()
+        returned: Returned | None = self._call(lambda: self.engine.wait(iteration, interrupted))
+        self.player.moment()
+        if returned is not None:
+            self.in_flight.popleft()
+        return returned
+
+    def _call(self, call: Callable[[], object]) -> "object":
+        try:
+            return call()
+        except EngineError:
+            self.in_flight.clear()
+            self.content.clear()
+            raise
+
+
+class Player:
+    """Plays a trace and checks in every turn what must hold."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.simulation = Simulation(trace.serving, n_workers=trace.n_workers, token=token_of)
+        self.scheduler = self.simulation.scheduler
+        self.scheduler.engine = CheckedEngine(self)
+        self.n_moments = 0
+        self.n_faults = 0
+        self.asked_to_end: set[str] = set()
+        self.n_issued = 0
+        self.first_since = (-1, 0)  # the first request in the order, and iterations that ran without it
+        self.requests: list[Request] = []
+        for i, arrival in enumerate(trace.arrivals):
+            request = Request(
+                request_id=str(i),
+                prompt_ids=arrival.prompt,
+                max_tokens=len(arrival.prompt) + arrival.n_output,
+                sampling=SamplingParams(max_tokens=arrival.n_output),
+                seed=i,
+                sink=Sink(self.moment),
+                owner=arrival.owner,
+                priority=arrival.priority,
+                cache_salt=arrival.salt,
+            )
+            self.requests.append(request)
+            self.simulation.add_at(arrival.time, request)
+
+    def moment(self) -> None:
+        self.n_moments += 1
+        for moment, i in self.trace.ends:
+            if moment == self.n_moments and self.simulation.pool.end_named(str(i), FinishReason.CANCELLED):
+                self.asked_to_end.add(str(i))
+        if self.n_moments in self.trace.faults:
+            self.simulation.engine.fail("issue" if self.n_moments % 2 else "wait")
+
+    def issued(self, rows: Sequence[Row]) -> None:
+        """The first admitted request in the order takes part again within a bounded number of iterations.
+
+        While it is ready it is in the next batch. Other batches may be issued while it is in flight or while
+        it waits for the slots of a request in flight, one for each place in flight, and with whole prompts
+        one batch of prompts alone comes between two decodes.
+        """
+        self.n_issued += 1
+        admitted = [req for req in self.simulation.pool.admitted() if req.ending is None]
+        going_on = [req for req in admitted if req.n_tokens_issued < req.max_tokens]
+        if not going_on:
+            return
+        first = min(going_on, key=lambda req: (req.rank, req.arrival))
+        number, n_without = self.first_since
+        n_without = n_without + 1 if number == first.arrival else 0
+        if any(req is first for req, _ in rows):
+            n_without = 0
+        assert n_without <= 2 * (self.trace.n_workers + 2), "the first request does not advance"
+        self.first_since = first.arrival, n_without
+
+    def play(self) -> None:
+        n_tokens = sum(a.n_output + len(a.prompt) for a in self.trace.arrivals)
+        limit = 50 + 20 * (n_tokens + len(self.trace.arrivals)) * len(self.trace.arrivals)
+        turns = self.simulation.steps()
+        n_turns = 0
+        while True:
+            self.moment()
+            try:
+                next(turns)
+            except StopIteration:
+                break
+            except EngineError:
+                self.n_faults += 1
+                self.scheduler.fail_all()
+                turns = self.simulation.steps()
+            self.check_turn()
+            n_turns += 1
+            assert n_turns <= limit, "no end in sight: a deadlock"
+        self.check_rest()
+
+    def check_turn(self) -> None:
+        kv, scheduler, serving = self.simulation.kv, self.scheduler, self.trace.serving
+        admitted = self.simulation.pool.admitted()
+        holding = [*admitted, *scheduler.leaving]
+        held = {block for req in holding for block in kv.blocks_of(req.row).tolist()}
+        assert len({req.row for req in holding}) == len(holding)
+        assert len(holding) + kv.n_free_rows == kv.n_rows
+        assert len(held) + kv.n_free_blocks == kv.n_blocks, "a block was lost"
+        assert scheduler.n_rsrv == len(held) * serving.block_size <= serving.n_slots
+        assert len(admitted) <= serving.max_batch_size * self.trace.n_workers
+        if not serving.scheduling.prefix_caching:
+            assert sum(len(kv.blocks_of(req.row)) for req in holding) == len(held)
+        waiting = [req for req in self.simulation.pool.in_arrival_order() if req.row < 0]
+        if serving.scheduling.order == "fcfs" and admitted and waiting:
+            assert max(req.arrival for req in admitted) < min(req.arrival for req in waiting), "overtaken"
+        if not serving.scheduling.on_demand:
+            assert not scheduler.n_preemptions, "full reservation promises none"
+
+    def check_rest(self) -> None:
+        kv = self.simulation.kv
+        assert (len(self.simulation.pool), self.scheduler.n_rsrv, self.scheduler.n_scheduled) == (0, 0, 0)
+        assert (kv.n_free_blocks, kv.n_free_rows) == (kv.n_blocks, kv.n_rows)
+        assert not self.simulation.refused
+        by_request: dict[str, list[Delivery]] = {req.request_id: [] for req in self.requests}
+        for delivery in self.simulation.deliveries:
+            by_request[delivery[0].request_id].append(delivery)
+        for request, arrival in zip(self.requests, self.trace.arrivals, strict=True):
+            deliveries = by_request[request.request_id]
+            tokens = [token_id for _, token_id, _ in deliveries if token_id is not None]
+            assert tokens == request.output_ids == [token_of(request, i) for i in range(len(tokens))]
+            reasons = [reason for _, _, reason in deliveries]
+            assert reasons[-1] is request.finish_reason is not None
+            assert reasons[:-1] == [None] * (len(reasons) - 1), "ended more than once"
+            match request.finish_reason:
+                case FinishReason.CANCELLED:
+                    assert request.request_id in self.asked_to_end
+                case FinishReason.ERROR:
+                    assert self.n_faults == 1
+                case reason:
+                    assert reason is FinishReason.LENGTH and len(tokens) == arrival.n_output
+            assert request.n_cached < len(request.prompt_ids)
+
+
+def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in range(n_traces):
+        player = Player(random_trace(seed, switches))
+        try:
+            player.play()
+        except BaseException as error:
+            error.add_note(f"random_trace({seed}, {switches})")
+            raise
+        prefixes = player.simulation.kv.prefixes
+        seen["preemptions"] += player.scheduler.n_preemptions
+        seen["cached"] += sum(req.n_cached for req in player.requests)
+        seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
+        seen["chunks"] += sum(req.n_iterations > len(req.output_ids) + 1 for req in player.requests)
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str]):
+    seen = play_all(switches, N_TRACES)
+    chunked, prefixes, reservation, _ = switches
+    # The traces have seen what they are for.
+    assert (seen["cached"] > 100 and seen["evictions"] > 100) == prefixes
+    assert (seen["preemptions"] > 50) == (reservation == "on-demand")
+    assert not chunked or seen["chunks"] > 50
+
+
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_some_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str]):
+    play_all(switches, 20)
