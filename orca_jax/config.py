@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args
 
 from orca_jax.checks import check_choice, check_flag, check_fraction, check_seconds, check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.scheduling_config import ORCA, SchedulingConfig
+from orca_jax.scheduling_config import ORCA, PolicyName, QueueOrder, Reservation, SchedulingConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy"]  # dummy: random weights
@@ -72,6 +72,13 @@ class ServingConfig:
                 "a decode batch has one token per request, so raise max_batch_tokens"
             )
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`."""
+        arguments = dict(values)
+        arguments["scheduling"] = SchedulingConfig(**values["scheduling"])
+        return cls(**arguments)
+
     @property
     def max_queue_each(self) -> int:
         """The maximum number of waiting requests of one API key or address."""
@@ -83,11 +90,16 @@ class ServingConfig:
         return self.n_slots // self.block_size
 
 
+_DERIVED = ("coarse_buckets", "scheduling")  # fields of ServingConfig that Sizes has in another form
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """The ServingConfig as the user specifies it. None: derived from the model and the memory.
 
-    `memory_fraction` is the fraction of each device's memory that the engine may use; it sets `n_slots`.
+    `memory_fraction` is the fraction of each device's memory that the engine may use; it sets `n_slots`. The
+    fields from `policy` on are those of SchedulingConfig; None is on, except where `policy` or
+    `deterministic` excludes it.
     """
 
     max_batch_size: int = 32
@@ -101,19 +113,40 @@ class Sizes:
     overlap: bool = True
     command_buffer_collectives: bool = False
     memory_fraction: float | None = None
+    policy: PolicyName = "default"
+    chunked_prefill: bool | None = None
+    prefill_tokens: int | None = None
+    prefix_caching: bool | None = None
+    reservation: Reservation | None = None
+    scheduling_policy: QueueOrder = "fcfs"
 
     def __post_init__(self) -> None:
         if self.memory_fraction is not None:
             check_fraction("memory_fraction", self.memory_fraction)
         self.filled(n_slots=self.block_size, max_batch_tokens=1 << 20)
 
+    @property
+    def scheduling(self) -> SchedulingConfig:
+        """What the scheduler does beyond Algorithm 1. Raises ConfigError."""
+        extended = self.policy != "orca" and not self.deterministic
+        reservation = "on-demand" if extended else "full"
+        return SchedulingConfig(
+            policy=self.policy,
+            chunked_prefill=extended if self.chunked_prefill is None else self.chunked_prefill,
+            prefill_tokens=self.prefill_tokens,
+            prefix_caching=extended if self.prefix_caching is None else self.prefix_caching,
+            reservation=reservation if self.reservation is None else self.reservation,
+            order=self.scheduling_policy,
+        )
+
     def filled(self, *, n_slots: int, max_batch_tokens: int, coarse_buckets: bool = False) -> ServingConfig:
         """These sizes, with the arguments in place of None. Raises ConfigError."""
-        asked: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        del asked["memory_fraction"]
+        names = [field.name for field in fields(ServingConfig) if field.name not in _DERIVED]
+        asked: dict[str, Any] = {name: getattr(self, name) for name in names}
         chosen = {name: value for name, value in asked.items() if value is not None}
         defaults: dict[str, Any] = {"n_slots": n_slots, "max_batch_tokens": max_batch_tokens}
-        return ServingConfig(**{**asked, **defaults, **chosen, "coarse_buckets": coarse_buckets})
+        derived: dict[str, Any] = {"coarse_buckets": coarse_buckets, "scheduling": self.scheduling}
+        return ServingConfig(**{**asked, **defaults, **chosen, **derived})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 from orca_jax.service.generation import Generation, GenerationResult
 from orca_jax.service.orca import SCHEDULER_THREAD, Orca
 from orca_jax.service.prepared_params import OutputRules
@@ -54,6 +55,12 @@ class LLM:
     longest requests, in at most 2 GiB. `max_batch_tokens` defaults to 2048, or to the model's positions if
     they are more. `deterministic` makes each output bit for bit independent of other requests, but slower
     (docs/generation.md).
+
+    `policy="orca"` is Algorithm 1 and nothing else. By default the scheduler also splits long prompts over
+    iterations (`chunked_prefill`, at most `prefill_tokens` tokens in an iteration that delays others), reuses
+    the keys and values of earlier prompts (`prefix_caching`), and gives requests memory as they grow
+    (`reservation="on-demand"`; "full" is Algorithm 1's). `scheduling_policy` orders waiting requests:
+    "fcfs", "priority" or "fair" (docs/scheduling.md).
 
     `attention` defaults to the best choice for device and model: "kernel" (Hopper GPUs), "cudnn" (other
     NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or pure JAX with "static" shapes or
@@ -103,6 +110,12 @@ class LLM:
         deterministic: bool = False,
         command_buffer_collectives: bool = False,
         memory_fraction: float | None = None,
+        policy: PolicyName = "default",
+        chunked_prefill: bool | None = None,
+        prefill_tokens: int | None = None,
+        prefix_caching: bool | None = None,
+        reservation: Reservation | None = None,
+        scheduling_policy: QueueOrder = "fcfs",
         attention: Attention | None = None,
         workers: Sequence[str] | None = None,
         worker_processes: bool = False,
@@ -135,6 +148,12 @@ class LLM:
             deterministic=deterministic,
             command_buffer_collectives=command_buffer_collectives,
             memory_fraction=memory_fraction,
+            policy=policy,
+            chunked_prefill=chunked_prefill,
+            prefill_tokens=prefill_tokens,
+            prefix_caching=prefix_caching,
+            reservation=reservation,
+            scheduling_policy=scheduling_policy,
             attention=attention,
             workers=workers,
             worker_processes=worker_processes,

@@ -103,7 +103,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         device = measure_device(jnp.dtype(question["measure"]))
         return {"bandwidth": device.bandwidth, "matrix_rate": device.matrix_rate}
     model = config_from_json(question["model"], plain_error)
-    serving = ServingConfig(**question["serving"])
+    serving = ServingConfig.from_dict(question["serving"])
     parallel = ParallelConfig(**question["parallel"])
     kind = question["device"]
     devices = jax.devices() if kind == CPU else described_devices(kind, parallel.n_devices)

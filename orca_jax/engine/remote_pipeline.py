@@ -140,7 +140,7 @@ def _pipeline(
         on_ready=workers.on_ready,
         failure=workers.failure,
     )
-    kv = kv_manager(shape)
+    kv = kv_manager(shape, prefix_caching=serving.scheduling.prefix_caching)
     engine = RemoteEngine(remote, kv, vocab_size=model.vocab_size, n_workers=n_stages)
     up = engine.recover(lambda: False)
     assert up, "nothing interrupts it"

@@ -2,7 +2,7 @@
 
 from typing import Any, get_args
 
-from orca_jax.config import check_whole
+from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 
 # Nobody has trained a model beyond these; a config that claims more is a mistake or an attack.

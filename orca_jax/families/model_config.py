@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from orca_jax.config import check_whole
+from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.limits import check_choice, check_positive, check_size

@@ -10,7 +10,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orca_jax.config import ServingConfig, check_whole
+from orca_jax.checks import check_whole
+from orca_jax.config import ServingConfig
 from orca_jax.errors import ConfigError
 
 # The maximum of each size: what ServingConfig and ModelConfig allow.

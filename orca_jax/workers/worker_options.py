@@ -4,7 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from orca_jax.config import EngineConfig, check_whole
+from orca_jax.checks import check_whole
+from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
 
 

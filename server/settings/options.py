@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 from orca_jax.config import COMPILE_CACHE, Deadlines, Dtype, LoadFormat, OnCompile, RestartBound, WorkerLink
 from orca_jax.errors import ConfigError
+from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 
 AccessLog = Literal["text", "json", "off"]
 # The values of config.Attention that users may choose; "interpreted" is for tests.
@@ -86,6 +87,31 @@ class EngineOptions:
         "where generation_config.json is read for defaults of requests; auto: the model's directory, none: "
         "nowhere, else a directory",
     ] = "auto"
+    policy: Annotated[
+        PolicyName,
+        "orca: Algorithm 1 of the paper and nothing else; it excludes the flags below",
+    ] = "default"
+    chunked_prefill: Annotated[
+        bool | None,
+        "split long prompts over iterations, so that they do not delay others (default: on)",
+    ] = None
+    prefill_tokens: Annotated[
+        int | None,
+        "maximum number of prompt tokens in an iteration that delays others (default: from the device)",
+    ] = None
+    prefix_caching: Annotated[
+        bool | None, "reuse the keys and values of prompts that begin alike (default: on)"
+    ] = None
+    reservation: Annotated[
+        Reservation | None,
+        "full: keep room in the KV cache for the longest possible output; on-demand: block by block, and "
+        "preempt the latest request if none is left (default: on-demand)",
+    ] = None
+    scheduling_policy: Annotated[
+        QueueOrder,
+        "order of waiting requests: by arrival, by `priority` (lower first), or equal shares of the tokens "
+        "for each API key",
+    ] = "fcfs"
     attention: AttentionFlag = None
     command_buffer_collectives: CommandBufferCollectivesFlag = False
     seed: Annotated[int | None, "seed for requests without their own (default: random)"] = None

@@ -23,13 +23,15 @@ FACE = "__init__"  # orca_jax/__init__.py
 HOST_ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "processes": set(),
-    "config": {"errors"},
+    "checks": {"errors"},
+    "scheduling_config": {"errors", "checks"},
+    "config": {"errors", "checks", "scheduling_config"},
     "request": {"errors", "config"},
-    "families": {"errors", "config"},
+    "families": {"errors", "checks", "config"},
 }
 HOST_ROOMS["grammar"] = {"errors", "config", "request"}
-HOST_ROOMS["iteration"] = {"errors", "config", "request", "grammar"}
-HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
+HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
+HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families", "scheduling_config"}
 HOST_ROOMS["control"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
 HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling"}
 HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling", "processes"}

@@ -80,7 +80,7 @@ def test_line_20_the_pool_s_own_view_is_read_no_further_than_needed():
                 read.append(req.request_id)
                 yield req
 
-    batch, _ = select(Counted(view(), lambda _: []), 0, max_bs=2, n_slots=100)
+    batch, _ = select(Counted(view(), lambda: iter(())), 0, max_bs=2, n_slots=100)
     assert names(batch) == "AB"
     assert read == ["A", "B", "C"]
 

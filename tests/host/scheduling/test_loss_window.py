@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orca_jax.config import RestartBound
-from orca_jax.scheduling.loss_window import LossWindow
+from orca_jax.scheduling.recovery import LossWindow
 
 PEOPLE = ("a", "b", "c")
 

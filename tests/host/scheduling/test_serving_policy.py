@@ -9,6 +9,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -169,7 +170,7 @@ class CheckedEngine:
             self.in_flight.popleft()
         return returned
 
-    def _call(self, call: Callable[[], object]) -> "object":
+    def _call(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except EngineError:
