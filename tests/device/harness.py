@@ -20,6 +20,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
+from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.sharding.partition import StagePart, split_model
 
 
@@ -83,6 +84,7 @@ def harness(
         check=lambda request: admissible(request, config=serving, model=model),
         on_arrival=timeline.arrived,
         on_deliveries=deliveries.extend,
+        queue=waiting_queue(serving.scheduling),
     )
     return Harness(Scheduler(pool, engine, kv, config=serving, timeline=timeline), pool, kv, deliveries)
 
