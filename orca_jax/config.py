@@ -36,7 +36,7 @@ class ServingConfig:
     `deterministic` uses one shape per phase and never mixes the phases in an iteration, so that an output is
     bit for bit independent of other requests (docs/generation.md). `overlap` issues an iteration while the
     previous one runs; without it the scheduler is exactly Algorithm 1. `coarse_buckets` pads iterations to
-    fewer sizes (orca_jax/iteration/buckets.py). `command_buffer_collectives` records a split layer's
+    fewer sizes (orca_jax/iteration/shape.py). `command_buffer_collectives` records a split layer's
     collectives into a GPU's command buffers (docs/parallelism.md). `scheduling` is what the scheduler does
     beyond Algorithm 1.
     """
