@@ -3,7 +3,8 @@
 The real request pool, scheduler, K/V manager and engine master run on a worker that returns tokens at once.
 Every iteration has the given number of rows; in each, one request ends, one is admitted from the front of the
 queue, and one arrives (which is not timed). The target is 500 microseconds at 256 rows, linear in rows and
-independent of the number of waiting requests.
+independent of the number of waiting requests, for Algorithm 1 and for the default policy, whose prefix cache
+is full: each new block evicts another, whatever the cache's size.
 
     python -m bench.host_work [--iterations N]
 """
@@ -29,13 +30,20 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampled import Sampled
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager, round_up
+from orca_jax.scheduling.prefix_lookup import hash_prompt
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
-from orca_jax.scheduling.select import select
 from orca_jax.scheduling.timeline import Timeline
+from orca_jax.scheduling_config import ORCA, SchedulingConfig
 
 AIM_US = 500.0  # at 256 rows
-CASES = ((256, 0), (256, 1_000), (256, 100_000), (32, 0), (64, 0), (128, 0), (512, 0))  # rows, waiting
+# Rows, waiting requests, and the blocks in the prefix cache; None: Algorithm 1.
+CASES: tuple[tuple[int, int, int | None], ...] = (
+    *((256, n_waiting, None) for n_waiting in (0, 1_000, 100_000)),
+    *((n_rows, 0, None) for n_rows in (32, 64, 128, 512)),
+    *((256, n_waiting, 1_000) for n_waiting in (0, 100_000)),
+    (256, 0, 100_000),
+)
 N_INPUT = 64
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50257
@@ -90,25 +98,32 @@ class InstantWorkers:
 
 
 class Serving:
-    """An engine in steady state: `n_rows` requests run, `n_waiting` wait."""
+    """An engine in steady state: `n_rows` requests run, `n_waiting` wait.
 
-    def __init__(self, n_rows: int, n_waiting: int) -> None:
+    Algorithm 1 schedules, or with `n_cached_blocks` the default policy, whose cache has that many idle blocks.
+    """
+
+    def __init__(self, n_rows: int, n_waiting: int, n_cached_blocks: int | None = None) -> None:
         self.n_rows = n_rows
         self.n_requests = 0
         per_request = round_up(N_INPUT + n_rows, BLOCK_SIZE)
+        n_slots = n_rows * per_request + (n_cached_blocks or 0) * BLOCK_SIZE
         self.config = ServingConfig(
             max_batch_size=n_rows,
-            n_slots=n_rows * per_request,
+            n_slots=n_slots,
             max_batch_tokens=n_rows * N_INPUT,  # so that the first iteration admits all of them
             block_size=BLOCK_SIZE,
             overlap=False,  # a batch of all rows, then its return: nothing runs on a device meanwhile
+            scheduling=ORCA if n_cached_blocks is None else SchedulingConfig(),
         )
         self.kv = KVManager(
             n_blocks=self.config.n_blocks,
             block_size=BLOCK_SIZE,
             n_rows=n_rows,
             max_blocks_per_row=MODEL_LENGTH // BLOCK_SIZE,
+            prefix_caching=self.config.scheduling.prefix_caching,
         )
+        self._fill_cache(n_slots // BLOCK_SIZE)
         self.bucket_sizes = bucket_sizes(self.config.max_batch_tokens)
         self.timeline = Timeline(lambda: perf_counter_ns() * 1e-9, bucket_sizes=self.bucket_sizes)
         self.pool = RequestPool(
@@ -138,12 +153,27 @@ class Serving:
         for _ in range(n_waiting):
             self.arrive(n_output=n_rows)
 
+    def _fill_cache(self, n_blocks: int) -> None:
+        """Put all blocks into the prefix cache, under hashes that no prompt has."""
+        if self.kv.prefixes is None:
+            return
+        n_filled = 0
+        while n_filled < n_blocks:
+            n = min(n_blocks - n_filled, MODEL_LENGTH // BLOCK_SIZE)
+            row = self.kv.reserve(n * BLOCK_SIZE)
+            for block in self.kv.blocks_of(row).tolist():
+                self.kv.prefixes.add(block, b"%d" % n_filled)
+                n_filled += 1
+            self.kv.release(row)
+
     def arrive(self, n_output: int) -> None:
         """Add a request with its own sampling parameters to the pool."""
         sampling = SamplingParams(max_tokens=n_output, temperature=0.8, top_p=0.95, top_k=40)
         name = f"request-{self.n_requests}"
-        prompt_ids = tuple(range(1, N_INPUT + 1))
-        self.pool.add(Request(name, prompt_ids, N_INPUT + n_output, sampling, seed=self.n_requests))
+        prompt_ids = tuple(range(self.n_requests, self.n_requests + N_INPUT))
+        request = Request(name, prompt_ids, N_INPUT + n_output, sampling, seed=self.n_requests)
+        hash_prompt(request, self.kv)  # as the service does on the user's thread
+        self.pool.add(request)
         self.n_requests += 1
 
     def step(self) -> int:
@@ -157,16 +187,9 @@ class Serving:
     def time_select(self) -> int:
         """Nanoseconds of the next iteration's select, which changes no state."""
         start = perf_counter_ns()
-        batch, _ = select(
-            self.pool.in_arrival_order(),
-            self.scheduler.n_rsrv,
-            max_bs=self.config.max_batch_size,
-            n_slots=self.config.n_slots,
-            max_batch_tokens=self.config.max_batch_tokens,
-            block_size=self.config.block_size,
-        )
+        choice = self.scheduler.policy.choose(self.pool.in_arrival_order(), self.scheduler.n_rsrv, ())
         elapsed = perf_counter_ns() - start
-        assert len(batch) == self.n_rows
+        assert len(choice.rows) == self.n_rows
         return elapsed
 
     def time_flat_batch(self) -> int:
@@ -184,23 +207,25 @@ class Figures:
 
     n_rows: int
     n_waiting: int
+    n_cached_blocks: int | None
     median_us: float
     p99_us: float
     parts_us: dict[str, float]
 
 
-def measure(n_rows: int, n_waiting: int, n_iterations: int) -> Figures:
+def measure(n_rows: int, n_waiting: int, n_cached_blocks: int | None, n_iterations: int) -> Figures:
     """Measure the whole iteration first, uninstrumented; then its parts on a second engine, with timers."""
-    serving = Serving(n_rows, n_waiting)
+    serving = Serving(n_rows, n_waiting, n_cached_blocks)
     for _ in range(WARM_UP):
         serving.step()
     whole = sorted(serving.step() / 1e3 for _ in range(n_iterations))
     return Figures(
         n_rows=n_rows,
         n_waiting=n_waiting,
+        n_cached_blocks=n_cached_blocks,
         median_us=statistics.median(whole),
         p99_us=whole[int(0.99 * (len(whole) - 1))],
-        parts_us=measure_parts(Serving(n_rows, n_waiting), n_iterations),
+        parts_us=measure_parts(Serving(n_rows, n_waiting, n_cached_blocks), n_iterations),
     )
 
 
@@ -247,22 +272,25 @@ def main() -> None:
     n_iterations = parser.parse_args().iterations
     progress = Console(stderr=True)
     figures = [
-        measure(n_rows, n_waiting, n_iterations)
-        for n_rows, n_waiting in track(CASES, "host work of an iteration", console=progress)
+        measure(*case, n_iterations) for case in track(CASES, "host work of an iteration", console=progress)
     ]
     table = Table(title=f"Host work of one iteration, microseconds (target: {AIM_US:g} at 256 rows)")
-    for heading in ("rows", "waiting", "median", "p99", "per row", *COLUMNS):
+    for heading in ("rows", "waiting", "cached", "median", "p99", "per row", *COLUMNS):
         table.add_column(heading, justify="right")
     for f in figures:
         numbers = [f.median_us, f.p99_us, f.median_us / f.n_rows, *f.parts_us.values()]
         table.add_row(
-            f"{f.n_rows:,}", f"{f.n_waiting:,}", *(f"{n:.3g}" if n < 10 else f"{n:.0f}" for n in numbers)
+            f"{f.n_rows:,}",
+            f"{f.n_waiting:,}",
+            "" if f.n_cached_blocks is None else f"{f.n_cached_blocks:,}",
+            *(f"{n:.3g}" if n < 10 else f"{n:.0f}" for n in numbers),
         )
     Console(width=140).print(table)
     cases = [
         {
             "rows": f.n_rows,
             "waiting": f.n_waiting,
+            "cached_blocks": f.n_cached_blocks,
             "median_us": round(f.median_us, 1),
             "p99_us": round(f.p99_us, 1),
             "parts_us": {name: round(us, 1) for name, us in f.parts_us.items()},

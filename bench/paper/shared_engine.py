@@ -52,6 +52,7 @@ class SharedEngine:
                 max_batch_size=most_bs,
                 n_slots=n_slots,
                 max_batch_tokens=max(most_tokens, most_bs, self.model.n_positions),
+                policy="orca",
             ),
             dtype=dtype,
             seed=seed,

@@ -68,6 +68,7 @@ class System:
                     n_slots=self.n_slots,
                     block_size=BLOCK_SIZE,
                     overlap=self.overlap,
+                    policy="orca",
                 ),
                 dtype=self.partition.dtype,
                 context=1,

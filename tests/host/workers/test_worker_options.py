@@ -27,10 +27,14 @@ ENGINE = EngineConfig(
         max_queue=5,
         max_queue_bytes=1 << 20,
         max_queue_share=0.5,
-        deterministic=True,
         overlap=False,
         command_buffer_collectives=True,
         memory_fraction=0.25,
+        chunked_prefill=True,
+        prefill_tokens=64,
+        prefix_caching=False,
+        reservation="full",
+        scheduling_policy="priority",
     ),
     parallel=ParallelConfig(
         tensor_parallel=2, pipeline_parallel=3, worker_processes=True, link="nccl", coordinator="a:1"
