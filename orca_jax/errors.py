@@ -106,6 +106,10 @@ class InvalidSamplingParameter(InvalidRequest):
     """A sampling parameter outside its range."""
 
 
+class InvalidSchedulingParameter(InvalidRequest):
+    """A scheduling parameter outside its range, or without effect under the engine's scheduling policy."""
+
+
 class NotSupported(InvalidRequest):
     """A known parameter that is not implemented; rejected rather than ignored."""
 

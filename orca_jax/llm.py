@@ -26,6 +26,7 @@ from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 from orca_jax.service.generation import Generation, GenerationResult
@@ -235,12 +236,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int = 0,
+        cache_salt: str | None = None,
         on_result: Callable[[int, GenerationResult], object] | None = None,
     ) -> list[GenerationResult]:
         """Continue one prompt (a text or token ids) or a list of them. Results are in the prompts' order.
 
         Give one SamplingParams for all prompts or one for each; the `n` outputs of a prompt are adjacent.
-        Without any, prompts run with the model's `generation_defaults`.
+        Without any, prompts run with the model's `generation_defaults`. For `priority` and `cache_salt` see
+        SchedulingParams.
         `on_result(index, result)` receives the results in order, each as soon as it and all before it exist.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
@@ -252,12 +256,13 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.generation_defaults.sampling_params()
         sampling = one_for_each(sampling_params, len(listed))
+        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt)
         prepared: list[tuple[CheckedPrompt, OutputRules]] = []
         for i, (prompt, params) in enumerate(zip(listed, sampling, strict=True)):
             try:
                 token_ids = prompt_token_ids(self.name, self.tokenizer, prompt)
                 rules = service.rules(params)
-                checked = service.check(token_ids, rules)
+                checked = service.check(token_ids, rules, scheduling)
             except InvalidRequest as error:
                 if len(listed) == 1:
                     raise
@@ -278,17 +283,22 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Generation:
         """Stream one prompt's output: an iterator of `Piece`, with the complete output in its `result`.
 
         The request starts now and runs concurrently with all others. Closing or dropping the iterator cancels
-        it. `sampling_params.n` must be 1. Raises as `generate` does.
+        it. `sampling_params.n` must be 1. The other arguments and the errors are those of `generate`.
         """
         if sampling_params is None:
             sampling_params = self.generation_defaults.sampling_params()
         (params,) = one_for_each(sampling_params, 1)
         return self.service.submit(
-            prompt_token_ids(self.name, self.tokenizer, prompt), params, request_id=request_id
+            prompt_token_ids(self.name, self.tokenizer, prompt),
+            params,
+            request_id=request_id,
+            scheduling=SchedulingParams(priority=priority, cache_salt=cache_salt),
         )
 
     def close(self) -> None:

@@ -114,6 +114,7 @@ class Request:
     n_partial: int = 0  # in flight and sampling no token: prompt chunks before the last
     n_cached: int = 0
     n_preempted: int = 0
+    n_dropped: int = 0  # tokens computed before a preemption, until the request is admitted again
     block_hashes: list[bytes] | None = None  # None: not hashed yet
     n_found: int = 0
     full_at: int = 0  # `n_computed` at which the next block can be found

@@ -21,15 +21,22 @@ _STOP = 300
 _STOP_CHARACTER = 24  # of a stop string: the character, and a state of the automaton
 _BAD_CHARACTER = 36  # of a bad word: the character, and its tokens at the start of a word and after a space
 _BAD_WORD = 400
+_BLOCK_HASH = 96  # of the prefix cache: a digest, and its place in a list
 _GRAMMAR_STATE = 128 << 10  # the output's position, with the bits of its next mask
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """A prompt that `check_prompt` accepted, together with up to `n_output` output tokens."""
+    """A prompt that `check_prompt` accepted, together with up to `n_output` output tokens.
+
+    The service adds how its requests are scheduled; see `Request`.
+    """
 
     token_ids: tuple[int, ...]
     n_output: int
+    priority: int = 0
+    cache_salt: tuple[str, ...] = ()
+    block_hashes: tuple[bytes, ...] | None = None
 
 
 class LengthLimit(NamedTuple):
@@ -84,13 +91,14 @@ def longest_request(*, config: ServingConfig, model: ModelConfig) -> LengthLimit
     )
 
 
-def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams) -> int:
+def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams, n_hashes: int = 0) -> int:
     """Upper estimate of a queued request's memory in bytes, including data derived from its parameters.
 
+    `n_hashes` counts the blocks of its prompt that the prefix cache can look up.
     Costs no more than the lengths of its texts. Outputs of one prompt share most of what each is charged for
     here. Compiled grammars are not included: the compiler has its own limit.
     """
-    n = _REQUEST + _TOKEN_ID * len(prompt_ids)
+    n = _REQUEST + _TOKEN_ID * len(prompt_ids) + _BLOCK_HASH * n_hashes
     n += _BIAS * len(sampling.logit_bias)
     n += _STOP_TOKEN * len(sampling.stop_token_ids)
     n += 2 * _TOKEN_ID * len(sampling.allowed_token_ids or ())

@@ -1,18 +1,25 @@
 """A request's side of the prefix cache: the blocks it can begin with, and those it lets others find."""
 
+from collections.abc import Sequence
+
 from orca_jax.request.request import Request
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
 
 
-def hash_prompt(req: Request, kv: KVManager) -> list[bytes]:
-    """The hashes of the request's full blocks, computed at the first call.
+def prompt_hashes(prompt_ids: Sequence[int], cache_salt: Sequence[str], kv: KVManager) -> list[bytes] | None:
+    """The hashes of a prompt's full blocks; None without a prefix cache.
 
-    Call it before the request enters the pool, so that a long prompt does not delay the scheduler.
+    A long prompt takes milliseconds, so the service computes them before the request enters the pool.
     """
+    return None if kv.prefixes is None else chain_hashes(root_hash(*cache_salt), prompt_ids, kv.block_size)
+
+
+def hash_prompt(req: Request, kv: KVManager) -> list[bytes]:
+    """The hashes of the request's full blocks, computed here if they have not been computed before."""
     hashes = req.block_hashes
     if hashes is None:
-        hashes = req.block_hashes = chain_hashes(_root(req), req.prompt_ids, kv.block_size)
+        hashes = req.block_hashes = prompt_hashes(req.prompt_ids, req.cache_salt, kv) or []
     return hashes
 
 

@@ -61,7 +61,7 @@ class Scheduler:
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self._quarantine = Quarantine()
         self.n_preemptions = 0
-        self.n_recomputed = 0  # tokens whose keys and values were dropped by preemptions
+        self.n_recomputed = 0  # tokens computed again after preemptions
         self._initiated_last = False  # whether a deterministic engine's last batch was of initiations
 
     @property
@@ -78,6 +78,8 @@ class Scheduler:
         ended = self.end_cancelled()
         choice = self._next_rows()  # line 4
         for req in choice.preempted:
+            self.n_preemptions += 1
+            req.n_dropped = req.n_computed
             self._preempt(req)
         rows, self.n_rsrv = choice.rows, choice.n_rsrv
         if rows:  # an empty batch is never issued
@@ -200,7 +202,13 @@ class Scheduler:
         if not choice.cached:
             for req in new:
                 req.row = self.kv.reserve(req.n_tokens if self._on_demand else req.max_tokens)
-            return
+        else:
+            self._share(new, choice)
+        for req in new:
+            self._count_admission(req)
+
+    def _share(self, new: list[Request], choice: Choice) -> None:
+        """Allocate for these requests, which begin with the cached blocks of the choice."""
         shared = [choice.cached.get(req, []) for req in new]
         n_tokens = [req.n_tokens if self._on_demand else req.max_tokens for req in new]
         rows = self.kv.reserve_sharing(list(zip(n_tokens, shared, strict=True)))
@@ -209,8 +217,17 @@ class Scheduler:
             req.n_found = len(blocks)
             req.n_computed = len(blocks) * self.config.block_size
             req.full_at = req.n_computed + self.config.block_size
-            if not req.n_preempted:
-                req.n_cached = req.n_computed
+
+    def _count_admission(self, req: Request) -> None:
+        """Count cached tokens at the first admission, and tokens that later ones compute again."""
+        if req.n_dropped:
+            self.n_recomputed += max(0, req.n_dropped - req.n_computed)
+            req.n_dropped = 0
+        prefixes = self.kv.prefixes
+        if prefixes is not None and not req.n_preempted:
+            req.n_cached = req.n_computed
+            prefixes.n_queries += len(req.prompt_ids)
+            prefixes.n_hits += req.n_cached
 
     def _publish(self, rows: Sequence[Row]) -> None:
         """Let other requests find the blocks that these rows complete."""
@@ -220,8 +237,6 @@ class Scheduler:
 
     def _preempt(self, req: Request) -> None:
         """Let an admitted request, which is not in flight, wait again without slots."""
-        self.n_preemptions += 1
-        self.n_recomputed += req.n_computed
         req.n_preempted += 1
         req.n_found = 0
         req.compute_again()

@@ -28,7 +28,8 @@ def _times() -> "array[float]":
 class RequestRecord:
     """A request from arrival to end.
 
-    `scheduled` is when its first iteration was issued, `token_times` when each token was delivered.
+    `scheduled` is when its first iteration was issued, `token_times` when each token was delivered. The keys
+    and values of the first `n_cached` tokens of its prompt were in the prefix cache.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class RequestRecord:
     token_times: "array[float]" = field(default_factory=_times)
     finished: float | None = None
     finish_reason: FinishReason | None = None
+    n_cached: int = 0
 
     @property
     def n_output(self) -> int:
@@ -170,6 +172,7 @@ class Timeline:
             request_record = self._live[req.arrival]
             if request_record.scheduled is None:  # else a later prompt chunk, or it resumes after a fault
                 request_record.scheduled = now
+                request_record.n_cached = req.n_cached
         return record
 
     def returned(self, record: IterationRecord) -> None:

@@ -15,7 +15,8 @@ class GenerationResult:
     `text` is the output without special tokens, cut before a stop string; empty if the model has no
     tokenizer. `token_ids` are all generated tokens, including an end-of-sequence token and those of a stop
     string. The same `seed` gives the same tokens again. `logprobs` are those of `token_ids`, and
-    `prompt_logprobs` those of each prompt token after the first; None if not requested.
+    `prompt_logprobs` those of each prompt token after the first; None if not requested. The keys and values
+    of the first `n_cached` of the `n_input` prompt tokens were in the prefix cache.
     """
 
     text: str
@@ -26,6 +27,7 @@ class GenerationResult:
     request_id: str
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    n_cached: int = 0
 
 
 class Generation(RequestHandle):
@@ -64,6 +66,7 @@ class Generation(RequestHandle):
             request_id=self.request_id,
             logprobs=None if request.sampling.logprobs is None else list(request.logprobs),
             prompt_logprobs=request.prompt_logprobs,
+            n_cached=self.n_cached,
         )
 
     def cancel(self) -> None:

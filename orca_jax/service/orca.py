@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Self, TypeVar, overload
 
@@ -18,10 +19,12 @@ from orca_jax.errors import EngineError, InvalidSamplingParameter, OutputFailed,
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import CheckedPrompt, check_prompt, longest_request, weight_in_bytes
 from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.prefix_lookup import prompt_hashes
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
@@ -33,6 +36,7 @@ from orca_jax.service.prepared_params import OutputRules, RuleMaker
 
 SCHEDULER_THREAD = "orca-scheduler"  # its name
 
+_NOTHING_ASKED = SchedulingParams()
 _SEED_BITS = 48  # JSON readers that have only doubles still read the seed exactly
 
 H = TypeVar("H", bound=RequestHandle)
@@ -80,6 +84,8 @@ class Orca:
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
         self._model = model
+        self._kv = kv
+        self._order = config.scheduling.order
         self._limit = longest_request(config=config, model=model)
         self._rules = RuleMaker(model, tokenizer)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
@@ -142,13 +148,31 @@ class Orca:
         """
         return self._rules.rules(sampling)
 
-    def check(self, prompt_ids: Sequence[int], rules: OutputRules) -> CheckedPrompt:
+    def check(
+        self,
+        prompt_ids: Sequence[int],
+        rules: OutputRules,
+        scheduling: SchedulingParams = _NOTHING_ASKED,
+        *,
+        tenant: str = "",
+    ) -> CheckedPrompt:
         """Check a prompt before anything runs; `submit` does not check it again.
+
+        Prompts of different tenants share no keys and values. The prompt's blocks are hashed here, once for
+        all its outputs and on the caller's thread, so that a long prompt does not delay the scheduler.
 
         Raises a leaf of InvalidRequest.
         """
-        n_output = rules.sampling.max_tokens
-        return check_prompt(prompt_ids, n_output, model=self._model, limit=self._limit)
+        scheduling.check_policy(self._order)
+        checked = check_prompt(prompt_ids, rules.sampling.max_tokens, model=self._model, limit=self._limit)
+        salt = (tenant, scheduling.cache_salt or "")
+        hashes = prompt_hashes(checked.token_ids, salt, self._kv)
+        return replace(
+            checked,
+            priority=scheduling.priority,
+            cache_salt=salt,
+            block_hashes=None if hashes is None else tuple(hashes),
+        )
 
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
@@ -162,6 +186,7 @@ class Orca:
         *,
         request_id: str | None = None,
         owner: str = "",
+        scheduling: SchedulingParams = _NOTHING_ASKED,
     ) -> Generation: ...
 
     @overload
@@ -172,6 +197,7 @@ class Orca:
         *,
         request_id: str | None = None,
         owner: str = "",
+        scheduling: SchedulingParams = _NOTHING_ASKED,
         handle: Callable[[Output, _End, _Drop], H],
     ) -> H: ...
 
@@ -182,12 +208,13 @@ class Orca:
         *,
         request_id: str | None = None,
         owner: str = "",
+        scheduling: SchedulingParams = _NOTHING_ASKED,
         handle: Callable[[Output, _End, _Drop], H] | type[Generation] = Generation,
     ) -> H | Generation:
         """Submit a request for one output; `OutputRules.choices` are the rules of several.
 
-        `owner` is the client whose share of the queue the request uses. `handle` makes the object that the
-        user holds.
+        `owner` is the client whose share of the queue the request uses. `scheduling` is for a prompt that
+        `check` has not seen. `handle` makes the object that the user holds.
 
         Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, or EngineError if the engine has failed.
         """
@@ -195,7 +222,7 @@ class Orca:
         if rules.sampling.n != 1:
             message = f"n is {rules.sampling.n}; one request has one output, so submit one for each"
             raise InvalidSamplingParameter(message, param="n")
-        checked = prompt if isinstance(prompt, CheckedPrompt) else self.check(prompt, rules)
+        checked = prompt if isinstance(prompt, CheckedPrompt) else self.check(prompt, rules, scheduling)
         assert checked.n_output == rules.sampling.max_tokens, "checked for other parameters"
         with self._lock:
             if not self._started:
@@ -212,7 +239,10 @@ class Orca:
             end_token_ids=rules.end_token_ids,
             constraint=rules.constraint(),
             owner=owner,
-            weight=weight_in_bytes(checked.token_ids, rules.sampling),
+            weight=weight_in_bytes(checked.token_ids, rules.sampling, len(checked.block_hashes or ())),
+            priority=checked.priority,
+            cache_salt=checked.cache_salt,
+            block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
         )
         output = request.sink = Output(request, rules.text_stream(checked.token_ids), self._stopped)
         try:

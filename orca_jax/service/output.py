@@ -177,6 +177,11 @@ class RequestHandle:
         return len(self._request.prompt_ids)
 
     @property
+    def n_cached(self) -> int:
+        """Prompt tokens whose keys and values were in the prefix cache; 0 before the first piece."""
+        return self._request.n_cached
+
+    @property
     def seed(self) -> int:
         """The caller's seed, or the random one chosen for the request."""
         return self._request.seed

@@ -175,6 +175,7 @@ def _as_record(results: Sequence[GenerationResult]) -> dict[str, Any]:
     choices = [_choice(result) for result in results]
     record: dict[str, Any] = choices[0] if len(choices) == 1 else {"choices": choices}
     record["n_input"] = first.n_input
+    record["n_cached"] = first.n_cached
     if first.prompt_logprobs is not None:
         record["prompt_logprobs"] = _logprobs(first.prompt_logprobs)
     return record

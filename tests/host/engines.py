@@ -104,6 +104,7 @@ def orca(
         block_size=config.block_size,
         n_rows=(engine.n_workers + 1) * config.max_batch_size,
         max_blocks_per_row=-(-model.n_positions // config.block_size),
+        prefix_caching=config.scheduling.prefix_caching,
     )
     return Orca(engine, kv, config=config, model=model, tokenizer=tokenizer, seed=seed)
 

@@ -8,6 +8,7 @@ import pytest
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import weight_in_bytes
+from orca_jax.scheduling.prefix_cache import chain_hashes, root_hash
 from orca_jax.service.prepared_params import RuleMaker
 from tests.host.engines import LETTERS
 
@@ -54,6 +55,22 @@ def test_a_request_holds_no_more(make: Any, n_prompt: int) -> None:
     weight = weight_in_bytes(prompt_ids, rules.sampling)
     assert after - before <= weight <= 6 * (after - before) + 8192, after - before
     assert len(held) == 2
+
+
+def test_the_hashes_of_a_prompt_count() -> None:
+    prompt_ids = [5] * 4096
+    before = weight_in_bytes(prompt_ids, SamplingParams())
+    root = root_hash("", "")
+    tracemalloc.start()
+    try:
+        start, _ = tracemalloc.get_traced_memory()
+        shared = tuple(chain_hashes(root, prompt_ids, 1))
+        of_the_request = list(shared)
+        end, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(of_the_request) == 4096
+    assert end - start <= weight_in_bytes(prompt_ids, SamplingParams(), 4096) - before
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The service on engines without a device: delivery, ends of every kind, and failures that wake everybody."""
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +13,7 @@ from orca_jax.errors import (
     EmptyPrompt,
     EngineError,
     InvalidRequest,
+    InvalidSchedulingParameter,
     NotSupported,
     PromptTooLong,
     QueueFull,
@@ -20,10 +23,14 @@ from orca_jax.errors import (
 )
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.scheduling import prefix_lookup
 from orca_jax.scheduling.request_pool import Delivery
+from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.generation import Generation
 from orca_jax.service.output import Piece
 from tests.host.engines import (
+    CONFIG,
     EOS,
     LETTERS,
     MODEL,
@@ -34,6 +41,8 @@ from tests.host.engines import (
     simulated,
     writing,
 )
+
+CACHING = replace(CONFIG, scheduling=SchedulingConfig())
 
 
 def rest(generation: Generation) -> Iterator[Piece]:
@@ -77,6 +86,53 @@ def test_the_result_is_whole_whether_pieces_were_taken_or_not() -> None:
             assert result.logprobs is None
         assert one.result(SOON).request_id == one.request_id == "mine"
         assert two.request_id != one.request_id
+
+
+def test_the_result_says_how_much_of_the_prompt_was_cached() -> None:
+    with orca(simulated(), config=CACHING) as service:
+        params = SamplingParams(max_tokens=3)
+        salted, other = SchedulingParams(cache_salt="s"), SchedulingParams(cache_salt="t")
+        prompt = [7] * 20  # two full blocks of 8
+        asked = (SchedulingParams(), SchedulingParams(), salted, other, salted)
+        results = [service.submit(prompt, params, scheduling=each).result(SOON) for each in asked]
+        assert [result.n_cached for result in results] == [0, 16, 0, 0, 16]
+        assert {result.n_input for result in results} == {20}
+        rules = service.rules(params)
+        checked = [service.check(prompt, rules, tenant=tenant) for tenant in ("a", "b", "a")]
+        assert [service.submit(each, rules).result(SOON).n_cached for each in checked] == [0, 0, 16]
+    with orca(simulated()) as service:
+        assert [service.submit(prompt, params).result(SOON).n_cached for _ in range(2)] == [0, 0]
+
+
+def test_a_prompt_is_hashed_before_it_enters_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    chain = prefix_lookup.chain_hashes
+
+    def watched(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return chain(root, token_ids, block_size)
+
+    monkeypatch.setattr(prefix_lookup, "chain_hashes", watched)
+    with orca(simulated(), config=CACHING) as service:
+        service.submit([7] * 20, SamplingParams(max_tokens=20)).result(SOON)
+        assert threads == [threading.current_thread()]
+        rules = service.rules(SamplingParams(max_tokens=20))
+        checked = service.check([8] * 20, rules)
+        outputs = [service.submit(checked, rules).result(SOON) for _ in range(3)]
+        assert threads == [threading.current_thread()] * 2, "once for all outputs of a prompt"
+        assert [output.n_cached for output in outputs] == [0, 16, 16]
+
+
+def test_a_priority_needs_the_scheduling_policy() -> None:
+    first = SchedulingParams(priority=-1)
+    with orca(simulated(), config=CACHING) as service:
+        with pytest.raises(InvalidSchedulingParameter) as caught:
+            service.submit([7], SamplingParams(), scheduling=first)
+        assert caught.value.param == "priority"
+        assert len(service.pool) == 0
+    by_priority = replace(CONFIG, scheduling=SchedulingConfig(order="priority"))
+    with orca(simulated(), config=by_priority) as service:
+        assert service.submit([7], SamplingParams(max_tokens=2), scheduling=first).result(SOON).n_input == 1
 
 
 def test_without_a_tokenizer_there_are_tokens_alone() -> None:

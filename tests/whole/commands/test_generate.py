@@ -416,6 +416,7 @@ def test_a_file_with_every_kind_of_bad_line(
         "token_ids": expected.token_ids,
         "finish_reason": "length",
         "n_input": 2,
+        "n_cached": 0,
     }
     assert first.items() >= wanted.items()
     assert [record["line"] for record in (first, *rest)] == [
@@ -527,6 +528,7 @@ def test_several_outputs_are_the_records_choices(lent: Lent, tmp_path: Path) -> 
         "line": 1,
         "prompt": "ab",
         "n_input": 2,
+        "n_cached": 0,
         "choices": [
             {
                 "text": result.text,
@@ -543,6 +545,7 @@ def test_several_outputs_are_the_records_choices(lent: Lent, tmp_path: Path) -> 
         "line": 2,
         "prompt": "ab",
         "n_input": 2,
+        "n_cached": 0,
         "text": results[0].text,
         "token_ids": results[0].token_ids,
         "finish_reason": "length",

@@ -26,6 +26,7 @@ from orca_jax.errors import (
     InvalidPrompt,
     InvalidRequest,
     InvalidSamplingParameter,
+    InvalidSchedulingParameter,
     NotACheckpoint,
     NotSupported,
     PromptTooLong,
@@ -84,6 +85,24 @@ def test_the_demo_model_gives_the_references_tokens() -> None:
         assert [result.n_input for result in results] == [len(ids) for ids in encoded]
         assert [result.text for result in results] == [demo.tokenizer.decode(r.token_ids) for r in results]
         check_against_reference(load.DEMO_MODEL, list(zip(encoded, results, strict=True)))
+
+
+def test_results_say_how_much_of_the_prompt_was_cached(tiny_directory: Path) -> None:
+    prompt = "all of this was said before, all of it!"  # two full blocks of 16
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    with LLM(tiny_directory, max_batch_size=2, scheduling_policy="priority", prefix_caching=True) as model:
+        results = [model.generate(prompt, params, priority=priority)[0] for priority in (0, -1, 1)]
+        results += [model.generate(prompt, params, cache_salt="s")[0] for _ in range(2)]
+        results += [model.stream(prompt, params, cache_salt="s", priority=2).result(SOON)]
+        assert [result.n_cached for result in results] == [0, 32, 32, 0, 32, 32]
+        check_against_reference(tiny_directory, [(list(prompt.encode()), result) for result in results])
+    with LLM(tiny_directory, max_batch_size=2) as model:
+        for use in (model.generate, model.stream):
+            with pytest.raises(InvalidSchedulingParameter, match="the engine's scheduling policy is 'fcfs'"):
+                use(prompt, params, priority=1)
+            with pytest.raises(InvalidSchedulingParameter, match="cache_salt has 0 characters"):
+                use(prompt, params, cache_salt="")
+        assert at_rest(model)
 
 
 def test_results_come_in_the_order_of_the_prompts(tiny: LLM, tiny_directory: Path) -> None:

@@ -1,0 +1,48 @@
+"""What a request may ask of the scheduler."""
+
+# Users' values are checked at run time too, whatever the annotations promise.
+# pyright: reportUnnecessaryIsInstance=false
+
+import reprlib
+from dataclasses import dataclass
+
+from orca_jax.errors import InvalidSchedulingParameter
+
+PRIORITY_RANGE = (-(1 << 31), (1 << 31) - 1)
+MAX_CACHE_SALT = 512  # characters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulingParams:
+    """Checked when made; raises InvalidSchedulingParameter, which names the field.
+
+    A request with a lower `priority` goes first, if the engine's scheduling policy is "priority". A request
+    reuses only keys and values of requests with the same `cache_salt` (1 to 512 characters; None: of those
+    without one). So nobody who does not know the salt can find out, from the time to the first token, whether
+    a prompt was sent before.
+    """
+
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        low, high = PRIORITY_RANGE
+        priority, salt = self.priority, self.cache_salt
+        if not isinstance(priority, int) or isinstance(priority, bool) or not low <= priority <= high:
+            message = f"priority is {reprlib.repr(priority)}; it must be a whole number from {low} to {high}"
+            raise InvalidSchedulingParameter(message, param="priority")
+        if salt is None:
+            return
+        if not isinstance(salt, str):
+            message = f"cache_salt is {reprlib.repr(salt)}; it must be a text, or left out"
+            raise InvalidSchedulingParameter(message, param="cache_salt")
+        if not 1 <= len(salt) <= MAX_CACHE_SALT:  # a message must not show it: it is a secret
+            message = f"cache_salt has {len(salt)} characters; it must have 1 to {MAX_CACHE_SALT}"
+            raise InvalidSchedulingParameter(f"{message}, or be left out", param="cache_salt")
+
+    def check_policy(self, policy: str) -> None:
+        """Raise InvalidSchedulingParameter for a priority that the engine's scheduling policy ignores."""
+        if self.priority and policy != "priority":
+            message = f"priority is {self.priority}, but the engine's scheduling policy is {policy!r}; "
+            message += "leave priority out, or start the engine with scheduling_policy 'priority'"
+            raise InvalidSchedulingParameter(message, param="priority")
