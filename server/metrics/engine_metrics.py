@@ -147,7 +147,7 @@ class EngineMetrics:
             ended = dict(self._n_ended)
             histograms = {name: histogram.read() for name, (_, _, histogram) in self._histograms.items()}
         label = [self._model.name]
-        for name, documentation, count in counts:
+        for name, documentation, count in (*counts, *self._of_scheduler()):
             counter = CounterMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
             counter.add_metric(label, count)
             yield counter
@@ -169,6 +169,21 @@ class EngineMetrics:
             yield from _compiles(self._model.compiles(), label)
         yield from self._workers.collect()
 
+    def _of_scheduler(self) -> tuple[tuple[str, str, int], ...]:
+        """What the scheduler and the prefix cache count themselves; without a cache its counts are 0."""
+        scheduler = self._model.service.scheduler
+        prefixes = scheduler.kv.prefixes
+        n_queries, n_hits, n_evictions = (
+            (0, 0, 0) if prefixes is None else (prefixes.n_queries, prefixes.n_hits, prefixes.n_evictions)
+        )
+        return (
+            ("num_preemptions", "Requests preempted for others.", scheduler.n_preemptions),
+            ("recomputed_tokens", "Tokens computed again after preemptions.", scheduler.n_recomputed),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", n_queries),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", n_hits),
+            ("prefix_cache_evictions", "Blocks evicted from the prefix cache.", n_evictions),
+        )
+
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         service = self._model.service
         pool, kv = service.pool, service.scheduler.kv
@@ -184,6 +199,8 @@ class EngineMetrics:
         yield "slots_total", "Slots: tokens whose keys and values fit.", kv.n_blocks * kv.block_size
         yield "slots_reserved", "Slots reserved for requests (n_rsrv).", service.scheduler.n_rsrv
         yield "slots_used", "Slots that hold a token's keys and values.", used
+        n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
+        yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
 
     def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         histogram = Histogram(bounds)

@@ -20,6 +20,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.orca import Orca
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
@@ -37,6 +38,12 @@ ENGINE = {
     "orca_slots_total": "gauge",
     "orca_slots_reserved": "gauge",
     "orca_slots_used": "gauge",
+    "orca_prefix_cache_blocks": "gauge",
+    "orca_prefix_cache_queries": "counter",
+    "orca_prefix_cache_hits": "counter",
+    "orca_prefix_cache_evictions": "counter",
+    "orca_num_preemptions": "counter",
+    "orca_recomputed_tokens": "counter",
     "orca_requests": "counter",
     "orca_prompt_tokens": "counter",
     "orca_generation_tokens": "counter",
@@ -100,6 +107,7 @@ def observed(
         block_size=config.block_size,
         n_rows=2 * config.max_batch_size,
         max_blocks_per_row=MODEL.n_positions // config.block_size,
+        prefix_caching=config.scheduling.prefix_caching,
     )
     service = Orca(
         engine, kv, config=config, model=MODEL, bucket_sizes=bucket_sizes, clock=clock, restarts=restarts
@@ -246,6 +254,65 @@ def test_gauges_show_the_current_state(gated: GatedEngine) -> None:
         assert len(b.result(SOON).token_ids) == 2
         until(lambda: at_rest(service), "rest")
         assert now() == [0, 0, 0, 256, 0, 0]
+
+
+def test_prompt_tokens_looked_up_found_and_evicted() -> None:
+    scheduling = SchedulingConfig()
+    config = ServingConfig(
+        max_batch_size=2, n_slots=48, max_batch_tokens=48, block_size=8, scheduling=scheduling
+    )
+    service, metrics = observed(simulated(), config=config)
+    seen: list[tuple[float, ...]] = []
+    with service:
+        for first_token in (1, 1, 2, 3):  # two full blocks and a token; the third block is not kept
+            service.submit([first_token, *[5] * 16], SamplingParams(max_tokens=1)).result(SOON)
+            until(lambda: at_rest(service), "rest")
+            samples = scrape(metrics)
+            names = ("queries_total", "hits_total", "evictions_total", "blocks")
+            seen.append(tuple(of_engine(samples, f"prefix_cache_{name}") for name in names))
+    assert seen == [(17, 0, 0, 2), (34, 16, 0, 2), (51, 16, 0, 4), (68, 16, 1, 5)]
+    assert of_engine(samples, "num_preemptions_total") == of_engine(samples, "recomputed_tokens_total") == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_preemptions_and_the_tokens_that_they_cost(gated: GatedEngine, prefix_caching: bool) -> None:
+    scheduling = SchedulingConfig(prefix_caching=prefix_caching)
+    config = ServingConfig(
+        max_batch_size=2, n_slots=48, max_batch_tokens=48, block_size=8, scheduling=scheduling
+    )
+    service, metrics = observed(gated, config=config)
+    with service:  # 37 tokens each are computed, which take five of the six blocks
+        generations = [service.submit([i] * 8, SamplingParams(max_tokens=30)) for i in (1, 2)]
+        gated.let(1000)
+        for generation in generations:
+            assert len(generation.result(SOON).token_ids) == 30
+        until(lambda: at_rest(service), "rest")
+        samples = scrape(metrics)
+    _, n_computed = totals(samples, "iteration_tokens")
+    assert of_engine(samples, "num_preemptions_total") > 0
+    assert of_engine(samples, "recomputed_tokens_total") == n_computed - 2 * 37 > 0
+    n_queries = of_engine(samples, "prefix_cache_queries_total")
+    assert n_queries == (16 if prefix_caching else 0), (
+        "a preempted request looks up again, and is not counted"
+    )
+
+
+def test_a_loss_of_a_worker_is_no_preemption() -> None:
+    engine = FragileEngine(True)
+    config = ServingConfig(
+        max_batch_size=4, n_slots=256, max_batch_tokens=64, block_size=8, scheduling=SchedulingConfig()
+    )
+    service, metrics = observed(engine, config=config)
+    with service:
+        generation = service.submit([5] * 20, SamplingParams(max_tokens=3))
+        assert engine.waited_for.wait(SOON)
+        engine.error = LOST
+        engine.let(10)
+        assert len(generation.result(SOON).token_ids) == 3
+        samples = scrape(metrics)
+    assert of_engine(samples, "worker_losses_total") == 1
+    assert of_engine(samples, "num_preemptions_total") == of_engine(samples, "recomputed_tokens_total") == 0
+    assert of_engine(samples, "prefix_cache_queries_total") == 20
 
 
 def test_stopped_and_failed_requests_are_counted_by_reason() -> None:
