@@ -16,7 +16,7 @@ OPEN_PATHS = frozenset(
 class Authentication:
     """ASGI middleware that answers 401 if a path needs an API key and the request has no valid one.
 
-    It stores the owner of each request in the scope's state, for generation/state.py.
+    It stores the owner and the tenant of each request in the scope's state, for generation/state.py.
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: ApiKeys) -> None:
@@ -31,6 +31,7 @@ class Authentication:
                 await error_response(error)(scope, receive, send)
                 return
             client = scope.get("client")
+            scope["state"]["tenant"] = key or ""
             scope["state"]["owner"] = key or owner_at(client[0] if client else "")
         await self._app(scope, receive, send)
 

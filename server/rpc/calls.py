@@ -41,8 +41,11 @@ class Calls:
 
     def owner(self, context: Context) -> str:
         """The API key or client address whose share of the queue the call uses."""
-        key = self._api_keys.check(_authorization(context.invocation_metadata()))
-        return key or owner_at(_address(context.peer()))
+        return self.tenant(context) or owner_at(_address(context.peer()))
+
+    def tenant(self, context: Context) -> str:
+        """The API key of the call, "" if none is needed. Tenants share no keys and values."""
+        return self._api_keys.check(_authorization(context.invocation_metadata())) or ""
 
     @asynccontextmanager
     async def answered(self, method: str, context: Context) -> AsyncIterator[dict[str, Any]]:

@@ -56,9 +56,13 @@ class Generation:
             request_id = messages.request_id(request)
             facts["request_id"] = request_id
             model = self._gateway.model(request.model or None)
+            scheduling = messages.scheduling_params(request)
+            scheduling.check_policy(model.serving.scheduling.order)
             sampling, prompt_ids = await run_for_request(len(data), partial(self._read, request, model))
             rules = await self._gateway.compiler.rules(model, sampling)
-            prompt = await run_for_request(len(data), partial(model.service.check, prompt_ids, rules))
+            tenant = self._calls.tenant(context)
+            check = partial(model.service.check, prompt_ids, rules, scheduling, tenant=tenant)
+            prompt = await run_for_request(len(data), check)
             async with choices_of(
                 self._gateway,
                 prompt,
@@ -125,6 +129,7 @@ class Generation:
 
 def _note_outcome(choices: list[Choice], facts: dict[str, Any]) -> None:
     """Add the outcome to the facts for the access log."""
+    facts["cached_tokens"] = choices[0].live.n_cached
     facts["completion_tokens"] = sum(choice.n_written for choice in choices)
     reasons = [choice.live.finish_reason for choice in choices]
     if len(reasons) == 1:

@@ -12,6 +12,7 @@ from orca_jax.errors import InvalidPrompt, InvalidRequest
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.gateway.served_model import ServedModel
@@ -73,6 +74,12 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
     return SamplingParams(**{**defaults, **given})
 
 
+def scheduling_params(request: pb.GenerateRequest) -> SchedulingParams:
+    """What the request asks of the scheduler. Raises InvalidSchedulingParameter."""
+    salt = request.cache_salt if request.HasField("cache_salt") else None
+    return SchedulingParams(priority=request.priority, cache_salt=salt)
+
+
 def _plain(value: Any) -> Any:
     """A field's value in the form of SamplingParams; fields have the same names in both."""
     if isinstance(value, pb.TokenIds):
@@ -124,6 +131,7 @@ def response(
     if piece.finish_reason is not None:
         message.finish_reason = _FINISH_REASONS[piece.finish_reason]
         message.usage.prompt_tokens = live.n_input
+        message.usage.cached_tokens = live.n_cached
         message.usage.completion_tokens = n_before + len(piece.token_ids)
     return message
 

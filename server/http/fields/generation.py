@@ -20,6 +20,7 @@ from orca_jax.request.sampling_params import (
     TOP_P_RANGE,
     SamplingParams,
 )
+from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PRIORITY_RANGE, SchedulingParams
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import ResponseFormat
 from server.http.fields.strict import FirstFault, Strict
@@ -189,6 +190,22 @@ class GenerationRequest(SamplingFields):
     stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
     stream_options: StreamOptions | None = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
+    priority: Annotated[
+        int | None,
+        ranged(
+            "an extension: requests with a lower one go first; default 0, and no other is allowed unless the "
+            "server runs with --scheduling-policy priority",
+            *PRIORITY_RANGE,
+        ),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        Field(
+            description="an extension: a secret; the request reuses only keys and values of requests with "
+            "the same one, and of the same API key",
+            json_schema_extra={"minLength": 1, "maxLength": MAX_CACHE_SALT},
+        ),
+    ] = None
 
     prompt_logprobs: Annotated[int | None, NotBuilt(instead="use echo with logprobs (/v1/completions)")] = (
         None
@@ -200,7 +217,11 @@ class GenerationRequest(SamplingFields):
     spaces_between_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
     truncate_prompt_tokens: Annotated[int | None, NotBuilt()] = None
     return_token_ids: Annotated[bool | None, NotBuilt(False)] = None
-    priority: Annotated[int | None, NotBuilt(0)] = None
+
+    @property
+    def scheduling(self) -> SchedulingParams:
+        """What the request asks of the scheduler. Raises InvalidSchedulingParameter."""
+        return SchedulingParams(priority=self.priority or 0, cache_salt=self.cache_salt)
 
     def check_stream_options(self) -> None:
         """Raise InvalidRequest for `stream_options` without `stream`."""
@@ -209,12 +230,19 @@ class GenerationRequest(SamplingFields):
             raise InvalidRequest(message, param="stream_options")
 
 
+class PromptTokensDetails(BaseModel):
+    """Of the prompt's tokens, those whose keys and values were in the prefix cache."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
     """Token counts. A prompt counts once, however many choices it has."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from starlette.types import Receive
 
 import orca_jax
 from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway
@@ -34,9 +35,12 @@ ChoicesWriter = Callable[[Choices, list[CompleteChoice]], list[dict[str, Any]]]
 def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> ServedModel:
     """The model for the request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
     body.check_stream_options()
+    scheduling = body.scheduling
     if body.user is not None:
         facts["user"] = body.user
-    return gateway.model(body.model)
+    model = gateway.model(body.model)
+    scheduling.check_policy(model.serving.scheduling.order)
+    return model
 
 
 def new_response_id(prefix: str) -> str:
@@ -57,9 +61,15 @@ def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> l
     return [_text(model, prompt) for prompt in prompts]
 
 
-def check(model: ServedModel, prompts: Sequence[Sequence[int]], rules: OutputRules) -> list[CheckedPrompt]:
+def check(
+    model: ServedModel,
+    prompts: Sequence[Sequence[int]],
+    rules: OutputRules,
+    scheduling: SchedulingParams,
+    tenant: str,
+) -> list[CheckedPrompt]:
     """Check all prompts before any is submitted. Raises a leaf of InvalidRequest."""
-    return _each(prompts, lambda prompt: model.service.check(prompt, rules))
+    return _each(prompts, lambda prompt: model.service.check(prompt, rules, scheduling, tenant=tenant))
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:

@@ -28,7 +28,7 @@ from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import CHAT_CHUNK
 from server.http.generation.conversation import text_of
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf
+from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 
 
 class ChatCompletionRequest(GenerationRequest, ConversationFields):
@@ -125,6 +125,7 @@ async def create_chat_completion(
     gateway: GatewayOf,
     options: OptionsOf,
     owner: OwnerOf,
+    tenant: TenantOf,
     facts: FactsOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
@@ -148,7 +149,9 @@ async def create_chat_completion(
     with renamed_fields(**body.client_names):
         sampling, prompt = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
-        checked = await run_for_request(n_bytes, partial(check, model, [prompt], rules))
+        checked = await run_for_request(
+            n_bytes, partial(check, model, [prompt], rules, body.scheduling, tenant)
+        )
     extras = None
     if body.logprobs:
         extras = OutputExtras(names=TokenNames(model.tokenizer), write_logprobs=chat_logprobs)

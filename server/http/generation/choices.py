@@ -15,7 +15,7 @@ from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
 from server.gateway.side_threads import run_for_response
-from server.http.fields.generation import Usage
+from server.http.fields.generation import PromptTokensDetails, Usage
 from server.http.fields.token_places import PlacedToken
 from server.http.generation.choice_output import ChoiceOutput, OutputExtras, ShownPiece
 
@@ -26,6 +26,7 @@ class Tally:
     def __init__(self, n_input: int, n_choices: int) -> None:
         self.n_input = n_input
         self.n_output = 0
+        self.first_choices: Sequence[LiveRequest] = ()  # of each prompt
         self.finish_reasons: list[FinishReason | None] = [None] * n_choices
         self._began = time.perf_counter()
         self._first_token: float | None = None
@@ -38,10 +39,24 @@ class Tally:
         if self._first_token is None:
             self._first_token = time.perf_counter()
 
+    @property
+    def n_cached(self) -> int:
+        """Prompt tokens that were cached.
+
+        As vLLM does, and as prompt tokens are counted, each prompt counts once: by its first choice. The
+        later ones find what the first has computed, which says nothing about the prompt.
+        """
+        return sum(request.n_cached for request in self.first_choices)
+
     def usage(self) -> Usage:
         """The counts so far, in OpenAI's form."""
         n_input, n_output = self.n_input, self.n_output
-        return Usage(prompt_tokens=n_input, completion_tokens=n_output, total_tokens=n_input + n_output)
+        return Usage(
+            prompt_tokens=n_input,
+            completion_tokens=n_output,
+            total_tokens=n_input + n_output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.n_cached),
+        )
 
     def finish_reason(self, index: int) -> Literal["stop", "length"]:
         """Why choice `index`, which must be complete, ended."""
@@ -49,7 +64,8 @@ class Tally:
 
     def facts(self) -> dict[str, Any]:
         """The counts so far, for the access log."""
-        facts: dict[str, Any] = {"n_input": self.n_input, "n_output": self.n_output}
+        counts = {"n_input": self.n_input, "n_cached": self.n_cached, "n_output": self.n_output}
+        facts: dict[str, Any] = counts
         facts["finish_reasons"] = [None if reason is None else str(reason) for reason in self.finish_reasons]
         if self._first_token is not None:
             facts["time_to_first_token_ms"] = round(1000 * (self._first_token - self._began), 1)
@@ -113,6 +129,7 @@ class Choices:
         """
         async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
             self._outputs = self._new_outputs(requests)
+            self.tally.first_choices = requests[:: self._n_each]
             watch = asyncio.create_task(self._end_if_client_leaves(receive, requests))
             try:
                 yield requests

@@ -29,7 +29,7 @@ from server.http.generation.answer import (
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import TEXT_CHUNK
-from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf
+from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -135,6 +135,7 @@ async def create_completion(
     gateway: GatewayOf,
     options: OptionsOf,
     owner: OwnerOf,
+    tenant: TenantOf,
     facts: FactsOf,
 ) -> Response:
     """Continue one or more prompts, in one response or, with `stream`, as server-sent events."""
@@ -147,7 +148,9 @@ async def create_completion(
         return sampling, encode(model, body.prompts)
 
     def check_prompts() -> tuple[list[CheckedPrompt], list[str] | None]:
-        return check(model, prompts, rules), texts(model, body.prompts) if body.echo else None
+        return check(model, prompts, rules, body.scheduling, tenant), texts(
+            model, body.prompts
+        ) if body.echo else None
 
     with renamed_fields(**body.client_names):
         sampling, prompts = await run_for_request(n_bytes, read)

@@ -30,7 +30,12 @@ async def _owner(request: Request) -> str:
     return request.scope["state"]["owner"]
 
 
+async def _tenant(request: Request) -> str:
+    return request.scope["state"]["tenant"]
+
+
 GatewayOf = Annotated[Gateway, Depends(_gateway)]
 OptionsOf = Annotated[EndpointOptions, Depends(_options)]
 OwnerOf = Annotated[str, Depends(_owner)]  # the API key or address whose share of the queue the request uses
+TenantOf = Annotated[str, Depends(_tenant)]  # the API key, "" without keys; tenants share no keys and values
 FactsOf = Annotated[dict[str, Any], Depends(_facts)]  # for the access log; never prompts or output text

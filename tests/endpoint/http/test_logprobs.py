@@ -381,6 +381,7 @@ def test_max_tokens_0_scores_only_the_prompt(
             "prompt_tokens": 3,
             "completion_tokens": 0,
             "total_tokens": 3,
+            "prompt_tokens_details": {"cached_tokens": 0},
         }
         assert sorted(chunk.choices[0].index for chunk in stream) == [0, 1]
         for choice in (*answer.choices, *(chunk.choices[0] for chunk in stream)):
@@ -392,7 +393,8 @@ def test_max_tokens_0_counts_no_output_tokens(http: httpx2.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "xy", "echo": True, "max_tokens": 0, "stream": True, "stream_options": options}
     for event in events(http.post("/v1/completions", json=body).text):
-        assert event["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+        counts = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+        assert event["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,8 @@ WRONG: dict[str, list[Any]] = {
     "stream": [0, 1, "true"],
     "stream_options": [True, "include_usage", ["include_usage"]],
     "user": [1, {"id": 1}],
+    "priority": ["1", 1.5, True],
+    "cache_salt": [1, True, ["a"]],
     "prompt": [1, 1.5, True, {"a": 1}, None],
     "echo": [0, 1, "true"],
     "logprobs": ["1", 1.5, []],

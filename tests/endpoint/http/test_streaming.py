@@ -84,7 +84,8 @@ def test_a_stream_of_one_token_letter_by_letter(http: httpx2.Client) -> None:
     # "a" is 97 = 3 * 26 + 19, and with the seed the twentieth letter after "a" is "u".
     assert text == (
         head + '"choices":[{"index":0,"text":"u","logprobs":null,"finish_reason":"length"}],"usage":null}\n\n'
-        f'{head}"choices":[],"usage":{{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2}}}}\n\n'
+        f'{head}"choices":[],"usage":{{"prompt_tokens":1,"completion_tokens":1,"total_tokens":2,'
+        '"prompt_tokens_details":{"cached_tokens":0}}}\n\n'
         "data: [DONE]\n\n"
     )
 
