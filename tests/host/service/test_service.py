@@ -21,10 +21,11 @@ from orca_jax.errors import (
     ServiceClosed,
     TokenOutOfRange,
 )
-from orca_jax.request.request import FinishReason
+from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling import prefix_lookup
+from orca_jax.scheduling.admission import weight_in_bytes
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service.generation import Generation
@@ -112,8 +113,13 @@ def test_a_prompt_is_hashed_before_it_enters_the_pool(monkeypatch: pytest.Monkey
         threads.append(threading.current_thread())
         return chain(root, token_ids, block_size)
 
+    def weighed(request: Request, index: int) -> int:
+        n_hashes = len(request.prompt_ids) // 8
+        assert request.weight == weight_in_bytes(request.prompt_ids, request.sampling, n_hashes)
+        return index
+
     monkeypatch.setattr(prefix_lookup, "chain_hashes", watched)
-    with orca(simulated(), config=CACHING) as service:
+    with orca(simulated(weighed), config=CACHING) as service:
         service.submit([7] * 20, SamplingParams(max_tokens=20)).result(SOON)
         assert threads == [threading.current_thread()]
         rules = service.rules(SamplingParams(max_tokens=20))
