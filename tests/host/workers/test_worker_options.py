@@ -1,7 +1,8 @@
 """What a worker's process is told: the same on both sides of the text it is started with."""
 
 import json
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,24 @@ OPTIONS = WorkerOptions(
 )
 
 
-def defaults(config: Any, but: str = "") -> list[str]:
+def defaults(config: Any, but: Collection[str]) -> list[str]:
     """The fields that have their default, parts included."""
     names: list[str] = []
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
             names += defaults(value, but)
-        elif value == field.default and field.name != but:
+        elif value == field.default and field.name not in but:
             names.append(field.name)
     return names
 
 
 def test_the_child_reads_what_the_parent_writes() -> None:
-    assert defaults(OPTIONS, but="workers") == []  # it excludes worker_processes
+    # These exclude other fields that OPTIONS gives.
+    assert defaults(OPTIONS, but=("workers", "deterministic", "policy")) == []
     assert WorkerOptions.from_json(OPTIONS.as_json()) == OPTIONS
+    orca = replace(OPTIONS, engine=replace(ENGINE, sizes=Sizes(deterministic=True, policy="orca")))
+    assert WorkerOptions.from_json(orca.as_json()) == orca
     assert "a secret of theirs" not in repr(OPTIONS)
 
 
