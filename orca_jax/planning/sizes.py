@@ -24,10 +24,10 @@ def serving_config(
     whole_request = round_up(longest, requested.block_size)
     default_tokens = max(2048, longest, requested.max_batch_size)
     sizes = requested.filled(n_slots=whole_request, max_batch_tokens=default_tokens)
-    if sizes.max_batch_tokens < longest:
+    if sizes.max_batch_tokens < longest and not sizes.scheduling.chunked_prefill:
         raise ConfigError(
-            f"max_batch_tokens is {sizes.max_batch_tokens}; it must be at least the model's {longest} "
-            "positions, so that the longest prompt fits into one iteration"
+            f"max_batch_tokens is {sizes.max_batch_tokens}; without chunked_prefill it must be at least the "
+            f"model's {longest} positions, so that the longest prompt fits into one iteration"
         )
     shape = engine_shape(config, sizes, n_workers=len(rooms))
     fitting = [room.slots(room.memory(config, shape)) for room in rooms]

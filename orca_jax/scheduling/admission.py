@@ -83,12 +83,14 @@ def admissible(request: Request, *, config: ServingConfig, model: ModelConfig) -
 
 def longest_request(*, config: ServingConfig, model: ModelConfig) -> LengthLimit:
     """The limit on a request's tokens in an engine of these sizes."""
-    return min(
+    limits = [
         LengthLimit(model.n_positions, "the model's positions"),
         LengthLimit(config.n_blocks * config.block_size, "n_slots in whole blocks"),
-        # After a worker is lost, one iteration recomputes all tokens of a request except the last.
-        LengthLimit(config.max_batch_tokens + 1, "max_batch_tokens"),
-    )
+    ]
+    if not config.scheduling.chunked_prefill:
+        # After a preemption or the loss of a worker, one iteration recomputes all tokens except the last.
+        limits.append(LengthLimit(config.max_batch_tokens + 1, "max_batch_tokens without chunked_prefill"))
+    return min(limits)
 
 
 def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams, n_hashes: int = 0) -> int:

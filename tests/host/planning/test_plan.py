@@ -99,6 +99,25 @@ def test_n_slots_are_the_largest_up_to_what_admitted_requests_can_reserve() -> N
     assert n_slots(0) == 8, "one request at least; whether there is room for it is checked apart"
 
 
+@pytest.mark.parametrize(
+    "whole_prompts", [Sizes(chunked_prefill=False), Sizes(policy="orca"), Sizes(deterministic=True)]
+)
+def test_an_iteration_may_be_smaller_than_the_longest_prompt_if_prompts_are_chunked(
+    whole_prompts: Sizes,
+) -> None:
+    room = StageRoom(layers=range(3), n_devices=1, itemsize=4, attention="kernel", free=1 << 30)
+
+    def serving(sizes: Sizes, max_batch_tokens: int | None) -> ServingConfig:
+        sizes = replace(sizes, max_batch_size=4, block_size=4, max_batch_tokens=max_batch_tokens)
+        return serving_config(SMALL, sizes, [room])
+
+    assert serving(Sizes(), 7).max_batch_tokens == 7
+    assert serving(whole_prompts, 8).max_batch_tokens == 8
+    with pytest.raises(ConfigError, match="is 7; without chunked_prefill it must be at least the model's 8"):
+        serving(whole_prompts, 7)
+    assert serving(Sizes(), None).max_batch_tokens == serving(whole_prompts, None).max_batch_tokens == 2048
+
+
 @pytest.mark.parametrize(("name", "n_stages", "tensor"), PAPER)
 def test_the_papers_models_fit_where_the_paper_ran_them(name: str, n_stages: int, tensor: int) -> None:
     plan = paper_plan(name, n_stages, tensor)

@@ -23,6 +23,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import admissible
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.select import select
+from orca_jax.scheduling_config import ORCA, SchedulingConfig
 
 CANCELLED, TIMEOUT = FinishReason.CANCELLED, FinishReason.TIMEOUT
 
@@ -271,10 +272,23 @@ def test_deliveries_go_out_in_one_call_and_none_makes_no_call():
 MODEL = gpt_config(vocab_size=50, n_positions=32, hidden_size=8, n_layers=1, n_heads=2, ffn_size=8)
 
 
-def config(*, n_slots: int = 1000, block_size: int = 1, max_batch_tokens: int = 100) -> ServingConfig:
+def config(
+    *,
+    n_slots: int = 1000,
+    block_size: int = 1,
+    max_batch_tokens: int = 100,
+    scheduling: SchedulingConfig = ORCA,
+) -> ServingConfig:
     return ServingConfig(
-        max_batch_size=4, n_slots=n_slots, block_size=block_size, max_batch_tokens=max_batch_tokens
+        max_batch_size=4,
+        n_slots=n_slots,
+        block_size=block_size,
+        max_batch_tokens=max_batch_tokens,
+        scheduling=scheduling,
     )
+
+
+WHOLE_PROMPTS = SchedulingConfig(chunked_prefill=False)
 
 
 def ids(n: int, *last: int) -> tuple[int, ...]:
@@ -311,7 +325,19 @@ def ids(n: int, *last: int) -> tuple[int, ...]:
             make_request("A", prompt_ids=ids(4), n_output=8),
             config(max_batch_tokens=10),
             RequestTooLarge,
-            "max_batch_tokens allow 11 together",
+            "max_batch_tokens without chunked_prefill allow 11 together",
+        ),
+        (
+            make_request("A", prompt_ids=ids(4), n_output=8),
+            config(max_batch_tokens=10, scheduling=WHOLE_PROMPTS),
+            RequestTooLarge,
+            "max_batch_tokens without chunked_prefill allow 11 together",
+        ),
+        (
+            make_request("A", prompt_ids=ids(30), n_output=3),
+            config(max_batch_tokens=10, scheduling=SchedulingConfig()),
+            RequestTooLarge,
+            "positions allow 32 together",
         ),
     ],
 )
@@ -352,6 +378,15 @@ def test_what_just_fits_is_taken_and_can_be_selected(request_: Request, serving:
         block_size=serving.block_size,
     )
     assert batch == [request_]
+
+
+@pytest.mark.parametrize("n_input, n_output", [(4, 8), (11, 1), (31, 1), (1, 31)])
+def test_with_chunked_prefill_a_request_may_exceed_an_iteration(n_input: int, n_output: int):
+    """Its prompt, and all of it after a preemption or a loss, is computed in chunks."""
+    serving = config(max_batch_tokens=10, scheduling=SchedulingConfig())
+    pool = make_pool(check=partial(admissible, config=serving, model=MODEL))
+    pool.add(make_request("A", prompt_ids=ids(n_input), n_output=n_output))
+    assert len(pool) == 1
 
 
 def test_asking_for_the_end_of_a_request_does_not_touch_its_successor():

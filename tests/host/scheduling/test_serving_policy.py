@@ -73,12 +73,16 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
         )
     largest = max(len(a.prompt) + a.n_output for a in arrivals)
     max_bs = rng.randint(1, 5)
+    # In chunks a prompt, and after a preemption all tokens, may exceed an iteration.
+    max_batch_tokens = max(max_bs, largest) + rng.choice((0, 5, 100))
+    if chunked and rng.random() < 0.5:
+        max_batch_tokens = max_bs + rng.choice((0, 1, 3))
     return Trace(
         ServingConfig(
             max_batch_size=max_bs,
             n_slots=round_up(largest, block_size) + rng.choice((0, 0, 1, largest, 3 * largest)),
             block_size=block_size,
-            max_batch_tokens=max(max_bs, largest) + rng.choice((0, 5, 100)),
+            max_batch_tokens=max_batch_tokens,
             overlap=rng.random() < 0.7,
             scheduling=SchedulingConfig(
                 chunked_prefill=chunked,
@@ -312,6 +316,8 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
         seen["preemptions"] += player.scheduler.n_preemptions
         seen["cached"] += sum(req.n_cached for req in player.requests)
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
+        limit = player.trace.serving.max_batch_tokens
+        seen["prompts longer than an iteration"] += sum(len(a.prompt) > limit for a in player.trace.arrivals)
         seen["chunks"] += sum(req.n_iterations > len(req.output_ids) + 1 for req in player.requests)
     return seen
 
@@ -325,6 +331,7 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     assert (seen["cached"] > 100 and seen["evictions"] > 100) == prefixes
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
+    assert (seen["prompts longer than an iteration"] > 50) == chunked
 
 
 @pytest.mark.parametrize("switches", SWITCHES)

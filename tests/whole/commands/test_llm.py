@@ -291,7 +291,10 @@ def test_whatever_is_raised_nothing_is_left_running(tiny: LLM) -> None:
         ({"seed": "x"}, "seed is 'x'"),
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"max_batch_size": 65, "max_batch_tokens": 64}, "max_batch_size 65 is above max_batch_tokens 64"),
-        ({"max_batch_tokens": 63}, "max_batch_tokens is 63; it must be at least the model's 64 positions"),
+        (
+            {"max_batch_tokens": 63, "chunked_prefill": False},
+            "max_batch_tokens is 63; without chunked_prefill it must be at least the model's 64 positions",
+        ),
         ({"n_slots": 15}, "n_slots is 15"),
         ({"n_slots": "many"}, "n_slots is 'many'"),
         ({"n_slots": 1 << 31, "model": "demo", "load_format": "dummy"}, "n_slots = 2147483648 take 1759.*GB"),
