@@ -5,23 +5,25 @@ with the lowest counter goes next, so owners who always wait are served equally,
 """
 
 import heapq
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from orca_jax.request.request import Request
 
-_OUTPUT_COST = 2.0  # of an output token, when a prompt token costs 1 (the paper's w_q and w_p)
+OUTPUT_COST = 2.0  # of an output token, when a prompt token costs 1 (the paper's w_q and w_p)
 _MAX_COUNTERS = 4096
 
 
 class FairQueue:
     """Waiting requests by owner, first come, first served within each.
 
-    `weights` are owners' shares; those not in it have 1. While two owners both wait, the difference of their
-    counters is bounded by the cost of one prompt and of the output of a batch (the paper's Lemma 4.3). An
-    owner with nothing waiting does not save up what it leaves unused: it continues at the lowest counter of
-    those who wait.
+    `weights` are owners' shares; those not in it have 1. While two owners both wait, the lower counter is
+    behind by at most the cost of one prompt and of all outputs of the admitted requests, divided by the
+    weight of the owner ahead: that owner gets nothing more until the other catches up (the paper's Lemma
+    4.3). An owner with nothing waiting does not save up what it leaves unused: it continues at the lowest
+    counter of those who wait. A call moves at most one pointer for each owner who waits.
     """
 
     counts_tokens = True
@@ -29,7 +31,9 @@ class FairQueue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._requests: dict[str, OrderedDict[int, Request]] = {}  # only owners with waiting requests
+        self._order: list[tuple[float, str]] = []  # these owners, after their counters
         self._counters: dict[str, float] = {}
+        self._most_counters = 2 * _MAX_COUNTERS
         self._last_counter = 0.0  # of the owner whose request was admitted last
         self._n = 0
 
@@ -41,75 +45,114 @@ class FairQueue:
         return self._counters.get(owner, 0.0)
 
     def add(self, request: Request, now: float) -> None:
-        owner = request.owner
-        if owner not in self._requests:
-            lowest = min((self._counters[other] for other in self._requests), default=self._last_counter)
-            self._counters[owner] = max(self._counters.get(owner, 0.0), lowest)
-            self._forget_idle_owners(lowest)
         self._insert(request)
 
     def restore(self, request: Request) -> None:
-        """It goes before the others of its owner."""
-        self._counters.setdefault(request.owner, self._last_counter)
+        """It goes before the later requests of its owner."""
         self._insert(request)
         requests = self._requests[request.owner]
-        for arrival in sorted((a for a in requests if a <= request.arrival), reverse=True):
+        older: list[int] = []
+        for arrival in requests:
+            if arrival > request.arrival:
+                break
+            if arrival != request.arrival:
+                older.append(arrival)
+        for arrival in (request.arrival, *reversed(older)):
             requests.move_to_end(arrival, last=False)
 
     def take(self, request: Request) -> None:
+        counter = self._counters[request.owner]
         was_waiting = self.remove(request)
         assert was_waiting, f"{request.request_id} does not wait"
-        self._last_counter = self._counters[request.owner]
-        if not request.n_preempted:  # else it was charged before
-            self._charge(request.owner, len(request.prompt_ids))
+        self._last_counter = counter
+        self._charge(request.owner, _cost_to_admit(request))
 
     def remove(self, request: Request) -> bool:
-        requests = self._requests.get(request.owner)
+        owner = request.owner
+        requests = self._requests.get(owner)
         if requests is None or requests.pop(request.arrival, None) is None:
             return False
         self._n -= 1
         if not requests:
-            del self._requests[request.owner]
+            del self._requests[owner]
+            self._drop_from_order(owner)
         return True
 
     def walk(self) -> Iterator[list[Request]]:
         """One request at a time, as if each were admitted before the next is chosen."""
-        heap = [(self._counters[owner], owner, 0) for owner in self._requests]
-        heapq.heapify(heap)
-        while heap:
-            counter, owner, n_taken = heap[0]
-            request = next(islice(self._requests[owner].values(), n_taken, None), None)
-            if request is None:
-                heapq.heappop(heap)
-                continue
+        # Owners with a request in the walk: their counters after it, and their next requests.
+        begun: list[tuple[float, str, Iterator[Request], Request]] = []
+        key = (float("-inf"), "")
+        while True:
+            place = bisect_right(self._order, key)  # others may have been inserted before it
+            if place < len(self._order) and (not begun or self._order[place] < begun[0][:2]):
+                key = self._order[place]
+                counter, owner = key
+                requests = self._read(owner)
+                request = next(requests)
+            elif begun:
+                counter, owner, requests, request = heapq.heappop(begun)
+            else:
+                return
             yield [request]
-            counter += self._cost(owner, len(request.prompt_ids))
-            heapq.heapreplace(heap, (counter, owner, n_taken + 1))
+            following = next(requests, None)
+            if following is not None:
+                counter += self._cost(owner, _cost_to_admit(request))
+                heapq.heappush(begun, (counter, owner, requests, following))
 
     def served(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._charge(request.owner, _OUTPUT_COST)
+        for owner, n_tokens in Counter([request.owner for request in requests]).items():
+            self._charge(owner, n_tokens * OUTPUT_COST)
+
+    def _read(self, owner: str) -> Iterator[Request]:
+        """An owner's requests. Chunks double, so reading all is linear. Others are only added at the end."""
+        n = 0
+        while chunk := list(islice(self._requests[owner].values(), n, 2 * n + 8)):
+            yield from chunk
+            n += len(chunk)
 
     def _insert(self, request: Request) -> None:
-        self._requests.setdefault(request.owner, OrderedDict())[request.arrival] = request
+        owner = request.owner
+        if owner not in self._requests:
+            lowest = self._order[0][0] if self._order else self._last_counter
+            counter = self._counters[owner] = max(self.counter(owner), lowest)
+            self._requests[owner] = OrderedDict()
+            insort(self._order, (counter, owner))
+            if len(self._counters) > self._most_counters:
+                self._forget_idle_owners(lowest)
+        self._requests[owner][request.arrival] = request
         self._n += 1
 
     def _cost(self, owner: str, tokens: float) -> float:
         return tokens / self._weights.get(owner, 1.0)
 
     def _charge(self, owner: str, tokens: float) -> None:
-        if owner in self._counters:
-            self._counters[owner] += self._cost(owner, tokens)
+        if owner not in self._counters:
+            return
+        waits = owner in self._requests
+        if waits:
+            self._drop_from_order(owner)
+        self._counters[owner] += self._cost(owner, tokens)
+        if waits:
+            insort(self._order, (self._counters[owner], owner))
+
+    def _drop_from_order(self, owner: str) -> None:
+        del self._order[bisect_left(self._order, (self._counters[owner], owner))]
 
     def _forget_idle_owners(self, lowest: float) -> None:
-        """Bound the memory: an owner who would continue at the lowest counter anyway needs none."""
-        if len(self._counters) > _MAX_COUNTERS:
-            self._counters = {
-                owner: counter
-                for owner, counter in self._counters.items()
-                if owner in self._requests or counter > lowest
-            }
-            if len(self._counters) > 2 * _MAX_COUNTERS:  # keep the highest
-                idle = sorted(self._counters.keys() - self._requests.keys(), key=self.counter)
-                for owner in idle[: len(self._counters) - _MAX_COUNTERS]:
-                    del self._counters[owner]
+        """Bound the memory: an owner who would continue at the lowest counter anyway needs no counter.
+
+        If the others are too many, the highest counters stay. The next call comes after as many new owners
+        as there are then, so the cost for each owner is constant.
+        """
+        kept = {owner: self._counters[owner] for owner in self._requests}
+        ahead = [owner for owner, n in self._counters.items() if n > lowest and owner not in kept]
+        for owner in heapq.nlargest(_MAX_COUNTERS, ahead, key=self.counter):
+            kept[owner] = self._counters[owner]
+        self._counters = kept
+        self._most_counters = 2 * max(_MAX_COUNTERS, len(kept))
+
+
+def _cost_to_admit(request: Request) -> int:
+    """The tokens of its prompt; 0 after a preemption, because they were charged before."""
+    return 0 if request.n_preempted else len(request.prompt_ids)
