@@ -261,8 +261,13 @@ class ServingPolicy:
         return True
 
     def _preempt_lower(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
-        """Let admitted requests of a lower priority make room for a waiting one, if they have enough."""
-        lower = sorted((other for other in admitted if other.priority > req.priority), key=_service_order)
+        """Let admitted requests of a lower priority make room for a waiting one, if they have enough.
+
+        Not those that are before it in the order because they waited longer: they would be admitted again
+        before it.
+        """
+        after = [other for other in admitted if _service_order(other) > _service_order(req)]
+        lower = sorted((other for other in after if other.priority > req.priority), key=_service_order)
         if not lower:
             return
         n_new = self._n_new_blocks(req, cached_blocks(req, self._kv), ()) + self._watermark
