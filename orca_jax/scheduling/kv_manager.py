@@ -30,7 +30,8 @@ class KVManager:
     each row holds, 0 if it is free.
 
     With `prefix_caching`, `prefixes` finds full blocks by their contents. They stay in the cache after the
-    request that computed them, until their room is needed.
+    request that computed them, until their room is needed. Blocks of different `namespace`s, such as models,
+    never have the same hash.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class KVManager:
         n_rows: int,
         max_blocks_per_row: int,
         prefix_caching: bool = False,
+        namespace: str = "",
     ) -> None:
         assert min(n_blocks, block_size, n_rows, max_blocks_per_row) >= 1
         self.n_blocks = n_blocks
         self.block_size = block_size
         self.n_rows = n_rows
+        self.namespace = namespace
         self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, max_blocks_per_row), np.int32)
         self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
         self.slots_of = [0] * n_rows

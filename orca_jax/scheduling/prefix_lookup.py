@@ -12,7 +12,7 @@ def prompt_hashes(prompt_ids: Sequence[int], cache_salt: Sequence[str], kv: KVMa
 
     A long prompt takes milliseconds, so the service computes them before the request enters the pool.
     """
-    return None if kv.prefixes is None else chain_hashes(root_hash(*cache_salt), prompt_ids, kv.block_size)
+    return None if kv.prefixes is None else chain_hashes(_root(cache_salt, kv), prompt_ids, kv.block_size)
 
 
 def hash_prompt(req: Request, kv: KVManager) -> list[bytes]:
@@ -56,15 +56,15 @@ def publish_full_blocks(req: Request, kv: KVManager) -> None:
     blocks = kv.block_table[req.row]
     for i in range(req.n_found, n_full):
         if i == len(hashes):
-            previous = hashes[-1] if hashes else _root(req)
+            previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
             hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
         prefixes.add(int(blocks[i]), hashes[i])
     req.n_found = max(req.n_found, n_full)
     req.full_at = (req.n_found + 1) * size
 
 
-def _root(req: Request) -> bytes:
-    return root_hash(*req.cache_salt)
+def _root(cache_salt: Sequence[str], kv: KVManager) -> bytes:
+    return root_hash(kv.namespace, *cache_salt)
 
 
 def _needs_whole_prompt(req: Request) -> bool:
