@@ -103,26 +103,24 @@ class Scheduler:
         """After WorkerLost: drop the K/V cache and all batches in flight, and let the requests resume.
 
         The paper does not handle faults. Each admitted request returns to INITIATION and keeps its row,
-        blocks and reservation, or with a prefix cache waits again. Its next iteration recomputes the prompt
-        and the output so far, and samples the same next token as without the loss. Tokens that were computed
-        but not returned are recomputed. Requests that were asked to end are ended, as is a request that
-        causes losses; its error quotes `why`.
+        blocks and reservation, or with a prefix cache or blocks on demand waits again. Its next iteration
+        recomputes the prompt and the output so far, and samples the same next token as without the loss.
+        Tokens that were computed but not returned are recomputed. Requests that were asked to end are ended,
+        as is a request that causes losses; its error quotes `why`.
         Returns the requests that were in flight.
         """
         suspicion = self._quarantine.record_loss({req for it in self._in_flight for req, _ in it.rows})
         self._drop_in_flight()
         ended: list[Delivery] = []
         self.kv.forget()
-        for req in reversed(
-            self.pool.admitted()
-        ):  # so that the oldest is the last to go to the queue's front
+        for req in reversed(self.pool.admitted()):  # the oldest is the last to go to the queue's front
             if req.ending is not None:
                 ended.append(self._end(req, req.ending))
             elif req is suspicion.culprit:
                 req.failure = f"a worker was lost {req.n_losses} times while this request ran, the last time "
                 req.failure += f"while it ran alone, so it is not retried ({why})"
                 ended.append(self._end(req, FinishReason.ERROR))
-            elif self._caches:  # blocks may be shared, and must have one writer
+            elif self._caches or self._on_demand:  # blocks may be shared, or too few for all known tokens
                 self._preempt(req)
             else:
                 req.compute_again()
