@@ -113,7 +113,7 @@ def _pipeline(
         for stage, worker in zip(layers, about, strict=True)
     ]
     on_cpu = all(worker.device == CPU for worker in about)
-    serving = serving_config(model, config.sizes, rooms, coarse_buckets=not on_cpu)
+    serving = serving_config(model, config.sizes, rooms, coarse_buckets=not on_cpu, device=about[0].device)
     shape = engine_shape(model, serving, n_workers=n_stages)
     if most_bytes(shape) > MAX_FRAME:
         message = (

@@ -16,6 +16,7 @@ from orca_jax.iteration.flat_batch import BatchSizes
 from orca_jax.model.gpt import Parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.sharding.device_group import device_name
 from orca_jax.sharding.partition import StagePart
 
 
@@ -44,8 +45,9 @@ def chosen_sizes(
         )
         for part in parts
     ]
-    on_cpu = parts[0].group.devices[0].platform == "cpu"
-    serving = serving_config(config, sizes, rooms, coarse_buckets=not on_cpu)
+    device = parts[0].group.devices[0]
+    on_cpu = device.platform == "cpu"
+    serving = serving_config(config, sizes, rooms, coarse_buckets=not on_cpu, device=device_name(device))
     shape = engine_shape(config, serving, n_workers=len(parts))
     for room in rooms:
         check_slots(config, room, shape, n_devices=n_devices)

@@ -167,7 +167,7 @@ class Plan:
 
 def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Plan:
     """Make a plan; with `latency_budget`, in seconds, also recommend a `max_bs`. Raises ConfigError."""
-    serving = serving_config(target.config, target.sizes, target.rooms())
+    serving = serving_config(target.config, target.sizes, target.rooms(), device=target.device.name)
     stages = _stage_plans(target, serving)
     sizes = _batch_sizes(serving.max_batch_size)
     floors = [iteration_floor(target, "decode", size) for size in sizes]

@@ -6,19 +6,27 @@ from orca_jax.config import ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
+from orca_jax.planning.prefill_tokens import with_prefill_tokens
 from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.scheduling.kv_manager import KVManager, round_up
 
 
 def serving_config(
-    config: ModelConfig, requested: Sizes, rooms: Sequence[StageRoom], *, coarse_buckets: bool = False
+    config: ModelConfig,
+    requested: Sizes,
+    rooms: Sequence[StageRoom],
+    *,
+    coarse_buckets: bool = False,
+    device: str | None = None,
 ) -> ServingConfig:
     """Fill in the sizes that the user did not give, and check the others against the model.
 
     `n_slots` is the largest that fits, as ORCA 4.2 advises. A slot takes memory on every stage, so the stage
     with the least room decides (`rooms` has one entry per stage). `n_slots` is at most what all admitted
     requests can reserve, or, if the engine shares its memory with others, a full batch of the longest
-    requests. `coarse_buckets` are for GPUs (iteration/shape.py). Raises ConfigError.
+    requests. `coarse_buckets` are for GPUs (iteration/shape.py). `device` is the name of the stages' devices,
+    from which `prefill_tokens` follows (prefill_tokens.py); without it that stays as given. Raises
+    ConfigError.
     """
     longest = config.n_positions
     whole_request = round_up(longest, requested.block_size)
@@ -33,11 +41,12 @@ def serving_config(
     fitting = [room.slots(room.memory(config, shape)) for room in rooms]
     modest = any(room.modest is not None for room in rooms)
     n_requests = shape.max_rows if modest else shape.n_rows
-    return requested.filled(
+    serving = requested.filled(
         n_slots=max(whole_request, min(n_requests * whole_request, *fitting)),
         max_batch_tokens=sizes.max_batch_tokens,
         coarse_buckets=coarse_buckets,
     )
+    return serving if device is None else with_prefill_tokens(serving, config, rooms, device=device)
 
 
 def n_rows(max_batch_size: int, *, n_workers: int) -> int:

@@ -1,0 +1,82 @@
+"""The default of `prefill_tokens`: how many prompt tokens an iteration may add to a batch of decodes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from orca_jax.config import Dtype, ServingConfig
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
+from orca_jax.planning.known_devices import CPU, GPUS
+from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
+
+SLOWDOWN = 2.0  # of an iteration that carries prompt tokens, over the same decodes alone
+LEAST = 64  # prompts must advance even if decodes are fast
+_CONTEXT = 512  # tokens of each decode, and before the prompt's chunk
+# A CPU is not measured at each start. Nominal rates of a small server, for every dtype: only their ratio
+# matters, and only until arithmetic takes longer than reading the weights.
+_NOMINAL_CPU = Device(bandwidth=30e9, matrix_rate=350e9)
+_DTYPE: Mapping[int, Dtype] = {ITEMSIZE[dtype]: dtype for dtype in ("float32", "bfloat16")}  # by size
+
+
+def nominal_rates(device: str, itemsize: int) -> Device:
+    """Rates of the device with this name, such as "cpu", "h200" or "NVIDIA H100 80GB HBM3".
+
+    An unknown GPU counts as an H100. `itemsize` is of the weights, in bytes an element.
+    """
+    if device.lower() == CPU:
+        return _NOMINAL_CPU
+    # a100-40gb and a100-80gb: the name of the model alone must match.
+    known = next((gpu for name, gpu in GPUS.items() if name.split("-")[0] in device.lower()), GPUS["h100"])
+    return known.rates(_DTYPE[itemsize])
+
+
+def with_prefill_tokens(
+    serving: ServingConfig, model: ModelConfig, rooms: Sequence[StageRoom], *, device: str
+) -> ServingConfig:
+    """`serving` with the default of `prefill_tokens` if it has none and prompts come in chunks."""
+    scheduling = serving.scheduling
+    if not scheduling.chunked_prefill or scheduling.prefill_tokens is not None:
+        return serving
+    split = model.for_devices(rooms[0].n_devices)
+    n_tokens = default_prefill_tokens(serving, split, rooms, nominal_rates(device, rooms[0].itemsize))
+    return replace(serving, scheduling=replace(scheduling, prefill_tokens=n_tokens))
+
+
+def default_prefill_tokens(
+    serving: ServingConfig, model: ModelConfig, rooms: Sequence[StageRoom], rates: Device
+) -> int:
+    """The most prompt tokens with which a full batch of decodes takes at most twice its time alone.
+
+    Decode reads all weights for a few tokens, so up to some number prompt tokens cost little; from there on
+    they cost arithmetic (Sarathi-Serve, section 4.3). The times are floors of the cost model. The result is
+    at least LEAST and at most what `max_batch_tokens` allows.
+    """
+    n_decodes = serving.max_batch_size
+    context = min(_CONTEXT, model.n_positions, max(1, serving.n_slots // n_decodes))
+
+    def seconds(n_tokens: int) -> float:
+        prompt = [n_tokens] if n_tokens else []
+        shape = IterationShape(
+            [1] * n_decodes + prompt, [context] * n_decodes + [context + n for n in prompt]
+        )
+        return sum(
+            floor(
+                operations(
+                    model,
+                    shape,
+                    weight_bytes=room.itemsize,
+                    kv_bytes=room.itemsize,
+                    layers=room.layers,
+                    n_shards=room.n_devices,
+                ),
+                rates,
+            )
+            for room in rooms
+        )
+
+    bound = SLOWDOWN * seconds(0)
+    low, high = 0, serving.max_batch_tokens + 1  # low is within the bound; high is not allowed
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seconds(middle) <= bound else (low, middle)
+    return min(max(low, LEAST), serving.max_batch_tokens)
