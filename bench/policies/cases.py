@@ -1,0 +1,83 @@
+"""The traces at the sizes and rates of each machine, and the policies that are compared on each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from bench.policies.limits import Limits
+from bench.policies.policies import BASELINE
+from bench.policies.traces import MakeTrace, Trace, conversations, single, with_flood, with_long_prompts
+
+_SIX = (BASELINE, "orca", "orca + on-demand", "orca + chunked", "orca + prefix cache", "all")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A trace at a rate, in conversations a second, and the policies that play it.
+
+    With a `bound` in seconds, the highest rate of each policy is searched at which the median normalized
+    latency stays within it; the search starts at `rate`. Then all policies play the trace at ORCA's rate.
+    `references` are further plays to compare with: a label, a policy and a trace.
+    """
+
+    title: str
+    make: MakeTrace
+    rate: float
+    limits: Limits
+    bound: float | None = None
+    policies: tuple[str, ...] = _SIX
+    references: tuple[tuple[str, str, Callable[[], Trace]], ...] = ()
+
+
+def simulated_cases(share: float = 1.0) -> Mapping[str, Case]:
+    """For llama-3.1-8b on an H200; with `share`, of only this share of the requests."""
+
+    def n(whole: int) -> int:
+        return max(8, round(share * whole))
+
+    long = {"every": 2.0, "n_input": 8192, "n_output": 16}
+    short = partial(single, n(3000), n_input=(16, 64), n_output=(64, 256))
+    tenant = partial(single, n(600), owner="tenant")
+    flood = partial(single, owner="flood", seed=1)
+    return {
+        "paper": Case(
+            title="the paper's trace: 32 to 512 tokens in, 1 to 128 out",
+            make=partial(single, n(3000)),
+            rate=100.0,
+            limits=Limits(n_positions=2048, max_batch_size=128),
+            bound=0.010,
+        ),
+        "declared": Case(
+            title="limits of four times the outputs: 32 to 512 tokens in, 1 to 512 out, 65,536 slots",
+            make=partial(single, n(1500), n_output=(1, 512), limit_factor=4),
+            rate=40.0,
+            limits=Limits(n_positions=4096, max_batch_size=256, n_slots=65_536),
+            bound=0.010,
+        ),
+        "conversations": Case(
+            title="conversations of 8 turns that share a system prompt of 200 tokens",
+            make=lambda rate: conversations(
+                n(400), rate, n_question=(32, 256), n_output=(64, 256), think=5.0
+            ),
+            rate=3.0,
+            limits=Limits(n_positions=8192, max_batch_size=128),
+        ),
+        "long prompts": Case(
+            title="a prompt of 8,192 tokens every two seconds among short requests",
+            make=lambda rate: with_long_prompts(short(rate), **long),
+            rate=80.0,
+            limits=Limits(n_positions=16_384, max_batch_size=128),
+            references=(
+                ("orca, without the long prompts", "orca", lambda: short(80.0)),
+                ("all, without the long prompts", "all", lambda: short(80.0)),
+            ),
+        ),
+        "tenants": Case(
+            title="a tenant with 40 requests a second beside one with 400",
+            make=lambda rate: with_flood(tenant(rate), flood(10 * n(600), 10 * rate)),
+            rate=40.0,
+            limits=Limits(n_positions=2048, max_batch_size=128),
+            policies=("orca", "all", "all, fair"),
+            references=(("all, fair, alone", "all, fair", lambda: tenant(40.0)),),
+        ),
+    }

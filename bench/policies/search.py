@@ -1,0 +1,38 @@
+"""The highest load at which a latency stays within a bound."""
+
+from collections.abc import Callable
+
+from bench.policies.figures import Figures
+
+STEP = 1.5
+HALVINGS = 4  # of the step, so the rate is exact to 2.6%
+_LEAST_SHARE = 0.1  # of the first rate
+
+
+def highest_rate(
+    play_at: Callable[[float], Figures], bound: float, start: float
+) -> tuple[float, Figures] | None:
+    """The rate and its figures; None if even a tenth of `start` is too much."""
+    best: tuple[float, Figures] | None = None
+    low = high = 0.0
+
+    def fits(rate: float) -> bool:
+        nonlocal best
+        figures = play_at(rate)
+        if figures.normalized_p50 > bound:
+            return False
+        best = rate, figures
+        return True
+
+    rate = start
+    while not (low and high):
+        if fits(rate):
+            low, rate = rate, rate * STEP
+        elif rate < _LEAST_SHARE * start:
+            return None
+        else:
+            high, rate = rate, rate / STEP
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return best

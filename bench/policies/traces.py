@@ -1,0 +1,138 @@
+"""The traces that policies are compared on: conversations of one or more turns, drawn from a seed.
+
+A turn's prompt is the conversation so far, with the engine's own answers, and new tokens. So a prefix cache
+finds in it what it would find in a real conversation. A turn asks for up to `limit` tokens and gets
+`n_output`: a stop token, which the scheduler cannot foresee, ends it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bench.simulate.workload import poisson
+from bench.trace import PAPER_INPUTS, PAPER_OUTPUTS
+
+VOCABULARY = 50_000
+_PROMPTS = 2  # the third stream of a seed, after lengths and arrivals (bench/trace.py)
+Range = tuple[int, int]  # both included
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """New tokens of a prompt, the output's real and its longest length, and seconds after the last answer."""
+
+    new_ids: tuple[int, ...]
+    n_output: int
+    limit: int
+    think: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`arrival` is of its first turn. Figures are of conversations that count."""
+
+    arrival: float
+    turns: tuple[Turn, ...]
+    owner: str = ""
+    counts: bool = True
+
+
+Trace = tuple[Conversation, ...]  # in order of arrival
+MakeTrace = Callable[[float], Trace]  # from the rate, in conversations a second
+
+
+def n_requests(trace: Trace) -> int:
+    """The turns of all conversations."""
+    return sum(len(conversation.turns) for conversation in trace)
+
+
+def longest(trace: Trace) -> int:
+    """The most tokens that a request may reach: input and limit."""
+    return max(_most_tokens(conversation) for conversation in trace)
+
+
+def single(
+    n: int,
+    rate: float,
+    *,
+    n_input: Range = PAPER_INPUTS,
+    n_output: Range = PAPER_OUTPUTS,
+    limit_factor: int = 1,
+    seed: int = 0,
+    owner: str = "",
+) -> Trace:
+    """`n` separate requests of uniform lengths; limits are `limit_factor` times the outputs."""
+    rng = np.random.default_rng(seed)
+    inputs = rng.integers(n_input[0], n_input[1] + 1, n).tolist()
+    outputs = rng.integers(n_output[0], n_output[1] + 1, n).tolist()
+    arrivals = poisson(n, rate, seed).tolist()
+    ids = _random_ids(seed)
+    return tuple(
+        Conversation(arrival, (Turn(ids(inputs[i]), outputs[i], limit_factor * outputs[i]),), owner)
+        for i, arrival in enumerate(arrivals)
+    )
+
+
+def conversations(
+    n: int,
+    rate: float,
+    *,
+    n_turns: int = 8,
+    n_system: int = 200,
+    n_question: Range,
+    n_output: Range,
+    think: float,
+    seed: int = 0,
+) -> Trace:
+    """`n` conversations, `rate` a second, which all begin with the same system prompt.
+
+    `think` is the mean of the exponential time from an answer to the next question, in seconds.
+    """
+    rng = np.random.default_rng(seed)
+    ids = _random_ids(seed)
+    system = ids(n_system)
+    trace: list[Conversation] = []
+    for arrival in poisson(n, rate, seed).tolist():
+        turns: list[Turn] = []
+        for i in range(n_turns):
+            question = ids(int(rng.integers(n_question[0], n_question[1] + 1)))
+            length = int(rng.integers(n_output[0], n_output[1] + 1))
+            wait = float(rng.exponential(think)) if i else 0.0
+            turns.append(Turn(question if i else system + question, length, length, wait))
+        trace.append(Conversation(arrival, tuple(turns)))
+    return tuple(trace)
+
+
+def with_long_prompts(trace: Trace, *, every: float, n_input: int, n_output: int, seed: int = 0) -> Trace:
+    """The trace with a long prompt every `every` seconds; these do not count."""
+    ids = _random_ids(seed + 1)
+    n = int(trace[-1].arrival / every)
+    long = [
+        Conversation((i + 0.5) * every, (Turn(ids(n_input), n_output, n_output),), counts=False)
+        for i in range(n)
+    ]
+    return _merged(trace, tuple(long))
+
+
+def with_flood(trace: Trace, flood: Trace) -> Trace:
+    """The trace with another tenant's, which does not count."""
+    return _merged(trace, tuple(replace(conversation, counts=False) for conversation in flood))
+
+
+def _merged(*traces: Trace) -> Trace:
+    return tuple(sorted((one for trace in traces for one in trace), key=lambda one: one.arrival))
+
+
+def _most_tokens(conversation: Conversation) -> int:
+    n = most = 0
+    for turn in conversation.turns:
+        n += len(turn.new_ids)
+        most = max(most, n + turn.limit)
+        n += turn.n_output
+    return most
+
+
+def _random_ids(seed: int) -> Callable[[int], tuple[int, ...]]:
+    rng = np.random.default_rng([seed, _PROMPTS])
+    return lambda n: tuple(rng.integers(0, VOCABULARY, n).tolist())
