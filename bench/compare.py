@@ -213,7 +213,8 @@ def start_all(
         progress.advance(task)
     if flags.server:
         progress.update(task, description=f"starting {SERVER}")
-        settings = {"max_batch_size": flags.max_batch_size, "dtype": flags.dtype} | arguments.get(SERVER, {})
+        settings = {"max_batch_size": flags.max_batch_size, "dtype": flags.dtype, "prefix_caching": False}
+        settings |= arguments.get(SERVER, {})
         server = OrcaServer(SERVER, str(checkpoint), settings, play_seconds=flags.deadline)
         running.enter_context(server).start()
         engines.insert(1, server)

@@ -100,7 +100,7 @@ class InstantWorkers:
 class Serving:
     """An engine in steady state: `n_rows` requests run, `n_waiting` wait.
 
-    Algorithm 1 schedules, or with `n_cached_blocks` the default policy, whose cache has that many idle blocks.
+    Algorithm 1 schedules, or with `n_cached_blocks` the default policy with that many idle blocks cached.
     """
 
     def __init__(self, n_rows: int, n_waiting: int, n_cached_blocks: int | None = None) -> None:

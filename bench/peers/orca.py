@@ -21,6 +21,7 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         "max_batch_size": flags["max_batch_size"],
         "dtype": flags["dtype"],
         "compile_ahead": True,
+        "prefix_caching": False,  # the same trace is played again and again
         **flags.get("arguments", {}),
     }
     llm = closing.enter_context(LLM(flags["checkpoint"], **arguments))

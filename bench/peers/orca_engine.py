@@ -25,7 +25,11 @@ from orca_jax.scheduling.request_pool import Delivery
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
     """`flags`: checkpoint, dtype, max_batch_size; `arguments` may have more fields of Sizes."""
-    arguments = {"max_batch_size": flags["max_batch_size"], **flags.get("arguments", {})}
+    arguments = {
+        "max_batch_size": flags["max_batch_size"],
+        "prefix_caching": False,  # the same trace is played again and again
+        **flags.get("arguments", {}),
+    }
     directory = Path(flags["checkpoint"])
     engine = BareEngine(
         read_config(directory),

@@ -185,9 +185,7 @@ def play(
     watched = WatchedEngine(engine, kv)
     scheduler = make_scheduler(pool, watched, timeline)
     for conversation in trace:
-        clock.call_at(
-            conversation.arrival, partial(add, conversation, 0, (), conversation.arrival)
-        )
+        clock.call_at(conversation.arrival, partial(add, conversation, 0, (), conversation.arrival))
     for _ in steps(clock, scheduler):
         pass
     assert not live, f"{len(live)} requests did not end"

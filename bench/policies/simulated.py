@@ -35,9 +35,7 @@ class SimulatedMachine:
 
     def serving(self, policy: str, limits: Limits) -> ServingConfig:
         """The sizes that `orca serve` would choose."""
-        asked: Sizes = replace(
-            POLICIES[policy], max_batch_size=limits.max_batch_size, n_slots=limits.n_slots
-        )
+        asked: Sizes = replace(POLICIES[policy], max_batch_size=limits.max_batch_size, n_slots=limits.n_slots)
         target = PlanTarget(
             config=self._limited(limits),
             device=self.device,
