@@ -187,8 +187,12 @@ class EngineMetrics:
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         service = self._model.service
         pool, kv = service.pool, service.scheduler.kv
-        # The newest token of a request is not in the cache yet. Before its first token nothing is.
-        used = sum([req.n_tokens - 1 for req in pool.admitted() if req.output_ids])
+        n_reserved = service.scheduler.n_rsrv
+        # The newest token of a request is not in the cache yet. Before the first one, only cached tokens count.
+        used = sum([req.n_tokens - 1 if req.output_ids else req.n_cached for req in pool.admitted()])
+        n_shared = sum(kv.slots_of) - n_reserved  # held by several requests, and counted for each
+        # The scheduler's thread may have changed one of these meanwhile.
+        used = min(max(0, used - n_shared), n_reserved)
         yield "num_requests_running", "Requests admitted to iterations.", pool.n_running
         yield "num_requests_waiting", "Requests waiting to be admitted.", pool.n_waiting
         yield (
@@ -197,7 +201,7 @@ class EngineMetrics:
             1 - kv.n_free_blocks / kv.n_blocks,
         )
         yield "slots_total", "Slots: tokens whose keys and values fit.", kv.n_blocks * kv.block_size
-        yield "slots_reserved", "Slots reserved for requests (n_rsrv).", service.scheduler.n_rsrv
+        yield "slots_reserved", "Slots reserved for requests (n_rsrv).", n_reserved
         yield "slots_used", "Slots that hold a token's keys and values.", used
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached

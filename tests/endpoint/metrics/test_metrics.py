@@ -256,6 +256,27 @@ def test_gauges_show_the_current_state(gated: GatedEngine) -> None:
         assert now() == [0, 0, 0, 256, 0, 0]
 
 
+def test_shared_slots_are_used_once(gated: GatedEngine) -> None:
+    config = ServingConfig(
+        max_batch_size=2, n_slots=256, max_batch_tokens=64, block_size=8, scheduling=SchedulingConfig()
+    )
+    service, metrics = observed(gated, config=config)
+    with service:
+        generations = [service.submit([5] * 20, SamplingParams(max_tokens=9)) for _ in range(2)]
+        for _ in range(3):  # the first prompt; its next token, and the end of the second prompt; both
+            assert gated.waited_for.wait(SOON)
+            gated.waited_for.clear()
+            gated.let(1)
+        assert gated.waited_for.wait(SOON)
+        pieces = [generation.next_piece(SOON) for generation in generations]
+        assert [len(piece.token_ids) for piece in pieces if piece is not None] == [3, 2]
+        samples = scrape(metrics)
+        # Two blocks are shared, and each request has another one: with 6 tokens and with 5.
+        assert of_engine(samples, "slots_reserved") == 8 * (2 + 1 + 1)
+        assert of_engine(samples, "slots_used") == 16 + 6 + 5
+        gated.let(1000)
+
+
 def test_prompt_tokens_looked_up_found_and_evicted() -> None:
     scheduling = SchedulingConfig()
     config = ServingConfig(
