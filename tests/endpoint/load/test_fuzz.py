@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from orca_jax.scheduling_config import SchedulingConfig
 from server.settings.options import EndpointOptions
-from tests.endpoint.harness import Server, serving, until
+from tests.endpoint.harness import CONFIG, Server, serving, until
 
 CALL_SECONDS = 20.0  # a limit per call; without a device a whole test takes little longer
 N_LEAST = 2_000
@@ -56,7 +58,8 @@ def server() -> Iterator[Server]:
     options = EndpointOptions(
         port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20
     )
-    with serving(options=options) as server:
+    config = replace(CONFIG, scheduling=SchedulingConfig(order="priority"))  # any priority is valid
+    with serving(options=options, config=config) as server:
         yield server
 
 
