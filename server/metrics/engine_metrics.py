@@ -188,7 +188,7 @@ class EngineMetrics:
         service = self._model.service
         pool, kv = service.pool, service.scheduler.kv
         n_reserved = service.scheduler.n_rsrv
-        # The newest token of a request is not in the cache yet. Before the first one, only cached tokens count.
+        # The newest token of a request is not in the cache yet. Before the first, only cached tokens count.
         used = sum([req.n_tokens - 1 if req.output_ids else req.n_cached for req in pool.admitted()])
         n_shared = sum(kv.slots_of) - n_reserved  # held by several requests, and counted for each
         # The scheduler's thread may have changed one of these meanwhile.
