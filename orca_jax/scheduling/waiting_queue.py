@@ -1,6 +1,6 @@
 """Queues of waiting requests, each in its order of service. The request pool calls them under its lock."""
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -90,7 +90,7 @@ class PriorityQueue:
 
     So nobody waits for ever: a request is overtaken only by those that arrive less than `aging_seconds` times
     the difference of their priorities after it. The order of two requests never changes, because both age
-    alike. A call moves at most one pointer for each waiting request.
+    alike. `add` moves a pointer for each request before the new one, and removal for each before that one.
     """
 
     counts_tokens = False
@@ -98,7 +98,8 @@ class PriorityQueue:
     def __init__(self, aging_seconds: float) -> None:
         self._aging_seconds = aging_seconds
         self._requests: dict[tuple[float, int], Request] = {}
-        self._order: list[tuple[float, int]] = []  # its keys
+        # Its keys, which are negative, so that the first requests are last: they are cheap to remove there.
+        self._order: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -108,7 +109,7 @@ class PriorityQueue:
         self.restore(request)
 
     def restore(self, request: Request) -> None:
-        key = request.rank, request.arrival
+        key = -request.rank, -request.arrival
         self._requests[key] = request
         insort(self._order, key)
 
@@ -117,7 +118,7 @@ class PriorityQueue:
         assert was_waiting, f"{request.request_id} does not wait"
 
     def remove(self, request: Request) -> bool:
-        key = request.rank, request.arrival
+        key = -request.rank, -request.arrival
         if self._requests.pop(key, None) is None:
             return False
         del self._order[bisect_left(self._order, key)]
@@ -125,12 +126,12 @@ class PriorityQueue:
 
     def walk(self) -> Iterator[list[Request]]:
         n = 8
-        keys = self._order[:n]
+        keys = self._order[-n:]
         while keys:
-            yield [self._requests[key] for key in keys]
-            start = bisect_right(self._order, keys[-1])  # others may have been inserted before it
+            yield [self._requests[key] for key in reversed(keys)]
+            stop = bisect_left(self._order, keys[0])  # others may have been inserted before it
             n *= 2
-            keys = self._order[start : start + n]
+            keys = self._order[max(0, stop - n) : stop]
 
     def served(self, requests: Iterable[Request]) -> None:
         pass

@@ -111,10 +111,10 @@ def test_requests_added_during_a_walk_neither_skip_nor_repeat_others(
 
 @pytest.mark.parametrize("make", QUEUES.values(), ids=QUEUES)
 def test_the_first_of_many_cost_no_more_than_of_few(make: Callable[[], Any]):
-    """An iteration's work does not grow with the number that wait, nor do reading or emptying it explode."""
+    """An iteration's work does not grow with the number that wait."""
 
     def seconds(n: int) -> float:
-        queue = filled(make(), *(request(i, owner=str(i % (n // 10)), priority=i % 5) for i in range(n)))
+        queue = filled(make(), *(request(i, owner=str(i % (n // 2)), priority=i % 5) for i in range(n)))
         best = float("inf")
         for _ in range(20):
             start = time.perf_counter()
@@ -123,21 +123,29 @@ def test_the_first_of_many_cost_no_more_than_of_few(make: Callable[[], Any]):
                 queue.take(req)
             queue.served(firsts)
             best = min(best, time.perf_counter() - start)
-            for req in firsts:
+            for req in reversed(firsts):
                 req.n_preempted = 1
                 queue.restore(req)
         return best
 
-    few, many = seconds(200), seconds(20_000)
-    assert many < 8 * few + 1e-3, (few, many)
+    few, many = seconds(200), seconds(10_000)
+    assert many < 4 * few, (few, many)
 
 
 @pytest.mark.parametrize("make", QUEUES.values(), ids=QUEUES)
 def test_a_long_queue_of_one_owner_is_read_in_linear_time(make: Callable[[], Any]):
-    queue = filled(make(), *(request(i) for i in range(40_000)))
-    start = time.perf_counter()
-    assert order(queue) == list(range(40_000))
-    assert time.perf_counter() - start < 3.0
+    requests = [request(i) for i in range(16_000)]
+
+    def seconds(n: int) -> float:
+        queue = filled(make(), *requests[:n])
+        best = float("inf")
+        for _ in range(5):
+            start = time.perf_counter()
+            assert len(order(queue)) == n
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert seconds(16_000) < 80 * seconds(1_000)
 
 
 # First come, first served.
@@ -385,8 +393,8 @@ def test_who_floods_gets_no_more_than_who_asks_for_little():
         )
         play = Simulation(serving)
         play.pool._queue = FairQueue(weights)
-        requests = [request(i, owner="flood", n_prompt=20, n_output=20) for i in range(200)]
-        requests += [request(200 + i, owner="polite", n_prompt=3, n_output=4) for i in range(600)]
+        requests = [request(i, owner="flood", n_prompt=20, n_output=20) for i in range(80)]
+        requests += [request(200 + i, owner="polite", n_prompt=3, n_output=4) for i in range(300)]
         for req in requests:
             play.add_at(0.0, req)
         for _ in play.steps():
