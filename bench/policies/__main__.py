@@ -12,6 +12,7 @@ at the highest rate with a median normalized latency within the bound.
 """
 
 import argparse
+import importlib
 import json
 import sys
 import time
@@ -77,10 +78,10 @@ def main() -> None:
     """Compare, print tables and, as the last line, JSON."""
     flags = _parsed()
     start = time.perf_counter()
+    machine: Machine
     if flags.real:
-        from bench.policies.real import RealMachine  # needs JAX
-
-        machine, cases = RealMachine(), real_cases(flags.share)
+        real = importlib.import_module("bench.policies.real")  # needs JAX
+        machine, cases = real.RealMachine(), real_cases(flags.share)
     else:
         machine = SimulatedMachine(PRESETS["llama-3.1-8b"], GPUS["h200"])
         cases = simulated_cases(flags.share)

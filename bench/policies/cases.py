@@ -1,7 +1,7 @@
 """The traces at the sizes and rates of each machine, and the policies that are compared on each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.policies.limits import Limits
@@ -79,5 +79,55 @@ def simulated_cases(share: float = 1.0) -> Mapping[str, Case]:
             limits=Limits(n_positions=2048, max_batch_size=128),
             policies=("orca", "all", "all, fair"),
             references=(("all, fair, alone", "all, fair", lambda: tenant(40.0)),),
+        ),
+    }
+
+
+def real_cases(share: float = 1.0) -> Mapping[str, Case]:
+    """For GPT-2 on a CPU in minutes: fewer and shorter requests, and no search."""
+
+    def n(whole: int) -> int:
+        return max(4, round(share * whole))
+
+    limits = Limits(n_positions=1024, max_batch_size=16)
+    short = partial(single, n(60), n_input=(8, 32), n_output=(16, 64))
+    tenant = partial(single, n(20), n_input=(16, 64), n_output=(8, 32), owner="tenant")
+    flood = partial(single, n(200), n_input=(16, 64), n_output=(8, 32), owner="flood", seed=1)
+    return {
+        "paper": Case(
+            title="the paper's trace: 32 to 512 tokens in, 1 to 128 out",
+            make=partial(single, n(30)),
+            rate=1.1,
+            limits=limits,
+        ),
+        "declared": Case(
+            title="limits of four times the outputs: 32 to 128 tokens in, 16 to 96 out, 2,048 slots",
+            make=partial(single, n(30), n_input=(32, 128), n_output=(16, 96), limit_factor=4),
+            rate=6.0,
+            limits=replace(limits, n_slots=2048),
+        ),
+        "conversations": Case(
+            title="conversations of 8 turns that share a system prompt of 200 tokens",
+            make=lambda rate: conversations(n(8), rate, n_question=(8, 48), n_output=(8, 32), think=1.0),
+            rate=0.4,
+            limits=limits,
+        ),
+        "long prompts": Case(
+            title="a prompt of 900 tokens every two seconds among short requests",
+            make=lambda rate: with_long_prompts(short(rate), every=2.0, n_input=900, n_output=4),
+            rate=2.5,
+            limits=limits,
+            references=(
+                ("orca, without the long prompts", "orca", lambda: short(2.5)),
+                ("all, without the long prompts", "all", lambda: short(2.5)),
+            ),
+        ),
+        "tenants": Case(
+            title="a tenant with one request a second beside one with ten",
+            make=lambda rate: with_flood(tenant(rate), flood(10 * rate)),
+            rate=1.0,
+            limits=limits,
+            policies=("orca", "all", "all, fair"),
+            references=(("all, fair, alone", "all, fair", lambda: tenant(1.0)),),
         ),
     }

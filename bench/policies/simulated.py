@@ -15,11 +15,11 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import KnownDevice
 from orca_jax.planning.plan import PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
+from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
-from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 from orca_jax.simulation.simulation import Steps
 
