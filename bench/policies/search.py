@@ -6,13 +6,13 @@ from bench.policies.figures import Figures
 
 STEP = 1.5
 HALVINGS = 4  # of the step, so the rate is exact to 2.6%
-_LEAST_SHARE = 0.1  # of the first rate
+_FAR = 100.0  # times or parts of the first rate, at which the search ends
 
 
 def highest_rate(
     play_at: Callable[[float], Figures], bound: float, start: float
 ) -> tuple[float, Figures] | None:
-    """The rate and its figures; None if even a tenth of `start` is too much."""
+    """The rate and its figures; None if even a hundredth of `start` is too much."""
     best: tuple[float, Figures] | None = None
     low = high = 0.0
 
@@ -26,10 +26,10 @@ def highest_rate(
 
     rate = start
     while not (low and high):
+        if not start / _FAR <= rate <= start * _FAR:
+            return best
         if fits(rate):
             low, rate = rate, rate * STEP
-        elif rate < _LEAST_SHARE * start:
-            return None
         else:
             high, rate = rate, rate / STEP
     for _ in range(HALVINGS):

@@ -11,7 +11,8 @@ from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 
 SLOWDOWN = 2.0  # of an iteration that carries prompt tokens, over the same decodes alone
 LEAST = 64  # prompts must advance even if decodes are fast
-_CONTEXT = 512  # tokens of each decode, and before the prompt's chunk
+_CONTEXT = 128  # tokens of each decode: requests that are young, so that decodes alone are fast
+_DEPTH = 8192  # tokens of the prompt before the chunk: attention makes late chunks of long prompts slower
 # A CPU is not measured at each start. Nominal rates of a small server, for every dtype: only their ratio
 # matters, and only until arithmetic takes longer than reading the weights.
 _NOMINAL_CPU = Device(bandwidth=30e9, matrix_rate=350e9)
@@ -48,17 +49,17 @@ def default_prefill_tokens(
     """The most prompt tokens with which a full batch of decodes takes at most twice its time alone.
 
     Decode reads all weights for a few tokens, so up to some number prompt tokens cost little; from there on
-    they cost arithmetic (Sarathi-Serve, section 4.3). The times are floors of the cost model. The result is
-    at least LEAST and at most what `max_batch_tokens` allows.
+    they cost arithmetic (Sarathi-Serve, section 4.3). The times are floors of the cost model, for decodes of
+    short requests and a late chunk of a long prompt, so that other mixes are slowed down less. The result is
+    at least LEAST and at most `max_batch_tokens`.
     """
     n_decodes = serving.max_batch_size
-    context = min(_CONTEXT, model.n_positions, max(1, serving.n_slots // n_decodes))
+    context = min(_CONTEXT, model.n_positions)
+    depth = min(_DEPTH, model.n_positions)
 
     def seconds(n_tokens: int) -> float:
         prompt = [n_tokens] if n_tokens else []
-        shape = IterationShape(
-            [1] * n_decodes + prompt, [context] * n_decodes + [context + n for n in prompt]
-        )
+        shape = IterationShape([1] * n_decodes + prompt, [context] * n_decodes + [depth + n for n in prompt])
         return sum(
             floor(
                 operations(

@@ -109,7 +109,7 @@ def test_every_policy_plays_conversations_to_their_ends(policy: str) -> None:
 
 def test_without_room_requests_on_demand_are_preempted_and_computed_twice() -> None:
     trace = single(12, 1e4, n_input=(30, 60), n_output=(60, 120), limit_factor=4)
-    tight = replace(LIMITS, n_slots=640)
+    tight = replace(LIMITS, n_positions=1024, n_slots=1024)
     on_demand = GPT2.play("orca + on-demand", tight, trace)
     full = GPT2.play("orca", tight, trace)
     assert on_demand.n_preemptions > 0

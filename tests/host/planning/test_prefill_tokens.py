@@ -27,7 +27,7 @@ WHOLE = [room(range(LLAMA.n_layers))]
 
 def seconds(n_tokens: int) -> float:
     prompt = [n_tokens] if n_tokens else []
-    shape = IterationShape([1] * 128 + prompt, [512] * 128 + [512 + n for n in prompt])
+    shape = IterationShape([1] * 128 + prompt, [128] * 128 + [8192 + n for n in prompt])
     return floor(operations(LLAMA, shape, weight_bytes=2, kv_bytes=2), GPUS["h200"].rates("bfloat16"))
 
 
