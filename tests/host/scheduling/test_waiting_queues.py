@@ -217,7 +217,8 @@ def two_of_different_priority(aging_seconds: float) -> tuple[Simulation, list[Re
     requests = [request(i, priority=1 - i, n_prompt=10, n_output=14) for i in range(2)]
     for req, moment in zip(requests, (0.0, 5.5), strict=True):
         play.add_at(moment, req)
-    play.run()
+    for n_turns, _ in enumerate(play.steps()):
+        assert n_turns < 200, "they preempt each other for ever"
     return play, requests
 
 
