@@ -12,7 +12,6 @@ at the highest rate with a median normalized latency within the bound.
 """
 
 import argparse
-import importlib
 import json
 import sys
 import time
@@ -26,6 +25,7 @@ from bench.policies.figures import Figures
 from bench.policies.limits import Limits
 from bench.policies.picture import picture
 from bench.policies.policies import BASELINE, POLICIES
+from bench.policies.real import RealMachine
 from bench.policies.search import highest_rate
 from bench.policies.simulated import SimulatedMachine
 from bench.policies.table import Row, markdown_table, text_table
@@ -80,8 +80,7 @@ def main() -> None:
     start = time.perf_counter()
     machine: Machine
     if flags.real:
-        real = importlib.import_module("bench.policies.real")  # needs JAX
-        machine, cases = real.RealMachine(), real_cases(flags.share)
+        machine, cases = RealMachine(), real_cases(flags.share)
     else:
         machine = SimulatedMachine(PRESETS["llama-3.1-8b"], GPUS["h200"])
         cases = simulated_cases(flags.share)

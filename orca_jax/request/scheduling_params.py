@@ -46,3 +46,6 @@ class SchedulingParams:
             message = f"priority is {self.priority}, but the engine's scheduling policy is {policy!r}; "
             message += "leave priority out, or start the engine with scheduling_policy 'priority'"
             raise InvalidSchedulingParameter(message, param="priority")
+
+
+PLAIN = SchedulingParams()  # of a request that asks for nothing

@@ -19,7 +19,7 @@ from orca_jax.errors import EngineError, InvalidSamplingParameter, OutputFailed,
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import CheckedPrompt, check_prompt, longest_request, weight_in_bytes
 from orca_jax.scheduling.engine_protocol import Engine
@@ -36,7 +36,6 @@ from orca_jax.service.prepared_params import OutputRules, RuleMaker
 
 SCHEDULER_THREAD = "orca-scheduler"  # its name
 
-_NOTHING_ASKED = SchedulingParams()
 _SEED_BITS = 48  # JSON readers that have only doubles still read the seed exactly
 
 H = TypeVar("H", bound=RequestHandle)
@@ -152,7 +151,7 @@ class Orca:
         self,
         prompt_ids: Sequence[int],
         rules: OutputRules,
-        scheduling: SchedulingParams = _NOTHING_ASKED,
+        scheduling: SchedulingParams = PLAIN,
         *,
         tenant: str = "",
     ) -> CheckedPrompt:
@@ -163,10 +162,11 @@ class Orca:
 
         Raises a leaf of InvalidRequest.
         """
-        scheduling.check_policy(self._order)
+        if scheduling.priority:
+            scheduling.check_policy(self._order)
         checked = check_prompt(prompt_ids, rules.sampling.max_tokens, model=self._model, limit=self._limit)
         salt = (tenant, scheduling.cache_salt or "")
-        hashes = prompt_hashes(checked.token_ids, salt, self._kv)
+        hashes = prompt_hashes(checked.token_ids, salt, self._kv) if self._kv.prefixes is not None else None
         return replace(
             checked,
             priority=scheduling.priority,
@@ -186,7 +186,7 @@ class Orca:
         *,
         request_id: str | None = None,
         owner: str = "",
-        scheduling: SchedulingParams = _NOTHING_ASKED,
+        scheduling: SchedulingParams = PLAIN,
     ) -> Generation: ...
 
     @overload
@@ -197,7 +197,7 @@ class Orca:
         *,
         request_id: str | None = None,
         owner: str = "",
-        scheduling: SchedulingParams = _NOTHING_ASKED,
+        scheduling: SchedulingParams = PLAIN,
         handle: Callable[[Output, _End, _Drop], H],
     ) -> H: ...
 
@@ -208,7 +208,7 @@ class Orca:
         *,
         request_id: str | None = None,
         owner: str = "",
-        scheduling: SchedulingParams = _NOTHING_ASKED,
+        scheduling: SchedulingParams = PLAIN,
         handle: Callable[[Output, _End, _Drop], H] | type[Generation] = Generation,
     ) -> H | Generation:
         """Submit a request for one output; `OutputRules.choices` are the rules of several.

@@ -20,7 +20,7 @@ from orca_jax.request.sampling_params import (
     TOP_P_RANGE,
     SamplingParams,
 )
-from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PRIORITY_RANGE, SchedulingParams
+from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PLAIN, PRIORITY_RANGE, SchedulingParams
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import ResponseFormat
 from server.http.fields.strict import FirstFault, Strict
@@ -221,6 +221,8 @@ class GenerationRequest(SamplingFields):
     @property
     def scheduling(self) -> SchedulingParams:
         """What the request asks of the scheduler. Raises InvalidSchedulingParameter."""
+        if not self.priority and self.cache_salt is None:
+            return PLAIN
         return SchedulingParams(priority=self.priority or 0, cache_salt=self.cache_salt)
 
     def check_stream_options(self) -> None:

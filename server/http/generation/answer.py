@@ -39,7 +39,8 @@ def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> 
     if body.user is not None:
         facts["user"] = body.user
     model = gateway.model(body.model)
-    scheduling.check_policy(model.serving.scheduling.order)
+    if scheduling.priority:
+        scheduling.check_policy(model.serving.scheduling.order)
     return model
 
 

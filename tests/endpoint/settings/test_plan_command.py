@@ -172,7 +172,6 @@ def test_without_a_model_the_demo_model_is_planned(capsys: pytest.CaptureFixture
             ("gpt2", "--device", "h200", "--max-batch-size", "64", "--max-batch-tokens", "32"),
             "max_batch_size 64 is above max_batch_tokens 32",
         ),
-        (("gpt2", "--device", "h200", "--max-batch-tokens", "512"), "at least the model's 1024"),
         (("gpt2", "--device", "h200", "--memory-fraction", "1.5"), "memory_fraction is 1.5"),
         (("gpt2", "--device", "h200", "--context", "1025"), "context is 1025"),
         (("gpt2", "--device", "h200", "--latency-budget", "soon"), "latency_budget is 'soon'"),

@@ -5,7 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from orca_jax.scheduling.kv_manager import KVManager, round_up
-from orca_jax.scheduling.prefix_cache import chain_hashes, root_hash
+from orca_jax.scheduling.prefix_cache import PrefixCache, chain_hashes, root_hash
+
+
+def prefixes_of(kv: KVManager) -> PrefixCache:
+    assert kv.prefixes is not None
+    return kv.prefixes
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def hashes_of(*contents):
 
 def publish(kv, row, hashes):
     for block, block_hash in zip(kv.blocks_of(row).tolist(), hashes, strict=False):
-        kv.prefixes.add(block, block_hash)
+        prefixes_of(kv).add(block, block_hash)
 
 
 def test_a_row_grows_by_blocks():
@@ -105,7 +110,7 @@ def test_blocks_are_shared_and_free_once_no_row_holds_them():
     kv = caching()
     first = kv.reserve(12)
     publish(kv, first, hashes_of("a", "b"))
-    found = kv.prefixes.find(hashes_of("a", "b", "c"), limit=3)
+    found = prefixes_of(kv).find(hashes_of("a", "b", "c"), limit=3)
     assert found == [0, 1]
     assert kv.n_idle(found) == 0
     (second,) = kv.reserve_sharing([(9, found)])
@@ -113,10 +118,10 @@ def test_blocks_are_shared_and_free_once_no_row_holds_them():
     assert kv.n_free_blocks == 2
     assert [kv.n_released(rows) for rows in ([first], [second], [first, second], [])] == [1, 1, 4, 0]
     assert kv.release(first) == 1
-    assert (kv.n_free_blocks, kv.n_idle(found), kv.prefixes.n_idle) == (3, 0, 0)
+    assert (kv.n_free_blocks, kv.n_idle(found), prefixes_of(kv).n_idle) == (3, 0, 0)
     assert kv.release(second) == 3
-    assert (kv.n_free_blocks, kv.n_idle(found), kv.prefixes.n_idle) == (6, 2, 2)
-    assert kv.prefixes.find(hashes_of("a", "b"), limit=2) == [0, 1]
+    assert (kv.n_free_blocks, kv.n_idle(found), prefixes_of(kv).n_idle) == (6, 2, 2)
+    assert prefixes_of(kv).find(hashes_of("a", "b"), limit=2) == [0, 1]
 
 
 def test_the_least_recently_used_blocks_go_first_and_of_a_request_its_last():
@@ -126,15 +131,15 @@ def test_the_least_recently_used_blocks_go_first_and_of_a_request_its_last():
         publish(kv, row, hashes_of(*contents))
         kv.release(row)
     old, new = hashes_of("a", "b"), hashes_of("c", "d")
-    (row,) = kv.reserve_sharing([(8, kv.prefixes.find(old, limit=2))])
+    (row,) = kv.reserve_sharing([(8, prefixes_of(kv).find(old, limit=2))])
     kv.release(row)  # used again, so it is the newer now
     left = []
     for n_tokens in range(4, 28, 4):
         row = kv.reserve(n_tokens)
-        left.append([len(kv.prefixes.find(hashes, limit=2)) for hashes in (old, new)])
+        left.append([len(prefixes_of(kv).find(hashes, limit=2)) for hashes in (old, new)])
         kv.release(row)
     assert left == [[2, 2], [2, 2], [2, 1], [2, 0], [1, 0], [0, 0]]
-    assert kv.prefixes.n_evictions == 4 and len(kv.prefixes) == 0
+    assert prefixes_of(kv).n_evictions == 4 and len(prefixes_of(kv)) == 0
 
 
 def test_cached_blocks_are_held_before_any_is_evicted():
@@ -144,7 +149,7 @@ def test_cached_blocks_are_held_before_any_is_evicted():
         row = kv.reserve(4 * len(contents))
         publish(kv, row, hashes_of(*contents))
         kv.release(row)
-    found = kv.prefixes.find(hashes_of("a"), limit=1)
+    found = prefixes_of(kv).find(hashes_of("a"), limit=1)
     first, second = kv.reserve_sharing([(8, []), (4, found)])
     assert kv.blocks_of(second).tolist() == found
     assert sorted([*kv.blocks_of(first), *found]) == [0, 1, 2]
@@ -157,11 +162,13 @@ def test_after_forget_nothing_is_found_and_no_block_is_lost():
     publish(kv, ended, hashes_of("c", "d"))
     kv.release(ended)
     kv.forget()
-    assert len(kv.prefixes) == kv.prefixes.n_idle == 0
-    assert kv.prefixes.find(hashes_of("a"), limit=1) == kv.prefixes.find(hashes_of("c"), limit=1) == []
+    assert len(prefixes_of(kv)) == prefixes_of(kv).n_idle == 0
+    assert (
+        prefixes_of(kv).find(hashes_of("a"), limit=1) == prefixes_of(kv).find(hashes_of("c"), limit=1) == []
+    )
     assert kv.n_free_blocks == 4
     kv.release(held)
-    assert (kv.n_free_blocks, kv.prefixes.n_idle) == (6, 0)
+    assert (kv.n_free_blocks, prefixes_of(kv).n_idle) == (6, 0)
     assert sorted(kv.blocks_of(kv.reserve(24)).tolist()) == list(range(6))
     KVManager(n_blocks=1, block_size=1, n_rows=1, max_blocks_per_row=1).forget()  # without a cache: nothing
 
@@ -295,7 +302,7 @@ class SharedBlocks(RuleBasedStateMachine):
             contents = data.draw(self.contents, "contents")
             limit = data.draw(st.integers(0, len(contents)), "limit")
             hashes = hashes_of(*contents)
-            found = self.kv.prefixes.find(hashes, limit)
+            found = prefixes_of(self.kv).find(hashes, limit)
             expected = []
             for block_hash in hashes[:limit]:
                 if block_hash not in self.block_of:
@@ -340,7 +347,7 @@ class SharedBlocks(RuleBasedStateMachine):
         for block, block_hash in published:
             if block_hash not in self.block_of and block in self.block_of.values():
                 return  # it holds something else: a shared block, after contents that this row has not
-            self.kv.prefixes.add(block, block_hash)
+            prefixes_of(self.kv).add(block, block_hash)
             self.block_of.setdefault(block_hash, block)
 
     @precondition(lambda self: self.held)
@@ -376,7 +383,7 @@ class SharedBlocks(RuleBasedStateMachine):
 
     @invariant()
     def the_cache_matches(self):
-        prefixes = self.kv.prefixes
+        prefixes = prefixes_of(self.kv)
         assert (len(prefixes), prefixes.n_idle) == (len(self.block_of), len(self.idle))
         assert prefixes.n_evictions == self.n_evictions
         for block_hash, block in self.block_of.items():

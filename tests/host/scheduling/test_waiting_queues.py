@@ -16,7 +16,8 @@ from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import fair_queue
 from orca_jax.scheduling.fair_queue import OUTPUT_COST, FairQueue
-from orca_jax.scheduling.waiting_queue import FirstComeQueue, PriorityQueue, WaitingQueue, waiting_queue
+from orca_jax.scheduling.request_pool import FirstComeQueue, WaitingQueue
+from orca_jax.scheduling.waiting_queue import PriorityQueue, waiting_queue
 from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 

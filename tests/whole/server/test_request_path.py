@@ -1,4 +1,7 @@
-"""A newcomer who follows one request from its HTTP route to the sampler reads at most 30 files."""
+"""A newcomer who follows one request from its HTTP route to the sampler reads at most 30 files.
+
+This is under Algorithm 1; the default policy adds its own file and the prefix cache's.
+"""
 
 import sys
 import threading
@@ -65,7 +68,7 @@ def followed(directory: Path, path: RequestPath) -> Iterator[Server]:
     threading.setprofile(path.profile)
     try:
         with (
-            LLM(directory, **TINY_SIZES) as llm,
+            LLM(directory, policy="orca", **TINY_SIZES) as llm,
             serving_model(llm.service, llm.config, llm.serving, tokenizer=llm.tokenizer) as server,
         ):
             yield server
