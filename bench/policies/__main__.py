@@ -15,63 +15,18 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from bench.policies.cases import Case, real_cases, simulated_cases
-from bench.policies.figures import Figures
-from bench.policies.limits import Limits
+from bench.policies.cases import real_cases, simulated_cases
+from bench.policies.comparison import Machine, compare
 from bench.policies.picture import picture
-from bench.policies.policies import BASELINE, POLICIES
+from bench.policies.policies import POLICIES
 from bench.policies.real import RealMachine
-from bench.policies.search import highest_rate
 from bench.policies.simulated import SimulatedMachine
 from bench.policies.table import Row, markdown_table, text_table
-from bench.policies.traces import Trace
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.known_devices import GPUS
-
-
-class Machine(Protocol):
-    """What plays traces."""
-
-    def play(self, policy: str, limits: Limits, trace: Trace) -> Figures:
-        """Play the trace on a new engine."""
-        ...
-
-
-def compare(
-    name: str, case: Case, machine: Machine, on_row: Callable[[str], object] = lambda label: None
-) -> list[Row]:
-    """A row for each policy and each reference of the case."""
-    highest: dict[str, tuple[float, Figures] | None] = {}
-    rate = case.rate
-    if case.bound is not None:
-        for policy in case.policies:
-            on_row(f"{policy}, highest rate")
-
-            def at(tried: float, policy: str = policy) -> Figures:
-                trace = case.make(tried)
-                # The baseline's batches are short where it is within the bound, so fewer requests suffice.
-                part = trace[: max(8, len(trace) // 10)] if policy == BASELINE else trace
-                return machine.play(policy, case.limits, part)
-
-            start = case.rate / (16 if policy == BASELINE else 1)
-            highest[policy] = highest_rate(at, case.bound, start)
-        orca = highest["orca"]
-        rate = case.rate if orca is None else orca[0]
-    trace = case.make(rate)
-    plays = [(policy, policy, trace) for policy in case.policies]
-    plays += [(label, policy, make()) for label, policy, make in case.references]
-    rows: list[Row] = []
-    for label, policy, played in plays:
-        on_row(label)
-        found = highest.get(policy)
-        in_bound = None if found is None else (found[0], found[1].tokens_s)
-        rows.append(Row(name, label, rate, machine.play(policy, case.limits, played), in_bound))
-    return rows
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.policies.__main__ import compare
 from bench.policies.cases import Case, real_cases, simulated_cases
+from bench.policies.comparison import compare
 from bench.policies.figures import Figures, quantile
 from bench.policies.limits import Limits
 from bench.policies.picture import picture

@@ -215,7 +215,7 @@ def test_random_faults_keep_every_invariant_with_every_combination_of_switches()
 
 def test_some_random_faults_keep_every_invariant_with_every_combination_of_switches():
     seen, _ = play_all(lambda seed: switched(random_fault_trace(seed), seed), 240)
-    assert seen["preempted"] > 20 and seen["cached"] > 20
+    assert seen["preempted"] > 4 and seen["cached"] > 20
 
 
 def test_prompts_in_pieces_survive_the_same_faults():
