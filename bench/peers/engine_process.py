@@ -1,6 +1,7 @@
 """An engine in a process with its own environment, behind a pipe of JSON lines (other end: child.py)."""
 
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -48,11 +49,18 @@ class EngineProcess:
         self.about = self._ask(flags, seconds)
 
     def play(self, trace: Trace) -> Played:
-        """Play a trace once. Raises EngineEnded."""
+        """Play a trace once. Raises EngineEnded.
+
+        First tokens are recorded unless all requests arrive at once, when only the throughput counts.
+        """
+        streams = any(request.arrival for request in trace)
         question = {
             "prompts": [request.prompt_ids for request in trace],
             "n_outputs": [request.n_output for request in trace],
             "arrivals": [request.arrival for request in trace],
+            "after": [request.after for request in trace],
+            "streams": streams,
+            "salt": secrets.token_hex(8),
         }
         answer = self._ask(question, self._play_seconds)
         return Played(
@@ -60,6 +68,7 @@ class EngineProcess:
             latency=tuple(answer["latency"]),
             n_tokens=tuple(map(len, answer["token_ids"])),
             token_ids=tuple(map(tuple, answer["token_ids"])),
+            first_token=None if answer["first_token"] is None else tuple(answer["first_token"]),
         )
 
     def warm_up(self, trace: Trace) -> Played:

@@ -5,9 +5,12 @@ them. The output tokens are counted, because a server may ignore a field.
 """
 
 import asyncio
+import itertools
 import json
+import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -25,6 +28,9 @@ _N_OUTPUT = "the request's output tokens"
 # them.
 _NO_END: tuple[dict[str, Any], ...] = ({"ignore_eos": True}, {"min_tokens": _N_OUTPUT}, {})
 _USAGE: tuple[dict[str, Any], ...] = ({"stream_options": {"include_usage": True}}, {})
+# No play shares a prefix cache with an earlier one, if the server knows the field.
+_PLAY = "different in each play"
+_SALT: tuple[dict[str, Any], ...] = ({"cache_salt": _PLAY}, {})
 # Ways to get the ids of output tokens.
 _TOKEN_IDS: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"logprobs": 0})
 _TOKEN_ID = "token_id:"  # prefix of a token's name if the token has no text
@@ -63,6 +69,7 @@ class HttpEngine:
         self._body = dict(body or {})
         self._play_seconds = play_seconds
         self._ids_field: dict[str, Any] | None = None
+        self._salt = "none"
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def start(self) -> None:
@@ -100,8 +107,8 @@ class HttpEngine:
         request = TracedRequest((1, 2, 3), 2)
         refused = b""
         for no_end in _NO_END:
-            for usage in _USAGE:
-                body = {**no_end, **usage, **self._body}
+            for usage, salt in itertools.product(_USAGE, _SALT):
+                body = {**no_end, **usage, **salt, **self._body}
                 answer = await self._whole(self._post(request, body))
                 if status_of(answer) == 200:
                     self._body = body
@@ -149,15 +156,29 @@ class HttpEngine:
         return ", ".join(lines) or "unknown"
 
     async def _play(self, trace: Trace, more: Mapping[str, Any]) -> Played:
+        self._salt = secrets.token_hex(8)
+        if any(request.after is not None for request in trace):
+            if self._ids_field is None:
+                raise AddressFailed(f"{self.name} returns no token ids, which the next turns' prompts need")
+            more = self._ids_field
         messages = [self._post(request, {**self._body, **more}) for request in trace]
         begin = time.perf_counter()
+        tasks: list[asyncio.Task[_Answer]] = []
 
-        async def one(request: TracedRequest, message: bytes) -> tuple[float, bytes]:
-            await asyncio.sleep(begin + request.arrival - time.perf_counter())
-            answer = await self._whole(message)
-            return time.perf_counter() - begin, answer
+        async def one(request: TracedRequest, message: bytes) -> _Answer:
+            due, prompt = begin + request.arrival, request.prompt_ids
+            if request.after is not None:
+                before = await tasks[request.after]
+                due = begin + before.end + request.arrival
+                prompt = (*before.prompt, *(token_ids(self._events(before.answer)) or ()), *prompt)
+                message = self._post(replace(request, prompt_ids=prompt), {**self._body, **more})
+            await asyncio.sleep(due - time.perf_counter())
+            answer, first = await self._exchange(message)
+            end = time.perf_counter() - begin
+            return _Answer(prompt, due - begin, (first or time.perf_counter()) - begin, end, answer)
 
-        tasks = [asyncio.create_task(one(*each)) for each in zip(trace, messages, strict=True)]
+        for request, message in zip(trace, messages, strict=True):
+            tasks.append(asyncio.create_task(one(request, message)))
         try:
             done = await asyncio.gather(*tasks)
         finally:
@@ -166,27 +187,36 @@ class HttpEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
         n_tokens: list[int] = []
         outputs: list[tuple[int, ...] | None] = []
-        for _, answer in done:
-            if status_of(answer) != 200:
-                text = answer.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
-                raise AddressFailed(f"{self.name} answered with {status_of(answer)}: {text}")
-            events = events_of(answer)
+        for each in done:
+            events = self._events(each.answer)
             n_tokens.append(count(events))
             ids = token_ids(events)
             outputs.append(None if ids is None else tuple(ids))
         known = [ids for ids in outputs if ids is not None] if more else []
         return Played(
-            seconds=max(end for end, _ in done),
-            latency=tuple(end - request.arrival for (end, _), request in zip(done, trace, strict=True)),
+            seconds=max(each.end for each in done),
+            latency=tuple(each.end - each.due for each in done),
             n_tokens=tuple(n_tokens),
             token_ids=tuple(known) if known and len(known) == len(trace) else None,
+            first_token=tuple(each.first - each.due for each in done),
         )
+
+    def _events(self, answer: bytes) -> list[dict[str, Any]]:
+        """The events of a stream. Raises AddressFailed for another answer."""
+        if status_of(answer) != 200:
+            text = answer.partition(b"\r\n\r\n")[2][:1000].decode(errors="replace")
+            raise AddressFailed(f"{self.name} answered with {status_of(answer)}: {text}")
+        return events_of(answer)
 
     def _fields(self, n_output: int | str, more: Mapping[str, Any]) -> dict[str, Any]:
         """All fields of a request except the prompt."""
         fields = {"model": self._model, "max_tokens": n_output, "temperature": 0, "stream": True}
         fields |= {**self._body, **more}
-        return {name: n_output if value == _N_OUTPUT else value for name, value in fields.items()}
+        filled = {_N_OUTPUT: n_output, _PLAY: self._salt}
+        return {
+            name: filled.get(value, value) if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
 
     def _post(self, request: TracedRequest, more: Mapping[str, Any]) -> bytes:
         body = {"prompt": list(request.prompt_ids), **self._fields(request.n_output, more)}
@@ -196,14 +226,35 @@ class HttpEngine:
         return get(*self._address, self._base + path)
 
     async def _whole(self, message: bytes) -> bytes:
-        """The raw answer. It is parsed later, because server and client often share a processor."""
+        answer, _ = await self._exchange(message)
+        return answer
+
+    async def _exchange(self, message: bytes) -> tuple[bytes, float | None]:
+        """The raw answer, and when its first event arrived.
+
+        It is parsed later, because server and client often share a processor.
+        """
         answer = bytearray()
+        first: float | None = None
         async with Exchange(*self._address, message) as exchange:
             while some := await exchange.sip(_READ_BYTES):
                 answer += some
+                if first is None and b"\ndata:" in answer:
+                    first = time.perf_counter()
         if not answer:
             raise ConnectionError("it closed the connection without an answer")
-        return bytes(answer)
+        return bytes(answer), first
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A request's whole prompt and raw answer, and the seconds of its arrival, first event and end."""
+
+    prompt: tuple[int, ...]
+    due: float
+    first: float
+    end: float
+    answer: bytes
 
 
 def events_of(answer: bytes) -> list[dict[str, Any]]:

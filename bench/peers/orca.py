@@ -10,6 +10,7 @@ import jax
 import orca_jax
 from bench.peers.child import Play, Playing, serve
 from orca_jax import LLM, SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.service.generation import Generation
 
@@ -21,7 +22,6 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         "max_batch_size": flags["max_batch_size"],
         "dtype": flags["dtype"],
         "compile_ahead": True,
-        "prefix_caching": False,  # the same trace is played again and again
         **flags.get("arguments", {}),
     }
     llm = closing.enter_context(LLM(flags["checkpoint"], **arguments))
@@ -37,13 +37,19 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
             for request, _, reason in deliveries:
                 if reason is not None:
                     playing.done(int(request.request_id), request.output_ids)
+                elif playing.streams:
+                    playing.first(int(request.request_id))
 
+        scheduling = SchedulingParams(cache_salt=playing.salt)
         service.on_delivered = delivered
         try:
             running: list[Generation] = []
             while indices := playing.next_arrivals():
                 running += [
-                    service.submit(playing.requests[i].prompt, rules[i], request_id=str(i)) for i in indices
+                    service.submit(
+                        playing.requests[i].prompt, rules[i], request_id=str(i), scheduling=scheduling
+                    )
+                    for i in indices
                 ]
             for generation in running:
                 generation.result()

@@ -27,7 +27,6 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
     """`flags`: checkpoint, dtype, max_batch_size; `arguments` may have more fields of Sizes."""
     arguments = {
         "max_batch_size": flags["max_batch_size"],
-        "prefix_caching": False,  # the same trace is played again and again
         **flags.get("arguments", {}),
     }
     directory = Path(flags["checkpoint"])
@@ -44,6 +43,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
             for request, _, reason in deliveries:
                 if reason is not None:
                     playing.done(int(request.request_id), request.output_ids)
+                elif playing.streams:
+                    playing.first(int(request.request_id))
 
         scheduler, pool = engine.scheduler(on_deliveries=delivered)
         while not playing.is_done:
@@ -51,7 +52,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
                 asked = playing.requests[i]
                 sampling = SamplingParams(max_tokens=asked.n_output, temperature=0.0, ignore_eos=True)
                 n_tokens = len(asked.prompt) + asked.n_output
-                pool.add(Request(str(i), tuple(asked.prompt), n_tokens, sampling, seed=0))
+                salt = (playing.salt,)
+                pool.add(Request(str(i), tuple(asked.prompt), n_tokens, sampling, seed=0, cache_salt=salt))
             if not scheduler.step():
                 time.sleep(playing.until_next() or 0.0)
 

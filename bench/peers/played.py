@@ -14,13 +14,15 @@ PERCENTILES = (50, 90, 99)
 @dataclass(frozen=True, slots=True)
 class Played:
     """One play of a trace: seconds from its start to the last end; and for each request, in the trace's
-    order, the latency in seconds since its arrival, the number of output tokens, and their ids if known.
+    order, the latency in seconds since its arrival, the number of output tokens, their ids if known, and the
+    seconds from its arrival to the first token if recorded.
     """
 
     seconds: float
     latency: tuple[float, ...]
     n_tokens: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...] | None = None
+    first_token: tuple[float, ...] | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -39,11 +41,19 @@ class Played:
         A request without output counts as one token.
         """
         each = [1e3 * s / max(1, n) for s, n in zip(self.latency, self.n_tokens, strict=True)]
-        return {f"p{q}": float(np.percentile(each, q)) for q in PERCENTILES}
+        return _percentiles(each)
+
+    def first_token_ms(self) -> dict[str, float] | None:
+        """Percentiles over the requests of the time to the first token, in milliseconds."""
+        return None if self.first_token is None else _percentiles([1e3 * s for s in self.first_token])
 
     def missing(self, trace: Trace) -> int:
         """The number of requested output tokens that are missing."""
         return sum(max(0, request.n_output - n) for request, n in zip(trace, self.n_tokens, strict=True))
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{q}": float(np.percentile(values, q)) for q in PERCENTILES}
 
 
 @dataclass(frozen=True, slots=True)

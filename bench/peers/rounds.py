@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.peers.played import Agreement, Played, agreement, ratio
-from bench.trace import Trace
+from bench.trace import Trace, input_lengths
 
 OURS = "orca_jax"  # the engine that all others are compared with
 
@@ -44,8 +44,12 @@ class Rounds:
 
     def latency_ms(self, name: str) -> dict[str, list[float]]:
         """Percentiles of normalized latency for each round."""
-        each = [one.normalized_latency_ms() for one in self.played[name]]
-        return {q: [one[q] for one in each] for q in each[0]}
+        return _by_percentile([one.normalized_latency_ms() for one in self.played[name]])
+
+    def first_token_ms(self, name: str) -> dict[str, list[float]]:
+        """Percentiles of the time to the first token for each round; empty if not recorded."""
+        each = [one.first_token_ms() for one in self.played[name]]
+        return _by_percentile([one for one in each if one is not None])
 
     def agreement(self, name: str) -> Agreement | None:
         """How far an engine's tokens agree with ours if all requests arrive at once."""
@@ -54,6 +58,10 @@ class Rounds:
     def missing(self, name: str) -> int:
         """The number of missing output tokens in the worst round."""
         return max(one.missing(self.trace) for one in self.played[name])
+
+
+def _by_percentile(each: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    return {q: [one[q] for one in each] for q in (each[0] if each else ())}
 
 
 def play_in_turn(
@@ -95,26 +103,30 @@ def play_in_turn(
 
 
 def table(found: Mapping[str, Rounds]) -> Table:
-    """Medians over the rounds, for tokens per second also least and most. Ratios are medians of the rounds'
-    ratios.
+    """Medians over the rounds, for tokens per second also least and most. Ratios, ours over theirs, are
+    medians of the rounds' ratios.
     """
-    made = Table(title="medians of the rounds (least to most); latency is normalized, ms per generated token")
+    made = Table(
+        title="medians of the rounds (least to most); latency is normalized, ms per token; first token in ms"
+    )
     made.add_column("trace", no_wrap=True)
     made.add_column("engine", no_wrap=True)
     for heading in (
         "tokens/s",
         "ours over theirs",
         "latency p50",
-        "p90",
         "p99",
-        "p50, ours over theirs",
-        "same tokens as ours",
+        "p50, p99 ratio",
+        "first token p50",
+        "p99",
+        "p50, p99 ratio",
+        "same tokens",
     ):
         made.add_column(heading, justify="right")
     for trace, one in found.items():
         made.add_section()
         for name in one.played:
-            rates, latency, same = one.tokens_per_second(name), one.latency_ms(name), one.agreement(name)
+            rates, same = one.tokens_per_second(name), one.agreement(name)
             missing = one.missing(name)
             is_ours = name == OURS
             made.add_row(
@@ -122,13 +134,21 @@ def table(found: Mapping[str, Rounds]) -> Table:
                 name,
                 f"{spread(rates)}{' !' if missing else ''}",
                 "" if is_ours else f"{ratio(one.tokens_per_second(OURS), rates):.2f}",
-                f"{median(latency['p50']):.1f}",
-                f"{median(latency['p90']):.1f}",
-                f"{median(latency['p99']):.1f}",
-                "" if is_ours else f"{ratio(one.latency_ms(OURS)['p50'], latency['p50']):.2f}",
+                *_times(one.latency_ms(OURS), one.latency_ms(name), is_ours),
+                *_times(one.first_token_ms(OURS), one.first_token_ms(name), is_ours),
                 "" if is_ours else "unknown" if same is None else str(same),
             )
     return made
+
+
+def _times(
+    ours: dict[str, list[float]], theirs: dict[str, list[float]], is_ours: bool
+) -> tuple[str, str, str]:
+    """Median p50 and p99, and ratios of ours to theirs."""
+    if not theirs:
+        return "", "", ""
+    ratios = [f"{ratio(ours[q], theirs[q]):.2f}" for q in ("p50", "p99")] if ours and not is_ours else []
+    return f"{median(theirs['p50']):.1f}", f"{median(theirs['p99']):.1f}", ", ".join(ratios)
 
 
 def warnings(found: Mapping[str, Rounds]) -> list[str]:
@@ -154,21 +174,27 @@ def summary(found: Mapping[str, Rounds]) -> dict[str, dict[str, Any]]:
 
 
 def _summary_of(one: Rounds, name: str) -> dict[str, Any]:
-    rates, latency = one.tokens_per_second(name), one.latency_ms(name)
+    rates, latency, first = one.tokens_per_second(name), one.latency_ms(name), one.first_token_ms(name)
     summary: dict[str, Any] = {
         "tokens_per_second": [round(rate, 2) for rate in rates],
         "requests_per_second": [round(played.requests_per_second, 4) for played in one.played[name]],
         "normalized_latency_ms": {q: [round(ms, 2) for ms in each] for q, each in latency.items()},
+        "first_token_ms": {q: [round(ms, 2) for ms in each] for q, each in first.items()},
         "missing_tokens": one.missing(name),
     }
     if name != OURS:
         same = one.agreement(name)
         summary["ours_over_theirs"] = {
             "tokens_per_second": round(ratio(one.tokens_per_second(OURS), rates), 3),
-            "median_normalized_latency": round(ratio(one.latency_ms(OURS)["p50"], latency["p50"]), 3),
+            "normalized_latency": _ratios(one.latency_ms(OURS), latency),
+            "first_token": _ratios(one.first_token_ms(OURS), first),
         }
         summary["same_tokens_as_ours"] = None if same is None else asdict(same)
     return summary
+
+
+def _ratios(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> dict[str, float]:
+    return {q: round(ratio(ours[q], theirs[q]), 3) for q in theirs if q in ours}
 
 
 def raw(found: Mapping[str, Rounds]) -> list[dict[str, Any]]:
@@ -182,12 +208,16 @@ def raw(found: Mapping[str, Rounds]) -> list[dict[str, Any]]:
             "requests": [
                 {
                     "arrival": request.arrival,
-                    "n_input": len(request.prompt_ids),
+                    "after": request.after,
+                    "n_input": n_input,
                     "n_output": request.n_output,
                     "n_tokens": n_tokens,
                     "latency": latency,
+                    "first_token": None if played.first_token is None else played.first_token[j],
                 }
-                for request, n_tokens, latency in zip(one.trace, played.n_tokens, played.latency, strict=True)
+                for j, (request, n_input, n_tokens, latency) in enumerate(
+                    zip(one.trace, input_lengths(one.trace), played.n_tokens, played.latency, strict=True)
+                )
             ],
         }
         for trace, one in found.items()

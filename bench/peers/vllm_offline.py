@@ -6,6 +6,8 @@ settings are environment variables that must be set before the import: compare.p
 
 # pyright: reportMissingImports=false
 import asyncio
+import contextlib
+import math
 import platform
 from contextlib import ExitStack
 from typing import Any
@@ -25,7 +27,6 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         "max_num_seqs": flags["max_batch_size"],
         "dtype": flags["dtype"],
         "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,  # the same trace is played again and again
         "disable_log_stats": True,
         **flags.get("arguments", {}),
     }
@@ -39,26 +40,37 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
     engine = runner.run(make())
     closing.callback(engine.shutdown)
 
-    async def one(playing: Playing, i: int) -> None:
+    async def one(playing: Playing, i: int, answered: asyncio.Event) -> None:
         request = playing.requests[i]
+        kind = RequestOutputKind.DELTA if playing.streams else RequestOutputKind.FINAL_ONLY
         params = vllm.SamplingParams(
             max_tokens=request.n_output,
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=kind,
         )
-        prompt = {"prompt_token_ids": list(request.prompt)}
+        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": playing.salt}
+        token_ids: list[int] = []
         async for output in engine.generate(prompt, params, str(i)):
+            token_ids += output.outputs[0].token_ids
             if output.finished:
-                playing.done(i, output.outputs[0].token_ids)
+                playing.done(i, token_ids)
+                answered.set()
+            else:
+                playing.first(i)
 
     async def all_of(playing: Playing) -> None:
+        answered = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             while (seconds := playing.until_next()) is not None:
-                await asyncio.sleep(seconds)
+                with contextlib.suppress(
+                    TimeoutError
+                ):  # an answer may bring the next turn of its conversation
+                    await asyncio.wait_for(answered.wait(), seconds if seconds < math.inf else None)
+                answered.clear()
                 for i in playing.arrived():
-                    tasks.create_task(one(playing, i))
+                    tasks.create_task(one(playing, i, answered))
 
     def play(playing: Playing) -> None:
         runner.run(all_of(playing))

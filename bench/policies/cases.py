@@ -83,6 +83,11 @@ def simulated_cases(share: float = 1.0) -> Mapping[str, Case]:
     }
 
 
+def short_conversations(n: int, rate: float) -> Trace:
+    """`n` conversations of a size for a CPU."""
+    return conversations(n, rate, n_question=(8, 48), n_output=(8, 32), think=1.0)
+
+
 def real_cases(share: float = 1.0) -> Mapping[str, Case]:
     """For GPT-2 on a CPU in minutes: fewer and shorter requests, and no search."""
 
@@ -108,7 +113,7 @@ def real_cases(share: float = 1.0) -> Mapping[str, Case]:
         ),
         "conversations": Case(
             title="conversations of 8 turns that share a system prompt of 200 tokens",
-            make=lambda rate: conversations(n(8), rate, n_question=(8, 48), n_output=(8, 32), think=1.0),
+            make=partial(short_conversations, n(8)),
             rate=0.4,
             limits=limits,
         ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.simulate.workload import poisson
-from bench.trace import PAPER_INPUTS, PAPER_OUTPUTS
+from bench.trace import PAPER_INPUTS, PAPER_OUTPUTS, TracedRequest
 
 VOCABULARY = 50_000
 _PROMPTS = 2  # the third stream of a seed, after lengths and arrivals (bench/trace.py)
@@ -40,6 +40,17 @@ class Conversation:
 
 Trace = tuple[Conversation, ...]  # in order of arrival
 MakeTrace = Callable[[float], Trace]  # from the rate, in conversations a second
+
+
+def as_requests(trace: Trace, vocab_size: int) -> tuple[TracedRequest, ...]:
+    """The turns of all conversations as the requests of a plain trace, with ids below `vocab_size`."""
+    requests: list[TracedRequest] = []
+    for conversation in trace:
+        for i, turn in enumerate(conversation.turns):
+            ids = tuple(token_id % vocab_size for token_id in turn.new_ids)
+            arrival, after = (turn.think, len(requests) - 1) if i else (conversation.arrival, None)
+            requests.append(TracedRequest(ids, turn.n_output, arrival, after))
+    return tuple(requests)
 
 
 def n_requests(trace: Trace) -> int:

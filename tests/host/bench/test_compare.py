@@ -1,6 +1,8 @@
 """The comparison with other engines: what a peer keeps of a trace, and what is said of engines' rounds."""
 
+import math
 import random
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from bench.peers.child import Asked, Playing, environment_variables
 from bench.peers.played import Agreement, Played, agreement, ratio
-from bench.trace import TracedRequest
+from bench.policies.traces import as_requests, conversations
+from bench.trace import TracedRequest, input_lengths
 
 
 class Clock:
@@ -53,8 +56,58 @@ def test_requests_are_given_when_they_arrive_and_latency_is_from_then() -> None:
     assert playing.answer() == {
         "seconds": 4.0,
         "latency": [3.0, 1.5, 2.0],
+        "first_token": None,
         "token_ids": [[7, 8], [9], [6]],
     }
+
+
+def test_a_next_turn_arrives_after_the_answer_and_its_prompt_is_the_conversation() -> None:
+    clock = Clock()
+    turns = [Asked([1, 2], 1, 0.0), Asked([3], 2, 0.5, 0), Asked([4], 1, 0.25, 1), Asked([5], 1, 9.0)]
+    playing = Playing(turns, clock, streams=True)
+    assert playing.next_arrivals() == [0]
+    assert playing.until_next() == 9.0  # until the first is answered
+    clock.now += 1.0
+    playing.done(0, [7])
+    assert playing.until_next() == 0.5
+    assert playing.arrived() == []
+    clock.now += 0.5
+    assert playing.arrived() == [1]
+    assert list(playing.requests[1].prompt) == [1, 2, 7, 3]
+    clock.now += 0.125
+    playing.first(1)
+    clock.now += 0.125
+    playing.done(1, [8, 9])
+    clock.now += 8.0
+    assert playing.arrived() == [2, 3]
+    assert list(playing.requests[2].prompt) == [1, 2, 7, 3, 8, 9, 4]
+    playing.done(3, [6])
+    playing.done(2, [6])
+    answer = playing.answer()
+    assert answer["latency"] == [1.0, 0.25, 7.75, 0.75]
+    assert answer["first_token"] == [1.0, 0.125, 7.75, 0.75]
+
+
+def test_a_wait_for_the_next_turn_ends_with_the_answer() -> None:
+    playing = Playing([Asked([1], 1, 0.0), Asked([2], 1, 0.0, 0)])
+    assert playing.next_arrivals() == [0]
+    assert playing.until_next() == math.inf
+    answering = threading.Timer(0.02, playing.done, (0, [3]))
+    answering.start()
+    assert playing.next_arrivals() == [1]
+    answering.join(10)
+
+
+def test_conversations_as_requests_have_the_lengths_of_their_turns() -> None:
+    trace = as_requests(conversations(2, 1.0, n_turns=3, n_question=(2, 4), n_output=(1, 3), think=1.0), 10)
+    assert [request.after for request in trace] == [None, 0, 1, None, 3, 4]
+    assert max(max(request.prompt_ids) for request in trace) < 10
+    lengths = input_lengths(trace)
+    assert lengths[0] == len(trace[0].prompt_ids) == 200 + len(trace[0].prompt_ids[200:])
+    assert lengths[2] == sum(len(request.prompt_ids) + request.n_output for request in trace[:2]) + len(
+        trace[2].prompt_ids
+    )
+    assert trace[3].prompt_ids[:200] == trace[0].prompt_ids[:200]
 
 
 def test_a_trace_that_was_not_played_whole_has_no_answer() -> None:

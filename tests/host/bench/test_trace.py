@@ -119,6 +119,8 @@ def test_recorded_arrivals_are_read(tmp_path: Path) -> None:
         ('{"arrival": NaN, "n_input": 1, "n_output": 1}', "arrival is nan"),
         ('{"arrival": 0.5, "n_input": 1, "n_output": 1}', "arrival is 0.5, before that"),
         ('{"arrival": 1, "n_input": 0, "n_output": 1}', "n_input is 0"),
+        ('{"arrival": 1, "n_input": 1, "n_output": 1, "after": 1}', "after is 1"),
+        ('{"arrival": 1, "n_input": 1, "n_output": 1, "after": true}', "after is True"),
         ('{"arrival": 1, "n_input": 1, "n_output": true}', "n_output is True"),
         ('{"arrival": 1, "n_input": 1}', "n_output is None"),
         ('{"arrival": 1, "n_output": 1}', "n_input or prompt_ids must be there"),

@@ -76,6 +76,8 @@ def test_flags_are_read() -> None:
     fast, slow = flags.traces["paper, 2/s"], flags.traces["paper, 1.1/s"]
     assert [request.prompt_ids for request in fast] == [request.prompt_ids for request in slow]
     assert 0 < fast[0].arrival < slow[0].arrival
+    flags = parse(["--rate", "0.5", "--conversations", "2"])
+    assert [len(trace) for trace in flags.traces.values()] == [16]
     assert list(parse([]).traces) == ["paper", "equal, 1", "equal, 8", "equal, 32"]
     assert list(parse(["--requests", "0", "--equal", "2"]).traces) == ["equal, 2"]
 
@@ -93,6 +95,7 @@ def test_flags_are_read() -> None:
         (["--arguments", "vllm=[]"], "not ENGINE"),
         (["--rate", "0"], "not above 0"),
         (["--equal", "8,-1"], "not above 0"),
+        (["--conversations", "3"], "needs --rate"),
         (["--rate", "1", "--trace", "x.jsonl"], "leave --rate out"),
         (["--trace", "x.jsonl"], "No such file"),
         (["--rate", "1", "--requests", "0"], "give --requests"),
@@ -178,8 +181,12 @@ def test_an_engine_that_does_not_answer_is_killed_at_its_deadline() -> None:
 def test_the_table_and_the_record_have_pairwise_ratios() -> None:
     trace = (TracedRequest((1,), 100),)
     rounds = Rounds(trace)
-    for name, rates in ((OURS, (100.0, 50.0)), ("b", (50.0, 20.0))):
-        rounds.played[name] = [Played(100 / rate, (100 / rate,), (100,)) for rate in rates]
+    cases = ((OURS, (100.0, 50.0), (0.1, 0.2)), ("b", (50.0, 20.0), (0.5, 0.5)))
+    for name, rates, firsts in cases:
+        rounds.played[name] = [
+            Played(100 / rate, (100 / rate,), (100,), first_token=(first,))
+            for rate, first in zip(rates, firsts, strict=True)
+        ]
         rounds.warm[name] = Played(1.0, (1.0,), (100,), None if name == "b" else ((1,) * 100,))
     result = {"paper": rounds}
     console = Console(width=200)
@@ -191,7 +198,11 @@ def test_the_table_and_the_record_have_pairwise_ratios() -> None:
     assert "0.45" in row  # latencies: 10 over 20 and 20 over 50 ms
     assert "unknown" in row
     figures = summary(result)["paper"]
-    assert figures["b"]["ours_over_theirs"] == {"tokens_per_second": 2.25, "median_normalized_latency": 0.45}
+    assert figures["b"]["ours_over_theirs"] == {
+        "tokens_per_second": 2.25,
+        "normalized_latency": {"p50": 0.45, "p90": 0.45, "p99": 0.45},
+        "first_token": {"p50": 0.3, "p90": 0.3, "p99": 0.3},
+    }
     assert figures["b"]["normalized_latency_ms"]["p99"] == [20.0, 50.0]
     assert figures[OURS]["requests_per_second"] == [1.0, 0.5]
     assert [(play["engine"], play["round"], play["seconds"]) for play in raw(result)] == [
@@ -219,7 +230,7 @@ class Stub(BaseHTTPRequestHandler):
         self.asked.append(body)
         if self.path != "/v1/completions" or not self.takes_ids:
             self._answer(422, b'{"error": "a prompt is a text"}', "application/json")
-        elif "ignore_eos" in body or "stream_options" in body:
+        elif {"ignore_eos", "stream_options", "cache_salt"} & body.keys():
             self._answer(400, b'{"error": "unknown field"}', "application/json")
         else:
             n = min(self.most, body["max_tokens"])
@@ -311,6 +322,8 @@ def test_a_server_past_its_deadline_is_not_waited_for() -> None:
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [(5, 3), (20, 6), (9, 1)]
     lines = [{"arrival": 0.05 * i, "n_input": n, "n_output": m} for i, (n, m) in enumerate(lengths)]
+    lines.append({"arrival": 0.01, "n_input": 7, "n_output": 2, "after": 1})
+    lengths.append((20 + 6 + 7, 2))
     recorded = tmp_path / "tiny.jsonl"
     recorded.write_text("\n".join(map(json.dumps, lines)))
     small = '{"compile_ahead": false, "max_batch_tokens": 512}'
@@ -330,7 +343,7 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert line["bench"] == "compare"
     assert line["command"][:2] == ["--model", "demo"]
-    assert line["traces"]["tiny.jsonl"]["output_tokens"] == 10
+    assert line["traces"]["tiny.jsonl"]["output_tokens"] == 12
     assert list(line["engines"]) == [OURS, SERVER]
     assert line["engines"][OURS]["flags"]["max_batch_size"] == 4
     sent = line["engines"][SERVER]["flags"]["sent"]
@@ -341,16 +354,17 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert result["missing_tokens"] == 0
         assert len(result["tokens_per_second"]) == 1
         assert 0 < result["normalized_latency_ms"]["p50"][0] <= result["normalized_latency_ms"]["p99"][0]
-    assert line["results"]["tiny.jsonl"][SERVER]["same_tokens_as_ours"]["of"] == 3
+    assert line["results"]["tiny.jsonl"][SERVER]["same_tokens_as_ours"]["of"] == 4
     record = json.loads((tmp_path / "record.json").read_text())
     assert [play["engine"] for play in record["plays"]] == [OURS, SERVER]
     for play in record["plays"]:
         assert [(request["n_input"], request["n_output"]) for request in play["requests"]] == lengths
         assert all(
-            request["n_tokens"] == request["n_output"] and request["latency"] > 0
+            request["n_tokens"] == request["n_output"] and 0 < request["first_token"] <= request["latency"]
             for request in play["requests"]
         )
         last = play["requests"][2]
+        assert [request["after"] for request in play["requests"]] == [None, None, None, 1]
         assert play["seconds"] >= last["arrival"] + last["latency"] - 1e-6
 
 
