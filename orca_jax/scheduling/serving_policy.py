@@ -6,11 +6,13 @@ Sources: iteration-level scheduling, ORCA; blocks on demand and preemption, Page
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
+from orca_jax.iteration.shape import serving_buckets
 from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
@@ -103,6 +105,7 @@ class ServingPolicy:
         self._max_tokens = config.max_batch_tokens
         self._chunked = scheduling.chunked_prefill
         self._prefill_tokens = scheduling.prefill_tokens or config.max_batch_tokens
+        self._buckets = serving_buckets(config)
         self._on_demand = scheduling.on_demand
         self._by_priority = scheduling.order == "priority"
         self._watermark = math.ceil(_WATERMARK * kv.n_blocks) if scheduling.on_demand else 0
@@ -213,7 +216,7 @@ class ServingPolicy:
         """Prompts that were begun, then waiting ones; False if the next one has more tokens than fit."""
         room = self._max_tokens - len(plan.rows)
         if self._chunked and others_decode:
-            room = min(room, self._prefill_tokens)
+            room = self._without_padding(len(plan.rows), min(room, self._prefill_tokens))
         for req in sorted(begun, key=_service_order):
             if plan.gives_up(req):
                 continue
@@ -227,6 +230,15 @@ class ServingPolicy:
         if plan.free <= 0 or plan.preempted or plan.held_back:
             return True
         return self._admit(plan, room, admitted, waiting)
+
+    def _without_padding(self, n_rows: int, room: int) -> int:
+        """The room that ends an iteration at a bucket, if that is more than half of `room`, else `room`.
+
+        A chunk's border is free to choose, and padding up to the next bucket would be computed for nothing.
+        """
+        i = bisect_right(self._buckets, n_rows + room) - 1
+        fitted = self._buckets[i] - n_rows
+        return fitted if 2 * fitted > room else room
 
     def _admit(self, plan: _Plan, room: int, admitted: Sequence[Request], waiting: Iterable[Request]) -> bool:
         """Admit waiting requests in their order; False if the next one has more tokens than fit."""

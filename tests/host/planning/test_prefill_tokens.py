@@ -8,7 +8,7 @@ from orca_jax.config import ServingConfig, Sizes
 from orca_jax.families.presets import PRESETS
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
 from orca_jax.planning.known_devices import GPUS
-from orca_jax.planning.prefill_tokens import LEAST, SLOWDOWN, default_prefill_tokens, nominal_rates
+from orca_jax.planning.prefill_tokens import LEAST, ON_A_CPU, SLOWDOWN, default_prefill_tokens, nominal_rates
 from orca_jax.planning.sizes import serving_config
 from orca_jax.planning.stage_memory import StageRoom
 
@@ -76,7 +76,9 @@ def test_an_engine_gets_the_default_unless_it_is_given_or_prompts_are_whole() ->
     def chosen(sizes: Sizes, device: str | None = "cpu") -> int | None:
         return serving_config(LLAMA, sizes, WHOLE, device=device).scheduling.prefill_tokens
 
-    assert LEAST <= (chosen(Sizes()) or 0) < (chosen(Sizes(), "NVIDIA H200") or 0) < 2048
+    assert LEAST < (chosen(Sizes(), "NVIDIA H200") or 0) < 2048
+    assert chosen(Sizes()) == ON_A_CPU
+    assert chosen(Sizes(max_batch_tokens=100)) == 100
     assert chosen(Sizes(prefill_tokens=7)) == 7
     assert chosen(Sizes(), None) is None
     assert chosen(Sizes(chunked_prefill=False)) is None
