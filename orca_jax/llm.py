@@ -32,6 +32,7 @@ from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 from orca_jax.service.generation import Generation, GenerationResult
 from orca_jax.service.orca import SCHEDULER_THREAD, Orca
 from orca_jax.service.prepared_params import OutputRules
+from orca_jax.service.scores import listed_token_ids, scores
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -300,6 +301,29 @@ class LLM:
             request_id=request_id,
             scheduling=SchedulingParams(priority=priority, cache_salt=cache_salt),
         )
+
+    def score(
+        self,
+        token_id_lists: Sequence[Sequence[int] | np.ndarray],
+        *,
+        n_prompt: int | Sequence[int] | np.ndarray | None = None,
+        priority: int = 0,
+    ) -> list[list[float]]:
+        """The log-probabilities of each list's tokens after the first, given those before them.
+
+        They are the model's own, as those of `generate`: before temperature and everything else. Requests for
+        them run in the same batches as all others.
+
+        `n_prompt` says how many of each list's first tokens are the prompt, by default all. It makes a
+        difference to a deterministic engine, which computes prompts and outputs in different shapes: the
+        log-probabilities are then bit for bit those that `generate` gives for this prompt (`prompt_logprobs`)
+        and this output (`logprobs`). For `priority` see SchedulingParams.
+
+        Checks everything before running anything; raises a subclass of InvalidRequest that names the list.
+        Raises EngineError if the engine fails, and ServiceClosed after `close`.
+        """
+        lists = [listed_token_ids(self.name, i, token_ids) for i, token_ids in enumerate(token_id_lists)]
+        return scores(self.service, lists, n_prompt, SchedulingParams(priority=priority))
 
     def close(self) -> None:
         """Cancel running requests and free the device's memory. Idempotent."""

@@ -102,8 +102,10 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
     if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
         raise BadFrame("a row has unknown flags, or says that several input tokens are on the device")
-    if (~initiation & ((n_prompt > 0) | (next_token != SAMPLED))).any():
-        raise BadFrame("a decode row has a prompt or a known next token")
+    if (~initiation & (n_prompt > 0)).any():
+        raise BadFrame("a decode row has a prompt")
+    if (on_device & (next_token != SAMPLED)).any():
+        raise BadFrame("a row's input token is on the device, but its next token is known")
     if ((n_prompt > kv_length) & (next_token == SAMPLED)).any():
         raise BadFrame("a row samples a token before the end of its prompt")
     message = ControlMessage(

@@ -7,7 +7,7 @@ synchronises).
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,14 @@ class Workers(Protocol):
         ...
 
 
+class _Issued(NamedTuple):
+    """An iteration in flight: the rows of its message, and each request's first; None: each has one row."""
+
+    tokens: PendingTokens
+    rows: Sequence[Row]
+    first: Sequence[int] | None
+
+
 class EngineMaster:
     """Turns batches of requests into iterations of the workers, in order.
 
@@ -109,22 +117,23 @@ class EngineMaster:
     def issue(self, rows: Sequence[Row]) -> Iteration:
         """Start one iteration; never blocks on the device. Raises EngineError."""
         try:
-            message = self._control_message(rows)
-            pending = self._workers.issue(message, partial(self._words, rows, message))
+            sent, first = self._token_by_token(rows)
+            message = self._control_message(sent, first)
+            pending = self._workers.issue(message, partial(self._words, sent, message))
         except EngineError:
             raise
         except Exception as error:
             raise self._failed(error) from error
         self._n_issued += 1
-        return Iteration(rows, pending)
+        return Iteration(rows, _Issued(pending, sent, first))
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         """The tokens of the oldest iteration; None if `interrupted` returned True before it was done.
 
         Raises EngineError.
         """
-        rows = iteration.rows
-        pending: PendingTokens = iteration.pending
+        issued: _Issued = iteration.pending
+        pending, rows, first = issued
         try:
             while interrupted is not never and not pending.is_ready():
                 if interrupted():
@@ -140,7 +149,7 @@ class EngineMaster:
             return Returned(token_ids)
         wanted = [(i, request.sampling.logprobs) for i, (request, _) in enumerate(rows)]
         records = sampled.logprobs
-        return Returned(
+        returned = Returned(
             token_ids,
             {} if records is None else {i: token_logprobs(records[i], n) for i, n in wanted if n is not None},
             {
@@ -148,6 +157,7 @@ class EngineMaster:
                 for i, prompt in sampled.prompt_logprobs.items()
             },
         )
+        return returned if first is None else _by_request(returned, iteration.rows, first)
 
     def _words(self, rows: Sequence[Row], message: ControlMessage) -> npt.NDArray[np.int32] | None:
         """Token masks of the constrained rows, [constrained rows, n_words]; None if a token is missing.
@@ -174,15 +184,36 @@ class EngineMaster:
     def _failed(self, error: Exception) -> EngineError:
         return EngineError(f"iteration {self._n_issued} failed: {type(error).__name__}: {error}")
 
-    def _control_message(self, rows: Sequence[Row]) -> ControlMessage:
+    def _token_by_token(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[int] | None]:
+        """The rows of the message: one for each token, where a given output is computed in an increment.
+
+        And the first of each request's, as in _Issued.
+        """
+        if not any(request.given_ids for request, _ in rows):
+            return rows, None
+        sent: list[Row] = []
+        first: list[int] = []
+        for request, n_tokens in rows:
+            first.append(len(sent))
+            if request.given_ids and not request.in_initiation:
+                sent += [(request, 1)] * n_tokens
+            else:
+                sent.append((request, n_tokens))
+        return sent, first
+
+    def _control_message(self, rows: Sequence[Row], first: Sequence[int] | None) -> ControlMessage:
         n = len(rows)
         requests, lengths = zip(*rows, strict=True)
         row = np.array([request.row for request in requests], np.intp)
         start = np.array([request.n_computed for request in requests], np.int32)
         input_length = np.array(lengths, np.int32)
+        given = np.zeros(n, np.bool_)
         starts = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
         for i in starts.nonzero()[0].tolist():
             self._store_row(requests[i])
+        if first is not None:
+            given[:] = [bool(request.given_ids) for request in requests]
+            start += np.arange(n, dtype=np.int32) - np.repeat(first, np.diff([*first, n])).astype(np.int32)
         kv_length = start + input_length
         increment = self._has_sampled[row]
         initiation = ~increment
@@ -191,26 +222,31 @@ class EngineMaster:
         n_prompt = np.zeros(n, np.int32)
         row_end = np.cumsum(input_length)
         token_ids = np.zeros(row_end[-1], np.int32)
-        for i in initiation_rows:
+        for i in (initiation | given).nonzero()[0].tolist():
             known = requests[i].known_ids(int(start[i]), int(kv_length[i]) + 1)
             token_ids[row_end[i] - input_length[i] : row_end[i]] = known[: input_length[i]]
             next_token[i : i + 1] = known[input_length[i] :] or SAMPLED
-            n_prompt[i] = self._n_prompt[row[i]]
+            n_prompt[i] = self._n_prompt[row[i]] * initiation[i]
         samples = next_token == SAMPLED
-        self._has_sampled[row] = samples
+        chooses = samples | (
+            given & (kv_length >= self._n_prompt[row])
+        )  # or is told what it would have chosen
+        self._has_sampled[row] = chooses
         self._kv_length[row] = kv_length
         token_index = np.where(samples, kv_length - self._n_prompt[row], np.int32(0))
         sampling = self._sampling[row]
         sampling["prompt_logprobs"][increment] = -1
         for i in (~samples).nonzero()[0].tolist():  # needs no sampler
-            sampling["temperature"][i], sampling["logprobs"][i], sampling["flags"][i] = 0, -1, 0
+            sampling["temperature"][i], sampling["flags"][i] = 0, 0
+            if not chooses[i]:
+                sampling["logprobs"][i] = -1
         for i in (self._has_constraint[row] & samples).nonzero()[0].tolist():
             constraint = requests[i].constraint
             assert constraint is not None
             if constraint.acts(int(token_index[i])):
                 sampling["flags"][i] |= CONSTRAINED
         if not self.keeps_tokens:
-            for i in increment.nonzero()[0].tolist():
+            for i in (increment & ~given).nonzero()[0].tolist():
                 token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
         biases: list[tuple[int, int, float]] = []
         earlier_ids: list[int] = []
@@ -228,7 +264,7 @@ class EngineMaster:
             next_token=next_token,
             token_ids=token_ids,
             earlier_ids=np.array(earlier_ids, np.int32),
-            token_on_device=increment if self.keeps_tokens else np.zeros(n, np.bool_),
+            token_on_device=increment & ~given & self.keeps_tokens,
             block_table=self._kv.block_table.take(row, axis=0),
             sampling=sampling,
             bias=np.array(biases, BIAS),
@@ -250,3 +286,19 @@ class EngineMaster:
         self._n_prompt[row] = len(request.prompt_ids)
         self._has_constraint[row] = request.constraint is not None
         self._has_sampled[row] = False
+
+
+def _by_request(returned: Returned, rows: Sequence[Row], first: Sequence[int]) -> Returned:
+    """The results by place in `rows`, of those by place in the message."""
+    ends = [*first[1:], len(returned.token_ids)]
+    given = {
+        i: [returned.logprobs[place] for place in range(first[i], ends[i]) if place in returned.logprobs]
+        for i, (request, _) in enumerate(rows)
+        if request.given_ids
+    }
+    return Returned(
+        [returned.token_ids[place] for place in first],
+        {i: returned.logprobs[place] for i, place in enumerate(first) if place in returned.logprobs},
+        {i: returned.prompt_logprobs[p] for i, p in enumerate(first) if p in returned.prompt_logprobs},
+        given,
+    )

@@ -18,7 +18,7 @@ from jax import lax
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
-from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.message import SAMPLED, ControlMessage
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
 from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
@@ -100,7 +100,7 @@ class TokenChooser:
         self._choose = Program(
             jax.jit(_choose, static_argnames="sampler", donate_argnames="last_token"), key=by_rows
         )
-        self._logprobs = Program(jax.jit(packed_logprobs), key=by_rows)
+        self._logprobs = Program(jax.jit(_next_logprobs), key=by_rows)
         self.last_token: jax.Array  # [n_rows] int32
         self._tables: Tables
         self.renew()
@@ -155,7 +155,8 @@ class TokenChooser:
             for sampler in get_args(Sampler):
                 choose = partial(self._choose.compile, logits, rows, last_token, sampler=sampler)
                 yield ToCompile(f"{sampler} sampler, {said}", choose)
-            yield ToCompile(f"log-probabilities, {said}", partial(self._logprobs.compile, logits, tokens))
+            logprobs = partial(self._logprobs.compile, logits, rows, tokens)
+            yield ToCompile(f"log-probabilities, {said}", logprobs)
 
     def _run(
         self, raw: jax.Array, rows: jax.Array, programs: TokenPrograms, words: npt.NDArray[np.int32] | None
@@ -166,7 +167,7 @@ class TokenChooser:
         if words is not None:
             logits = self._allow(logits, jax.device_put(words, self._place))
         tokens, self.last_token = self._choose(logits, rows, self.last_token, sampler=programs.sampler)
-        return tokens, self._logprobs(raw, tokens) if programs.logprobs else None
+        return tokens, self._logprobs(raw, rows, tokens) if programs.logprobs else None
 
 
 def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:
@@ -194,6 +195,12 @@ def packed_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     chosen, ids, top = logprobs(logits, tokens, MAX_TOP_LOGPROBS)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     return jnp.concatenate([tokens[:, None], bits(chosen)[:, None], ids, bits(top)], axis=1)
+
+
+def _next_logprobs(logits: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    """packed_logprobs of each row's token: the given one, or the sampled one in `tokens` [R]."""
+    given = SamplerArrays(*rows).given
+    return packed_logprobs(logits, jnp.where(given == SAMPLED, tokens, given))
 
 
 def _set_row(tables: Tables, row: jax.Array, seen: jax.Array, bias: jax.Array) -> Tables:

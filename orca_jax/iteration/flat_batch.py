@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, ControlMessage
+from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED, ControlMessage
 from orca_jax.iteration.shape import EngineShape, bucket_for
 
 Sampler = Literal["greedy", "plain", "full"]
@@ -52,6 +52,7 @@ class SamplerArrays(NamedTuple):
     """
 
     row: Any  # index in last_token to store the next token at; n_rows (out of range) if none is sampled
+    given: Any  # the token whose log-probabilities are wanted if none is sampled; SAMPLED otherwise
     top_k: Any
     token_index: Any
     seed_low: Any
@@ -196,6 +197,7 @@ def flat_batch(
     sampling, sampler = message.sampling, SamplerArrays(*arrays.sampler)
     seed = sampling["seed"]
     sampler.row[:real_rows] = np.where(message.samples, message.row, n_rows)
+    sampler.given[:real_rows] = message.next_token
     sampler.token_index[:real_rows] = message.token_index
     sampler.top_k[:real_rows] = sampling["top_k"]
     sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
@@ -235,6 +237,7 @@ def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDAr
     arrays.slot_of_token.fill(n_slots)
     sampler = SamplerArrays(*arrays.sampler)
     sampler.row.fill(n_rows)
+    sampler.given.fill(SAMPLED)
     sampler.top_p.view(np.float32).fill(1)
     sampler.repetition.view(np.float32).fill(1)
     return buffer, arrays

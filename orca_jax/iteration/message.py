@@ -59,7 +59,9 @@ class ControlMessage:
     is an increment (decode), whose single input token is the one that the row sampled last. If
     `token_on_device` is set, that token is `last_token[row]` on the device, and 0 in `token_ids`.
 
-    A row samples a token unless the token after its input, `next_token`, is known. `token_index` counts the
+    A row samples a token unless the token after its input, `next_token`, is known; log-probabilities, if it
+    asks for them, are then those of that token. A request whose output is given has in its increments a row
+    of one token for each token that it computes: neighbours, in the tokens' order. `token_index` counts the
     output tokens before the sampled one. With the seed it makes the random key, so a request's tokens do not
     depend on the other rows. A row's first sampled token ends its initiation. In that iteration the message
     carries the biases of ADJUSTED rows, and in `earlier_ids` their tokens before the input; the worker keeps

@@ -87,6 +87,9 @@ class Request:
     request. It shares keys and values only with requests of the same `cache_salt`, such as its API key.
     `block_hashes` are those of its full blocks (scheduling/prefix_lookup.py), of which others can find the
     first `n_found`.
+
+    With `given_ids` the output is not sampled but given, `max_tokens` minus the prompt's tokens of it, and
+    `logprobs` are its tokens'. An iteration may then compute several tokens of the increment phase.
     """
 
     request_id: str
@@ -95,6 +98,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     end_token_ids: frozenset[int] = frozenset()
+    given_ids: tuple[int, ...] = ()
     constraint: OutputConstraint | None = None
     sink: OutputSink | None = None
     owner: str = ""
@@ -148,9 +152,9 @@ class Request:
         return self.n_in_flight == self.n_partial and self.state is not _INCREMENT
 
     def known_ids(self, start: int, stop: int) -> list[int]:
-        """The slice `start:stop` of prompt plus output."""
-        n = len(self.prompt_ids)
-        return [*self.prompt_ids[start:stop], *self.output_ids[max(0, start - n) : max(0, stop - n)]]
+        """The slice `start:stop` of prompt plus output, of which all is known if it is given."""
+        n, output = len(self.prompt_ids), self.given_ids or self.output_ids
+        return [*self.prompt_ids[start:stop], *output[max(0, start - n) : max(0, stop - n)]]
 
     def compute_again(self) -> None:
         """Start over after its keys and values were lost: the next iterations compute all known tokens."""

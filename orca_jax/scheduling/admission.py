@@ -53,12 +53,7 @@ def check_prompt(
 
     Raises EmptyPrompt, TokenOutOfRange, PromptTooLong or RequestTooLarge.
     """
-    if not prompt_ids:
-        raise EmptyPrompt("the prompt has no tokens; it needs at least one", param="prompt")
-    for token_id in (min(prompt_ids), max(prompt_ids)):
-        if not 0 <= token_id < model.vocab_size:
-            message = f"token id {token_id} is not in the vocabulary; ids are 0 to {model.vocab_size - 1}"
-            raise TokenOutOfRange(message, param="prompt")
+    check_in_vocabulary(prompt_ids, model)
     n_input = len(prompt_ids)
     if n_input >= model.n_positions:
         message = f"the prompt has {n_input} tokens; the model has {model.n_positions} positions and needs "
@@ -71,6 +66,16 @@ def check_prompt(
         message += f"ask for at most {n_left} output tokens" if n_left > 0 else "shorten the prompt"
         raise RequestTooLarge(message, param="max_tokens")
     return CheckedPrompt(tuple(prompt_ids), n_output)
+
+
+def check_in_vocabulary(token_ids: Sequence[int], model: ModelConfig) -> None:
+    """Raise EmptyPrompt if there are no token ids, and TokenOutOfRange if one of them is not the model's."""
+    if not token_ids:
+        raise EmptyPrompt("the prompt has no tokens; it needs at least one", param="prompt")
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < model.vocab_size:
+            message = f"token id {token_id} is not in the vocabulary; ids are 0 to {model.vocab_size - 1}"
+            raise TokenOutOfRange(message, param="prompt")
 
 
 def admissible(request: Request, *, config: ServingConfig, model: ModelConfig) -> None:

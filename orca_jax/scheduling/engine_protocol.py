@@ -36,12 +36,14 @@ class Returned(NamedTuple):
     """The results of an iteration: `token_ids` has one token per row.
 
     If a row sampled no token, ignore its entry. Log-probabilities are keyed by row index, for the requests
-    that asked for them. Those of a chunked prompt arrive chunk by chunk.
+    that asked for them. Those of a chunked prompt arrive chunk by chunk. `given` has all tokens that a row
+    computed of a given output.
     """
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprobs] = _NO_LOGPROBS
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
+    given: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
 
 
 class Engine(Protocol):

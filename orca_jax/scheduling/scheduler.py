@@ -162,7 +162,17 @@ class Scheduler:
             self._initiated_last = True
             return choice._replace(rows=initiations)
         self._initiated_last = False
-        return Choice(increments, self.n_rsrv)
+        return Choice(self._with_given(increments), self.n_rsrv)
+
+    def _with_given(self, increments: list[Row]) -> list[Row]:
+        """Let tokens of given outputs take the places that the batch has left: each is a row of its own."""
+        free = self.config.max_batch_size - len(increments)
+        for i, (req, _) in enumerate(increments):
+            if req.given_ids:
+                n_tokens = min(1 + free, len(req.given_ids) - len(req.output_ids))
+                increments[i] = req, n_tokens
+                free -= n_tokens - 1
+        return increments
 
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
@@ -267,6 +277,8 @@ class Scheduler:
                         self._release(req)
                 elif is_partial:
                     deliveries += self._take_partial(req)
+                elif req.given_ids:
+                    deliveries += self._take_given(req, returned.given[i])
                 else:
                     record = logprobs.get(i) if logprobs else None
                     deliveries.append(self._take_token(req, token_id, record))  # lines 12 to 14
@@ -294,6 +306,15 @@ class Scheduler:
         if reason is not None:  # line 13
             self._end(req, reason)  # line 14
         return req, token_id, reason
+
+    def _take_given(self, req: Request, records: Sequence[TokenLogprobs]) -> list[Delivery]:
+        """Lines 12 to 14 for the tokens of a given output that an iteration computed."""
+        deliveries: list[Delivery] = []
+        for record in records:
+            deliveries.append(self._take_token(req, record.token_id, record))
+            if req.state is FINISHED:
+                break
+        return deliveries
 
     def _end(self, req: Request, reason: FinishReason) -> Delivery:
         """End a request; every end goes through here. Its slots are released once no batch writes to them."""

@@ -15,7 +15,12 @@ INITIATION, RUNNING, INCREMENT, _ = RequestState
 
 
 def may_run_ahead(req: Request) -> bool:
-    """Whether a RUNNING request may be issued again before its token returns, because more can follow."""
+    """Whether a RUNNING request may be issued again before its token returns, because more can follow.
+
+    `n_tokens_issued` does not count how many tokens of a given output an iteration has, so that one waits.
+    """
+    if len(req.given_ids) > 1:
+        return False
     return req.n_in_flight == 1 and req.ending is None and req.n_tokens_issued < req.max_tokens
 
 

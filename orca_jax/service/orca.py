@@ -31,6 +31,7 @@ from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.service.generation import Generation
+from orca_jax.service.given_output import GivenOutput, check_given, scoring, split_given
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
 
@@ -85,6 +86,7 @@ class Orca:
         self._model = model
         self._kv = kv
         self._order = config.scheduling.order
+        self._deterministic = config.deterministic
         self._limit = longest_request(config=config, model=model)
         self._rules = RuleMaker(model, tokenizer)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
@@ -174,6 +176,23 @@ class Orca:
             block_hashes=None if hashes is None else tuple(hashes),
         )
 
+    def check_given(
+        self, token_ids: Sequence[int], n_prompt: int | None = None, scheduling: SchedulingParams = PLAIN
+    ) -> GivenOutput:
+        """Check a request for the log-probabilities of given tokens; see `LLM.score`.
+
+        Raises a leaf of InvalidRequest.
+        """
+        check_given(token_ids, n_prompt, self._model)
+        n_first = split_given(len(token_ids), n_prompt, deterministic=self._deterministic)
+        rules = self.rules(scoring(len(token_ids) - n_first))
+        checked = self.check(token_ids[:n_first], rules, scheduling)
+        return GivenOutput(checked, rules, tuple(token_ids[n_first:]))
+
+    def score(self, given: GivenOutput) -> Generation:
+        """Submit a request for the log-probabilities of given tokens. Raises as `submit`."""
+        return self.submit(given.prompt, given.rules, given_ids=given.given_ids)
+
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
         return self._limit.n_tokens - n_input
@@ -187,6 +206,7 @@ class Orca:
         request_id: str | None = None,
         owner: str = "",
         scheduling: SchedulingParams = PLAIN,
+        given_ids: tuple[int, ...] = (),
     ) -> Generation: ...
 
     @overload
@@ -209,12 +229,14 @@ class Orca:
         request_id: str | None = None,
         owner: str = "",
         scheduling: SchedulingParams = PLAIN,
+        given_ids: tuple[int, ...] = (),
         handle: Callable[[Output, _End, _Drop], H] | type[Generation] = Generation,
     ) -> H | Generation:
         """Submit a request for one output; `OutputRules.choices` are the rules of several.
 
         `owner` is the client whose share of the queue the request uses. `scheduling` is for a prompt that
-        `check` has not seen. `handle` makes the object that the user holds.
+        `check` has not seen. `given_ids` is the output, `max_tokens` long, if it is given and not sampled.
+        `handle` makes the object that the user holds.
 
         Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, or EngineError if the engine has failed.
         """
@@ -237,14 +259,18 @@ class Orca:
             sampling=rules.sampling,
             seed=seed,
             end_token_ids=rules.end_token_ids,
+            given_ids=given_ids,
             constraint=rules.constraint(),
             owner=owner,
-            weight=weight_in_bytes(checked.token_ids, rules.sampling, len(checked.block_hashes or ())),
+            weight=weight_in_bytes(
+                (*checked.token_ids, *given_ids), rules.sampling, len(checked.block_hashes or ())
+            ),
             priority=checked.priority,
             cache_salt=checked.cache_salt,
             block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
         )
-        output = request.sink = Output(request, rules.text_stream(checked.token_ids), self._stopped)
+        stream = None if given_ids else rules.text_stream(checked.token_ids)
+        output = request.sink = Output(request, stream, self._stopped)
         try:
             self.pool.add(request)
         except ServiceClosed:

@@ -84,7 +84,17 @@ def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
             for i, (req, _) in enumerate(rows)
             if req.sampling.prompt_logprobs is not None and req.prompt_logprobs is None
         },
+        {
+            i: [simulated_logprobs(token_id, 0) for token_id in _given_ids(req)]
+            for i, (req, _) in enumerate(rows)
+            if req.given_ids
+        },
     )
+
+
+def _given_ids(req: Request) -> Sequence[int]:
+    """The tokens of its given output that come after those that the iteration in flight computes."""
+    return req.given_ids[len(req.output_ids) : req.n_computed - len(req.prompt_ids) + 1]
 
 
 def batch_sums(rows: Sequence[Row]) -> IterationSums:

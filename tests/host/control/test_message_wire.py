@@ -52,7 +52,9 @@ def message_of(rows: list[dict[str, Any]]) -> ControlMessage:
         next_token=np.array([r.get("next_token", SAMPLED) for r in rows], np.int32),
         token_ids=np.concatenate([r["token_ids"] for r in rows]).astype(np.int32),
         earlier_ids=np.array([t for r in rows for t in r.get("earlier_ids", ())], np.int32),
-        token_on_device=~initiation,
+        token_on_device=np.array(
+            [not r["initiation"] and r.get("next_token", SAMPLED) == SAMPLED for r in rows]
+        ),
         block_table=table,
         sampling=sampling,
         bias=np.array([(i, *pair) for i, r in enumerate(rows) for pair in r.get("bias", [])], BIAS),
@@ -64,7 +66,7 @@ def rows(draw: st.DrawFn) -> dict[str, Any]:
     initiation = draw(st.booleans())
     kv_length = draw(st.integers(1, 10 if initiation else 32))
     n_input = draw(st.integers(1, kv_length)) if initiation else 1
-    next_token = draw(st.sampled_from([SAMPLED, SAMPLED, 0, 299])) if initiation else SAMPLED
+    next_token = draw(st.sampled_from([SAMPLED, SAMPLED, 0, 299]))
     flags = draw(st.integers(0, 3))
     n_earlier = kv_length - n_input if initiation and next_token == SAMPLED and flags & ADJUSTED else 0
     return {
@@ -224,10 +226,10 @@ ROWS, TOKEN_INDEX, INPUT_LENGTH, KV_LENGTH, N_PROMPT, NEXT_TOKEN = 0, 2, 4, 6, 8
         (altered("integers", KV_LENGTH, 33), "has kv_length 33;"),
         (altered("integers", KV_LENGTH, 4), "blocks has 8 bytes; its 3 elements take 6"),
         (altered("integers", N_PROMPT, -5), "has n_prompt -5;"),
-        (altered("integers", N_PROMPT, 1), "a decode row has a prompt or a known next token"),
+        (altered("integers", N_PROMPT, 1), "a decode row has a prompt"),
         (altered("integers", NEXT_TOKEN, -2), "has next_token -2;"),
         (altered("integers", NEXT_TOKEN, 300), "has next_token 300;"),
-        (altered("integers", NEXT_TOKEN, 5), "a decode row has a prompt or a known next token"),
+        (altered("integers", NEXT_TOKEN, 5), "is on the device, but its next token is known"),
         (encode_message(message_of([CUT]), SHAPE), "before the end of its prompt"),
         (resized("earlier_ids", -4, [REST]), "1 earlier tokens came, but the rows that need them have 2"),
         (resized("earlier_ids", 4), "1 earlier tokens came, but the rows that need them have 0"),

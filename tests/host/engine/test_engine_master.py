@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import EngineError
-from orca_jax.iteration.message import ADJUSTED, CONSTRAINED
+from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED
 from orca_jax.request.request import Request, RequestState
-from orca_jax.request.sampled import Sampled
+from orca_jax.request.sampled import LOGPROBS, Sampled
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import never
 from orca_jax.scheduling.kv_manager import KVManager
@@ -35,6 +35,17 @@ class Pending:
         if self.error is not None:
             raise self.error
         return Sampled(self.token_ids)
+
+
+class PendingRecords(Pending):
+    """Tokens with log-probabilities."""
+
+    def __init__(self, token_ids, records):
+        super().__init__(token_ids)
+        self.records = records
+
+    def fetch(self):
+        return Sampled(self.token_ids, self.records)
 
 
 @dataclass
@@ -429,3 +440,39 @@ def test_masks_are_sent_once_the_tokens_before_them_are_known():
     SimulatedConstraint(300).allowed(a.prompt_ids, a.output_ids, expected)
     assert words[0].tolist() == expected.tolist()
     assert set(words[1].tolist()) == {-1}, "it is thrown away, and any token will do"
+
+
+def test_a_given_output_is_sent_token_by_token_beside_sampled_ones():
+    worker = FakeWorker()
+    master, kv = engine(worker)
+    given = request("given", (1, 2, 3), max_tokens=8, logprobs=0)
+    given.given_ids = (7, 8, 9, 10, 11)
+    other = request("other", (4, 5))
+    for r in (given, other):
+        r.row = kv.reserve(r.max_tokens)
+    issue(master, given, other)
+    first = worker.messages[0]
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert first.next_token.tolist() == [7, SAMPLED]
+    assert first.sampling["logprobs"].tolist() == [0, -1]
+    for r, token_id in ((given, 7), (other, 50)):
+        r.n_in_flight, r.state = 0, RequestState.INCREMENT
+        r.output_ids.append(token_id)
+
+    records = np.zeros(5, LOGPROBS)
+    records["token_id"], records["logprob"] = range(60, 65), range(5)
+    worker.pending = [PendingRecords(np.arange(40, 45, dtype=np.int32), records)]
+    rows = [(given, 3), (other, 1)]
+    iteration = master.issue(rows)
+    message = worker.messages[1]
+    assert message.row.tolist() == [given.row] * 3 + [other.row]
+    assert message.input_length.tolist() == [1] * 4 and message.kv_length.tolist() == [4, 5, 6, 3]
+    assert message.token_ids.tolist() == [7, 8, 9, 0]
+    assert message.next_token.tolist() == [8, 9, 10, SAMPLED]
+    assert message.token_on_device.tolist() == [False] * 3 + [True]
+    assert not message.initiation.any() and message.samples.tolist() == [False] * 3 + [True]
+    assert message.sampling["logprobs"].tolist() == [0, 0, 0, -1]
+    returned = waited_for(master, iteration)
+    assert returned.token_ids == [40, 43]
+    assert [(one.token_id, one.logprob) for one in returned.given[0]] == [(60, 0), (61, 1), (62, 2)]
+    assert list(returned.given) == [0]

@@ -256,6 +256,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
             {
                 "kv_length": k,
                 "row": row if message.next_token[r] == SAMPLED else n_rows,
+                "given": int(message.next_token[r]),
                 "block_table": table,
                 "top_k": int(message.sampling["top_k"][r]),
                 "token_index": int(message.token_index[r]),
@@ -272,7 +273,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
         )
     nothing = {"token_ids": 0, "positions": 0, "slot_of_token": n_slots, "take_last": 0, "last_row": 0}
     no_blocks = [0] * message.block_table.shape[1]
-    padding = dict.fromkeys(rows[0], 0) | {"row": n_rows, "block_table": no_blocks}
+    padding = dict.fromkeys(rows[0], 0) | {"row": n_rows, "given": SAMPLED, "block_table": no_blocks}
     padding |= {"top_p": 1.0, "repetition": 1.0}
     n_tokens = len(tokens)
     while len(tokens) < bucket:

@@ -1,0 +1,55 @@
+"""A request for the log-probabilities of given tokens: its output is given, not sampled.
+
+It runs as any other request, in the same batches. The log-probabilities of its prompt are computed as those
+of any prompt, those of its output as those of any output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.admission import CheckedPrompt, check_in_vocabulary
+from orca_jax.service.prepared_params import OutputRules
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOutput:
+    """A checked prompt and the tokens that follow it. If there are none, one is sampled for nothing."""
+
+    prompt: CheckedPrompt
+    rules: OutputRules
+    given_ids: tuple[int, ...]
+
+
+def check_given(token_ids: Sequence[int], n_prompt: object, model: ModelConfig) -> None:
+    """Raises EmptyPrompt, TokenOutOfRange, or InvalidSamplingParameter for `n_prompt`."""
+    check_in_vocabulary(token_ids, model)
+    if n_prompt is None:
+        return
+    n = len(token_ids)
+    is_whole = isinstance(n_prompt, int | np.integer) and not isinstance(n_prompt, bool)
+    if not is_whole or not 1 <= n_prompt <= n:
+        message = f"n_prompt is {n_prompt!r}; it must be from 1 to the number of tokens, which is {n}"
+        raise InvalidSamplingParameter(message, param="n_prompt")
+
+
+def split_given(n_tokens: int, n_prompt: int | None, *, deterministic: bool) -> int:
+    """How many of the tokens run as the prompt.
+
+    All but the last takes the fewest iterations. A deterministic engine computes a prompt and an output in
+    different shapes, so their bits differ; there the prompt is what it was when the output was generated.
+    """
+    if deterministic:
+        return n_tokens if n_prompt is None else n_prompt
+    return max(1, n_tokens - 1)
+
+
+def scoring(n_given: int) -> SamplingParams:
+    """The parameters of a request of which `n_given` output tokens are given."""
+    return SamplingParams(
+        max_tokens=max(1, n_given), temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
