@@ -11,8 +11,8 @@ from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 
 SLOWDOWN = 2.0  # of an iteration that carries prompt tokens, over the same decodes alone
 LEAST = 64  # prompts must advance even if decodes are fast
-# On a CPU arithmetic takes all the time, so a smaller chunk only delays: with 64 the paper's trace had 15 % less
-# throughput, and with 256 a median time to the first token 1.3 times that with 512.
+# On a CPU arithmetic takes all the time, so a smaller chunk only delays: with 64 the paper's trace had 15 %
+# less throughput, and with 256 a median time to the first token 1.3 times that with 512.
 ON_A_CPU = 512
 _CONTEXT = 128  # tokens of each decode: requests that are young, so that decodes alone are fast
 _DEPTH = 8192  # tokens of the prompt before the chunk: attention makes late chunks of long prompts slower
