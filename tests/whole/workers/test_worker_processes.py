@@ -28,6 +28,10 @@ from tests.whole.workers.worker_harness import (
 )
 
 
+SHORT_OF_SLOTS = ("--n-slots", "160", "--prefill-tokens", "3")
+POLICIES = ((), ("--policy", "orca"), SHORT_OF_SLOTS)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("four"))
@@ -111,10 +115,13 @@ def test_workers_that_somebody_else_has_started_do_the_same(
         addresses = ",".join(worker.listens().address for worker in workers)
         assert re.fullmatch(r"127\.0\.0\.1:\d+,127\.0\.0\.1:\d+", addresses)
         flags = (str(model), "--workers", addresses, "--control-secret-file", str(secret), *SIZES)
-        for _ in range(2):  # the workers stay, and take the next server
-            with ServerProcess(flags) as server:
+        for policy in POLICIES:  # the workers stay, and take the next server
+            with ServerProcess((*flags, *policy)) as server:
                 server.wait_until_ready(SOON)
                 assert all_streamed(server, known) == []
+                figures = asyncio.run(asked(server.http_address, "/metrics"))[1]
+                preempted = re.search(r"^orca_num_preemptions_total\{.*\} (\S+)$", figures, re.MULTILINE)
+                assert preempted is not None and (float(preempted[1]) > 0) == (policy == SHORT_OF_SLOTS)
                 assert server.stop() == 0
             assert "a secret that" not in server.stderr() + workers[0].stderr() + workers[1].stderr()
 
