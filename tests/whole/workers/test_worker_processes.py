@@ -27,7 +27,6 @@ from tests.whole.workers.worker_harness import (
     write_shape,
 )
 
-
 SHORT_OF_SLOTS = ("--n-slots", "160", "--prefill-tokens", "3")
 POLICIES = ((), ("--policy", "orca"), SHORT_OF_SLOTS)
 
