@@ -1,4 +1,4 @@
-"""Converts between safetensors and Orbax, one parameter at a time."""
+"""Converts between safetensors, Orbax, and what trainers save, one parameter or array at a time."""
 
 import json
 import shutil
@@ -6,17 +6,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from orca_jax.checkpoint import orbax as orbax_checkpoint
+from orca_jax.checkpoint.array_view import put_into
 from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
 from orca_jax.checkpoint.huggingface import INDEX
 from orca_jax.checkpoint.locate import find_directory
-from orca_jax.checkpoint.orca_json import ORCA_JSON
+from orca_jax.checkpoint.orca_json import ORCA_JSON, read_description
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.config import Dtype
@@ -25,13 +26,13 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.hf_config import hf_config_of, read_hf_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.parameters import Parameter, in_layers, parameter_table
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
+from orca_jax.families.trainers.array_form import axis_sizes
+from orca_jax.families.trainers.layouts import FORMATS, ITEMS, Format, Layout, written_names
 from orca_jax.request.tokenizer_config import MORE_TEMPLATES
-
-Format = Literal["safetensors", "orbax"]
 
 MAX_FILE_BYTES = 5_000_000_000
 _DTYPES = {"float32": np.dtype("f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2")}
@@ -44,25 +45,33 @@ def convert_checkpoint(
     source_path: str | Path,
     destination: str | Path,
     *,
+    to: Format | None = None,
     dtype: Dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> Format:
-    """Convert a Hugging Face checkpoint to Orbax with our names, or the reverse; return the new format.
+    """Convert a checkpoint to the format `to`, which is returned.
+
+    Without `to` a Hugging Face checkpoint becomes Orbax with our names, any other safetensors. A trainer's
+    format has the names, shapes and place in which that trainer looks for the weights of step 0.
 
     The destination must be empty or not exist; it appears only when it is complete. Without `dtype` each
     parameter keeps its dtype. safetensors get the names and layout of their model type, in files of at most
     `max_file_bytes`. config.json, the tokenizer and the chat template are copied. `on_bytes(done, total)`
-    receives the progress in bytes read. The host holds one parameter at a time.
+    receives the progress in bytes read. The host holds one parameter at a time, or one array of the trainer.
 
     Raises ConfigError or a CheckpointError.
     """
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}")
+    if to is not None and to not in FORMATS:
+        raise ConfigError(f"the format to convert to is {to!r}; it must be one of {', '.join(FORMATS)}")
     directory = find_directory(source_path)
     target = Path(destination).expanduser()
     model, parts = find_parameters(directory)
-    to: Format = "safetensors" if orbax_checkpoint.is_orbax(directory) else "orbax"
+    if to is None:
+        to = "safetensors" if orbax_checkpoint.is_orbax(directory) else "orbax"
+    arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
     shapes = {name: parameter.shape for name, parameter in table.items()}
     dtypes = {name: _DTYPES[dtype] if dtype else _own_dtype(parts[name]) for name in shapes}
@@ -74,14 +83,18 @@ def convert_checkpoint(
             prefix=f".{target.name}.", dir=target.absolute().parent, ignore_cleanup_errors=True
         ) as work:
             place = Path(work) / target.name
-            if to == "orbax":
+            config = _config_json(directory, model)
+            if arrays is not None:
+                names = arrays.contents
+                read = partial(arrays.read, reader=reader, dtypes=dtypes)
+                orbax_checkpoint.write(place / ITEMS[arrays.layout], names, read, nested=True)
+            elif to == "orbax":
                 orbax_checkpoint.write(place, shapes, reader.whole)
-                config = _hf_config(directory)
             else:
                 place.mkdir()
-                config = hf_config_of(model) if (directory / ORCA_JSON).exists() else _hf_config(directory)
                 family = FAMILIES[config["model_type"]]
-                write_files(place, [*_tensors(table, model, family, dtypes, reader)], max_file_bytes)
+                tensors = _tensors({name: table[name] for name in parts}, model, family, dtypes, reader)
+                write_files(place, [*tensors], max_file_bytes)
             _copy_other_files(directory, place)
             for key in _DTYPE_KEYS:
                 if dtype is not None and key in config:
@@ -94,7 +107,10 @@ def convert_checkpoint(
     return to
 
 
-def _hf_config(directory: Path) -> dict[str, Any]:
+def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:
+    """The source's own config.json, or one that describes what its orca.json does."""
+    if orbax_checkpoint.is_orbax(directory) and read_description(directory).path.name == ORCA_JSON:
+        return hf_config_of(model)
     hf_config = read_hf_config(directory)
     return json.loads(hf_config.path.read_text(encoding="utf-8"))
 
@@ -164,6 +180,39 @@ class _Reader:
         if self._on_bytes is not None:
             self._on_bytes(self._done, self._total)
         return values
+
+
+class _TrainersArrays:
+    """The arrays of a trainer's checkpoint, each with the weights, or parts of them, that are in it."""
+
+    def __init__(self, model: ModelConfig, layout: Layout) -> None:
+        self.layout: Layout = layout
+        self.contents: dict[str, list[tuple[str, int]]] = {}  # weights, and which of their tensors
+        self._model, self._table = model, parameter_table(model)
+        self._names = written_names(model, layout)
+        for name, stored in self._names.items():
+            for i, theirs in enumerate(stored.names):
+                self.contents.setdefault(theirs, []).append((name, i))
+
+    def read(self, theirs: str, reader: _Reader, dtypes: dict[str, np.dtype]) -> np.ndarray:
+        """A whole array, made of our weights. All of them have the dtype of the first."""
+        contents = self.contents[theirs]
+        first, i = contents[0]
+        shape = self._names[first].forms[i].shape(self._sizes(first))
+        target = np.empty(shape, dtypes[first])
+        for name, i in contents:
+            stored, parameter = self._names[name], self._table[name]
+            if stored.heads is None:
+                n_rows = parameter.stacked_shape[0] // len(stored.names)
+                values = reader.rows(name, i * n_rows, (i + 1) * n_rows, transpose=False)
+            else:
+                values = reader.heads(name, i, stored, self._model.attention)
+            form = stored.forms[i].fitting(shape, self._sizes(name))
+            put_into(target, values, form, parameter)
+        return target
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        return axis_sizes(self._model, int(in_layers(name)[1] or 0))
 
 
 def _all(shape: tuple[int, ...]) -> Box:

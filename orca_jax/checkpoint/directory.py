@@ -73,13 +73,13 @@ def load_directory(
     config = replace(model, vocab_multiple=vocab_multiple)
     shapes = parameter_shapes(config)
 
-    wanted: dict[str, dict[int, Place]] = {name: {0: None} for name in shapes}
+    wanted: dict[str, dict[int, Place]] = {name: {0: None} for name in parts}  # in the order of reading
     if placements is not None:
         unknown = {name for placement in placements for name in placement} - set(shapes)
         assert not unknown, unknown
         wanted = {
             name: {i: placement[name] for i, placement in enumerate(placements) if name in placement}
-            for name in shapes
+            for name in parts
         }
     n_bytes = {
         name: bytes_read(parts[name], shapes[name], [*places.values()]) for name, places in wanted.items()

@@ -4,7 +4,7 @@ families/stored_name.py says which head is where. Only heads that a shard needs 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
     else:
         widths = [n * attention.head_size for n in heads_of_tensors(wanted.heads, attention)]
         shapes = [(n_rows, n) if parameter.takes_attention else (n, *columns) for n in widths]
-    return [shape[::-1] for shape in shapes] if wanted.transpose else shapes
+    return [shape[::-1] for shape in shapes] if wanted.transpose and not wanted.forms else shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class HeadView:
     head_size: int
     in_columns: bool
     transpose: bool
+    _whole: dict[tuple[int, Box], np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -68,6 +69,11 @@ class HeadView:
 
     def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         """The part `box`: the row within the box, and the piece. Raises CorruptFile."""
+        self._whole.clear()
+        yield from self._pieces(box)
+        self._whole.clear()
+
+    def _pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
         if self.in_columns:
             yield 0, self._columns(box)
         elif len(self.shape) == 1:  # one slice of a vector
@@ -110,7 +116,19 @@ class HeadView:
             at += n
 
     def _read(self, tensor: int, stored: tuple[int, int], others: Box) -> np.ndarray:
-        """Elements `stored` of a tensor's axis of heads, by `others` of its other axis."""
+        """Elements `stored` of a tensor's axis of heads, by `others` of its other axis.
+
+        A tensor that is one chunk is read once, not head by head.
+        """
+        if not self.tensors[tensor].divisible:
+            if (tensor, others) not in self._whole:
+                heads_last = bool(others) and self.transpose != self.in_columns
+                all_heads = (0, self.tensors[tensor].shape[-1 if heads_last else 0])
+                self._whole[tensor, others] = self._read_now(tensor, all_heads, others)
+            return self._whole[tensor, others][stored[0] : stored[1]]
+        return self._read_now(tensor, stored, others)
+
+    def _read_now(self, tensor: int, stored: tuple[int, int], others: Box) -> np.ndarray:
         heads_last = bool(others) and self.transpose != self.in_columns
         box = (*others, stored) if heads_last else (stored, *others)
         out = np.empty([end - first for first, end in box], self.tensors[tensor].element)

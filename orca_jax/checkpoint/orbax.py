@@ -5,9 +5,10 @@ Orbax reads the tree and TensorStore opens the arrays (orbax_store.py); their sh
 holds exactly the model that orca.json describes.
 """
 
+import glob
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,17 +17,26 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from orca_jax.checkpoint.array_view import ArrayView, view
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.orbax_boxes import OrbaxArray
-from orca_jax.checkpoint.orca_json import ORCA_JSON, Description, read_description
+from orca_jax.checkpoint.orca_json import (
+    ORCA_JSON,
+    TREE,
+    Description,
+    latest_step,
+    read_description,
+    same_names,
+)
 from orca_jax.checkpoint.shard_reader import Parts
 from orca_jax.errors import CorruptFile, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.parameters import Parameter, in_layers, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
+from orca_jax.families.trainers.array_form import LAYERS, ArrayForm, axis_sizes
+from orca_jax.families.trainers.layouts import detect
 
-_TREE = "_METADATA"
 _COMMIT = "_CHECKPOINT_METADATA"
 _MANIFEST = "manifest.ocdbt"
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in a directory's name until Orbax renames it
@@ -35,10 +45,12 @@ _FLOATS = tuple(np.dtype(t) for t in (np.float32, ml_dtypes.bfloat16, np.float16
 
 
 def is_orbax(directory: Path) -> bool:
-    """Whether Orbax wrote this directory or began to, or it has an orca.json."""
-    if any(os.path.exists(directory / name) for name in (ORCA_JSON, _TREE, _COMMIT, _MANIFEST)):
+    """Whether Orbax wrote this directory or steps below it, or began to, or it has an orca.json."""
+    if any(os.path.exists(directory / name) for name in (ORCA_JSON, TREE, _COMMIT, _MANIFEST)):
         return True
-    return _UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0")
+    if _UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0"):
+        return True
+    return not any(directory.glob("*.safetensors")) and latest_step(directory) is not None
 
 
 def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, dict[str, Parts]]:
@@ -50,29 +62,72 @@ def find_parameters(directory: Path, kv_repeats: int = 1) -> tuple[ModelConfig, 
     description = replace(description, model=description.model.with_kv_heads(kv_repeats))
     place = description.checkpoint
     _refuse_unfinished(place)
-    about = read_object(place / _TREE, _MAX_TREE_BYTES)  # bounds the size of what Orbax reads next
+    about = read_object(place / TREE, _MAX_TREE_BYTES)  # bounds the size of what Orbax reads next
     located = _locate(place, about)
+    description = _named(description, located)
+    names = description.names
+    assert names is not None
     used = _check_names(description, located)
     opened = _library().open_arrays(
         {name: located[name] for name in used},
         lambda name: _array(place, name),
         zeros_are_stored=about.get("store_array_data_equal_to_fill_value") is True,
+        cache_bytes=_bytes_at_once(description),
     )
     parts: dict[str, Parts] = {}
     unrepeated = parameter_table(description.model.with_kv_heads(1))
-    for name, parameter in parameter_table(description.model).items():
-        wanted = description.names[name]
+    table = parameter_table(description.model)
+    # Layers that are in one array come one after the other, so that it need not be read again.
+    for name in sorted(table, key=lambda name: in_layers(name)[0] if _is_stack(names[name]) else ""):
+        parameter, wanted = table[name], names[name]
         attention = description.model.attention
         shapes = stored_shapes(parameter, wanted, attention)
-        arrays = tuple(
-            _as_matrix(description, name, unrepeated[name], wanted, stored, opened[stored], shape)
-            for stored, shape in zip(wanted.names, shapes, strict=True)
+        arrays = (
+            tuple(
+                _of_form(description, name, parameter, form, stored, opened[stored])
+                for stored, form in zip(wanted.names, wanted.forms, strict=True)
+            )
+            if wanted.forms
+            else tuple(
+                _as_matrix(description, name, unrepeated[name], wanted, stored, opened[stored], shape)
+                for stored, shape in zip(wanted.names, shapes, strict=True)
+            )
         )
         if wanted.heads is None:
             parts[name] = Parts(arrays, wanted.transpose and len(arrays[0].shape) == 2)
         else:
             parts[name] = Parts((HeadView.of(arrays, parameter, wanted, attention),))
     return description.model, parts
+
+
+def _named(description: Description, stored: Collection[str]) -> Description:
+    """The description with names: those that it has, ours, or those of the trainer whose checkpoint it is."""
+    if description.names is not None:
+        return description
+    own = same_names(description.model)
+    detected = None
+    if not all(name in stored for name in own):
+        detected = detect(description.model, stored, description.interleaved)
+    if detected is None:
+        return replace(description, names=own)
+    prefix = detected.prefix
+    others = [name for name in stored if not name.startswith(prefix)]  # an optimizer's state, a step
+    ignore = (*description.ignore, *map(glob.escape, others))
+    return replace(description, names=detected.names, ignore=ignore)
+
+
+def _is_stack(wanted: StoredName) -> bool:
+    return any(form.n_layers and LAYERS in form.letters for form in wanted.forms)
+
+
+def _bytes_at_once(description: Description) -> int:
+    """The bytes of the arrays of several layers that one kind of weight needs, at 4 for an element."""
+    most = 0
+    for name, wanted in (description.names or {}).items():
+        if _is_stack(wanted):
+            sizes = axis_sizes(description.model, int(in_layers(name)[1] or 0))
+            most = max(most, sum(4 * math.prod(form.shape(sizes)) for form in wanted.forms))
+    return most
 
 
 def _refuse_unfinished(place: Path) -> None:
@@ -85,18 +140,18 @@ def _refuse_unfinished(place: Path) -> None:
             values = read_object(commit, _MAX_TREE_BYTES)
             if "commit_timestamp_nsecs" in values and values["commit_timestamp_nsecs"] is None:
                 raise CorruptFile(f"{half}{shown(commit)} has no commit time")
-    if os.path.exists(place / _TREE):
+    if os.path.exists(place / TREE):
         return
     try:
-        below = sorted(path.parent for path in [*place.glob(f"*/{_TREE}"), *place.glob(f"*/*/{_TREE}")])
+        below = sorted(path.parent for path in [*place.glob(f"*/{TREE}"), *place.glob(f"*/*/{TREE}")])
     except OSError as error:
         raise CorruptFile(f"{shown(place)} cannot be read: {error.strerror}") from error
     if below:
         raise CorruptFile(
-            f"{shown(place)} has no {_TREE}, but {shown(below[-1])} has one: name that directory, or set "
+            f"{shown(place)} has no {TREE}, but {shown(below[-1])} has one: name that directory, or set "
             f'"checkpoint": "{shown(below[-1].relative_to(place))}" in {ORCA_JSON}'
         )
-    raise CorruptFile(f"{half}it has no {_TREE}, which Orbax writes last")
+    raise CorruptFile(f"{half}it has no {TREE}, which Orbax writes last")
 
 
 def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -104,9 +159,10 @@ def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
     located: dict[str, Any] = {}
     for info in _library().read_tree(place):
         name = info.name
-        if name in located or "/" in name or "\0" in name or name.startswith("."):
+        hidden = any(part.startswith(".") or not part for part in name.split("/"))
+        if name in located or "\0" in name or hidden:
             raise CorruptFile(
-                f"{shown(place / _TREE)}: {shown(name)!r} appears twice or is not a valid array name"
+                f"{shown(place / TREE)}: {shown(name)!r} appears twice or is not a valid array name"
             )
         if info.is_ocdbt_checkpoint and not os.path.exists(place / _MANIFEST):
             raise CorruptFile(
@@ -117,7 +173,7 @@ def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
     n_listed = sum(not entry["skip_deserialize"] for entry in entries)
     if len(located) != n_listed:
         raise CorruptFile(
-            f"{shown(place / _TREE)} lists {n_listed} arrays, but Orbax finds {len(located)}: some share a "
+            f"{shown(place / TREE)} lists {n_listed} arrays, but Orbax finds {len(located)}: some share a "
             "name or have none"
         )
     return located
@@ -126,7 +182,7 @@ def _locate(place: Path, about: dict[str, Any]) -> dict[str, Any]:
 def _check_names(description: Description, stored: Iterable[str]) -> list[str]:
     """The arrays to use; all must be present, and all others must be ignored."""
     used: dict[str, None] = {}
-    for parameter, wanted in description.names.items():
+    for parameter, wanted in (description.names or {}).items():
         for name in wanted.names:
             if name not in stored:
                 raise TensorMismatch(
@@ -175,13 +231,32 @@ def _as_matrix(
             f"{where}: expected shape {listed} for {name} according to {shown(description.path)}, "
             f"found {shown(list(found))}{hint}"
         )
-    element = store.dtype.numpy_dtype
-    if element not in _FLOATS:
+    _check_element(where, store)
+    return OrbaxArray(where, store, axes)
+
+
+def _of_form(
+    description: Description, name: str, parameter: Parameter, form: ArrayForm, stored: str, store: Any
+) -> ArrayView:
+    """The part of an array that is one of our weights, or some rows of it."""
+    where, found = _array(description.checkpoint, stored), tuple(store.shape)
+    sizes = axis_sizes(description.model, int(in_layers(name)[1] or 0))
+    form = form.fitting(found, sizes)
+    if not form.fits(found, sizes):
+        raise TensorMismatch(
+            f"{where}: expected shape {list(form.shape(sizes))} ({form.axes}) for {name} according to "
+            f"{shown(description.path)}, found {shown(list(found))}"
+        )
+    _check_element(where, store)
+    return view(where, store, form, parameter, sizes)
+
+
+def _check_element(where: str, store: Any) -> None:
+    if store.dtype.numpy_dtype not in _FLOATS:
         allowed = ", ".join(dtype.name for dtype in _FLOATS)
         raise TensorMismatch(f"{where}: expected dtype {allowed}, found {store.dtype.name}")
-    if math.prod(store.chunk_layout.read_chunk.shape) > math.prod(found):
+    if math.prod(store.chunk_layout.read_chunk.shape) > math.prod(store.shape):
         raise CorruptFile(f"{where}: its chunks are larger than the array")
-    return OrbaxArray(where, store, axes)
 
 
 def _merged(found: tuple[int, ...], expected: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
@@ -194,9 +269,11 @@ def _merged(found: tuple[int, ...], expected: tuple[int, ...]) -> tuple[tuple[in
     return None
 
 
-def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
+def write(
+    directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray], *, nested: bool = False
+) -> None:
     """Write a checkpoint that Orbax can restore; see orbax_store.write."""
-    _library().write(directory, names, read)
+    _library().write(directory, names, read, nested=nested)
 
 
 def _library() -> ModuleType:

@@ -73,12 +73,17 @@ class OrbaxArray:
 
     def _read(self, rows: Box, columns: Box) -> np.ndarray:
         index = tuple(slice(first, end) for first, end in (*rows, *columns))
-        try:
-            values = self.store[index].read().result(timeout=_SECONDS)
-        except Exception as error:  # ValueError, KeyError and others, depending on the failure
-            raise CorruptFile(f"{self}: its data cannot be read: {reason(error)}") from error
+        values = read_box(self.store, index, str(self))
         n_rows = math.prod(end - first for first, end in rows)
         return values.reshape(n_rows, -1) if columns else values.reshape(n_rows)
+
+
+def read_box(store: Any, index: tuple[int | slice, ...], where: str) -> np.ndarray:
+    """A part of an array; `where` names the array. Raises CorruptFile if chunks are missing or corrupt."""
+    try:
+        return store[index].read().result(timeout=_SECONDS)
+    except Exception as error:  # ValueError, KeyError and others, depending on the failure
+        raise CorruptFile(f"{where}: its data cannot be read: {reason(error)}") from error
 
 
 def runs(sizes: tuple[int, ...], first: int, end: int) -> Iterator[Box]:

@@ -62,14 +62,24 @@ def read_tree(place: Path) -> list[Location]:
 
 
 def open_arrays(
-    places: Mapping[str, Location], describe: Callable[[str], str], *, zeros_are_stored: bool
+    places: Mapping[str, Location],
+    describe: Callable[[str], str],
+    *,
+    zeros_are_stored: bool,
+    cache_bytes: int = 0,
 ) -> dict[str, ts.TensorStore]:
     """Open arrays by name, reading their metadata and no data.
 
-    If Orbax stored every chunk (`zeros_are_stored`), a missing chunk is an error rather than zeros. Error
-    messages begin with `describe(name)`. Raises CorruptFile.
+    If Orbax stored every chunk (`zeros_are_stored`), a missing chunk is an error rather than zeros. The last
+    `cache_bytes` of chunks that were read are kept, for arrays of which one part is read after the other.
+    Error messages begin with `describe(name)`. Raises CorruptFile.
     """
-    context = ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
+    context = ts.Context(
+        {
+            "cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES},
+            "cache_pool": {"total_bytes_limit": cache_bytes},
+        }
+    )
     opening: dict[str, Any] = {}
     for name, info in places.items():
         spec = ocp.type_handlers.get_json_tspec_read(
@@ -77,6 +87,8 @@ def open_arrays(
             use_ocdbt=bool(info.is_ocdbt_checkpoint),
             raise_array_data_missing_error=zeros_are_stored,
         )
+        if cache_bytes:
+            spec["recheck_cached_data"] = "open"
         opening[name] = ts.open(ts.Spec(spec), read=True, open=True, context=context)
     stores: dict[str, ts.TensorStore] = {}
     for name, store in opening.items():
@@ -115,16 +127,25 @@ class _WriteOneByOne(ocp.type_handlers.NumpyHandler):
             written.result(timeout=_SECONDS)
 
 
-def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray]) -> None:
+def write(
+    directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray], *, nested: bool = False
+) -> None:
     """Write a checkpoint of named arrays, one at a time; `read(name)` is called just before its write.
 
-    `directory` must not exist. Raises CheckpointError, including those of `read`.
+    `directory` must not exist. With `nested` a name is a path of keys with dots between. Raises
+    CheckpointError, including those of `read`.
     """
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler()), (_Unread, _WriteOneByOne())
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    tree = {name: _Unread(lambda name=name: read(name)) for name in names}
+    tree: dict[str, Any] = {}
+    for name in names:
+        *path, last = name.split(".") if nested else [name]
+        node = tree
+        for key in path:
+            node = node.setdefault(key, {})
+        node[last] = _Unread(lambda name=name: read(name))
     try:
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree))

@@ -3,13 +3,17 @@
     {"model": {"vocab_size": 256, ...},             families/gpt_config.py or config_json.py
      "checkpoint": "40/default",                    the arrays' directory below this one; default "."
      "names": {"layers.{i}.up.weight": {"name": "blocks.{i}.up.kernel", "transpose": true}, ...},
-     "ignore": ["opt_state.*"]}                     arrays that are not weights
+     "ignore": ["opt_state.*"],                     arrays that are not weights
+     "rotary": "interleaved"}                       which of MaxText's two orders a checkpoint of its has
 
-Omit `names` if the arrays have our names. docs/checkpoints.md is the user documentation.
+Omit `model` where config.json is beside it or give a preset's name, and `names` if the arrays have our names
+or those of a known trainer. docs/checkpoints.md is the user documentation.
 """
 
 import fnmatch
+import math
 import os.path
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,10 +26,13 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import check_tokenizer, read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, parameter_table
+from orca_jax.families.presets import PRESETS
 from orca_jax.families.stored_name import HeadOrder, StoredName, own_order
 from orca_jax.families.strict_json import read_object, shown
+from orca_jax.families.trainers.array_form import LETTERS, ArrayForm
 
 ORCA_JSON = "orca.json"
+TREE = "_METADATA"  # Orbax writes it last
 _MAX_BYTES = 1_000_000
 
 # The type of each field; ModelConfig checks the values.
@@ -41,6 +48,15 @@ _FIELDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "bos_token_id": ((int, type(None)), "a token id or null"),
     "eos_token_ids": ((list,), "a list of token ids"),
 }
+_FORM: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "axes": ((str,), f"letters of {LETTERS} and at most one number, with spaces between"),
+    "part": ((int,), "a whole number"),
+    "permute_rope": ((bool,), "true or false"),
+    "multiply": ((int, float), "a number"),
+    "add": ((int, float), "a number"),
+}
+_ROTARY = {"halves": False, "interleaved": True}
+_ITEMS = ("model_params", "items", "default", "params", ".")  # Tunix, MaxText, a manager's only one, others
 _NEEDED = ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "ffn_size")
 
 
@@ -48,11 +64,12 @@ _NEEDED = ("vocab_size", "n_positions", "hidden_size", "n_layers", "n_heads", "f
 class Description:
     """A model in an Orbax directory: its shape, and the directory and names of its arrays."""
 
-    path: Path  # the file with this description
+    path: Path  # the file with the model
     model: ModelConfig
     checkpoint: Path
-    names: dict[str, StoredName]
+    names: dict[str, StoredName] | None  # None: ours, or a trainer's
     ignore: tuple[str, ...] = ()
+    interleaved: bool | None = None  # of a trainer's rotary positions; None: as the trainer has such a model
 
     def ignores(self, name: str) -> bool:
         """Whether an array is declared not to be a weight."""
@@ -72,19 +89,53 @@ def read_description(directory: Path) -> Description:
                 "describe its model"
             )
         model = read_config(directory)
-        return Description(directory / "config.json", model, directory, _same_names(model))
+        return Description(directory / "config.json", model, latest_step(directory) or directory, None)
     values = read_object(path, _MAX_BYTES)
-    _known(path, "", values, {"model", "checkpoint", "names", "ignore"})
-    model = _model(path, values.get("model"))
+    _known(path, "", values, {"model", "checkpoint", "names", "ignore", "rotary"})
+    model = _model(path, values["model"]) if "model" in values else read_config(directory)
     check_tokenizer(model, path, directory / "tokenizer.json")
-    names = _same_names(model) if "names" not in values else _names(path, model, values["names"])
+    names = None if "names" not in values else _names(path, model, values["names"])
     ignore = values.get("ignore", [])
     if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
         raise _bad(path, "ignore", "a list of patterns", ignore)
-    where = values.get("checkpoint", ".")
-    if not isinstance(where, str) or "\0" in where or not _is_below(where):
-        raise _bad(path, "checkpoint", "the path of a directory below this one", where)
-    return Description(path, model, directory / where, names, tuple(ignore))
+    rotary = values.get("rotary")
+    if "rotary" in values and rotary not in _ROTARY:
+        raise _bad(path, "rotary", f"one of {', '.join(_ROTARY)}", rotary)
+    place = latest_step(directory) or directory
+    if "checkpoint" in values:
+        where = values["checkpoint"]
+        if not isinstance(where, str) or "\0" in where or not _is_below(where):
+            raise _bad(path, "checkpoint", "the path of a directory below this one", where)
+        place = directory / where
+    source = path if "model" in values else directory / "config.json"
+    interleaved = None if rotary is None else _ROTARY[rotary]
+    return Description(source, model, place, names, tuple(ignore), interleaved)
+
+
+def latest_step(directory: Path) -> Path | None:
+    """The weights of the last step that a trainer saved in `directory`; None where there are no steps.
+
+    A step is a directory with a number, in which the weights are one of the items.
+    """
+    if os.path.exists(directory / TREE):
+        return None
+    try:
+        steps = [path for path in directory.iterdir() if re.fullmatch(r"\d{1,18}", path.name)]
+    except OSError:
+        return None
+    for step in sorted(steps, key=lambda path: int(path.name), reverse=True):
+        for item in _ITEMS:
+            if os.path.exists(step / item / TREE):
+                return step / item
+    return None
+
+
+def same_names(model: ModelConfig) -> dict[str, StoredName]:
+    """The arrays of a checkpoint with our own names."""
+    return {
+        name: StoredName((name,), heads=own_order(parameter, model.attention))
+        for name, parameter in parameter_table(model).items()
+    }
 
 
 def _is_below(where: str) -> bool:
@@ -103,6 +154,10 @@ def _known(path: Path, where: str, values: dict[str, Any], allowed: set[str]) ->
 
 
 def _model(path: Path, values: object) -> ModelConfig:
+    if isinstance(values, str):
+        if values not in PRESETS:
+            raise _bad(path, "model", f"an object, or one of {', '.join(PRESETS)}", values)
+        return PRESETS[values]
     if not isinstance(values, dict):
         raise _bad(path, "model", f"an object with {', '.join(_NEEDED)} at least", values)
     if "layers" in values:
@@ -128,13 +183,6 @@ def _model(path: Path, values: object) -> ModelConfig:
         raise BadModelConfig(f"{shown(path)}: model: {shown(str(error))}") from error
 
 
-def _same_names(model: ModelConfig) -> dict[str, StoredName]:
-    return {
-        name: StoredName((name,), heads=own_order(parameter, model.attention))
-        for name, parameter in parameter_table(model).items()
-    }
-
-
 def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredName]:
     """The stored name of each parameter, from its own entry or from its pattern for all layers."""
     if not isinstance(values, dict):
@@ -148,6 +196,9 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
         if key not in values:
             raise _bad(path, "names", f"an entry for {pattern}", sorted(values))
         stored = _stored(path, key, values[key]).in_layer(layer)
+        if layer:
+            forms = (replace(form, layer=int(layer), n_layers=model.n_layers) for form in stored.forms)
+            stored = replace(stored, forms=tuple(forms))
         heads = stored.heads or own_order(table[parameter], model.attention)
         if heads == "slices" and len(stored.names) == 3:
             heads = "separate"
@@ -161,10 +212,11 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
 
 def _stored(path: Path, key: str, value: object) -> StoredName:
     entry: dict[str, Any] = value if isinstance(value, dict) else {"name": value}
-    _known(path, f"names.{key}.", entry, {"name", "transpose", "reshape", "heads"})
+    _known(path, f"names.{key}.", entry, {"name", "transpose", "reshape", "heads", *_FORM})
     named = entry.get("name")
     listed: list[Any] = named if isinstance(named, list) else [named]
-    if not listed or not all(isinstance(name, str) for name in listed):
+    parts = [part if isinstance(part, dict) else {"name": part} for part in listed]
+    if not parts or not all(isinstance(part.get("name"), str) for part in parts):
         raise _bad(path, f"names.{key}", "a name or a list of names", named)
     for option in ("transpose", "reshape"):
         if not isinstance(entry.get(option, False), bool):
@@ -172,4 +224,47 @@ def _stored(path: Path, key: str, value: object) -> StoredName:
     heads = entry.get("heads")
     if heads is not None and heads not in get_args(HeadOrder):
         raise _bad(path, f"names.{key}.heads", f"one of {', '.join(get_args(HeadOrder))}", heads)
-    return StoredName(tuple(listed), entry.get("transpose", False), entry.get("reshape", False), heads)
+    general = {option: entry[option] for option in _FORM if option in entry}
+    forms = tuple(_form(path, f"names.{key}.", general | part) for part in parts)
+    if not any(forms):
+        forms = ()
+    elif not all(forms) or "transpose" in entry or "reshape" in entry:
+        raise _bad(path, f"names.{key}", "axes for every name, instead of transpose and reshape", named)
+    names = tuple(part["name"] for part in parts)
+    return StoredName(
+        names,
+        entry.get("transpose", False),
+        entry.get("reshape", False),
+        heads,
+        tuple(form for form in forms if form is not None),
+    )
+
+
+def _form(path: Path, where: str, entry: dict[str, Any]) -> ArrayForm | None:
+    """How an array has a weight, from its entry in `names`; None without `axes`."""
+    _known(path, where, entry, {"name", *_FORM})
+    options = {option: value for option, value in entry.items() if option != "name"}
+    for option, value in options.items():
+        kinds, rule = _FORM[option]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise _bad(path, where + option, rule, value)
+    if not options:
+        return None
+    axes = options.get("axes", "")
+    letters = axes.split()
+    known = all(letter.isdigit() or set(letter) <= set(LETTERS) for letter in letters)
+    if not letters or not known or sum(letter.isdigit() for letter in letters) > 1 or letters.count("L") > 1:
+        raise _bad(path, where + "axes", _FORM["axes"][1], axes)
+    part, n_parts = options.get("part", 0), next((int(each) for each in letters if each.isdigit()), 1)
+    if not 0 <= part < n_parts:
+        raise _bad(path, where + "part", f"a whole number below the {n_parts} parts of its axis", part)
+    multiply = float(options.get("multiply", 1.0))
+    if multiply == 0 or not math.isfinite(multiply):
+        raise _bad(path, where + "multiply", "a number other than 0", multiply)
+    return ArrayForm(
+        axes=axes,
+        part=part,
+        interleaved=options.get("permute_rope", False),
+        multiply=multiply,
+        add=float(options.get("add", 0.0)),
+    )

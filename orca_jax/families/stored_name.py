@@ -1,10 +1,11 @@
 """The forms in which a checkpoint stores one of our weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.parameters import Parameter
+from orca_jax.families.trainers.array_form import ArrayForm
 
 # How a checkpoint orders the heads of a weight; query head h uses K/V head h // G.
 #   separate  three tensors: queries, keys, values
@@ -24,17 +25,19 @@ class StoredName:
     `names`: one tensor, or several that lie one above the other along the weight's first axis; "{i}" stands
     for the layer's number. `transpose`: each is stored [in, out]. `reshape`: it has more axes, of which
     neighbours are taken as one. `heads`: the weight has heads, in that order; without it they are as ours.
+    `forms`: one for each of `names`, which says instead how it lies in an array of more axes.
     """
 
     names: tuple[str, ...]
     transpose: bool = False
     reshape: bool = False
     heads: HeadOrder | None = None
+    forms: tuple[ArrayForm, ...] = ()
 
     def in_layer(self, layer: str, prefix: str = "") -> "StoredName":
         """The names with the number of a layer for "{i}" and `prefix` for "{prefix}"."""
         names = tuple(name.replace("{i}", layer).replace("{prefix}", prefix) for name in self.names)
-        return StoredName(names, self.transpose, self.reshape, self.heads)
+        return replace(self, names=names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -344,9 +344,9 @@ def test_a_step_that_was_not_committed(saved: Path, tmp_path: Path) -> None:
 
 
 def test_the_place_above_is_named(saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(saved, tmp_path / "3" / "default")
+    shutil.copytree(saved, tmp_path / "run" / "default")  # not a step: its name has no number alone
     describe(tmp_path)
-    fails(CorruptFile, tmp_path, "_METADATA", '"checkpoint": "3/default"')
+    fails(CorruptFile, tmp_path, "_METADATA", '"checkpoint": "run/default"')
 
 
 # --- missing shards

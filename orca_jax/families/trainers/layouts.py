@@ -1,0 +1,111 @@
+"""Whose checkpoint it is: MaxText's, Tunix's or Gemma's own, by the names of its arrays."""
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from orca_jax.errors import UnsupportedModel
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import parameter_table
+from orca_jax.families.stored_name import StoredName
+from orca_jax.families.trainers.gemma import gemma_names, published
+from orca_jax.families.trainers.maxtext import maxtext_names
+from orca_jax.families.trainers.names import is_gemma
+from orca_jax.families.trainers.tunix import tunix_names
+
+Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma"]
+Format = Literal["safetensors", "orbax", Layout]  # what `orca convert` writes
+FORMATS: tuple[Format, ...] = get_args(Format)
+# Where each trainer keeps the weights of a step, and what the names of their arrays begin with and end in.
+ITEMS: dict[Layout, str] = {
+    "tunix": "0/model_params",
+    "maxtext": "0/items",
+    "maxtext-scanned": "0/items",
+    "gemma": ".",
+}
+_WRITTEN: dict[Layout, tuple[str, str]] = {
+    "tunix": ("", ".value"),
+    "maxtext": ("params.params.", ""),
+    "maxtext-scanned": ("params.params.", ""),
+    "gemma": ("", ""),
+}
+_KIND = "they have a gated feed-forward layer and an RMSNorm before each part"
+_EMBEDDING = re.compile(
+    r"(?P<before>.*?)(token_embedder\.embedding|embedder[./]input_embedding)(?P<after>\.value)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """A trainer's checkpoint: the arrays of each weight, and what the names of all of them begin with."""
+
+    layout: Layout
+    names: dict[str, StoredName]
+    prefix: str
+
+
+def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None = None) -> Detected | None:
+    """The layout that arrays of these names are in; None where it is none of those known.
+
+    `interleaved` is as for `maxtext_names`. Raises UnsupportedModel where the trainer has no such model.
+    """
+    found = [match for name in stored if (match := _EMBEDDING.fullmatch(name))]
+    if not found:
+        return None
+    # The optimizer's state has arrays of the same names, further down.
+    match = min(found, key=lambda match: (match["before"].count("."), match["before"]))
+    before, after = match["before"], match["after"] or ""
+
+    def some(beginning: str) -> bool:
+        return any(name.startswith(before + beginning) for name in stored)
+
+    def with_ends(name: str) -> str:
+        return f"{before}{name}{after}"
+
+    rename = with_ends
+    if "token_embedder" in match[0]:
+        layout: Layout = "maxtext-scanned" if some("decoder.layers.") else "maxtext"
+    elif some("layers."):
+        layout = "tunix"
+    elif before == "transformer/":
+        layout, rename = "gemma", published
+    elif some("layer_0."):
+        layout = "gemma"
+    else:
+        return None
+    names = _named(model, layout, rename, interleaved)
+    return Detected(layout, names, before)
+
+
+def written_names(
+    model: ModelConfig, layout: Layout, interleaved: bool | None = None
+) -> dict[str, StoredName]:
+    """The arrays of each weight as the trainer itself saves them. Raises UnsupportedModel."""
+    before, after = _WRITTEN[layout]
+    return _named(model, layout, lambda name: f"{before}{name}{after}", interleaved)
+
+
+def _named(
+    model: ModelConfig, layout: Layout, rename: Callable[[str], str], interleaved: bool | None
+) -> dict[str, StoredName]:
+    table = parameter_table(model)
+    for layer in model.layers:
+        if (
+            not layer.feed_forward.gated
+            or layer.norm.kind != "rms_norm"
+            or layer.residual not in ("pre", "both")
+        ):
+            raise UnsupportedModel(f"{layout} is known for models of Llama's and Gemma's kind alone; {_KIND}")
+    if layout == "tunix":
+        names = tunix_names(model)
+    elif layout == "gemma":
+        names = gemma_names(model) if is_gemma(model) else {}
+    else:
+        names = maxtext_names(model, scanned=layout == "maxtext-scanned", interleaved=interleaved)
+    for name in table:
+        if name not in names:
+            raise UnsupportedModel(f"{layout} has no model with {name!r}, which this one has")
+    return {
+        name: replace(names[name], names=tuple(rename(each) for each in names[name].names)) for name in table
+    }

@@ -1,0 +1,63 @@
+"""The arrays of Tunix's models, which are Flax nnx modules: Llama, Qwen 2 and 3, Gemma 1 to 3.
+
+Gemma keeps heads before the hidden size, and keys and values (with as many heads as queries, queries too) in
+one array.
+"""
+
+from collections.abc import Mapping
+
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.stored_name import StoredName
+from orca_jax.families.trainers.array_form import ArrayForm
+from orca_jax.families.trainers.names import array, arrays, gemma_heads, is_gemma, queries_keys_values
+
+
+def tunix_names(model: ModelConfig) -> dict[str, StoredName]:
+    """Every weight's arrays by our name for the weight."""
+    norm = "scale" if is_gemma(model) else "w"
+    names = {
+        "token_embedding": array("embedder.input_embedding", "V H"),
+        "final_norm.scale": array(f"final_norm.{norm}", "H"),
+        "head.weight": array("lm_head.w", "H V"),
+    }
+    for i in range(model.n_layers):
+        theirs = _gemma_layer(model) if is_gemma(model) else _LLAMA_LAYER
+        for name, stored in theirs.items():
+            names[f"layers.{i}.{name}"] = stored.in_layer(str(i))
+    return names
+
+
+_ATTENTION, _MLP = "layers.{i}.attn.", "layers.{i}.mlp."
+_FEED_FORWARD: Mapping[str, StoredName] = {
+    "up.weight": arrays((f"{_MLP}gate_proj.kernel", "H F"), (f"{_MLP}up_proj.kernel", "H F")),
+    "down.weight": array(f"{_MLP}down_proj.kernel", "F H"),
+}
+_LLAMA_LAYER: Mapping[str, StoredName] = _FEED_FORWARD | {
+    "qkv.weight": queries_keys_values(
+        (f"{_ATTENTION}q_proj.w", ArrayForm("H N D")),
+        (f"{_ATTENTION}k_proj.w", ArrayForm("H K D")),
+        (f"{_ATTENTION}v_proj.w", ArrayForm("H K D")),
+    ),
+    "qkv.bias": queries_keys_values(
+        (f"{_ATTENTION}q_bias", ArrayForm("ND")),
+        (f"{_ATTENTION}k_bias", ArrayForm("KD")),
+        (f"{_ATTENTION}v_bias", ArrayForm("KD")),
+    ),
+    "out.weight": array(f"{_ATTENTION}o_proj.w", "N D H", heads="queries"),
+    "q_norm.scale": array(f"{_ATTENTION}q_norm.w", "D"),
+    "k_norm.scale": array(f"{_ATTENTION}k_norm.w", "D"),
+    "attn_norm.scale": array("layers.{i}.input_layernorm.w", "H"),
+    "mlp_norm.scale": array("layers.{i}.post_attention_layernorm.w", "H"),
+}
+
+
+def _gemma_layer(model: ModelConfig) -> dict[str, StoredName]:
+    after = "post_attn_norm" if model.attention.qk_norm is None else "post_attention_norm"
+    return {
+        **_FEED_FORWARD,
+        **gemma_heads(model, _ATTENTION),
+        "attn_norm.scale": array("layers.{i}.pre_attention_norm.scale", "H"),
+        "attn_out_norm.scale": array(f"layers.{{i}}.{after}.scale", "H"),
+        "mlp_norm.scale": array("layers.{i}.pre_ffw_norm.scale", "H"),
+        "mlp_out_norm.scale": array("layers.{i}.post_ffw_norm.scale", "H"),
+    }
