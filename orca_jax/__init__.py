@@ -25,19 +25,23 @@ from orca_jax.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from orca_jax.checkpoint.convert import convert_checkpoint
     from orca_jax.checkpoint.load import find_config
+    from orca_jax.launch.function_model import FunctionModel
     from orca_jax.launch.precompile import compile_engine, compile_model
+    from orca_jax.launch.replay import replay
     from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "FunctionModel",
     "SamplingParams",
     "__version__",
     "compile_engine",
     "compile_model",
     "convert_checkpoint",
     "find_config",
+    "replay",
     "run_worker",
 ]
 
@@ -48,6 +52,10 @@ def __getattr__(name: str) -> Any:
         from orca_jax.llm import LLM
 
         return LLM
+    if name == "FunctionModel":
+        from orca_jax.launch.function_model import FunctionModel
+
+        return FunctionModel
     if name == "compile_engine":
         from orca_jax.launch.precompile import compile_engine
 
@@ -64,6 +72,10 @@ def __getattr__(name: str) -> Any:
         from orca_jax.checkpoint.load import find_config
 
         return find_config
+    if name == "replay":
+        from orca_jax.launch.replay import replay
+
+        return replay
     if name == "run_worker":
         from orca_jax.launch.worker_process import run_worker
 

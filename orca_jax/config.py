@@ -19,6 +19,7 @@ Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "in
 
 # If an engine needs a program that was not compiled before it was ready: compile it and warn, or fail.
 OnCompile = Literal["warn", "error"]
+RECORD_BYTES = 1 << 30  # the default limit of a recording
 COMPILE_CACHE = "~/.cache/orca_jax/compiled"  # the default folder for compiled programs
 
 
@@ -269,10 +270,10 @@ class Compiling:
 class EngineConfig:
     """The complete configuration of an engine, for `LLM`, every `orca` command and each worker's process.
 
-    `LLM` documents the fields.
+    `LLM` documents the fields. `model` is a str, a Path, None, or the module of a model that a user wrote.
     """
 
-    model: str | Path | None = None
+    model: Any = None
     load_format: LoadFormat = "auto"
     generation_config: str = "auto"
     dtype: Dtype | None = None
@@ -284,8 +285,11 @@ class EngineConfig:
     deadlines: Deadlines = Deadlines()
     restarts: RestartBound = RestartBound()
     control_secret: str = field(default="", repr=False)
+    record: str | Path | None = None
+    record_bytes: int = RECORD_BYTES
 
     def __post_init__(self) -> None:
+        check_whole("record_bytes", self.record_bytes, 1 << 16, 1 << 50)
         check_choice("load_format", self.load_format, get_args(LoadFormat))
         if not isinstance(self.generation_config, str) or not self.generation_config:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(

@@ -114,6 +114,10 @@ class NotSupported(InvalidRequest):
     """A known parameter that is not implemented; rejected rather than ignored."""
 
 
+class BadRecording(OrcaError, ValueError):
+    """A file that is not a recording of `--record`, or not one that this version reads."""
+
+
 class CheckpointError(OrcaError):
     """A checkpoint that cannot be read. The message names file, tensor, expected and found."""
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+from flax import nnx
 
-from orca_jax.checkpoint.load import find_model
 from orca_jax.config import (
     COMPILE_CACHE,
+    RECORD_BYTES,
     Attention,
     Deadlines,
     Dtype,
@@ -23,6 +24,8 @@ from orca_jax.config import (
 )
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
+from orca_jax.launch.own_model import find_any_model
+from orca_jax.launch.replay import recording_header
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
 from orca_jax.request.sampling_params import SamplingParams
@@ -32,6 +35,7 @@ from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 from orca_jax.service.generation import Generation, GenerationResult
 from orca_jax.service.orca import SCHEDULER_THREAD, Orca
 from orca_jax.service.prepared_params import OutputRules
+from orca_jax.service.recorder import Recorder
 from orca_jax.service.scores import listed_token_ids, scores
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -42,7 +46,8 @@ class LLM:
 
     `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
     `load_format="dummy"` a preset's name. Dummy weights are random, drawn from `seed` (default 0), and have
-    no tokenizer: prompts are token ids and texts are empty. `dtype` defaults to float32 on a CPU and to
+    no tokenizer: prompts are token ids and texts are empty. A model of one's own is an nnx.Module, or
+    "package.file:function" for what makes it (docs/training.md). `dtype` defaults to float32 on a CPU and to
     bfloat16 elsewhere. `seed` also determines the seeds of requests without their own.
 
     The attribute `generation_defaults` has the sampling parameters that the model recommends, and the model's
@@ -88,12 +93,15 @@ class LLM:
 
     `on_load(done, total)` receives the progress of reading a checkpoint, in bytes of its files.
 
+    `record` is a file, of at most `record_bytes`, for all requests, outputs and iterations: `orca replay`
+    makes the same batches from it (docs/serving.md). It contains the prompts.
+
     Raises ConfigError or a CheckpointError.
     """
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | nnx.Module | None = None,
         *,
         max_batch_size: int = 32,
         n_slots: int | None = None,
@@ -127,6 +135,8 @@ class LLM:
         compile_ahead: bool = False,
         on_compile: OnCompile = "warn",
         compile_cache: str | Path | None = COMPILE_CACHE,
+        record: str | Path | None = None,
+        record_bytes: int = RECORD_BYTES,
         on_load: Callable[[int, int], None] | None = None,
         on_program: Callable[[int, int, str], object] | None = None,
         on_event: Callable[[str], None] | None = None,
@@ -165,6 +175,8 @@ class LLM:
             compile_ahead=compile_ahead,
             on_compile=on_compile,
             compile_cache=compile_cache,
+            record=record,
+            record_bytes=record_bytes,
         )
         self._start(config, on_load, on_program, on_event)
 
@@ -189,15 +201,18 @@ class LLM:
         on_program: Callable[[int, int, str], object] | None,
         on_event: Callable[[str], None] | None,
     ) -> None:
-        found = find_model(config.model, config.load_format, config.generation_config)
+        found = find_any_model(config)
         self.name = found.name
         self.directory = found.directory
         self.tokenizer = found.tokenizer
         self.generation_defaults = found.generation
+        recorder = None if config.record is None else Recorder(config.record, max_bytes=config.record_bytes)
         self._compiles = CompileCounter()
         built = start_engine(
             found, config, on_load=on_load, on_program=on_program, on_event=on_event or _ignore
         )
+        if recorder is not None:
+            recorder.begin(recording_header(config, built))
         self.config = built.model
         self.dtype = built.dtype
         self.device = built.device
@@ -214,6 +229,7 @@ class LLM:
             bucket_sizes=built.buckets,
             seed=config.seed,
             restarts=config.restarts,
+            recorder=recorder,
         )
         if config.compiling.compile_ahead and config.parallel.in_this_process:
             self._compiles.watch(SCHEDULER_THREAD, config.compiling.on_compile)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import orca_jax
 from orca_jax.errors import EngineError, OrcaError
 from server.commands import compile as compile_command
-from server.commands import convert, generate, plan, serve, worker
+from server.commands import convert, generate, plan, replay, serve, worker
 from server.errors import UsageError
 from server.settings.flags import COMPILE_OPTIONS, add_engine_flags, add_flags, add_serve_flags
 from server.settings.options import PlanFlags, WorkerFlags
@@ -130,6 +130,19 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_plan)
 
     command = commands.add_parser(
+        "replay",
+        help="repeat a recording of `orca serve --record`",
+        description="Submit the requests of FILE again, each to the same iteration, on an engine of the same "
+        "sizes in this process, and compare all batches and outputs with the recorded ones.",
+        epilog="An output ends where it ended before, so the batches are the same even where tokens differ. "
+        "Exit status: 0; 1 if batches or outputs differ, or the engine failed; 2 for a mistake in the flags "
+        "or in FILE; 130 after Ctrl-C.",
+        allow_abbrev=False,
+    )
+    replay.add_flags(command)
+    command.set_defaults(run=_replay)
+
+    command = commands.add_parser(
         "convert",
         help="convert a checkpoint from safetensors to Orbax, or back",
         description="Read the checkpoint SRC and write it to DST in the other format: a Hugging Face "
@@ -180,6 +193,11 @@ def _worker(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     with _quiet():
         return plan.run(args)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    with _quiet():
+        return replay.run(args)
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ class FoundModel:
     """A model whose weights are not read yet; a preset has neither tokenizer nor directory.
 
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
+    `own` is the module of a model that a user wrote (launch/own_model.py).
     """
 
     name: str
@@ -34,6 +35,7 @@ class FoundModel:
     tokenizer: Tokenizer | None
     directory: Path | None
     generation: GenerationDefaults = NO_DEFAULTS
+    own: object | None = None
 
 
 def find_model(

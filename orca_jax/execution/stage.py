@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from orca_jax.execution.attention_paths import AttentionPath
 from orca_jax.execution.matmul_backend import Products
+from orca_jax.execution.own_decoder import OwnParameters
 from orca_jax.execution.programs import Program
 from orca_jax.execution.ptxas_version import ask_ptxas_once
 from orca_jax.execution.sampling import packed_logprobs
@@ -22,6 +23,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.shard import ALONE
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -74,10 +76,14 @@ class Stage:
         command_buffer_collectives: bool = False,
     ) -> None:
         self.part = part
-        graph, state = nnx.split(GPT(config, parameters, part.layers))
+        own = isinstance(parameters, OwnParameters)
+        graph, state = nnx.split(parameters.decoder if own else GPT(config, parameters, part.layers))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
         group = part.group
+        # XLA partitions what a user wrote; what is written here says itself what one device computes.
+        by_hand = len(group) > 1 and not own
+        share = group.shard if by_hand else lambda: ALONE
 
         def one_part(
             weights: list[jax.Array],
@@ -88,7 +94,7 @@ class Stage:
             layout: FlatLayout,
         ) -> tuple[Any, list[LayerCache]]:
             """What one device of the stage computes."""
-            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), group.shard()
+            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
             batch = layout.split(buffer)
             product = products.bind(batch.row_start[-1:])
             if part.first:
@@ -109,10 +115,10 @@ class Stage:
             weights: list[jax.Array], hidden: jax.Array, at: jax.Array, targets: jax.Array
         ) -> jax.Array:
             model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-            return packed_logprobs(model.logits(hidden, at, group.shard(), products.bind(None)), targets)
+            return packed_logprobs(model.logits(hidden, at, share(), products.bind(None)), targets)
 
         def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
-            if len(group) == 1:
+            if not by_hand:
                 return compute
             specs = [weight.sharding.spec for weight in self.weights]
             # Not checked (check_vma): Pallas kernels and what is gathered do not say over which axes

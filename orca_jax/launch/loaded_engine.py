@@ -13,6 +13,7 @@ from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.programs import OnProgram
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
+from orca_jax.launch.own_model import own_stages
 from orca_jax.launch.stage_weights import load_stages
 from orca_jax.planning.stage_layers import split_summary
 from orca_jax.sharding.device_group import default_dtype, device_name
@@ -36,7 +37,10 @@ def loaded_engine(
         keep_large_buffers()
     dtype = config.dtype or default_dtype(devices[0])
     parts = split_model(found.config, devices, config.parallel)
-    model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
+    if found.own is None:
+        model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)
+    else:
+        model, parameters = found.config, own_stages(found.own, found.config, parts, jnp.dtype(dtype))
     n_devices = config.parallel.n_devices
     serving = chosen_sizes(
         model, jnp.dtype(dtype), parts, config.sizes, n_devices=n_devices, attention=config.attention

@@ -8,6 +8,7 @@ from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.engine.local_processes import supervised_pipeline
 from orca_jax.engine.remote_pipeline import StageWorkers, remote_pipeline
+from orca_jax.errors import ConfigError
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.programs import OnProgram
 from orca_jax.launch.loaded_engine import loaded_engine
@@ -25,6 +26,8 @@ def start_engine(
 
     `on_load` and `on_program` receive the progress in this process, `on_event` events of worker processes.
     """
+    if found.own is not None and not config.parallel.in_this_process:
+        raise ConfigError("a model of one's own runs in this process; leave workers and worker_processes out")
     workers = config.parallel.workers
     if workers is not None:
         remote = StageWorkers(addresses=tuple(workers), secret=config.control_secret)

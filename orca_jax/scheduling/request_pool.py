@@ -227,7 +227,7 @@ class RequestPool:
             self._on_arrival(request)
             self._n_arrivals += 1
             self._waiting[request.request_id] = request
-            self._queue.add(request, self._clock())
+            self._enter(request, self._clock())
             self._count(request, 1)
             self._notify()
 
@@ -315,6 +315,9 @@ class RequestPool:
             self._on_deliveries(deliveries)
 
     # Under the lock.
+
+    def _enter(self, request: Request, now: float) -> None:
+        self._queue.add(request, now)
 
     def _find(self, request_id: str) -> Request | None:
         return self._waiting.get(request_id) or self._admitted.get(request_id)

@@ -34,6 +34,8 @@ from orca_jax.service.generation import Generation
 from orca_jax.service.given_output import GivenOutput, check_given, scoring, split_given
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
+from orca_jax.service.recorded_turns import RecordedPool, RecordedTimeline
+from orca_jax.service.recorder import Recorder
 
 SCHEDULER_THREAD = "orca-scheduler"  # its name
 
@@ -53,7 +55,7 @@ class Orca:
     requests resume. `failure` is a permanent failure of the engine: every live request then ends with
     the reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
     with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
-    output text is empty.
+    output text is empty. A `recorder` writes what is needed to repeat the batches, until `close`.
     """
 
     def __init__(
@@ -68,11 +70,17 @@ class Orca:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         restarts: RestartBound | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._failure: EngineError | None = None
         self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
-        self.timeline = Timeline(clock, bucket_sizes=bucket_sizes)
-        self.pool = RequestPool(
+        self._recorder = recorder
+        timeline, pool = Timeline, RequestPool
+        if recorder is not None:
+            timeline = partial(RecordedTimeline, recorder)
+            pool = partial(RecordedPool, recorder, disturbance=self._disturbance)
+        self.timeline = timeline(clock, bucket_sizes=bucket_sizes)
+        self.pool = pool(
             max_waiting=config.max_queue,
             max_bytes=config.max_queue_bytes,
             max_each=config.max_queue_each,
@@ -128,12 +136,15 @@ class Orca:
         """
         self.pool.close()
         self._stopping = True  # after closing the pool, so that the thread stops only after the last arrival
-        if not self._started or threading.current_thread() is self._thread:
-            return
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            self._failure = EngineError(f"the scheduler did not stop within {timeout:g} seconds")
-            raise self._failure
+        try:
+            if self._started and threading.current_thread() is not self._thread:
+                self._thread.join(timeout)
+                if self._thread.is_alive():
+                    self._failure = EngineError(f"the scheduler did not stop within {timeout:g} seconds")
+                    raise self._failure
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -296,6 +307,8 @@ class Orca:
         except BaseException as error:  # a panic in Rust code too, or users would wait forever
             failure = self._failure = _as_engine_error(error)
             self.pool.close()
+            if self._recorder is not None:
+                self._recorder.cannot_repeat("the engine failed")
             try:
                 self.scheduler.fail_all()
             except BaseException as second:  # waiting users check `failure` themselves
@@ -313,6 +326,10 @@ class Orca:
             or self.pool.wait_for_work(LOOK_SECONDS)
             or not self._stopping
         )
+
+    def _disturbance(self) -> str:
+        """What a recording of the arrivals cannot repeat; "" if nothing of the kind has happened."""
+        return "a worker was lost" if self.recovery.losses else ""
 
     def _has_other_work(self) -> bool:
         """Whether there is work outside the pool while the engine is down."""

@@ -8,7 +8,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
 
-from orca_jax.config import COMPILE_CACHE, Deadlines, Dtype, LoadFormat, OnCompile, RestartBound, WorkerLink
+from orca_jax.config import (
+    COMPILE_CACHE,
+    RECORD_BYTES,
+    Deadlines,
+    Dtype,
+    LoadFormat,
+    OnCompile,
+    RestartBound,
+    WorkerLink,
+)
 from orca_jax.errors import ConfigError
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 
@@ -118,6 +127,15 @@ class EngineOptions:
     tensor_parallel: TensorParallelFlag = 1
     pipeline_parallel: Annotated[int, "number of pipeline stages, each with its own layers and devices"] = 1
     compile_cache: CompileCacheFlag = COMPILE_CACHE
+    record: Annotated[
+        Path | None,
+        "record all requests, outputs and iterations in this file, for `orca replay`; it contains prompts "
+        "(default: no recording)",
+        "logging",
+    ] = None
+    record_bytes: Annotated[int, "maximum size of that file; the recording then stops", "logging"] = (
+        RECORD_BYTES
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

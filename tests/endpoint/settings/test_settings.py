@@ -48,6 +48,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "tensor_parallel": (2, 3, 4, 5),
     "pipeline_parallel": (2, 3, 4, 5),
     "compile_cache": ("a", "/b", "c d", None),
+    "record": (Path("a.jsonl"), Path("/b"), Path("c d"), None),
+    "record_bytes": (1 << 16, 1 << 17, 1 << 18, 1 << 19),
     "compile_ahead": (False, True, False, True),
     "on_compile": ("error", "warn", "error", "warn"),
     "host": ("0.0.0.0", "::1", "localhost", "10.1.2.3"),

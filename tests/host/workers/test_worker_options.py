@@ -46,6 +46,8 @@ ENGINE = EngineConfig(
     ),
     restarts=RestartBound(restarts=1, seconds=2),
     control_secret="a secret of theirs",
+    record="a file",
+    record_bytes=1 << 20,
 )
 OPTIONS = WorkerOptions(
     stage=1, engine=ENGINE, listen="unix:/a", data_host="b", forward_ahead=False, end_with_stdin=True

@@ -1,0 +1,85 @@
+# pyright: standard
+"""A model of one's own that is written as plain functions of its weights."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+AttendOwn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class FunctionModel(nnx.Module):
+    """An OwnModel (execution/own_decoder.py) of three functions; `LLM(model=...)` takes it.
+
+    `embed(outside, token_ids, positions)`, `layer(weights, x, positions, attend)` and `unembed(outside, x)`
+    are as the methods there. `outside` and the `weights` of each of `layers` are pytrees of arrays; their
+    specs, if given, are pytrees of the same form with a PartitionSpec or None for each array. Layers have the
+    same `layer_specs`.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed: Callable[[Any, jax.Array, jax.Array], jax.Array],
+        layer: Callable[[Any, jax.Array, jax.Array, AttendOwn], jax.Array],
+        unembed: Callable[[Any, jax.Array], jax.Array],
+        outside: Any,
+        layers: Sequence[Any],
+        vocab_size: int,
+        n_positions: int,
+        hidden_size: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_size: int,
+        outside_specs: Any = None,
+        layer_specs: Any = None,
+        eos_token_ids: tuple[int, ...] = (),
+        tokenizer: str | None = None,
+    ) -> None:
+        self.vocab_size, self.n_positions, self.hidden_size = vocab_size, n_positions, hidden_size
+        self.n_heads, self.n_kv_heads, self.head_size = n_heads, n_kv_heads, head_size
+        self.eos_token_ids, self.tokenizer = eos_token_ids, tokenizer
+        self.outside = _Weights(outside, outside_specs)
+        self.layers = nnx.List([_Layer(layer, _Weights(weights, layer_specs)) for weights in layers])
+        self._embed, self._unembed = embed, unembed
+
+    def embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """As OwnModel.embed."""
+        return self._embed(self.outside.tree(), token_ids, positions)
+
+    def unembed(self, x: jax.Array) -> jax.Array:
+        """As OwnModel.unembed."""
+        return self._unembed(self.outside.tree(), x)
+
+
+class _Weights(nnx.Module):
+    """A pytree of arrays, with their specs."""
+
+    def __init__(self, tree: Any, specs: Any) -> None:
+        leaves, self._form = jax.tree.flatten(tree)
+        by_leaf = [None] * len(leaves)
+        if specs is not None:
+            by_leaf = self._form.flatten_up_to(specs)
+        self.leaves = nnx.List([_parameter(*pair) for pair in zip(leaves, by_leaf, strict=True)])
+
+    def tree(self) -> Any:
+        """The pytree."""
+        return jax.tree.unflatten(self._form, [leaf[...] for leaf in self.leaves])
+
+
+class _Layer(nnx.Module):
+    def __init__(self, function: Callable[..., jax.Array], weights: _Weights) -> None:
+        self._function = function
+        self.weights = weights
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: AttendOwn) -> jax.Array:
+        return self._function(self.weights.tree(), x, positions, attend)
+
+
+def _parameter(array: jax.Array, spec: PartitionSpec | None) -> nnx.Param:
+    if spec is None:
+        return nnx.Param(array)
+    return nnx.Param(array, out_sharding=tuple(spec), eager_sharding=False)

@@ -1,0 +1,160 @@
+# pyright: standard
+"""Composition: a model that a user wrote, as an nnx module, on an engine's devices (docs/training.md)."""
+
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from orca_jax.checkpoint.load import FoundModel, find_model
+from orca_jax.config import EngineConfig
+from orca_jax.errors import ConfigError
+from orca_jax.execution.own_decoder import OwnDecoder, OwnParameters, try_once
+from orca_jax.families.attention_config import Attention
+from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.sharding.device_group import TENSOR
+from orca_jax.sharding.partition import StagePart
+
+_SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
+_PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def find_any_model(config: EngineConfig) -> FoundModel:
+    """The model of `config`: a name or directory as in `find_model`, or an OwnModel.
+
+    An OwnModel is the module itself, or "package.file:function" for a function that makes it. Raises
+    ConfigError or a CheckpointError.
+    """
+    model: Any = config.model
+    if isinstance(model, str) and _PLACE.fullmatch(model):
+        model = _made(model)
+    if model is None or isinstance(model, str | Path):
+        return find_model(model, config.load_format, config.generation_config)
+    _check(model)
+    path = getattr(model, "tokenizer", None)
+    tokenizer = None
+    if path is not None:
+        path = Path(path)
+        tokenizer = Tokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
+    return FoundModel(type(model).__name__, _config(model), tokenizer, None, own=model)
+
+
+def own_stages(
+    model: Any, config: ModelConfig, parts: Sequence[StagePart], dtype: jnp.dtype
+) -> list[OwnParameters]:
+    """The weights of each stage, on its devices, floating-point ones in `dtype`. Raises ConfigError."""
+    n_devices = len(parts[0].group)
+    if config.n_kv_heads % n_devices:
+        raise ConfigError(
+            f"tensor_parallel is {n_devices}, and the model has {config.n_kv_heads} key/value heads, which "
+            "must be a multiple of it"
+        )
+    rest = nnx.clone(model)
+    rest.layers = nnx.List([])
+    return [_own_stage(model, rest, config, part, dtype) for part in parts]
+
+
+def _own_stage(
+    model: Any, rest: nnx.Module, config: ModelConfig, part: StagePart, dtype: jnp.dtype
+) -> OwnParameters:
+    group = part.group
+    layers = [model.layers[i] for i in part.layers]
+    mesh = group.mesh if len(group) > 1 else None
+    decoder = OwnDecoder(config, layers, rest if part.first or part.last else None, mesh)
+    graph, state = nnx.split(decoder)
+    # Specs are part of the module's own metadata: what has none is whole on every device.
+    specs = dict(nnx.to_flat_state(nnx.get_partition_spec(state)))
+    placed: dict[str, jax.Array] = {}
+    variables: list[tuple[Any, Any]] = []
+    for path, variable in nnx.to_flat_state(state):
+        name, value = ".".join(map(str, path)), variable[...]
+        spec = _spec(name, specs[path].get_value(), value.shape, len(group))
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            value = value.astype(dtype)
+        placed[name] = jax.device_put(value, group.place(spec))
+        variables.append((path, variable.replace(placed[name])))  # the user's module stays as it is
+    decoder = nnx.merge(graph, nnx.from_flat_state(variables))
+    floating = {name: value for name, value in placed.items() if value.dtype == dtype}  # the first says it
+    return OwnParameters(decoder, floating | placed)
+
+
+def _spec(name: str, spec: Any, shape: tuple[int, ...], n_devices: int) -> PartitionSpec:
+    """The part of a weight's spec that concerns tensor parallelism; axes of other names are not split."""
+    axes = tuple(spec) if isinstance(spec, PartitionSpec) else ()
+    own = [
+        TENSOR if axis == TENSOR or (isinstance(axis, tuple) and TENSOR in axis) else None for axis in axes
+    ]
+    for axis, size in zip(own, shape, strict=False):
+        if axis is not None and size % n_devices:
+            raise ConfigError(
+                f"tensor_parallel is {n_devices}, but the spec {spec} of the weight {name} {shape} splits "
+                f"{size} elements, which must be a multiple of it"
+            )
+    return PartitionSpec(*own)
+
+
+def _made(place: str) -> Any:
+    """What the function at "package.file:function" makes; also of files in the working directory."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make = pkgutil.resolve_name(place)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model is {place!r}, a function that cannot be imported: {error}") from error
+    if not callable(make):
+        raise ConfigError(f"model is {place!r}, which is no function; it must make a model")
+    return make()
+
+
+def _check(model: Any) -> None:
+    """Raise ConfigError unless it is an OwnModel."""
+    kind, is_module = type(model).__name__, isinstance(model, nnx.Module)
+    if not is_module:
+        raise ConfigError(
+            f"model is a {kind}; it must be a directory, a name, None for the demo model, or an nnx.Module "
+            "(docs/training.md)"
+        )
+    for name in _SIZES:
+        if not isinstance(getattr(model, name, None), int):
+            raise ConfigError(f"the model {kind} has no whole number {name}; it needs {', '.join(_SIZES)}")
+    for name in ("embed", "unembed"):
+        if not callable(getattr(model, name, None)):
+            raise ConfigError(f"the model {kind} has no method {name}")
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, nnx.List) or not layers:
+        raise ConfigError(f"the model {kind} has no nnx.List of layers")
+    try_once(model)
+
+
+def _config(model: Any) -> ModelConfig:
+    """What scheduler, caches and memory plan need to know; the feed-forward part stands for the widest."""
+    multiple = -(-model.hidden_size // model.n_heads) * model.n_heads
+    layer = Layer(
+        attention=Attention(
+            n_heads=model.n_heads,
+            n_kv_heads=model.n_kv_heads,
+            head_size=model.head_size,
+            qkv_bias=False,
+            out_bias=False,
+        ),
+        feed_forward=FeedForward(size=getattr(model, "ffn_size", 4 * multiple), bias=False),
+    )
+    return ModelConfig(
+        vocab_size=model.vocab_size,
+        n_positions=model.n_positions,
+        hidden_size=model.hidden_size,
+        layers=(layer,) * len(model.layers),
+        embedding=Embedding(size=model.hidden_size),
+        positions=None,
+        final_norm=None,
+        eos_token_ids=tuple(getattr(model, "eos_token_ids", ())),
+    )

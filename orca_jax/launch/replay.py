@@ -1,0 +1,106 @@
+# pyright: standard
+"""Composition: records what an engine serves, and repeats a recording on a new engine."""
+
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from orca_jax.config import EngineConfig
+from orca_jax.engine.built_engine import BuiltEngine
+from orca_jax.errors import BadRecording, ConfigError
+from orca_jax.launch.own_model import find_any_model
+from orca_jax.launch.start_engine import start_engine
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.service.prepared_params import RuleMaker
+from orca_jax.service.recording import Recording, read_recording
+from orca_jax.service.replay import Replay, ReplayReport, recorded_serving
+
+
+def recording_header(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:
+    """What a recording says of its engine, to build it again."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "device": built.device,
+        "attention": built.attention,
+        "model": None if config.model is None else str(config.model),
+        "n_positions": built.model.n_positions,
+        "vocab_size": built.model.vocab_size,
+        "load_format": config.load_format,
+        "generation_config": config.generation_config,
+        "weights_seed": config.seed or 0,
+        "dtype": built.dtype,
+        "asked_attention": config.attention,
+        "tensor_parallel": config.parallel.tensor_parallel,
+        "n_workers": built.engine.n_workers,
+        "keeps_tokens": built.engine.keeps_tokens,
+        "compile_ahead": config.compiling.compile_ahead,
+        "serving": asdict(built.serving),
+    }
+
+
+def replay(path: str | Path, *, model: str | Path | None = None) -> ReplayReport:
+    """Repeat a recording on an engine of the same sizes in this process, and compare batches and outputs.
+
+    `model` is where the recorded model is on this machine, if that is elsewhere. Raises BadRecording,
+    ConfigError, a CheckpointError or EngineError.
+    """
+    recording = read_recording(path)
+    config = _engine_config(recording, model)
+    found = find_any_model(config)
+    header = recording.header
+    if (found.config.vocab_size, found.config.n_positions) != (header["vocab_size"], header["n_positions"]):
+        raise ConfigError(
+            f"the recorded model has {header['vocab_size']} tokens and {header['n_positions']} positions, "
+            f"{found.name} has {found.config.vocab_size} and {found.config.n_positions}; name the recorded "
+            "one with model"
+        )
+    rules = RuleMaker(found.config, found.tokenizer)
+
+    def constraint(sampling: SamplingParams) -> Any:
+        return rules.rules(sampling).constraint()
+
+    built = start_engine(found, config, on_load=None, on_program=None, on_event=print)
+    try:
+        serving = recorded_serving(recording)
+        return Replay(recording, built.engine, built.kv, config=serving, constraint=constraint).run()
+    finally:
+        built.close()
+
+
+def _engine_config(recording: Recording, model: str | Path | None) -> EngineConfig:
+    """The engine of the recording, with all stages in this process."""
+    header = recording.header
+    try:
+        serving = recorded_serving(recording)
+        scheduling = serving.scheduling
+        return EngineConfig.of(
+            model=header["model"] if model is None else model,
+            load_format=header["load_format"],
+            generation_config=header["generation_config"],
+            dtype=header["dtype"],
+            seed=header["weights_seed"],
+            attention=header["asked_attention"],
+            tensor_parallel=header["tensor_parallel"],
+            pipeline_parallel=header["n_workers"],
+            max_batch_size=serving.max_batch_size,
+            n_slots=serving.n_slots,
+            max_batch_tokens=serving.max_batch_tokens,
+            block_size=serving.block_size,
+            deterministic=serving.deterministic,
+            overlap=serving.overlap,
+            command_buffer_collectives=serving.command_buffer_collectives,
+            policy=scheduling.policy,
+            chunked_prefill=scheduling.chunked_prefill,
+            prefill_tokens=scheduling.prefill_tokens,
+            prefix_caching=scheduling.prefix_caching,
+            reservation=scheduling.reservation,
+            scheduling_policy=scheduling.order,
+            compile_ahead=header["compile_ahead"],
+        )
+    except (KeyError, TypeError) as error:
+        raise BadRecording(f"the recording's first line lacks what makes its engine: {error!r}") from error

@@ -1,0 +1,175 @@
+"""Records what a service does in a file of JSON lines, from which `orca replay` makes the same batches.
+
+docs/serving.md describes the lines. They are formatted and written on a thread of their own. A recording
+never harms serving: at its limit, or if the disk is full or too slow, it stops and serving continues.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from orca_jax.errors import ConfigError
+from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.sampling_params import SamplingParams
+
+RECORDING_VERSION = 1
+
+_POLL_SECONDS = 0.1  # between two writes
+_CLOSE_SECONDS = 5.0
+_MAX_WAITING = 1 << 24  # numbers in lines that are not written yet
+_LINE = 16  # what a line counts beside the numbers in its lists
+_CHUNK = 1 << 20  # bytes of one write
+_LAST_LINE = 512  # bytes kept for it
+_DEFAULTS = SamplingParams()
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Writes one file. Methods other than `begin` and `close` are for the scheduler's thread, and never wait.
+
+    `turn` counts the scheduler's looks at the pool, when it learns of arrivals and of ends that users ask
+    for. `failure` says why the recording stopped early; None while it has not.
+    """
+
+    def __init__(self, path: str | Path, *, max_bytes: int) -> None:
+        """Open the file. One that exists is kept beside it, as PATH.old. Raises ConfigError."""
+        self.path = Path(path)
+        self.turn = -1
+        self.failure: str | None = None
+        self._room = max_bytes - _LAST_LINE
+        self._max_bytes = max_bytes
+        self._key = os.urandom(16)
+        self._lines: deque[tuple[int, dict[str, Any]]] = deque()
+        self._n_put = self._n_written = 0  # numbers; each is changed by one thread
+        self._is_ended = threading.Event()
+        try:
+            if self.path.exists():
+                if not self.path.is_file():
+                    raise ConfigError(f"record is {str(path)!r}, which exists and is no file")
+                os.replace(self.path, self.path.with_name(f"{self.path.name}.old"))
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            message = f"record is {str(path)!r}, a file that cannot be written: {error.strerror}"
+            raise ConfigError(message) from error
+        self._thread = threading.Thread(target=self._run, name="orca-recorder", daemon=True)
+
+    def begin(self, header: Mapping[str, Any]) -> None:
+        """Start the writer; `header` says what served."""
+        self._put({"orca_recording": RECORDING_VERSION, **header})
+        self._thread.start()
+
+    def hidden(self, text: str) -> str:
+        """A name for an API key or an address: the same for the same text, in this file alone."""
+        return text and blake2b(text.encode(), key=self._key, digest_size=8).hexdigest()
+
+    def arrived(self, request: Request, at: float) -> None:
+        """The scheduler sees a request from this turn on; it entered the pool `at` seconds."""
+        line = {"arrived": request.arrival, "turn": self.turn, "time": at, "request": request}
+        self._put(line, len(request.prompt_ids) + len(request.given_ids))
+
+    def asked_to_end(self, request: Request, reason: FinishReason) -> None:
+        """The scheduler learns in this turn that a request is to end."""
+        self._put({"ends": request.arrival, "turn": self.turn, "reason": reason})
+
+    def returned(
+        self, number: int, turn: int, issued: float, returned: float, rows: list[tuple[int, int]]
+    ) -> None:
+        """An iteration of these rows (arrival number, tokens), issued in `turn`, has returned in this one."""
+        line = {"iteration": number, "turn": turn, "issued": issued, "returned_in": self.turn}
+        self._put({**line, "returned": returned, "rows": rows}, 2 * len(rows))
+
+    def finished(self, request: Request, reason: FinishReason, at: float) -> None:
+        """A request has ended, for any reason."""
+        line = {"finished": request.arrival, "turn": self.turn, "time": at, "reason": reason}
+        self._put({**line, "output_of": request}, len(request.output_ids))
+
+    def cannot_repeat(self, why: str) -> None:
+        """In this turn something happened that the arrivals do not tell."""
+        self._put({"not_repeatable": why, "turn": self.turn})
+
+    def close(self) -> None:
+        """Write what is left. A disk that hangs is left alone after some seconds."""
+        self._is_ended.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _put(self, line: dict[str, Any], n_numbers: int = 0) -> None:
+        if self.failure is not None:
+            return
+        n_numbers += _LINE
+        if self._n_put + n_numbers - self._n_written > _MAX_WAITING:
+            self._stop("the disk is too slow")
+            return
+        self._n_put += n_numbers
+        self._lines.append((n_numbers, line))
+
+    def _stop(self, why: str) -> None:
+        self.failure = why
+        _log.warning("the recording in %s ends here, and serving continues: %s", self.path, why)
+
+    # On the writer's thread.
+
+    def _run(self) -> None:
+        try:
+            while self.failure is None and not self._is_ended.wait(_POLL_SECONDS):
+                self._write_lines()
+            self._write_lines()
+            last = {"closed": self.turn} if self.failure is None else {"stopped": self.failure}
+            self._write(json.dumps(last).encode() + b"\n")
+        except OSError as error:
+            self._stop(f"the file cannot be written: {error.strerror}")
+        except Exception as error:
+            self._stop(f"{type(error).__name__}: {error}")
+        finally:
+            self._lines.clear()
+            os.close(self._file)
+
+    def _write_lines(self) -> None:
+        chunk = bytearray()
+        while self._lines:
+            n_numbers, line = self._lines.popleft()
+            text = json.dumps(self._plain(line), separators=(",", ":")).encode() + b"\n"
+            if len(text) > self._room:
+                self._stop(f"it has reached its limit of {self._max_bytes} bytes")
+                self._lines.clear()
+                break
+            chunk += text
+            self._room -= len(text)
+            self._n_written += n_numbers
+            if len(chunk) > _CHUNK:
+                self._write(chunk)
+                chunk.clear()
+        self._write(chunk)
+
+    def _write(self, data: bytes | bytearray) -> None:
+        n_written = 0
+        while n_written < len(data):
+            n_written += os.write(self._file, data[n_written:])
+
+    def _plain(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The line as JSON has it; made here, because it takes time."""
+        request: Request | None = line.pop("request", None)
+        if request is not None:
+            given = {field.name: getattr(request.sampling, field.name) for field in fields(SamplingParams)}
+            line["id"] = request.request_id
+            line["prompt"] = request.prompt_ids
+            if request.given_ids:
+                line["given"] = request.given_ids
+            line["max_tokens"] = request.max_tokens
+            line["seed"] = request.seed
+            line["sampling"] = {name: v for name, v in given.items() if v != getattr(_DEFAULTS, name)}
+            line["owner"] = request.owner
+            line["priority"] = request.priority
+            line["salt"] = self.hidden("\n".join(request.cache_salt)) if any(request.cache_salt) else ""
+        ended: Request | None = line.pop("output_of", None)
+        if ended is not None:
+            line["output"] = ended.output_ids
+            if ended.logprobs:
+                line["logprobs"] = [token.logprob for token in ended.logprobs]
+        return line

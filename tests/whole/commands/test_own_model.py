@@ -1,0 +1,174 @@
+"""A model of one's own says what it says in training, without cache: on one device, on several, in stages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from examples.own_model import GatedModel
+from orca_jax import LLM, SamplingParams
+from orca_jax.errors import ConfigError
+from orca_jax.launch.function_model import FunctionModel
+from orca_jax.service.generation import GenerationResult
+
+ROOM: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 128, "n_slots": 1024, "dtype": "float32"}
+SIZES = ("vocab_size", "n_positions", "hidden_size", "n_heads", "n_kv_heads", "head_size")
+PARAMS = SamplingParams(max_tokens=10, temperature=0, logprobs=0, prompt_logprobs=0)
+
+
+def prompts() -> list[list[int]]:
+    """More than fit into a batch, of all lengths."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, n).tolist() for n in (1, 2, 17, 40, 3, 30)]
+
+
+def as_trained(model: GatedModel) -> Callable[[list[int]], np.ndarray]:
+    """The log-probabilities [length, V] after each token of a sequence, by the module's own forward pass."""
+    forward = nnx.jit(lambda model, ids: jax.nn.log_softmax(model(ids)))
+
+    def of(token_ids: list[int]) -> np.ndarray:
+        padded = np.zeros((1, 64), np.int32)  # causal: what follows does not count
+        padded[0, : len(token_ids)] = token_ids
+        return np.asarray(forward(model, jnp.asarray(padded)))[0]
+
+    return of
+
+
+def check(model: GatedModel, results: list[GenerationResult]) -> None:
+    own = as_trained(model)
+    for prompt, result in zip(prompts(), results, strict=True):
+        sequence = [*prompt, *result.token_ids]
+        expected = own(sequence)[np.arange(len(sequence) - 1), sequence[1:]]
+        assert result.logprobs is not None and result.prompt_logprobs is not None
+        served = [token.logprob for token in (*result.prompt_logprobs, *result.logprobs)]
+        np.testing.assert_allclose(served, expected, atol=2e-5)
+        best = own(sequence)[len(prompt) - 1 : len(sequence) - 1]
+        np.testing.assert_allclose(best.max(axis=1), expected[len(prompt) - 1 :], atol=2e-5)  # it is greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            {"deterministic": True, "tensor_parallel": 2, "pipeline_parallel": 2},
+            id="split",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"prefill_tokens": 16}, id="in chunks", marks=pytest.mark.long),
+        pytest.param({"tensor_parallel": 4, "compile_ahead": True}, id="ahead", marks=pytest.mark.long),
+    ],
+)
+def test_it_is_served_as_it_was_trained(options: dict[str, Any]) -> None:
+    model = GatedModel()
+    before = jax.tree.map(lambda w: w.sharding, nnx.state(model))
+    with LLM(model=model, **ROOM, **options) as llm:
+        assert jax.tree.map(lambda w: w.sharding, nnx.state(model)) == before
+        check(model, llm.generate(prompts(), PARAMS))
+        scheduler = llm.service.scheduler
+        assert max(record.n_rows for record in llm.service.timeline.iterations) == 4
+        assert len(llm.service.pool) == scheduler.n_rsrv == 0
+        if options.get("tensor_parallel") == 2:
+            weights = [w for stage in engine_weights(llm) for w in stage]
+            assert any(not w.sharding.is_fully_replicated for w in weights)
+
+
+def engine_weights(llm: LLM) -> list[list[jax.Array]]:
+    workers: Any = llm.service.scheduler.engine
+    return [worker.stage.weights for worker in workers._workers.workers]
+
+
+def test_a_function_by_name() -> None:
+    with LLM("examples.own_model:GatedModel", **ROOM, deterministic=True) as llm:
+        check(GatedModel(), llm.generate(prompts(), PARAMS))
+        assert max(record.n_rows for record in llm.service.timeline.iterations) == 4
+
+
+def test_plain_functions() -> None:
+    """The same weights in a dict, by functions of them: the same tokens."""
+    model = GatedModel()
+    graph, layers = zip(*[nnx.split(layer) for layer in model.layers], strict=True)
+    outside = {"tokens": model.tokens.embedding[...], "head": model.head.kernel[...]}
+    sizes = {name: getattr(model, name) for name in SIZES}
+    functions = FunctionModel(
+        embed=lambda p, token_ids, positions: p["tokens"][token_ids],
+        layer=lambda p, x, positions, attend: nnx.merge(graph[0], nnx.State(p))(x, positions, attend),
+        unembed=lambda p, x: x @ p["head"],
+        outside=outside,
+        layers=[nnx.to_pure_dict(state) for state in layers],
+        outside_specs={"tokens": None, "head": P(None, "tensor")},
+        **sizes,
+    )
+    with LLM(functions, **ROOM, deterministic=True, tensor_parallel=2) as llm:
+        check(model, llm.generate(prompts(), PARAMS))
+
+
+class Broken(GatedModel):
+    """Wrong in one way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        if how == "no layers":
+            self.layers = nnx.List([])
+        elif how == "sizes":
+            self.head_size = 32
+        elif how == "vocabulary":
+            self.vocab_size = 300
+        elif how in ("twice", "never"):
+            self.layers.append(Attends(2 if how == "twice" else 0))
+
+    def embed(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        x = self.tokens(token_ids)
+        return x[:, :-1] if self.how == "hidden" else x
+
+
+class Attends(nnx.Module):
+    """A layer that calls attend that many times."""
+
+    def __init__(self, n_times: int) -> None:
+        self.n_times = n_times
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Any) -> jax.Array:
+        for _ in range(self.n_times):
+            attend(jnp.zeros((*x.shape[:-1], 8, 16)), *[jnp.zeros((*x.shape[:-1], 4, 16))] * 2)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("no layers", "no nnx.List of layers"),
+        ("sizes", "calls attend with q"),
+        ("vocabulary", "vocab_size is 300"),
+        ("hidden", "hidden_size is 64"),
+        ("twice", "layer 3 calls attend 2 times"),
+        ("never", "layer 3 calls attend 0 times"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_it_runs(how: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(model=Broken(how), **ROOM)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (GatedModel, {}, "must be a directory"),
+        (7, {}, "it must be a directory"),
+        (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {}, "vocab_size"),
+        ("examples.own_model:Missing", {}, "cannot be imported"),
+        ("no_such_file:model", {}, "cannot be imported"),
+        ("examples.own_model:H", {}, "is no function"),
+        (GatedModel(), {"tensor_parallel": 3}, "not a multiple"),
+        (GatedModel(), {"tensor_parallel": 8}, "4 key/value heads"),
+        (GatedModel(), {"worker_processes": True}, "in this process"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(model=model, **ROOM, **options)
