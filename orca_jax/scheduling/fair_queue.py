@@ -29,7 +29,7 @@ class FairQueue:
     counts_tokens = True
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        self._weights = dict(weights or {})
+        self.weights = dict(weights or {})
         self._requests: dict[str, OrderedDict[int, Request]] = {}  # only owners with waiting requests
         self._order: list[tuple[float, str]] = []  # these owners, after their counters
         self._counters: dict[str, float] = {}
@@ -124,7 +124,7 @@ class FairQueue:
         self._n += 1
 
     def _cost(self, owner: str, tokens: float) -> float:
-        return tokens / self._weights.get(owner, 1.0)
+        return tokens / self.weights.get(owner, 1.0)
 
     def _charge(self, owner: str, tokens: float) -> None:
         if owner not in self._counters:

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Self, TypeVar, overload
@@ -23,6 +23,7 @@ from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import CheckedPrompt, check_prompt, longest_request, weight_in_bytes
 from orca_jax.scheduling.engine_protocol import Engine
+from orca_jax.scheduling.fair_queue import FairQueue
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import prompt_hashes
 from orca_jax.scheduling.recovery import Recovery
@@ -80,13 +81,14 @@ class Orca:
             timeline = partial(RecordedTimeline, recorder)
             pool = partial(RecordedPool, recorder, disturbance=self._disturbance)
         self.timeline = timeline(clock, bucket_sizes=bucket_sizes)
+        self._queue = waiting_queue(config.scheduling)
         self.pool = pool(
             max_waiting=config.max_queue,
             max_bytes=config.max_queue_bytes,
             max_each=config.max_queue_each,
             on_deliveries=self._publish_all,
             on_arrival=self.timeline.arrived,
-            queue=waiting_queue(config.scheduling),
+            queue=self._queue,
             clock=clock,
         )
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
@@ -120,6 +122,11 @@ class Orca:
     def trouble(self) -> str | None:
         """Which stage was lost and how, while the engine restarts; None while it works."""
         return self.recovery.trouble
+
+    def weigh_owners(self, weights: Mapping[str, float]) -> None:
+        """Set owners' shares, before the first request. Only for the scheduling policy "fair"."""
+        assert isinstance(self._queue, FairQueue), f"{self._order} has no shares"
+        self._queue.weights.update(weights)
 
     def start(self) -> None:
         """Start the scheduler's thread. A second call does nothing."""

@@ -64,6 +64,8 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
             defaults=llm.generation_defaults,
             compiles=lambda: llm.compiles,
         )
+        if settings.api_keys.weights:
+            llm.service.weigh_owners(settings.api_keys.weights)
         metrics.attach(model)
         gateway.open(model)
         banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)

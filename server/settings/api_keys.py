@@ -16,24 +16,41 @@ _MAX_FILE_BYTES = 1_000_000
 _MAX_KEYS = 1024  # each request's key is compared with all of them
 _MIN_LENGTH = 8
 _KEY = re.compile(rf"[!-~]{{{_MIN_LENGTH},}}")  # what a header can carry: printable ASCII without spaces
+_WEIGHT = re.compile(r"[ \t]+weight=(\S*)$")
+_WEIGHTS = (0.001, 1000.0)
 
 
 class ApiKeys:
-    """The keys of a server; without any, the server is open to everyone. `notes` are warnings to print."""
+    """The keys of a server; without any, the server is open to everyone. `notes` are warnings to print.
 
-    def __init__(self, keys: Iterable[str] = (), *, notes: Iterable[str] = ()) -> None:
+    `weights` has the share of each key that does not have 1 under the scheduling policy "fair", by the key's
+    name.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        *,
+        weights: Mapping[str, float] | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
         self._digests = tuple(dict.fromkeys(map(_digest, keys)))
+        self.weights = {
+            _name(self._digests.index(_digest(key))): weight for key, weight in (weights or {}).items()
+        }
         self.notes = tuple(notes)
 
     @classmethod
     def read(cls, path: Path | None, environ: Mapping[str, str]) -> "ApiKeys":
         """Read keys from a file, one per line, and from ORCA_API_KEYS, separated by commas or newlines.
 
-        Blank lines and lines that begin with `#` are ignored. An empty variable counts as not set. Raises
-        ConfigError, which never shows a key, if a key is too short or is not printable ASCII, or if the file
-        or the variable has no key: an empty file must not open the server to everyone.
+        Blank lines and lines that begin with `#` are ignored. A key may be followed by a space and
+        `weight=NUMBER`. An empty variable counts as not set. Raises ConfigError, which never shows a key, if
+        a key is too short or is not printable ASCII, for a wrong weight, or if the file or the variable has
+        no key: an empty file must not open the server to everyone.
         """
         keys = list[str]()
+        weights = dict[str, float]()
         notes = list[str]()
         if path is not None:
             try:
@@ -46,18 +63,20 @@ class ApiKeys:
                 for number, line in enumerate(lines, 1)
                 if not line.lstrip().startswith("#")
             ]
-            keys += _checked(str(path), entries)
+            keys += _checked(str(path), entries, weights)
             if readable_by_others:
                 notes.append(f"{path} holds API keys and others can read it; chmod 600 {path}")
         text = environ.get(VARIABLE)
         if text:
             parts = re.split(r"[,\r\n]", text)
-            keys += _checked(VARIABLE, [(f"{VARIABLE}, key {n}", part) for n, part in enumerate(parts, 1)])
+            keys += _checked(
+                VARIABLE, [(f"{VARIABLE}, key {n}", part) for n, part in enumerate(parts, 1)], weights
+            )
         elif text is not None:
             notes.append(f"{VARIABLE} is empty and counts as not set")
         if len(set(keys)) > _MAX_KEYS:
             raise ConfigError(f"there are {len(set(keys))} API keys; at most {_MAX_KEYS} are allowed")
-        return cls(keys, notes=notes)
+        return cls(keys, weights=weights, notes=notes)
 
     @property
     def required(self) -> bool:
@@ -85,26 +104,45 @@ class ApiKeys:
         matches = [i for i, digest in enumerate(self._digests) if hmac.compare_digest(given, digest)]
         if not matches:
             raise Unauthorized("unknown API key; check the header 'Authorization: Bearer KEY'")
-        return f"key {matches[0] + 1}"
+        return _name(matches[0])
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _checked(source: str, entries: Iterable[tuple[str, str]]) -> list[str]:
-    """The keys of `entries`, which are (place, text); blank ones are ignored."""
+def _name(index: int) -> str:
+    return f"key {index + 1}"
+
+
+def _checked(source: str, entries: Iterable[tuple[str, str]], weights: dict[str, float]) -> list[str]:
+    """The keys of `entries`, which are (place, text); blank ones are ignored. Adds to the weights by key."""
     keys = list[str]()
     for where, entry in entries:
         key = entry.strip(" \t\r\n")
         if not key:
             continue
+        weight = _WEIGHT.search(key)
+        key = _WEIGHT.sub("", key)
         if not _KEY.fullmatch(key):
             raise ConfigError(
                 f"{where}: an API key must have at least {_MIN_LENGTH} characters, all printable ASCII "
                 "without spaces"
             )
+        if weight is not None:
+            weights[key] = _checked_weight(where, weight[1])
         keys.append(key)
     if not keys:
         raise ConfigError(f"{source} has no API key, which would let everyone in; add one, or leave it out")
     return keys
+
+
+def _checked_weight(where: str, text: str) -> float:
+    low, high = _WEIGHTS
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not low <= weight <= high:
+        raise ConfigError(f"{where}: what follows weight= must be a number from {low:g} to {high:g}")
+    return weight

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orca_jax.config import Deadlines, EngineConfig, RestartBound
+from orca_jax.errors import ConfigError
 from server.errors import UsageError
 from server.settings import api_keys, control_secret
 from server.settings.api_keys import ApiKeys
@@ -69,10 +70,14 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
     values = _values(args, environ)
     endpoint = _only(EndpointOptions, values)
     pipeline = _only(PipelineOptions, values)
+    engine = _only(EngineOptions, values)
     keys = ApiKeys.read(endpoint.api_key_file, environ)
+    if keys.weights and engine.scheduling_policy != "fair":
+        message = f"an API key has a weight, which the scheduling policy {engine.scheduling_policy!r} ignores"
+        raise ConfigError(f"{message}; set scheduling_policy to 'fair', or leave the weights out")
     return ServeSettings(
         model=values.get("model"),
-        engine=_only(EngineOptions, values),
+        engine=engine,
         endpoint=endpoint,
         pipeline=pipeline,
         compiling=_only(CompileOptions, values),

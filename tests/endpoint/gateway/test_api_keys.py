@@ -45,6 +45,23 @@ def test_keys_from_the_file_and_the_variable_are_combined(tmp_path: Path) -> Non
     assert [passes(keys, f"Bearer {key}") for key in (FIRST, SECOND, THIRD)] == [True, True, False]
 
 
+def test_a_key_s_weight_is_its_owner_s(tmp_path: Path) -> None:
+    path = key_file(tmp_path, f"{FIRST}\n{SECOND} weight=2.5\n{FIRST}\n")
+    keys = ApiKeys.read(path, {"ORCA_API_KEYS": f"{THIRD}\tweight=0.5,{FIRST}"})
+    assert keys.weights == {"key 2": 2.5, "key 3": 0.5}
+    assert keys.check(f"Bearer {SECOND}") == "key 2"
+    assert keys.check(f"Bearer {THIRD}") == "key 3"
+    assert not passes(keys, f"Bearer {SECOND} weight=2.5")
+
+
+@pytest.mark.parametrize("weight", ["", "0", "nan", "inf", "-1", "2x", "1001", SECOND])
+def test_a_weight_that_is_none_is_refused_without_showing_a_key(tmp_path: Path, weight: str) -> None:
+    path = key_file(tmp_path, f"{FIRST}\n{THIRD} weight={weight}\n")
+    with pytest.raises(ConfigError, match=r"keys, line 2: .*must be a number from 0\.001 to 1000") as end:
+        ApiKeys.read(path, {})
+    assert THIRD not in str(end.value) and SECOND not in str(end.value)
+
+
 @pytest.mark.parametrize("environ", [{}, {"ORCA_API_KEYS": ""}])
 def test_without_keys_everyone_is_admitted(environ: dict[str, str]) -> None:
     keys = ApiKeys.read(None, environ)

@@ -243,6 +243,10 @@ def test_api_keys_from_file_and_variable(tmp_path: Path, yaml_file: Path) -> Non
     assert [note for note in result.notes if "others can read it" in note]
     (tmp_path / "keys").write_text("")
     assert "has no API key" in refused(file=yaml_file)
+    (tmp_path / "keys").write_text("of-the-file weight=2\n")
+    assert "scheduling policy 'fcfs' ignores" in refused(file=yaml_file)
+    fair = settings(environ={"ORCA_SCHEDULING_POLICY": "fair"}, file=yaml_file)
+    assert fair.api_keys.weights == {"key 1": 2.0}
 
 
 def test_the_control_secret_from_a_file_or_the_variable(tmp_path: Path) -> None:
