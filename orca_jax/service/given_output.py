@@ -31,8 +31,7 @@ def check_given(token_ids: Sequence[int], n_prompt: object, model: ModelConfig) 
     if n_prompt is None:
         return
     n = len(token_ids)
-    is_whole = isinstance(n_prompt, int | np.integer) and not isinstance(n_prompt, bool)
-    if not is_whole or not 1 <= n_prompt <= n:
+    if isinstance(n_prompt, bool) or not isinstance(n_prompt, int | np.integer) or not 1 <= n_prompt <= n:
         message = f"n_prompt is {n_prompt!r}; it must be from 1 to the number of tokens, which is {n}"
         raise InvalidSamplingParameter(message, param="n_prompt")
 

@@ -35,8 +35,13 @@ def scores(
 
     Raises a leaf of InvalidRequest, EngineError, and RequestCancelled if the service is closed meanwhile.
     """
-    one_for_all = n_prompt is None or isinstance(n_prompt, int | np.integer)
-    each_n = [n_prompt] * len(lists) if one_for_all else list(n_prompt)
+    each_n: list[int | None]
+    if n_prompt is None or isinstance(n_prompt, int):
+        each_n = [n_prompt] * len(lists)
+    elif isinstance(n_prompt, np.integer):
+        each_n = [int(n_prompt)] * len(lists)
+    else:
+        each_n = list(n_prompt)
     if len(each_n) != len(lists):
         message = f"there are {len(each_n)} n_prompt for {len(lists)} lists; give one, or one for each"
         raise InvalidSamplingParameter(message, param="n_prompt")
