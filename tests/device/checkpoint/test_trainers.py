@@ -107,6 +107,10 @@ def test_to_safetensors_and_back(name: str, tmp_path: Path) -> None:
     for ours, stored in names.items():
         for theirs, source in zip(stored.names, detected.names[ours].names, strict=True):
             assert theirs == source or "flat" in name
+            if name == "gemma-gemma2" and theirs.endswith("gating_einsum"):
+                # In the order of Gemma 2 2B; models of other sizes have the other one, which is written.
+                np.testing.assert_array_equal(found[theirs].swapaxes(1, 2), expected[source])
+                continue
             if theirs in computed(names):
                 np.testing.assert_allclose(found[theirs], expected[source], rtol=1e-6, atol=1e-7)
             else:
