@@ -58,6 +58,16 @@ class ServiceClosed(OrcaError, RuntimeError):
     """A request arrived after the service was closed."""
 
 
+class EngineAsleep(OrcaError, RuntimeError):
+    """A request arrived while the engine sleeps; it must be woken first."""
+
+
+class RequestsStillRunning(OrcaError, TimeoutError):
+    """A change that waits for running requests was given up, because they did not finish in time; nothing
+    was changed.
+    """
+
+
 class QueueFull(OrcaError, RuntimeError):
     """The pool holds its maximum of waiting requests; try again later."""
 

@@ -32,7 +32,9 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
+from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.generation import Generation, GenerationResult
+from orca_jax.service.operable import Operable
 from orca_jax.service.orca import SCHEDULER_THREAD, Orca
 from orca_jax.service.prepared_params import OutputRules
 from orca_jax.service.recorder import Recorder
@@ -41,7 +43,7 @@ from orca_jax.service.scores import listed_token_ids, scores
 Prompt = str | Sequence[int] | np.ndarray
 
 
-class LLM:
+class LLM(Operable):
     """A loaded model that continues prompts; a context manager. All methods are thread-safe.
 
     `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
@@ -231,6 +233,8 @@ class LLM:
             restarts=config.restarts,
             recorder=recorder,
         )
+        assert built.memory is not None
+        self._controls = EngineControls(self._service, built.memory)
         if config.compiling.compile_ahead and config.parallel.in_this_process:
             self._compiles.watch(SCHEDULER_THREAD, config.compiling.on_compile)
         self._service.start()
@@ -340,6 +344,12 @@ class LLM:
         """
         lists = [listed_token_ids(self.name, i, token_ids) for i, token_ids in enumerate(token_id_lists)]
         return scores(self.service, lists, n_prompt, SchedulingParams(priority=priority))
+
+    @property
+    def controls(self) -> EngineControls:
+        """The controls behind `update_weights`, `sleep` and `pause`. Raises ServiceClosed after `close`."""
+        assert self.service
+        return self._controls
 
     def close(self) -> None:
         """Cancel running requests and free the device's memory. Idempotent."""

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import grpc
 
 from orca_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineAsleep,
     EngineError,
     InvalidRequest,
     NotSupported,
@@ -12,6 +15,7 @@ from orca_jax.errors import (
     OutputFailed,
     QueueFull,
     RequestCancelled,
+    RequestsStillRunning,
     RequestTimedOut,
     ServiceClosed,
 )
@@ -60,6 +64,12 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     Unauthorized: Meaning(401, "invalid_request_error", "invalid_api_key", grpc.StatusCode.UNAUTHENTICATED),
     UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
     RequestIdTaken: Meaning(409, "invalid_request_error", "request_id", grpc.StatusCode.ALREADY_EXISTS),
+    CheckpointError: Meaning(400, "invalid_request_error", "weights", grpc.StatusCode.INVALID_ARGUMENT),
+    ConfigError: Meaning(400, "invalid_request_error", None, grpc.StatusCode.INVALID_ARGUMENT),
+    RequestsStillRunning: Meaning(
+        409, "invalid_request_error", "requests_running", grpc.StatusCode.FAILED_PRECONDITION
+    ),
+    EngineAsleep: Meaning(503, "service_unavailable_error", "asleep", grpc.StatusCode.UNAVAILABLE),
     QueueFull: Meaning(429, "rate_limit_error", "queue_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
     TooManyFromAddress: Meaning(
         429, "rate_limit_error", "too_many_connections", grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from orca_jax.config import ServingConfig
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.scheduling.kv_manager import KVManager
 
 
@@ -15,7 +16,7 @@ class BuiltEngine:
 
     `buckets` are the total-token sizes of the compiled programs. `dtype` is the dtype of weights, keys and
     values. `device`, `stages` and `attention` are texts to show at start-up. `close` ends the engine's
-    connections and processes, and is idempotent.
+    connections and processes, and is idempotent. `memory` may be missing before `start_engine` adds it.
     """
 
     engine: EngineMaster
@@ -28,3 +29,4 @@ class BuiltEngine:
     stages: str
     attention: str
     close: Callable[[], None]
+    memory: EngineMemory | None = None

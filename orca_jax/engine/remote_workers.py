@@ -8,7 +8,6 @@ caches.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 from orca_jax.config import Deadlines
@@ -34,19 +33,10 @@ from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.engine.channel import Arrival, Channel
 from orca_jax.engine.stage_counters import MAX_TIMES, IterationTimes, RemoteCounters, StageCounters
+from orca_jax.engine.start_attempt import StartAttempt
 from orca_jax.errors import BadFrame, EngineError, WorkerLost
 from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.request.sampled import Sampled
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """An attempt to start an epoch: when it began, when to send START again, which stages are ready."""
-
-    began: float
-    ask_at: float
-    suspect_at: float  # when to report the stages that are not ready as suspects
-    ready: set[int] = field(default_factory=set[int])
 
 
 class RemoteTokens:
@@ -120,14 +110,15 @@ class RemoteWorkers:
         self._channel = channel
         self._shape = orders[0].shape
         assert all(order.shape == self._shape for order in orders), "one engine has one shape"
-        self._orders = [encode_start(order) for order in orders]
+        self.orders = tuple(orders)
+        self._moves_weights = False  # until the orders' first epoch has begun
         self._n_stages = n_stages
         self._clock = clock
         self._deadlines = deadlines
         self._on_suspect = on_suspect
         self._on_ready = on_ready
         self._failure = failure
-        self._attempt: _Attempt | None = None
+        self._attempt: StartAttempt | None = None
         self._lost: WorkerLost | None = WorkerLost(0, "the workers are not up yet")
         self._unanswered: deque[RemoteTokens] = deque()  # issued; begins with an iteration without tokens
         self._n_issued = 0  # in this epoch
@@ -227,9 +218,10 @@ class RemoteWorkers:
                     self._on_suspect(stage)
             if now >= attempt.ask_at:
                 attempt.ask_at = now + self._deadlines.retry_seconds
-                for stage, order in enumerate(self._orders):
+                for stage, order in enumerate(self.orders):
                     if stage not in attempt.ready:
-                        self._channel.send(stage, encode_frame(Frame(START, self.epoch, payload=order)))
+                        frame = Frame(START, self.epoch, payload=encode_start(order))
+                        self._channel.send(stage, encode_frame(frame))
             next_at = min(deadline, attempt.ask_at, attempt.suspect_at)
             limit = min(self._deadlines.look_seconds, next_at - now)
             arrival = self._channel.receive(max(0.0, limit))
@@ -237,13 +229,22 @@ class RemoteWorkers:
                 self._take(arrival)
         self._attempt = None
         self._lost = None
+        self._moves_weights = False
         return True
+
+    def change_orders(self, orders: Sequence[StartOrder]) -> None:
+        """Begin the next epoch with these orders, while no iteration is in flight; `recover` must follow."""
+        assert not self._unanswered and [order.shape for order in orders] == [self._shape] * self._n_stages
+        self.orders = tuple(orders)
+        self._moves_weights = True
+        self._attempt = None
+        self._lost = WorkerLost(0, "the workers begin again with other weights, or go to sleep or wake up")
 
     def close(self) -> None:
         """Close the lines to all workers."""
         self._channel.close()
 
-    def _begin(self) -> _Attempt:
+    def _begin(self) -> StartAttempt:
         while (arrival := self._channel.receive(0.0)) is not None:
             if arrival.data is None:  # a broken line is reported only once
                 self._on_suspect(arrival.stage)
@@ -256,7 +257,8 @@ class RemoteWorkers:
         for received_at in self._received_at:
             received_at.clear()
         now = self._clock()
-        self._attempt = _Attempt(began=now, ask_at=now, suspect_at=now + self._deadlines.worker_seconds)
+        patience = self._deadlines.ready_seconds if self._moves_weights else self._deadlines.worker_seconds
+        self._attempt = StartAttempt(began=now, ask_at=now, suspect_at=now + patience)
         return self._attempt
 
     def _due(self) -> float:

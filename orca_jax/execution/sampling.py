@@ -109,6 +109,10 @@ class TokenChooser:
         """Forget every row."""
         self.last_token, self._tables = self._empty()
 
+    def give_up(self) -> None:
+        """Free the device's memory; `renew` must follow before the next choice."""
+        del self.last_token, self._tables
+
     def choose(
         self,
         logits: jax.Array,

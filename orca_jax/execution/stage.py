@@ -61,6 +61,9 @@ class Stage:
     [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out` is the
     hidden array [T, H], or Last from the last stage.
 
+    `weights` are the arrays that every call passes, and `names` their names (of a user's own model, numbers).
+    Each may be replaced between two calls by another of its shape, dtype and sharding.
+
     `score(weights, hidden, at, targets)` is the last stage's: LOGPROBS as words, [SCORED, LOGPROB_WORDS], of
     the tokens `targets` behind the tokens `at` of the batch, both [SCORED] int32.
     """
@@ -80,6 +83,8 @@ class Stage:
         graph, state = nnx.split(parameters.decoder if own else GPT(config, parameters, part.layers))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
+        numbers = [str(i) for i in range(len(self.weights))]
+        self.names = numbers if own else _flat_names(config, parameters, part)
         group = part.group
         # XLA partitions what a user wrote; what is written here says itself what one device computes.
         by_hand = len(group) > 1 and not own
@@ -156,6 +161,14 @@ class Stage:
             jax.jit(on_each(score_part, (P(), P(), P()), P())),
             key=lambda weights, hidden, at, targets: hidden.shape[0],
         )
+
+
+def _flat_names(config: ModelConfig, parameters: Parameters, part: StagePart) -> list[str]:
+    """The names of a stage's parameters in the order of its flat weights."""
+    marks: Any = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in parameters.items()}
+    name_of = {id(mark): name for name, mark in marks.items()}
+    leaves = jax.tree.leaves(nnx.state(GPT(config, marks, part.layers)))
+    return [name_of[id(leaf)] for leaf in leaves]
 
 
 def _gpu_options(*, command_buffer_collectives: bool) -> dict[str, str | bool]:

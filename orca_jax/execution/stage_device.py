@@ -6,8 +6,9 @@ One thread issues the work, because a device may block its caller; another waits
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from orca_jax.config import Attention, OnCompile
 from orca_jax.control.bounded_queue import FrameQueue
 from orca_jax.control.start_order import StartOrder
-from orca_jax.errors import BadFrame
+from orca_jax.errors import BadFrame, EngineError
 from orca_jax.execution.capacity import check_slots, stage_room
 from orca_jax.execution.compile_counter import CompileCounter
 from orca_jax.execution.programs import compile_all
@@ -28,6 +29,7 @@ from orca_jax.iteration.flat_batch import BatchSizes, batch_sizes
 from orca_jax.iteration.message import ControlMessage
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
+from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import StagePart
 from orca_jax.workers.controller import Controller
@@ -57,7 +59,9 @@ class JaxStageDevice:
     """A workers.controller.StageDevice.
 
     `link` is None where there is no other stage. `post` takes news without waiting. `address_before` is
-    where the stage before offers its hidden states. `over` is looked at by the process.
+    where the stage before offers its hidden states. `memory_of` gives the EngineMemory of a worker, which
+    takes checkpoints; without it all orders must be for the weights that it began with, and awake. `over` is
+    looked at by the process.
     """
 
     def __init__(
@@ -67,12 +71,15 @@ class JaxStageDevice:
         *,
         post: Callable[[News], object],
         address_before: Callable[[], str],
+        memory_of: Callable[[Worker], EngineMemory] | None = None,
     ) -> None:
         self.over: str | None = None  # why the process must start again
         self._model = model
         self._link = link
         self._post = post
         self._address_before = address_before
+        self._memory_of = memory_of
+        self._order: StartOrder | None = None  # the newest
         self._shape: EngineShape | None = None  # that the programs are made for, or will be
         self._words = MaskInbox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
@@ -81,6 +88,8 @@ class JaxStageDevice:
         # For the thread alone:
         self._worker: Worker | None = None
         self._worker_shape: EngineShape | None = None
+        self._memory: EngineMemory | None = None
+        self._weights_version = 0
         self._sizes: BatchSizes
         self._epoch = 0
         self._connected = False
@@ -91,11 +100,12 @@ class JaxStageDevice:
         """StageDevice."""
         if self._shape is not None and self._link is not None and not self._link.outlives_a_loss:
             self.over = "a worker was lost, and over this link all of them start again then"
-        makes_programs = order.shape != self._shape
+        before, self._order = self._order, order
+        is_quick = before is not None and _same_state(before, order)
         self._shape = order.shape
         self._words.begin(epoch, order.worker_seconds)
-        self._put(partial(self._start, epoch, order.shape))
-        return makes_programs
+        self._put(partial(self._start, epoch, order))
+        return not is_quick
 
     def allow(self, epoch: int, iteration: int, words: npt.NDArray[np.int32]) -> None:
         """StageDevice."""
@@ -122,7 +132,8 @@ class JaxStageDevice:
             job()
         self._results.end()
 
-    def _start(self, epoch: int, shape: EngineShape) -> None:
+    def _start(self, epoch: int, order: StartOrder) -> None:
+        shape = order.shape
         self._epoch, self._connected = epoch, False
         self._results.end()  # what is still waited for belongs to an epoch before
         self._results = FrameQueue(_MAX_JOBS)
@@ -131,14 +142,51 @@ class JaxStageDevice:
         ).start()
         try:
             if self._worker is None or shape != self._worker_shape:
-                self._worker = None  # its caches go before the new ones come
+                self._keep_weights()  # the worker's caches go before the new ones come
                 self._worker = self._make_worker(shape)
                 self._worker_shape = shape
-            self._worker.renew()
+                self._model = replace(self._model, parameters={})  # the worker has them, and may replace them
+                self._memory = None if self._memory_of is None else self._memory_of(self._worker)
+            self._arrange(self._worker, order)
         except Exception as error:  # whatever it is, the engine master has to hear of it
             self._fail(epoch, error)
             return
         self._post(lambda controller: controller.started(epoch))
+
+    def _keep_weights(self) -> None:
+        """Give up the worker, but not its weights."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.restore()
+        parameters = dict(zip(worker.stage.names, worker.stage.weights, strict=True))
+        self._model = replace(self._model, parameters=parameters)
+
+    def _arrange(self, worker: Worker, order: StartOrder) -> None:
+        """The weights and caches that an epoch is ordered to have."""
+        memory = self._memory
+        if memory is None:
+            assert order.weights_version == 0 and order.sleep_level == 0
+            worker.renew()
+            return
+        if order.weights_version != self._weights_version:
+            if not order.weights_version:
+                self.over = "it must serve the weights again that it began with"
+                raise EngineError(self.over)
+            install = memory.prepare(Path(order.weights_directory), cast=False, lora_scale=1.0)
+            try:
+                install()
+            except EngineError as error:
+                self.over = str(error)
+                raise
+            self._weights_version = order.weights_version
+        if order.sleep_level:
+            memory.release(order.sleep_level)
+        else:
+            memory.restore()
+            worker.renew()
 
     def _make_worker(self, shape: EngineShape) -> Worker:
         """A worker for these sizes, with every program compiled that it may need."""
@@ -223,6 +271,15 @@ class JaxStageDevice:
             self._post(lambda controller: controller.failed(epoch, why))
             return
         self._post(lambda controller: controller.done(epoch, iteration, sampled, link_bytes=sent))
+
+
+def _same_state(one: StartOrder, other: StartOrder) -> bool:
+    """Whether going from one order to the other takes no longer than new caches do."""
+    return (one.shape, one.weights_version, one.sleep_level) == (
+        other.shape,
+        other.weights_version,
+        other.sleep_level,
+    )
 
 
 def _wait_for(results: FrameQueue[Callable[[], None]]) -> None:

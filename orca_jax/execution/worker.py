@@ -96,6 +96,12 @@ class Worker:
         if self._chooser is not None:
             self._chooser.renew()
 
+    def release_caches(self) -> None:
+        """Free the caches and what is kept by row; `renew` must follow before the next iteration."""
+        self._caches = []
+        if self._chooser is not None:
+            self._chooser.give_up()
+
     @property
     def last_token(self) -> jax.Array:
         """Each row's newest token, [n_rows] int32; of a stage that does not choose them, 0."""

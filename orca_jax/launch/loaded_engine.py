@@ -13,6 +13,7 @@ from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.programs import OnProgram
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
+from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.own_model import own_stages
 from orca_jax.launch.stage_weights import load_stages
 from orca_jax.planning.stage_layers import split_summary
@@ -59,6 +60,13 @@ def loaded_engine(
     return BuiltEngine(
         engine=built.engine,
         kv=built.kv,
+        memory=LocalMemory(
+            built.workers.workers,
+            stored=found.config,
+            model=model,
+            dtype=jnp.dtype(dtype),
+            own=found.own is not None,
+        ),
         model=model,
         serving=serving,
         buckets=buckets,

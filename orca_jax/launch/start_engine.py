@@ -2,16 +2,19 @@
 """Composition: an engine whose stages run in this process, in worker processes, or on other machines."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from orca_jax.checkpoint.load import FoundModel
 from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.engine.local_processes import supervised_pipeline
+from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_pipeline import StageWorkers, remote_pipeline
 from orca_jax.errors import ConfigError
 from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.programs import OnProgram
 from orca_jax.launch.loaded_engine import loaded_engine
+from orca_jax.launch.remote_memory import RemoteMemory
 
 
 def start_engine(
@@ -31,8 +34,17 @@ def start_engine(
     workers = config.parallel.workers
     if workers is not None:
         remote = StageWorkers(addresses=tuple(workers), secret=config.control_secret)
-        return remote_pipeline(found.name, found.config, config, remote, on_event=on_event)
+        built = remote_pipeline(found.name, found.config, config, remote, on_event=on_event)
+        return _with_memory(built, found, same_machine=False)
     if config.parallel.worker_processes:
-        return supervised_pipeline(found.name, found.config, config, on_event=on_event)
+        built = supervised_pipeline(found.name, found.config, config, on_event=on_event)
+        return _with_memory(built, found, same_machine=True)
     keep_compiled_programs(config.compiling.compile_cache)
     return loaded_engine(found, config, on_load=on_load, on_program=on_program)
+
+
+def _with_memory(built: BuiltEngine, found: FoundModel, *, same_machine: bool) -> BuiltEngine:
+    engine = built.engine
+    assert isinstance(engine, RemoteEngine)
+    memory = RemoteMemory(engine, model=found.config, dtype=built.dtype, same_machine=same_machine)
+    return replace(built, memory=memory)

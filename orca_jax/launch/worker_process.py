@@ -34,6 +34,7 @@ from orca_jax.execution.compile_cache import keep_compiled_programs
 from orca_jax.execution.host_allocator import keep_large_buffers
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage_device import JaxStageDevice, News, StageModel
+from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.stage_weights import load_stages
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.sharding.collective_link import CollectiveLink, join_job
@@ -142,6 +143,7 @@ class WorkerProcess:
             self._link,
             post=self._inbox.put,
             address_before=self._port.data_address_of_previous,
+            memory_of=lambda worker: LocalMemory([worker], stored=found.config, model=config, dtype=dtype),
         )
         self._controller = Controller(
             stage,

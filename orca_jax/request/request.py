@@ -90,6 +90,9 @@ class Request:
 
     With `given_ids` the output is not sampled but given, `max_tokens` minus the prompt's tokens of it, and
     `logprobs` are its tokens'. An iteration may then compute several tokens of the increment phase.
+
+    `weights_versions` has pairs (number of output tokens, version of the weights): from this token on the
+    output was computed by these weights alone.
     """
 
     request_id: str
@@ -126,6 +129,7 @@ class Request:
     alone_until: int = 0
     finish_reason: FinishReason | None = None
     failure: str | None = None
+    weights_versions: tuple[tuple[int, int], ...] = ()
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
 
     @property
@@ -162,6 +166,20 @@ class Request:
         self.n_computed = 0
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1:
             self.prompt_logprobs = None  # incomplete, of a chunked prompt: all are computed again
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that computed the newest token; before it, of those that will."""
+        versions, n = self.weights_versions or ((0, 0),), len(self.output_ids)
+        return next((version for first, version in reversed(versions) if first < n), versions[-1][1])
+
+    def use_weights(self, version: int) -> None:
+        """Record that the next tokens are computed by the weights of this version."""
+        n = len(self.output_ids)
+        before = tuple(pair for pair in self.weights_versions if pair[0] < n)
+        if not before or before[-1][1] != version:
+            before += ((n, version),)
+        self.weights_versions = before
 
     def begin_iteration(self, n_tokens: int) -> bool:
         """Record an issued iteration over the next `n_tokens` tokens; returns whether it samples a token."""

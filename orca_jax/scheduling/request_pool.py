@@ -257,11 +257,23 @@ class RequestPool:
         """A counter that grows whenever a request arrives or is asked to end, and on `close`."""
         return self._activity
 
-    def wait_for_work(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for a live request, or until `close`; whether a request is live."""
+    def wait_for_work(self, timeout: float, since: int | None = None) -> bool:
+        """Wait up to `timeout` seconds for a live request, or until `close`; whether a request is live.
+
+        With `since`, wait until `activity` differs from it instead of for a live request.
+        """
+
+        def has_work() -> bool:
+            return (len(self) > 0 if since is None else self._activity != since) or self._closed
+
         with self._lock:
-            self._lock.wait_for(lambda: len(self) > 0 or self._closed, timeout)
+            self._lock.wait_for(has_work, timeout)
             return len(self) > 0
+
+    def wake(self) -> None:
+        """Let `activity` grow: there is something other than a request to look at."""
+        with self._lock:
+            self._notify()
 
     # For the scheduler's thread.
 

@@ -7,7 +7,8 @@ iterations: of two requests in the pool, the earlier one has run at least as man
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
@@ -25,6 +26,9 @@ from orca_jax.scheduling.timeline import Timeline
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
 
+# Which requests may get rows: all, those that have begun, or none.
+Gate = Literal["open", "begun", "shut"]
+
 
 class Scheduler:
     """The loop of Algorithm 1 over a pool, an engine and a K/V manager. For one thread.
@@ -34,6 +38,9 @@ class Scheduler:
     while the previous one runs. A request may then end while an iteration for it is in flight. Its result is
     discarded; the request is `leaving`, and its slots, to which the iteration may write, are released when
     that returns. `policy` chooses the rows of each iteration; the default is Algorithm 1.
+
+    `gate` is how the service brings the engine to rest: a request has begun if it is admitted, or has output
+    from before a preemption. `weights_version` is the version of the weights that compute all new tokens.
     """
 
     def __init__(
@@ -59,6 +66,9 @@ class Scheduler:
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
+        self.gate: Gate = "open"
+        self.weights_version = 0
+        self._preempted: set[Request] = set()  # live, and waiting again
         self._quarantine = Quarantine()
         self.n_preemptions = 0
         self.n_recomputed = 0  # tokens computed again after preemptions
@@ -112,20 +122,44 @@ class Scheduler:
         suspicion = self._quarantine.record_loss({req for it in self._in_flight for req, _ in it.rows})
         self._drop_in_flight()
         ended: list[Delivery] = []
-        self.kv.forget()
-        for req in reversed(self.pool.admitted()):  # the oldest is the last to go to the queue's front
+        for req in reversed(self.pool.admitted()):
             if req.ending is not None:
                 ended.append(self._end(req, req.ending))
             elif req is suspicion.culprit:
                 req.failure = f"a worker was lost {req.n_losses} times while this request ran, the last time "
                 req.failure += f"while it ran alone, so it is not retried ({why})"
                 ended.append(self._end(req, FinishReason.ERROR))
-            elif self._caches or self._on_demand:  # blocks may be shared, or too few for all known tokens
+        self.compute_all_again()
+        self._deliver(ended[::-1])
+        return suspicion
+
+    def begun(self) -> list[Request]:
+        """The live requests that have begun, those that hold slots first."""
+        waiting = [req for req in self._preempted if req.output_ids]
+        return self.pool.admitted() + sorted(waiting, key=lambda req: (req.rank, req.arrival))
+
+    def compute_all_again(self) -> None:
+        """The K/V cache is lost while no batch is in flight: let all admitted requests compute it again."""
+        assert not self._in_flight and not self.leaving
+        self.kv.forget()
+        for req in reversed(self.pool.admitted()):  # the oldest is the last to go to the queue's front
+            if self._caches or self._on_demand:  # blocks may be shared, or too few for all known tokens
                 self._preempt(req)
             else:
                 req.compute_again()
-        self._deliver(ended[::-1])
-        return suspicion
+
+    def change_weights(self, version: int) -> None:
+        """The engine has weights of this version from now on; while no batch is in flight.
+
+        Begun requests keep their tokens, and compute all keys and values again: their next tokens depend on
+        the new weights alone. No key or value of the old weights is found again.
+        """
+        self.weights_version = version
+        self.kv.namespace = f"weights {version}"
+        self.compute_all_again()
+        for req in self.begun():
+            req.block_hashes = None  # they have the old namespace
+            req.use_weights(version)
 
     def end_cancelled(self) -> bool:
         """End requests that were cancelled or timed out; RUNNING ones end when they return.
@@ -145,6 +179,8 @@ class Scheduler:
     def _next_rows(self) -> Choice:
         """Line 4. For a deterministic engine, only the rows of one phase; the phases alternate."""
         choice = Choice([], self.n_rsrv)
+        if self.gate == "shut":
+            return choice
         suspect = self._quarantine.next()
         if suspect is not None:
             return self._alone(suspect)
@@ -182,7 +218,8 @@ class Scheduler:
         return self._choose([req], req) if ready else Choice([], self.n_rsrv)
 
     def _choose(self, ahead: Collection[Request] = (), alone: Request | None = None) -> Choice:
-        return self.policy.choose(self.pool.in_arrival_order(), self.n_rsrv, ahead, alone)
+        pool: Iterable[Request] = self.pool.in_arrival_order() if self.gate == "open" else self.begun()
+        return self.policy.choose(pool, self.n_rsrv, ahead, alone)
 
     def _issue(self, choice: Choice) -> None:
         """Allocate rows and blocks for the requests that line 26 reserved slots for, then lines 5 to 8."""
@@ -228,6 +265,8 @@ class Scheduler:
 
     def _count_admission(self, req: Request) -> None:
         """Count cached tokens at the first admission, and tokens that later ones compute again."""
+        self._preempted.discard(req)
+        req.use_weights(self.weights_version)
         if req.n_dropped:
             self.n_recomputed += max(0, req.n_dropped - req.n_computed)
             req.n_dropped = 0
@@ -250,6 +289,7 @@ class Scheduler:
         req.compute_again()
         self._release(req)
         self.pool.preempt(req)
+        self._preempted.add(req)
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
         """Lines 10 to 15, unless the wait is interrupted. All tokens and ends are delivered in one call."""
@@ -325,6 +365,7 @@ class Scheduler:
         req.state = FINISHED
         req.finish_reason = reason
         self.pool.remove(req)
+        self._preempted.discard(req)
         return req, None, reason
 
     def _release(self, req: Request) -> None:

@@ -1,6 +1,6 @@
 """A generation: a request read by blocking calls, as `LLM` hands it out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orca_jax.request.request import FinishReason
@@ -17,6 +17,10 @@ class GenerationResult:
     string. The same `seed` gives the same tokens again. `logprobs` are those of `token_ids`, and
     `prompt_logprobs` those of each prompt token after the first; None if not requested. The keys and values
     of the first `n_cached` of the `n_input` prompt tokens were in the prefix cache.
+
+    `weights_version` is the version of the weights that computed the output. If they were replaced in the
+    middle of it (`LLM.update_weights` with running="continue") it is that of the last token, and
+    `weights_versions` has a pair (index of its first token, version) for each.
     """
 
     text: str
@@ -28,6 +32,15 @@ class GenerationResult:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     n_cached: int = 0
+    weights_version: int = 0
+    weights_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The version of the weights that computed each of `token_ids`."""
+        ends = [*(first for first, _ in self.weights_versions[1:]), len(self.token_ids)]
+        pairs = zip(self.weights_versions, ends, strict=True)
+        return [version for (first, version), end in pairs for _ in range(first, end)]
 
 
 class Generation(RequestHandle):
@@ -67,8 +80,15 @@ class Generation(RequestHandle):
             logprobs=None if request.sampling.logprobs is None else list(request.logprobs),
             prompt_logprobs=request.prompt_logprobs,
             n_cached=self.n_cached,
+            weights_version=self.weights_version,
+            weights_versions=_of_tokens(request.weights_versions, len(request.output_ids)),
         )
 
     def cancel(self) -> None:
         """Cancel the request if it has not ended; the same as `close`."""
         self.close()
+
+
+def _of_tokens(versions: Sequence[tuple[int, int]], n_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Without a version that computed none of the tokens, because the request ended just after an update."""
+    return (*versions[:1], *(pair for pair in versions[1:] if pair[0] < n_tokens))

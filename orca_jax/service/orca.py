@@ -15,7 +15,7 @@ from functools import partial
 from typing import Self, TypeVar, overload
 
 from orca_jax.config import RestartBound, ServingConfig
-from orca_jax.errors import EngineError, InvalidSamplingParameter, OutputFailed, ServiceClosed
+from orca_jax.errors import EngineAsleep, EngineError, InvalidSamplingParameter, OutputFailed, ServiceClosed
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -33,6 +33,7 @@ from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.service.generation import Generation
 from orca_jax.service.given_output import GivenOutput, check_given, scoring, split_given
+from orca_jax.service.interludes import Interludes
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
 from orca_jax.service.recorded_turns import RecordedPool, RecordedTimeline
@@ -93,6 +94,9 @@ class Orca:
         )
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
+        self.interludes = Interludes(
+            self.scheduler, self.recovery, wake=self.pool.wake, stopped=self._stopped
+        )
         self._model = model
         self._kv = kv
         self._order = config.scheduling.order
@@ -256,8 +260,11 @@ class Orca:
         `check` has not seen. `given_ids` is the output, `max_tokens` long, if it is given and not sampled.
         `handle` makes the object that the user holds.
 
-        Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, or EngineError if the engine has failed.
+        Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, EngineAsleep, or EngineError if the engine
+        has failed.
         """
+        if self.interludes.asleep:
+            raise EngineAsleep("the engine is asleep and has given its memory back; it must be woken first")
         rules = self.rules(sampling) if isinstance(sampling, SamplingParams) else sampling
         if rules.sampling.n != 1:
             message = f"n is {rules.sampling.n}; one request has one output, so submit one for each"
@@ -286,6 +293,7 @@ class Orca:
             priority=checked.priority,
             cache_salt=checked.cache_salt,
             block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
+            weights_versions=((0, self.scheduler.weights_version),),  # until it is admitted
         )
         stream = None if given_ids else rules.text_stream(checked.token_ids)
         output = request.sink = Output(request, stream, self._stopped)
@@ -311,6 +319,7 @@ class Orca:
             while self._turn():
                 pass
             self._ended = True
+            self.interludes.close()
         except BaseException as error:  # a panic in Rust code too, or users would wait forever
             failure = self._failure = _as_engine_error(error)
             self.pool.close()
@@ -328,14 +337,18 @@ class Orca:
         if self._stopping:
             for request in list(self.pool.in_arrival_order()):
                 self.pool.end(request, FinishReason.CANCELLED)
+        activity = self.pool.activity()  # read before everything that may change it
+        self.interludes.look()
         return (
             self.recovery.step(self._has_other_work)
-            or self.pool.wait_for_work(LOOK_SECONDS)
+            or self.pool.wait_for_work(LOOK_SECONDS, activity)
             or not self._stopping
         )
 
     def _disturbance(self) -> str:
         """What a recording of the arrivals cannot repeat; "" if nothing of the kind has happened."""
+        if self.scheduler.weights_version:
+            return "the weights were replaced"
         return "a worker was lost" if self.recovery.losses else ""
 
     def _has_other_work(self) -> bool:

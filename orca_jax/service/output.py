@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from orca_jax.errors import EngineError, OutputFailed
@@ -19,13 +19,15 @@ class Piece:
     """What is new since the last piece: tokens, the text that is certain by now, and the finish reason.
 
     Text lags behind tokens while it may be the beginning of a stop string or part of a character. Only
-    the last piece has a finish reason. `logprobs` are those of `token_ids`, if requested.
+    the last piece has a finish reason, and the version of the weights that computed the last token.
+    `logprobs` are those of `token_ids`, if requested.
     """
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    weights_version: int | None = field(default=None, compare=False)
 
 
 class Output:
@@ -119,7 +121,9 @@ class Output:
     def _next_piece(self) -> Piece:
         request, new = self.request, slice(self._n_taken, self._n_tokens)
         logprobs = tuple(request.logprobs[new])  # empty unless requested
-        piece = Piece(tuple(request.output_ids[new]), "".join(self._text), self.finish_reason, logprobs)
+        version = None if self.finish_reason is None else request.weights_version
+        text = "".join(self._text)
+        piece = Piece(tuple(request.output_ids[new]), text, self.finish_reason, logprobs, version)
         self._n_taken = self._n_tokens
         self._text.clear()
         self._last_taken = self.finish_reason is not None
@@ -180,6 +184,11 @@ class RequestHandle:
     def n_cached(self) -> int:
         """Prompt tokens whose keys and values were in the prefix cache; 0 before the first piece."""
         return self._request.n_cached
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that computed the newest token; before it, of those that will."""
+        return self._request.weights_version
 
     @property
     def seed(self) -> int:

@@ -30,7 +30,7 @@ def random_parameters(
 
         def draw(key: jax.Array) -> jax.Array:
             value = init_parameter(initial, shape, key, dtype)
-            return value if repeated is None else _with_repeated_heads(value, repeated, config.attention)
+            return value if repeated is None else with_repeated_heads(value, repeated, config.attention)
 
         return jax.jit(draw, out_shardings=sharding)
 
@@ -43,7 +43,7 @@ def random_parameters(
     return {name: draw(name, sharding) for name, sharding in placement.items()}
 
 
-def _with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:
+def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:
     """A parameter in which each K/V head is once, as `attention` has it, which repeats them."""
     order = own_order(parameter, attention.repeated(1))
     assert order is not None

@@ -46,7 +46,7 @@ class StageDevice(Protocol):
     def start(self, epoch: int, order: StartOrder) -> bool:
         """Drop all earlier work and make new caches, then call `started(epoch)` or `failed`.
 
-        Returns True if programs must be compiled first, which takes longer.
+        Returns True if programs must be compiled or weights moved first, which takes longer.
         """
         ...
 
@@ -210,7 +210,7 @@ class Controller:
         if self._clock() < self.deadline():
             return None
         if self._starting:
-            work = "programs and new caches" if self._compiles_first else "new caches"
+            work = "programs, weights and new caches" if self._compiles_first else "new caches"
         else:
             work = f"iteration {self._issued[0].iteration}"
         why = f"the device did not finish {work} within {self._timeout():g} seconds; the worker exits"

@@ -29,14 +29,20 @@ class Endpoints:
     """
 
     def __init__(
-        self, gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics
+        self,
+        gateway: Gateway,
+        options: EndpointOptions,
+        *,
+        api_keys: ApiKeys,
+        admin_keys: ApiKeys | None = None,
+        metrics: Metrics,
     ) -> None:
         options = with_room(options)
         self.http_port = options.port
         self.grpc_port = options.grpc_port
         self._gateway = gateway
         self._options = options
-        app = create_app(gateway, options, api_keys=api_keys, metrics=metrics)
+        app = create_app(gateway, options, api_keys=api_keys, admin_keys=admin_keys, metrics=metrics)
         self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
         self._rpc = None
         if options.grpc_port is not None:

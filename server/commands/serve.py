@@ -49,7 +49,9 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
     stop = StopSignals()
     gateway = Gateway(request_timeout=options.request_timeout)
     metrics = Metrics(gateway)
-    endpoints = Endpoints(gateway, options, api_keys=settings.api_keys, metrics=metrics)
+    endpoints = Endpoints(
+        gateway, options, api_keys=settings.api_keys, admin_keys=settings.admin_keys, metrics=metrics
+    )
     await endpoints.start()  # before reading the weights, so that a port in use is reported at once
     try:
         notes(f"loading; {endpoints.http_url}/ready answers 200 when done")
@@ -63,6 +65,7 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
             chat_template=template,
             defaults=llm.generation_defaults,
             compiles=lambda: llm.compiles,
+            controls=llm.controls if settings.admin_keys.required else None,
         )
         if settings.api_keys.weights:
             llm.service.weigh_owners(settings.api_keys.weights)

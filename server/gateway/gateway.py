@@ -37,11 +37,15 @@ _AT_ONCE = 8  # submissions before the event loop may run something else
 
 
 class Phase(StrEnum):
-    """The phases of a server's life. While RECOVERING it accepts requests, which wait for the engine."""
+    """The phases of a server's life. While RECOVERING or PAUSED it accepts requests, which wait; while ASLEEP
+    it refuses them.
+    """
 
     LOADING = "loading"
     READY = "ready"
     RECOVERING = "recovering"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -182,6 +186,12 @@ class Gateway:
         if trouble is not None:
             reason = f"{trouble}; its requests run again when the workers are up"
             return ServerStatus(Phase.RECOVERING, reason)
+        if service.interludes.asleep:
+            return ServerStatus(
+                Phase.ASLEEP, "the engine has given its memory back until its operator wakes it"
+            )
+        if service.interludes.paused:
+            return ServerStatus(Phase.PAUSED, "the engine's operator has paused it; requests wait")
         return ServerStatus(Phase.READY, None)
 
     @property

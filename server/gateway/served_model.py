@@ -10,6 +10,7 @@ from orca_jax.errors import InvalidPrompt, PromptTooLong
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.tokenizer import Tokenizer
+from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.gateway.chat_template import Templates
 
@@ -38,7 +39,8 @@ class ServedModel:
     """A running service, its tokenizer, and the name that clients use for the model.
 
     `defaults` apply to requests that leave a parameter out. Without a tokenizer prompts must be token ids,
-    and output text is empty. `created` is in seconds since 1970.
+    and output text is empty. With `controls` an operator may replace the weights, and responses have their
+    version. `created` is in seconds since 1970.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ServedModel:
     chat_template: Templates | None = None
     defaults: GenerationDefaults = NO_DEFAULTS
     compiles: Callable[[], CompileCounts] | None = None
+    controls: EngineControls | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def require_tokenizer(self, param: str) -> Tokenizer:

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 import orca_jax
 from server.gateway.gateway import Gateway
-from server.http import models, status, tokenization
+from server.http import admin, models, status, tokenization
 from server.http.authentication import Authentication
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit
@@ -24,8 +24,19 @@ _DESCRIPTION = (
 )
 
 
-def create_app(gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics) -> ASGIApp:
-    """The endpoint as an ASGI application, without ASGI lifespan events."""
+def create_app(
+    gateway: Gateway,
+    options: EndpointOptions,
+    *,
+    api_keys: ApiKeys,
+    admin_keys: ApiKeys | None = None,
+    metrics: Metrics,
+) -> ASGIApp:
+    """The endpoint as an ASGI application, without ASGI lifespan events.
+
+    Without `admin_keys` there are no routes under /admin.
+    """
+    admin_keys = admin_keys or ApiKeys()
     app = FastAPI(
         title="orca_jax",
         summary="A serving engine for language models",
@@ -39,8 +50,10 @@ def create_app(gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys,
     app.state.metrics = metrics
     for routes in (completions, chat, models, tokenization, status):
         app.include_router(routes.router)
+    if admin_keys.required:
+        app.include_router(admin.router)
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
     limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)
-    authenticated = Authentication(limited, api_keys=api_keys)
+    authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
     return Observation(authenticated, access_log=options.access_log, metrics=metrics)

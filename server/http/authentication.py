@@ -11,6 +11,7 @@ from server.settings.api_keys import ApiKeys
 OPEN_PATHS = frozenset(
     ("/health", "/ready", "/version", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json")
 )
+ADMIN = "/admin/"  # the paths below it need an admin key, which opens no other path
 
 
 class Authentication:
@@ -19,14 +20,17 @@ class Authentication:
     It stores the owner and the tenant of each request in the scope's state, for generation/state.py.
     """
 
-    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: ApiKeys, admin_keys: ApiKeys) -> None:
         self._app = app
         self._api_keys = api_keys
+        self._admin_keys = admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            is_admin = self._admin_keys.required and scope["path"].startswith(ADMIN)
+            keys = self._admin_keys if is_admin else self._api_keys
             try:
-                key = self._api_keys.check(_authorization(scope))
+                key = keys.check(_authorization(scope))
             except Unauthorized as error:
                 await error_response(error)(scope, receive, send)
                 return

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from server.http.authentication import OPEN_PATHS
+from server.http.authentication import ADMIN, OPEN_PATHS
 from server.http.bodies.errors import error_responses
 
 _OF_BODIES = (400, 408, 413, 415)
@@ -17,11 +17,11 @@ def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
     document = FastAPI.openapi(app)
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            _correct(operation, keyed=keyed and path not in OPEN_PATHS)
+            _correct(operation, keyed=(keyed and path not in OPEN_PATHS) or path.startswith(ADMIN))
     schemas = document["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    if keyed:
+    if keyed or any(path.startswith(ADMIN) for path in document["paths"]):
         document["components"]["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
     return document
 

@@ -48,8 +48,9 @@ async def health() -> Health:
 async def ready(gateway: GatewayOf) -> Response:
     """Readiness: 200 if requests run at once, else 503 with the reason.
 
-    503 while the model loads, while the server drains, after the engine has failed, and while lost workers
-    restart. In the last case requests are still accepted and wait.
+    503 while the model loads, while the server drains, after the engine has failed, while lost workers
+    restart, and while an operator lets the engine pause or sleep. Lost workers and a pause only make requests
+    wait.
     """
     phase, reason = gateway.status
     body = Readiness(status=phase, reason=reason).model_dump(exclude_none=True)

@@ -130,6 +130,7 @@ def response(
         message.prompt_logprobs.extend(_logprobs(live.prompt_logprobs))
     if piece.finish_reason is not None:
         message.finish_reason = _FINISH_REASONS[piece.finish_reason]
+        message.weights_version = piece.weights_version or 0
         message.usage.prompt_tokens = live.n_input
         message.usage.cached_tokens = live.n_cached
         message.usage.completion_tokens = n_before + len(piece.token_ids)

@@ -11,6 +11,7 @@ from server.errors import Unauthorized
 from server.settings.small_files import read_text
 
 VARIABLE = "ORCA_API_KEYS"
+ADMIN_VARIABLE = "ORCA_ADMIN_KEYS"
 
 _MAX_FILE_BYTES = 1_000_000
 _MAX_KEYS = 1024  # each request's key is compared with all of them
@@ -41,8 +42,8 @@ class ApiKeys:
         self.notes = tuple(notes)
 
     @classmethod
-    def read(cls, path: Path | None, environ: Mapping[str, str]) -> "ApiKeys":
-        """Read keys from a file, one per line, and from ORCA_API_KEYS, separated by commas or newlines.
+    def read(cls, path: Path | None, environ: Mapping[str, str], variable: str = VARIABLE) -> "ApiKeys":
+        """Read keys from a file, one per line, and from `variable`, separated by commas or newlines.
 
         Blank lines and lines that begin with `#` are ignored. A key may be followed by a space and
         `weight=NUMBER`. An empty variable counts as not set. Raises ConfigError, which never shows a key, if
@@ -66,14 +67,14 @@ class ApiKeys:
             keys += _checked(str(path), entries, weights)
             if readable_by_others:
                 notes.append(f"{path} holds API keys and others can read it; chmod 600 {path}")
-        text = environ.get(VARIABLE)
+        text = environ.get(variable)
         if text:
             parts = re.split(r"[,\r\n]", text)
             keys += _checked(
-                VARIABLE, [(f"{VARIABLE}, key {n}", part) for n, part in enumerate(parts, 1)], weights
+                variable, [(f"{variable}, key {n}", part) for n, part in enumerate(parts, 1)], weights
             )
         elif text is not None:
-            notes.append(f"{VARIABLE} is empty and counts as not set")
+            notes.append(f"{variable} is empty and counts as not set")
         if len(set(keys)) > _MAX_KEYS:
             raise ConfigError(f"there are {len(set(keys))} API keys; at most {_MAX_KEYS} are allowed")
         return cls(keys, weights=weights, notes=notes)

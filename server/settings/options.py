@@ -275,6 +275,12 @@ class EndpointOptions:
         "file with API keys, one per line; ORCA_API_KEYS adds more, separated by commas (default: no keys)",
         "security",
     ] = None
+    admin_key_file: Annotated[
+        Path | None,
+        "file with keys, one per line, for the routes under /admin, which replace weights and pause the "
+        "engine; ORCA_ADMIN_KEYS adds more (default: no such routes)",
+        "security",
+    ] = None
     ssl_certfile: Annotated[Path | None, "certificate chain (PEM), for TLS on both endpoints", "security"] = (
         None
     )

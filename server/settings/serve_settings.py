@@ -40,6 +40,7 @@ class ServeSettings:
     pipeline: PipelineOptions
     compiling: CompileOptions
     api_keys: ApiKeys
+    admin_keys: ApiKeys
     control_secret: str = field(default="", repr=False)
     notes: tuple[str, ...] = ()
 
@@ -75,6 +76,7 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
     if keys.weights and engine.scheduling_policy != "fair":
         message = f"an API key has a weight, which the scheduling policy {engine.scheduling_policy!r} ignores"
         raise ConfigError(f"{message}; set scheduling_policy to 'fair', or leave the weights out")
+    admin_keys = ApiKeys.read(endpoint.admin_key_file, environ, api_keys.ADMIN_VARIABLE)
     return ServeSettings(
         model=values.get("model"),
         engine=engine,
@@ -82,8 +84,9 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
         pipeline=pipeline,
         compiling=_only(CompileOptions, values),
         api_keys=keys,
+        admin_keys=admin_keys,
         control_secret=control_secret.read_secret(pipeline.control_secret_file, environ),
-        notes=(*_unknown_variables(environ), *keys.notes),
+        notes=(*_unknown_variables(environ), *keys.notes, *admin_keys.notes),
     )
 
 
@@ -144,7 +147,7 @@ def _read_variables(environ: Mapping[str, str], flags: Mapping[str, Any]) -> dic
 def _unknown_variables(environ: Mapping[str, str]) -> Iterable[str]:
     """A warning for each unknown `ORCA_*` variable, without its value, which may be a secret."""
     known = {_PREFIX + name.upper() for name in _OPTIONS}
-    known |= {_CONFIG, api_keys.VARIABLE, control_secret.VARIABLE}
+    known |= {_CONFIG, api_keys.VARIABLE, api_keys.ADMIN_VARIABLE, control_secret.VARIABLE}
     for variable in sorted(environ):
         if not variable.startswith(_PREFIX) or variable in known or _SERVICE_VARIABLE.fullmatch(variable):
             continue

@@ -24,7 +24,8 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.engine_protocol import Engine
+from orca_jax.scheduling.engine_protocol import Engine, EngineMemory
+from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.commands.endpoints import Endpoints
 from server.gateway.chat_template import ChatTemplate
@@ -91,6 +92,8 @@ def serving(
     model: ModelConfig = MODEL,
     options: EndpointOptions | None = None,
     keys: ApiKeys | None = None,
+    memory: EngineMemory | None = None,
+    admin_keys: ApiKeys | None = None,
     tokenizer: bool = True,
     chat_template: str | None = TEMPLATE,
     ready: bool = True,
@@ -98,7 +101,8 @@ def serving(
     """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
     The model is called "test". With `ready` False the gateway stays closed until
-    `server.call(lambda: server.gateway.open(server.model))`.
+    `server.call(lambda: server.gateway.open(server.model))`. With `memory` an operator with one of
+    `admin_keys` may change it.
     """
     if engine is None:
         token = obedient(token, model.vocab_size)
@@ -114,6 +118,8 @@ def serving(
             chat_template=chat_template,
             options=options,
             keys=keys,
+            controls=None if memory is None else EngineControls(service, memory),
+            admin_keys=admin_keys,
             ready=ready,
         ) as server,
     ):
@@ -130,6 +136,8 @@ def serving_model(
     chat_template: str | None = None,
     options: EndpointOptions | None = None,
     keys: ApiKeys | None = None,
+    controls: EngineControls | None = None,
+    admin_keys: ApiKeys | None = None,
     ready: bool = True,
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
@@ -140,6 +148,7 @@ def serving_model(
         serving=config,
         tokenizer=tokenizer,
         chat_template=None if chat_template is None else ChatTemplate(chat_template),
+        controls=controls,
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
     assert endpoint.port == 0 and endpoint.grpc_port in (0, None), "tests take free ports"
@@ -153,7 +162,13 @@ def serving_model(
     async def start() -> tuple[Gateway, Endpoints]:
         gateway = Gateway(request_timeout=endpoint.request_timeout)
         metrics = Metrics(gateway)
-        endpoints = Endpoints(gateway, endpoint, api_keys=keys or ApiKeys.read(None, {}), metrics=metrics)
+        endpoints = Endpoints(
+            gateway,
+            endpoint,
+            api_keys=keys or ApiKeys.read(None, {}),
+            admin_keys=admin_keys,
+            metrics=metrics,
+        )
         await endpoints.start()
         metrics.attach(served)
         if ready:

@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from orca_jax.config import ServingConfig
+from orca_jax.errors import EngineError, TensorMismatch
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.row import Row
@@ -88,6 +89,39 @@ class PacedEngine(SimulatedEngine):
         if self.error is not None:
             raise self.error
         return super().wait(iteration, interrupted)
+
+
+class FakeMemory:
+    """An EngineMemory whose weights are their name; "wrong" is refused, and "fails" fails midway."""
+
+    def __init__(self) -> None:
+        self.weights: object = "first"
+        self.level = 0
+        self.done = list[str]()
+        self.threads = set[str]()
+
+    def prepare(self, weights: object, *, cast: bool, lora_scale: float) -> Callable[[], None]:
+        if weights == "wrong":
+            raise TensorMismatch("layers.0.up.weight has the shape [3], expected [4]")
+        return lambda: self._install(weights)
+
+    def release(self, level: int) -> None:
+        self._do(f"release {level}")
+        self.level = level
+
+    def restore(self) -> None:
+        self._do("restore")
+        self.level = 0
+
+    def _install(self, weights: object) -> None:
+        self._do(f"install {weights}")
+        if weights == "fails":
+            raise EngineError("the device failed midway")
+        self.weights = weights
+
+    def _do(self, what: str) -> None:
+        self.done.append(what)
+        self.threads.add(threading.current_thread().name)
 
 
 def orca(

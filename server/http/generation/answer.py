@@ -110,7 +110,13 @@ async def answer(
     }
     if body.stream:
         options = body.stream_options or StreamOptions()
-        chunks = ChunkWriter(shape, head, len(choices), include_usage=bool(options.include_usage))
+        chunks = ChunkWriter(
+            shape,
+            head,
+            len(choices),
+            include_usage=bool(options.include_usage),
+            versions=model.controls is not None,
+        )
         return EventStream(choices, chunks, options, has_text=model.tokenizer is not None)
     complete = await choices.complete(receive)
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
@@ -118,6 +124,9 @@ async def answer(
     def write() -> bytes:
         usage = choices.tally.usage().model_dump()
         written = write_choices(choices, complete)
+        if model.controls is not None:
+            for choice, version in zip(written, choices.tally.weights_versions, strict=True):
+                choice["weights_version"] = version
         whole = {**head, "object": object_name, "choices": written, "usage": usage}
         return as_json(whole, n, ascii=False).encode()
 

@@ -97,6 +97,9 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    weights_version: Annotated[
+        int | None, Field(description="of the weights that computed it, if the operator may replace them")
+    ] = None
 
 
 class ChatCompletion(BaseModel):

@@ -62,7 +62,8 @@ class ChoiceOutput:
         """What to show of the next piece. Call it only once the `scored` request has its first piece."""
         tokens = list[PlacedToken]()
         if self._extras.only_prompts:
-            piece = Piece((), "", None if piece.finish_reason is None else FinishReason.LENGTH)
+            reason = None if piece.finish_reason is None else FinishReason.LENGTH
+            piece = Piece((), "", reason, weights_version=piece.weights_version)
         elif self._extras.write_logprobs is not None:
             tokens = self._places.take(piece)
         if self._prompt is not None:

@@ -28,6 +28,7 @@ class Tally:
         self.n_output = 0
         self.first_choices: Sequence[LiveRequest] = ()  # of each prompt
         self.finish_reasons: list[FinishReason | None] = [None] * n_choices
+        self.weights_versions: list[int | None] = [None] * n_choices
         self._began = time.perf_counter()
         self._first_token: float | None = None
 
@@ -36,6 +37,7 @@ class Tally:
         self.n_output += len(piece.token_ids)
         if piece.finish_reason is not None:
             self.finish_reasons[index] = piece.finish_reason
+            self.weights_versions[index] = piece.weights_version
         if self._first_token is None:
             self._first_token = time.perf_counter()
 

@@ -37,11 +37,17 @@ class ChunkWriter:
     """Writes the chunks of one response as server-sent events.
 
     `head` has the fields that all chunks share. With `include_usage` every chunk has a `usage`, which is null
-    unless one is given.
+    unless one is given. With `versions` the last chunk of a choice has the version of the weights.
     """
 
     def __init__(
-        self, shape: ChunkShape, head: Mapping[str, object], n_choices: int, *, include_usage: bool
+        self,
+        shape: ChunkShape,
+        head: Mapping[str, object],
+        n_choices: int,
+        *,
+        include_usage: bool,
+        versions: bool = False,
     ) -> None:
         fields = as_json({**head, "object": shape.object})
         self._head = "data: " + fields.removesuffix("}")
@@ -52,6 +58,7 @@ class ChunkWriter:
         self._reason = {reason: f',"finish_reason":{as_json(reason)}}}]' for reason in reasons}
         self._logprobs = f'{shape.after},"logprobs":'
         self._after = {reason: f"{self._logprobs}null{end}" for reason, end in self._reason.items()}
+        self._versions = versions
         self._no_usage = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def chunk(
@@ -63,6 +70,8 @@ class ChunkWriter:
         after = self._after[piece.finish_reason]
         if logprobs is not None:
             after = f"{self._logprobs}{logprobs}{self._reason[piece.finish_reason]}"
+        if self._versions and piece.finish_reason is not None:
+            after = f'{after.removesuffix("}]")},"weights_version":{piece.weights_version}}}]'
         end = self._no_usage if usage is None else _usage_end(usage)
         return f"{before}{as_json(piece.text)}{after}{end}".encode("ascii")
 

@@ -107,6 +107,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason
+    weights_version: Annotated[
+        int | None, Field(description="of the weights that computed it, if the operator may replace them")
+    ] = None
 
 
 class Completion(BaseModel):

@@ -58,6 +58,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "served_model_name": ("a", "naïve ☃", "7", None),
     "chat_template": (Path("a.jinja"), Path("/b"), Path("c d"), None),
     "api_key_file": (None, None, None, None),  # the file is read: see below
+    "admin_key_file": (None, None, None, None),
     "ssl_certfile": (Path("a.pem"), Path("b.pem"), Path("c.pem"), Path("d.pem")),
     "ssl_keyfile": (Path("a.key"), Path("b.key"), Path("c.key"), Path("d.key")),
     "request_timeout": (1.0, 2.5, 1e-3, 1e7),

@@ -364,7 +364,10 @@ def test_programs_that_have_to_be_made_first_have_the_time_of_a_recovery():
     assert bench.controller.overdue() is None
     bench.now = 60.0
     why = bench.controller.overdue()
-    assert why == "the device did not finish programs and new caches within 50 seconds; the worker exits"
+    assert (
+        why
+        == "the device did not finish programs, weights and new caches within 50 seconds; the worker exits"
+    )
 
 
 def test_an_iteration_has_no_longer_for_it():

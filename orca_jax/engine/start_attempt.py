@@ -1,0 +1,13 @@
+"""An attempt of the engine master to start an epoch on all workers."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StartAttempt:
+    """When it began, when to send START again, which stages are ready. Times are the master's clock's."""
+
+    began: float
+    ask_at: float
+    suspect_at: float  # when to report the stages that are not ready as suspects
+    ready: set[int] = field(default_factory=set[int])

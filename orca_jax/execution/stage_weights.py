@@ -1,0 +1,50 @@
+"""A stage's weights by name: replaced one by one between iterations, or kept in host memory meanwhile."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from orca_jax.execution.stage import Stage
+
+
+class StageWeights:
+    """The weights of one stage, which its programs read. For the thread that runs the stage."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._arrays: list[Any] = stage.weights
+        self._place_of = {name: i for i, name in enumerate(stage.names)}
+        self._shardings = [array.sharding for array in stage.weights]
+        self._parked: dict[int, np.ndarray] = {}  # those that are not on the device
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._place_of
+
+    def sharding(self, name: str) -> jax.sharding.Sharding:
+        """Where the weight lies while it is on the device."""
+        return self._shardings[self._place_of[name]]
+
+    def copy(self, name: str) -> np.ndarray:
+        """A copy of the whole weight in host memory."""
+        i = self._place_of[name]
+        return self._parked[i].copy() if i in self._parked else np.array(self._arrays[i])
+
+    def replace(self, name: str, array: jax.Array) -> None:
+        """Put a weight into the place of another; the old one's memory is freed."""
+        i = self._place_of[name]
+        self._parked.pop(i, None)
+        self._arrays[i] = array
+
+    def park(self) -> None:
+        """Move all weights to host memory, one after the other."""
+        for i, array in enumerate(self._arrays):
+            if i not in self._parked:
+                self._parked[i] = np.array(array)
+                self._arrays[i] = None
+
+    def unpark(self) -> None:
+        """Move those that are in host memory back to the device."""
+        for i in [*self._parked]:
+            value = jax.device_put(self._parked[i], self._shardings[i], may_alias=False)
+            self._arrays[i] = jax.block_until_ready(value)
+            del self._parked[i]

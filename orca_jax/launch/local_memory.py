@@ -1,0 +1,219 @@
+# pyright: standard
+"""The weights and caches of an engine in this process, replaced or given back between iterations."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.shard_reader import Parts, put
+from orca_jax.errors import ConfigError, EngineError, TensorMismatch
+from orca_jax.execution.stage_weights import StageWeights
+from orca_jax.execution.worker import Worker
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.parameters import Parameter, parameter_table
+from orca_jax.families.stored_name import own_order
+from orca_jax.launch.given_weights import Adapter, check_adapters, check_arrays, named_arrays
+from orca_jax.sharding.random_parameters import with_repeated_heads
+
+# Yields the new arrays of a weight, one for each of the given places.
+_New = Callable[[str, Sequence[jax.sharding.Sharding]], Iterator[jax.Array]]
+
+
+class LocalMemory:
+    """An EngineMemory for workers in this process.
+
+    `stored` is the model as checkpoints have it, `model` as the devices hold it: with its vocabulary padded
+    and K/V heads repeated. Weights are replaced one at a time, so an update takes the memory of one weight
+    more than the engine does. The arrays that are handed in are copied: a trainer may donate them.
+    The weights of a user's `own` model cannot be replaced, only given back.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        stored: ModelConfig,
+        model: ModelConfig,
+        dtype: jnp.dtype,
+        own: bool = False,
+    ) -> None:
+        self._workers = workers
+        self._stages = [StageWeights(worker.stage) for worker in workers]
+        self._stored = stored
+        self._model = model
+        self._dtype = dtype
+        self._own = own
+        self._fits = _Fitting(stored, model, dtype)
+        self._without_adapter: dict[str, np.ndarray] = {}  # of weights that have an adapter merged in
+        self._has_caches = True
+
+    def prepare(self, weights: object, *, cast: bool, lora_scale: float) -> Callable[[], None]:
+        """EngineMemory."""
+        if self._own:
+            raise ConfigError("the weights of a model of one's own cannot be replaced; make a new LLM")
+        if isinstance(weights, str | Path):
+            parts = checked_directory(Path(weights), self._model)
+            return partial(self._install, partial(self._read, parts))
+        arrays = named_arrays(weights)
+        adapters = check_adapters(arrays, self._stored)
+        if adapters is not None:
+            return partial(self._merge, adapters, lora_scale)
+        arrays = check_arrays(arrays, self._stored, self._dtype, cast=cast)
+        return partial(self._install, partial(self._convert, arrays))
+
+    def release(self, level: int) -> None:
+        """EngineMemory."""
+        if self._has_caches:
+            for worker in self._workers:
+                worker.release_caches()
+            self._has_caches = False
+        if level > 1:
+            for stage in self._stages:
+                stage.park()
+
+    def restore(self) -> None:
+        """EngineMemory."""
+        for stage in self._stages:
+            stage.unpark()
+        if not self._has_caches:
+            for worker in self._workers:
+                worker.renew()
+            self._has_caches = True
+
+    def _install(self, new: _New) -> None:
+        self._replace(parameter_table(self._model), new)
+        self._without_adapter.clear()
+
+    def _merge(self, adapters: Mapping[str, Adapter], scale: float) -> None:
+        """Add adapters to the weights as they are without any; those that had one before lose it."""
+        names = dict.fromkeys((*self._without_adapter, *adapters))
+        for name in names:
+            if name not in self._without_adapter:
+                self._without_adapter[name] = self._stages_of(name)[0].copy(name)
+
+        def new(name: str, places: Sequence[jax.sharding.Sharding]) -> Iterator[jax.Array]:
+            base, adapter = self._without_adapter[name], adapters.get(name)
+            for place in places:
+                array = jax.device_put(base, place, may_alias=False)
+                yield array if adapter is None else self._fits.merged(name, array, adapter, scale)
+
+        self._replace(names, new)
+        for name in names.keys() - adapters.keys():
+            del self._without_adapter[name]
+
+    def _replace(self, names: Mapping[str, object], new: _New) -> None:
+        """Replace these weights one by one, each on all stages that have it."""
+        try:
+            for name in names:
+                stages = self._stages_of(name)
+                arrays = new(name, [stage.sharding(name) for stage in stages])
+                for stage, array in zip(stages, arrays, strict=True):
+                    stage.replace(name, jax.block_until_ready(array))
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise EngineError(f"new weights could not be installed, and some are new now: {why}") from error
+
+    def _stages_of(self, name: str) -> list[StageWeights]:
+        return [stage for stage in self._stages if name in stage]
+
+    def _read(
+        self, parts: Mapping[str, Parts], name: str, places: Sequence[jax.sharding.Sharding]
+    ) -> Iterator[jax.Array]:
+        shape = parameter_table(self._model)[name].shape
+        return iter(put(parts[name], shape, np.dtype(self._dtype), places))
+
+    def _convert(
+        self, arrays: Mapping[str, Any], name: str, places: Sequence[jax.sharding.Sharding]
+    ) -> Iterator[jax.Array]:
+        return (self._fits.placed(name, arrays[name], place) for place in places)
+
+
+def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:
+    """How a checkpoint of this same model stores each weight; reads none.
+
+    Raises a CheckpointError; TensorMismatch if it is another model.
+    """
+    found, parts = find_parameters(directory, model.attention.kv_repeats)
+    # The end-of-sequence tokens may come from other files, and the vocabulary is padded for the devices.
+    found = replace(found, eos_token_ids=model.eos_token_ids, vocab_multiple=model.vocab_multiple)
+    differing = [
+        field.name for field in fields(found) if getattr(found, field.name) != getattr(model, field.name)
+    ]
+    if differing:
+        raise TensorMismatch(
+            f"{directory} is another model than the one that is served: they differ in {', '.join(differing)}"
+        )
+    return parts
+
+
+class _Fitting:
+    """Converts weights as a checkpoint has them to what the devices hold."""
+
+    def __init__(self, stored: ModelConfig, model: ModelConfig, dtype: jnp.dtype) -> None:
+        self._stored = parameter_table(stored)
+        self._held = parameter_table(model)
+        self._model = model
+        self._dtype = dtype
+        self._repeats = model.attention.kv_repeats != stored.attention.kv_repeats
+        self._attention = stored.attention
+        self._fitted = cache(self._make_fitted)
+        self._merged = cache(self._make_merged)
+
+    def placed(self, name: str, value: Any, place: jax.sharding.Sharding) -> jax.Array:
+        """A copy of the weight in the model's dtype, on the devices of `place`."""
+        if value.dtype != self._dtype:
+            value = value.astype(self._dtype)
+        elif isinstance(value, np.ndarray):
+            value = value.copy()  # a CPU's device may use a NumPy array's memory, whatever `may_alias` says
+        if not self._differs(name):
+            return jax.device_put(value, place, may_alias=False)
+        whole = jax.sharding.SingleDeviceSharding(min(place.device_set, key=lambda device: device.id))
+        fitted = self._fitted(self._kind(name), whole)(jax.device_put(value, whole))
+        return jax.device_put(fitted, place, may_alias=False)
+
+    def merged(self, name: str, base: jax.Array, adapter: Adapter, scale: float) -> jax.Array:
+        """`base`, as the devices hold it, plus the adapter, added in float32."""
+        place = base.sharding
+        every = place
+        if isinstance(place, jax.sharding.NamedSharding):
+            every = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+        a, b, factor = jax.device_put((adapter.a, adapter.b, np.float32(scale)), every)
+        return self._merged(self._kind(name), place)(base, a, b, factor)
+
+    def _differs(self, name: str) -> bool:
+        stored, held = self._stored[name], self._held[name]
+        return stored.shape != held.shape or (self._repeats and self._has_heads(stored))
+
+    def _has_heads(self, stored: Parameter) -> bool:
+        return own_order(stored, self._attention) is not None
+
+    def _kind(self, name: str) -> tuple[Parameter, tuple[int, ...]]:
+        """What weights of all layers have in common that one program converts."""
+        return self._stored[name], self._held[name].shape
+
+    def _fit(self, value: jax.Array, stored: Parameter, shape: tuple[int, ...]) -> jax.Array:
+        if self._repeats and self._has_heads(stored):
+            value = with_repeated_heads(value, stored, self._model.attention)
+        return jnp.pad(value, [(0, held - own) for own, held in zip(value.shape, shape, strict=True)])
+
+    def _make_fitted(
+        self, kind: tuple[Parameter, tuple[int, ...]], place: jax.sharding.Sharding
+    ) -> Callable[..., jax.Array]:
+        return jax.jit(lambda value: self._fit(value, *kind), out_shardings=place)
+
+    def _make_merged(
+        self, kind: tuple[Parameter, tuple[int, ...]], place: jax.sharding.Sharding
+    ) -> Callable[..., jax.Array]:
+        def merged(base: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            change = jnp.tensordot(b, a, 1, precision=jax.lax.Precision.HIGHEST) * scale
+            return (base.astype(jnp.float32) + self._fit(change, *kind)).astype(base.dtype)
+
+        return jax.jit(merged, out_shardings=place)

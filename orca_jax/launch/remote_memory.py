@@ -1,0 +1,103 @@
+# pyright: standard
+"""The weights and caches of worker processes, which change with the orders of a new epoch."""
+
+import json
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from orca_jax.checkpoint import orbax
+from orca_jax.checkpoint.orca_json import ORCA_JSON
+from orca_jax.engine.remote_engine import RemoteEngine
+from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
+from orca_jax.families.config_json import config_to_json
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.launch.given_weights import check_adapters, check_arrays, named_arrays
+from orca_jax.launch.local_memory import checked_directory
+
+
+class _Files:
+    """A directory of this process's own, removed when nothing refers to it any more, or at exit."""
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="orca-weights-"))  # mode 0700
+        self.remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+
+
+class RemoteMemory:
+    """An EngineMemory for worker processes: each reads its own stage's part of a checkpoint, and keeps it.
+
+    A worker that is restarted reads the same checkpoint again, so it must stay where it is until the next
+    update. With `same_machine` arrays may be given too: they are written to a temporary checkpoint.
+    """
+
+    def __init__(self, engine: RemoteEngine, *, model: ModelConfig, dtype: str, same_machine: bool) -> None:
+        self._engine = engine
+        self._model = model
+        self._dtype = jnp.dtype(dtype)
+        self._same_machine = same_machine
+        self._n_updates = 0
+        self._files: _Files | None = None  # of the current weights
+
+    def prepare(self, weights: object, *, cast: bool, lora_scale: float) -> Callable[[], None]:
+        """EngineMemory."""
+        if isinstance(weights, str | Path):
+            directory = Path(weights).absolute()
+            if self._same_machine or directory.exists():
+                checked_directory(directory, self._model)
+            return partial(self._load, directory, None)
+        arrays = named_arrays(weights)
+        if check_adapters(arrays, self._model) is not None:
+            raise ConfigError("worker processes take no adapters; merge them and give whole weights")
+        arrays = check_arrays(arrays, self._model, self._dtype, cast=cast)
+        if not self._same_machine:
+            raise ConfigError(
+                "workers on other machines take no arrays; save a checkpoint where each of them can read it, "
+                "and give its directory"
+            )
+        files = _Files()
+        write_arrays(files.directory / "weights", self._model, self._dtype, arrays)
+        return partial(self._load, files.directory / "weights", files)
+
+    def release(self, level: int) -> None:
+        """EngineMemory."""
+        self._change("go to sleep", sleep_level=level)
+
+    def restore(self) -> None:
+        """EngineMemory."""
+        self._change("wake up", sleep_level=0)
+
+    def _load(self, directory: Path, files: _Files | None) -> None:
+        self._n_updates += 1
+        self._change(f"load {directory}", weights_version=self._n_updates, weights_directory=str(directory))
+        self._files = files
+
+    def _change(self, what: str, **fields: Any) -> None:
+        """Begin an epoch with changed orders; if that fails the next epoch has the old ones again."""
+        workers = self._engine.workers
+        before = workers.orders
+        workers.change_orders([replace(order, **fields) for order in before])
+        try:
+            up = self._engine.recover(lambda: False)
+        except WorkerLost as lost:
+            workers.change_orders(before)
+            raise CheckpointError(f"a worker could not {what}, and all go on as before: {lost}") from lost
+        assert up, "nothing interrupts it"
+
+
+def write_arrays(directory: Path, model: ModelConfig, dtype: np.dtype, arrays: Mapping[str, Any]) -> None:
+    """Write an Orbax checkpoint of these weights, one at a time. Raises ConfigError or CheckpointError."""
+    try:
+        orbax.write(directory, arrays, lambda name: np.asarray(arrays[name]).astype(dtype))
+        text = json.dumps({"model": config_to_json(model)})
+        (directory / ORCA_JSON).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the new weights cannot be written to {directory}: {error.strerror}") from error

@@ -1,0 +1,98 @@
+"""The controls of a running engine: new weights, sleep, pause. For any thread but the scheduler's."""
+
+from orca_jax.errors import ConfigError
+from orca_jax.scheduling.engine_protocol import EngineMemory
+from orca_jax.service.interludes import Running
+from orca_jax.service.orca import Orca
+
+MAX_VERSION = 2**53 - 1  # JSON readers that have only doubles still read it exactly
+
+
+class EngineControls:
+    """What `LLM` and the admin routes offer; each call waits until it is done.
+
+    For `running` and `timeout`, and for RequestsStillRunning, see `Interludes.run`. Every call may also raise
+    ServiceClosed or EngineError.
+    """
+
+    def __init__(self, service: Orca, memory: EngineMemory) -> None:
+        self._scheduler = service.scheduler
+        self._interludes = service.interludes
+        self._memory = memory
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that compute new tokens."""
+        return self._scheduler.weights_version
+
+    @property
+    def paused(self) -> bool:
+        return self._interludes.paused
+
+    @property
+    def asleep(self) -> int:
+        """The level of the engine's sleep; 0 while it is awake."""
+        return self._interludes.asleep
+
+    @property
+    def busy(self) -> bool:
+        """Whether a change is under way; another one would wait for it."""
+        return self._interludes.busy
+
+    def update_weights(
+        self,
+        weights: object,
+        *,
+        version: int | None,
+        running: Running,
+        timeout: float,
+        cast: bool = False,
+        lora_scale: float = 1.0,
+    ) -> int:
+        """Replace the weights; return their version. See `LLM.update_weights`."""
+        if version is not None and not (isinstance(version, int) and 0 < version <= MAX_VERSION):
+            raise ConfigError(f"version is {version!r}; it must be a whole number from 1 to {MAX_VERSION}")
+        given = list[int]()
+        install = self._memory.prepare(weights, cast=cast, lora_scale=lora_scale)
+
+        def work() -> None:
+            now = self.weights_version
+            if version is not None and version <= now:
+                raise ConfigError(f"version is {version}, and the engine has version {now}; give a later one")
+            install()
+            given.append(now + 1 if version is None else version)
+            self._scheduler.change_weights(given[0])
+
+        self._interludes.run(work, running=running, timeout=timeout)
+        return given[0]
+
+    def sleep(self, level: int, *, running: Running, timeout: float) -> None:
+        """Give device memory back; see `LLM.sleep`."""
+        if level not in (1, 2) or isinstance(level, bool):
+            raise ConfigError(f"level is {level!r}; it must be 1 (keys and values) or 2 (weights too)")
+
+        def work() -> None:
+            if level > self.asleep:
+                self._memory.release(level)
+                self._scheduler.compute_all_again()
+                self._interludes.asleep = level
+
+        self._interludes.run(work, running=running, timeout=timeout)
+
+    def wake_up(self, *, timeout: float) -> None:
+        """End a sleep; see `LLM.wake_up`."""
+
+        def work() -> None:
+            if self.asleep:
+                self._memory.restore()
+                self._interludes.asleep = 0
+
+        self._interludes.run(work, running="continue", timeout=timeout)
+
+    def pause(self, *, running: Running, timeout: float) -> None:
+        """Issue no more iterations; see `LLM.pause`."""
+        self._interludes.pause(running=running, timeout=timeout)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self._interludes.resume()
