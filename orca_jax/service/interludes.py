@@ -55,6 +55,7 @@ class Interludes:
         wake: Callable[[], None],
         stopped: Callable[[], EngineError | None],
     ) -> None:
+        self.active = False  # whether `look` has anything to do; most turns of the scheduler skip it
         self.paused = False
         self.asleep = 0
         self._scheduler = scheduler
@@ -104,6 +105,7 @@ class Interludes:
             interlude = _Interlude(work, running)
             with self._lock:
                 self._next = interlude
+                self.active = True
             self._wake()
             self._wait(interlude, deadline, timeout)
             if interlude.error is not None:
@@ -137,6 +139,8 @@ class Interludes:
             interlude = self._next
             scheduler = self._scheduler
             if interlude is None:
+                with self._lock:
+                    self.active = self._next is not None or self.paused or self.asleep > 0
                 scheduler.gate = "shut" if self.paused or self.asleep else "open"
                 return
             if interlude.running == "finish":

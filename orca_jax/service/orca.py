@@ -338,7 +338,8 @@ class Orca:
             for request in list(self.pool.in_arrival_order()):
                 self.pool.end(request, FinishReason.CANCELLED)
         activity = self.pool.activity()  # read before everything that may change it
-        self.interludes.look()
+        if self.interludes.active:
+            self.interludes.look()
         return (
             self.recovery.step(self._has_other_work)
             or self.pool.wait_for_work(LOOK_SECONDS, activity)

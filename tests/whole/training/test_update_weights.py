@@ -230,7 +230,7 @@ def pause_after(llm: LLM, n_tokens: int) -> threading.Event:
 
     def look(deliveries: Sequence[Delivery]) -> None:
         if any(len(request.output_ids) == n_tokens for request, _, _ in deliveries):
-            llm.service.interludes.paused = True
+            llm.service.interludes.paused = llm.service.interludes.active = True
             llm.service.on_delivered = None
             paused.set()
 
