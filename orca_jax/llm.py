@@ -24,7 +24,7 @@ from orca_jax.config import (
 )
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
-from orca_jax.launch.own_model import find_any_model
+from orca_jax.launch.own_model import count_parameters, find_any_model
 from orca_jax.launch.replay import recording_header
 from orca_jax.launch.start_engine import start_engine
 from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
@@ -206,6 +206,7 @@ class LLM(Operable):
         found = find_any_model(config)
         self.name = found.name
         self.directory = found.directory
+        self.n_parameters = count_parameters(found)
         self.tokenizer = found.tokenizer
         self.generation_defaults = found.generation
         recorder = None if config.record is None else Recorder(config.record, max_bytes=config.record_bytes)

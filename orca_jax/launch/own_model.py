@@ -20,6 +20,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.execution.own_decoder import OwnDecoder, OwnParameters, try_once
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.planning.cost_model import parameter_count
 from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.sharding.device_group import TENSOR
 from orca_jax.sharding.partition import StagePart
@@ -46,6 +47,13 @@ def find_any_model(config: EngineConfig) -> FoundModel:
         path = Path(path)
         tokenizer = Tokenizer.from_file(path / "tokenizer.json" if path.is_dir() else path)
     return FoundModel(type(model).__name__, _config(model), tokenizer, None, own=model)
+
+
+def count_parameters(found: FoundModel) -> int:
+    """The number of its weights."""
+    if found.own is None:
+        return parameter_count(found.config)
+    return sum(weight.size for weight in jax.tree.leaves(nnx.state(found.own, nnx.Param)))
 
 
 def own_stages(

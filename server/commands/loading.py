@@ -10,7 +10,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 import orca_jax
 from orca_jax.config import EngineConfig
-from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
 from server.commands.compile_bar import programs_bar
@@ -96,5 +95,4 @@ def load(notes: Notes, config: EngineConfig) -> "LLM":
 
 def summary(llm: "LLM") -> str:
     """A line that describes the model."""
-    size = parameter_count(llm.config) / 1e6
-    return f"{llm.name}: {size:,.1f} million parameters, {llm.dtype}, {llm.device}"
+    return f"{llm.name}: {llm.n_parameters / 1e6:,.1f} million parameters, {llm.dtype}, {llm.device}"

@@ -85,6 +85,8 @@ def engine_weights(llm: LLM) -> list[list[jax.Array]]:
 def test_a_function_by_name() -> None:
     with LLM("examples.own_model:GatedModel", **ROOM, deterministic=True) as llm:
         check(GatedModel(), llm.generate(prompts(), PARAMS))
+        # Token embedding and head; in each of 3 layers norms, q, gate and out, k and v, up and down.
+        assert llm.n_parameters == 64 * (2 * 256 + 3 * (2 + 3 * 128 + 2 * 64 + 2 * 160))
         assert max(record.n_rows for record in llm.service.timeline.iterations) == 4
 
 
