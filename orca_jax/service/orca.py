@@ -130,6 +130,8 @@ class Orca:
     def weigh_owners(self, weights: Mapping[str, float]) -> None:
         """Set owners' shares, before the first request. Only for the scheduling policy "fair"."""
         assert isinstance(self._queue, FairQueue), f"{self._order} has no shares"
+        if self._recorder is not None:
+            weights = self._recorder.weighed(weights)
         self._queue.weights.update(weights)
 
     def start(self) -> None:

@@ -69,6 +69,12 @@ class Recorder:
         """A name for an API key or an address: the same for the same text, in this file alone."""
         return text and blake2b(text.encode(), key=self._key, digest_size=8).hexdigest()
 
+    def weighed(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Owners have these shares; returns them by the owners' names in this file. Before the first request."""
+        hidden = {self.hidden(owner): weight for owner, weight in weights.items()}
+        self._put({"weights": hidden, "turn": self.turn}, len(hidden))
+        return hidden
+
     def arrived(self, request: Request, at: float) -> None:
         """The scheduler sees a request from this turn on; it entered the pool `at` seconds."""
         line = {"arrived": request.arrival, "turn": self.turn, "time": at, "request": request}

@@ -69,6 +69,7 @@ class Recording:
     )
     iterations: dict[int, RecordedIteration] = field(default_factory=dict[int, RecordedIteration])
     ends: dict[int, RecordedEnd] = field(default_factory=dict[int, RecordedEnd])
+    weights: dict[str, float] = field(default_factory=dict[str, float])  # owners' shares
     last_turn: int = -1
     why_last: str = "the file ends there"
 
@@ -124,6 +125,8 @@ def _take(recording: Recording, line: dict[str, Any]) -> bool:
         return False
     if "arrived" in line:
         recording.requests.append(_request(line))
+    elif "weights" in line:
+        recording.weights |= line["weights"]
     elif "ends" in line:
         asked = recording.asked.setdefault(line["turn"], [])
         asked.append((line["ends"], FinishReason(line["reason"])))

@@ -12,6 +12,7 @@ from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, OutputConstraint, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned, never
+from orca_jax.scheduling.fair_queue import FairQueue
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
@@ -68,11 +69,14 @@ class Replay:
         self._compares_outputs = compares_outputs
         self._now = 0.0
         self.timeline = _ComparedTimeline(recording, self.report, lambda: self._now)
+        queue = waiting_queue(config.scheduling)
+        if isinstance(queue, FairQueue):
+            queue.weights.update(recording.weights)
         self._pool = RequestPool(
             max_waiting=_NO_LIMIT,
             on_arrival=self.timeline.arrived,
             on_deliveries=self._compare_outputs,
-            queue=waiting_queue(config.scheduling),
+            queue=queue,
             clock=lambda: self._now,
         )
         self._engine = _RepeatingEngine(recording, engine)

@@ -131,10 +131,13 @@ def test_a_replay_makes_the_same_batches_and_tokens(
 ) -> None:
     config, path = CONFIGS[name], tmp_path / "recording"
     with recorded(path, config, engine(seconds=0.0003)) as service:
+        if name == "fair":
+            service.weigh_owners({"key 0": 9.0})
         serve_randomly(service, seed=1)
         iterations = [(record.request_ids, record.input_lengths) for record in service.timeline.iterations]
     recording = read_recording(path)
     assert len(recording.requests) == 48 and recording.why_last == ""
+    assert list(recording.weights.values()) == ([9.0] if name == "fair" else [])
     assert any(request.given_ids for request in recording.requests)
     ids = [request.request_id for request in recording.requests]
     rows = [recording.iterations[i].rows for i in range(len(iterations))]
