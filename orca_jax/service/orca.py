@@ -352,6 +352,8 @@ class Orca:
         """What a recording of the arrivals cannot repeat; "" if nothing of the kind has happened."""
         if self.scheduler.weights_version:
             return "the weights were replaced"
+        if self.interludes.active:
+            return "the engine was paused, put to sleep or given new weights"
         return "a worker was lost" if self.recovery.losses else ""
 
     def _has_other_work(self) -> bool:

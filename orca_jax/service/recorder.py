@@ -70,7 +70,7 @@ class Recorder:
         return text and blake2b(text.encode(), key=self._key, digest_size=8).hexdigest()
 
     def weighed(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """Owners have these shares; returns them by the owners' names in this file. Before the first request."""
+        """Owners have these shares, before the first request; returns them by the names in this file."""
         hidden = {self.hidden(owner): weight for owner, weight in weights.items()}
         self._put({"weights": hidden, "turn": self.turn}, len(hidden))
         return hidden
@@ -176,6 +176,8 @@ class Recorder:
         ended: Request | None = line.pop("output_of", None)
         if ended is not None:
             line["output"] = ended.output_ids
+            if any(version for _, version in ended.weights_versions):
+                line["weights_versions"] = ended.weights_versions
             if ended.logprobs:
                 line["logprobs"] = [token.logprob for token in ended.logprobs]
         return line

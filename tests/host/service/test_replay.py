@@ -4,6 +4,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -258,6 +259,28 @@ def test_a_failing_engine_ends_what_can_be_replayed(tmp_path: Path) -> None:
     assert recording.why_last == "the engine failed"
     report = simulated_replay(recording)
     assert report.same and report.n_iterations >= 5
+
+
+def test_a_pause_ends_what_can_be_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "recording"
+    with recorded(path, SERVING, PacedEngine(seconds=0.0003)) as service:
+        serve_randomly(service, seed=6, n_users=3, n_each=3)
+        n_before = len(service.timeline.iterations)
+        service.interludes.pause(running="continue", timeout=SOON)
+        recorder = service._recorder  # pyright: ignore[reportPrivateUsage]
+        assert recorder is not None
+        turn = recorder.turn
+        waiting = [service.submit([i], SamplingParams(max_tokens=3)) for i in range(4)]
+        deadline = time.monotonic() + SOON
+        while recorder.turn == turn and time.monotonic() < deadline:
+            threading.Event().wait(0.001)
+        service.interludes.resume()
+        for generation in waiting:
+            generation.result(SOON)
+    recording = read_recording(path)
+    assert "paused" in recording.why_last
+    report = simulated_replay(recording)
+    assert report.same and n_before - 2 <= report.n_iterations <= n_before
 
 
 def test_an_old_file_is_kept(tmp_path: Path) -> None:
