@@ -32,8 +32,9 @@ serve: $(VENV)/.package ## serve the model in the package: HTTP on port 8000, gR
 
 # Two processes, a file of tests at a time.
 PYTEST := -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
-# A test at a time, because a few files have most of the long ones.
-PYTEST_LONG := -m pytest --numprocesses=2 --dist=worksteal
+# A test at a time, because a few files have most of the long ones; three processes, because those that start
+# workers wait for a third of their time.
+PYTEST_LONG := -m pytest --numprocesses=3 --dist=worksteal
 
 # What `make test` runs; the slowest folder first.
 TESTS ?= tests/whole tests/endpoint tests/device tests/host
