@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.aot.measured_device import seconds
-from orca_jax.execution.attention_paths import AttentionPath, HostWork
+from orca_jax.execution.attention_paths import AttentionPath
+from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, layer_parameters
-from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Matmul, activate
 from orca_jax.model.sampler import greedy
@@ -54,12 +55,14 @@ def time_parts(
     n_blocks = -(-kv_length // block_size)
     assert n_rows * n_blocks <= caches[0].keys.shape[0]
     layout = FlatLayout(n_tokens, n_rows, n_blocks)
-    batch = layout.split(np.zeros(layout.size, np.int32))
+    words = np.zeros(layout.size, np.int32)
+    batch = layout.split(words)
     batch.row_start[:] = np.arange(n_rows + 1) * (n_tokens // n_rows)
     batch.kv_length[:] = kv_length
     batch.block_table[:] = np.arange(n_rows * n_blocks).reshape(n_rows, n_blocks)
-    words = path.words(layout, batch) if isinstance(path, HostWork) else np.zeros(0, np.int32)
-    words, tables = jnp.asarray(words), jax.tree.map(jnp.asarray, batch)
+    host_buffer = HostBuffer(path, last=True)
+    flat = FlatBatch(layout, words, batch, n_tokens, n_rows, TokenPrograms())
+    buffer = jnp.asarray(host_buffer.fill(flat))
     x = jax.random.normal(jax.random.key(1), (n_tokens, model.hidden_size), dtype)
 
     @jax.jit
@@ -70,6 +73,8 @@ def time_parts(
                 if parameter.use != "linear":
                     continue
                 weight = p[f"layers.{i}.{name}"].reshape(parameter.stacked_shape)
+                if parameter.takes_attention and i + 1 == model.n_layers:
+                    x, y = x[:n_rows], y[:n_rows]  # from here on the last layer has a token a row
                 y = matmul(y[:, : weight.shape[1]], weight)
                 if parameter.axes[0] == "F":
                     y = activate(y, layer.feed_forward.activation)
@@ -78,9 +83,13 @@ def time_parts(
         return x
 
     @jax.jit
-    def attention(qkv: jax.Array, caches: Sequence[LayerCache]) -> jax.Array:
-        attend = path.bind(layout, tables, words)
-        for cache in caches:
+    def attention(qkv: jax.Array, caches: Sequence[LayerCache], buffer: jax.Array) -> jax.Array:
+        tables = layout.split(buffer)
+        attend = host_buffer.bind(layout, tables, buffer)
+        bound = host_buffer.bind_last(layout, tables, buffer)
+        for i, cache in enumerate(caches, 1):
+            if i == model.n_layers and bound is not None:
+                attend, qkv = bound[0], qkv[:n_rows]
             # Each layer's result is the next one's queries, so that no two run concurrently.
             qkv = qkv.at[:, :1].set(attend(qkv, cache, model.attention, None))
         return qkv
@@ -93,7 +102,7 @@ def time_parts(
     choose = jax.jit(greedy)
     return {
         "linear": median(seconds(lambda: linear(p, x), repeat=repeat)),
-        "attention": median(seconds(lambda: attention(qkv, caches), repeat=repeat)),
+        "attention": median(seconds(lambda: attention(qkv, caches, buffer), repeat=repeat)),
         "head": median(seconds(lambda: head(x[:n_rows], head_weight), repeat=repeat)),
         "sampler": median(seconds(lambda: choose(logits), repeat=repeat)),
     }

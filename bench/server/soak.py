@@ -144,7 +144,7 @@ async def _soak(report: Report, url: str, grpc_address: str | None, progress: Pr
     report.n_compiles = int(after["orca_compiles_total"] - ready["orca_compiles_total"])
 
 
-# Together they need every program: prompt log-probabilities have one per size.
+# Together they need every program: prompt log-probabilities need one per size.
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"echo": True, "logprobs": 1},
     {"temperature": 1},

@@ -12,10 +12,11 @@ from jax.typing import DTypeLike
 
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.matmul_backend import choose_products
-from orca_jax.execution.stage import SCORED, Stage
+from orca_jax.execution.stage import Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.iteration.scored_parts import SCORED, scored_layout
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -97,12 +98,14 @@ def compile_stage(
     hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
     last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)
     arrived = last_token if part.first else hidden
-    buffer = described_array((layout.size + chosen.path.n_words(layout),), group.place(), jnp.int32)
+    buffer = described_array((stage.host_buffer.size(layout),), group.place(), jnp.int32)
     lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
     score = None
     if part.last:
-        at = described_array((SCORED,), group.place(), jnp.int32)
-        score = stage.score.lower(stage.weights, hidden, at, at)
+        scored = scored_layout(layout.max_blocks)
+        taken = described_array((SCORED, model.hidden_size), group.place(), dtype)
+        its_buffer = described_array((stage.score_buffer.size(scored),), group.place(), jnp.int32)
+        score = stage.score.lower(stage.weights, taken, caches[-1], its_buffer, layout=scored)
     weights = device_bytes(stage.weights)
     arguments = weights + device_bytes((caches, arrived, buffer))
     program = lowered.compile(dict(compiler_options or {}))

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.model.block import Attend
+from orca_jax.model.block import Attend, Evaluated
+from orca_jax.model.gpt import Through
 from orca_jax.model.kv_cache import LayerCache, write
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.shard import ALONE, Shard
@@ -141,8 +142,10 @@ class OwnDecoder(nnx.Module):
         attend: Attend,
         shard: Shard = ALONE,
         product: Matmul = matmul,
-    ) -> tuple[jax.Array, list[LayerCache]]:
-        """As GPT.through."""
+        evaluated: Evaluated | None = None,
+    ) -> Through:
+        """As GPT.through, but for all tokens: what a layer does with them is not known."""
+        assert evaluated is None
 
         # Traced once for all layers of a kind, as in GPT.
         @partial(jax.jit, static_argnums=0)
@@ -156,18 +159,17 @@ class OwnDecoder(nnx.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = run(*nnx.split(layer), x, cache)
             written.append(cache)
-        return x.astype(caches[0].keys.dtype), written
+        x = x.astype(caches[0].keys.dtype)
+        return Through(x, x, written)
 
-    def logits(
-        self,
-        x: jax.Array,
-        last_token_index: jax.Array,
-        shard: Shard = ALONE,
-        product: Matmul = matmul,
-    ) -> jax.Array:
+    def last_layer(self, x: jax.Array, *_: Any) -> jax.Array:
+        """As GPT.last_layer, of what comes from the last layer already."""
+        return x
+
+    def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """As GPT.logits."""
         model: Any = self.rest
-        logits = model.unembed(x.at[last_token_index].get(mode="clip"))
+        logits = model.unembed(x)
         return self._whole(logits[:, : self.config.vocab_size].astype(jnp.float32))
 
     def _whole(self, x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from orca_jax.execution.attention_paths import AttentionPath
+from orca_jax.execution.host_buffer import HostBuffer
 from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.own_decoder import OwnParameters
 from orca_jax.execution.programs import Program
@@ -21,13 +22,12 @@ from orca_jax.execution.ptxas_version import ask_ptxas_once
 from orca_jax.execution.sampling import packed_logprobs
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.model.block import Evaluated
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.shard import ALONE
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
-
-SCORED = 128  # tokens of a prompt that are scored at a time
 
 _GPU_OPTIONS: dict[str, str | bool] = {
     # Where weights and caches fill most of the memory XLA would compute products twice, to save temporaries
@@ -46,16 +46,18 @@ class Last(NamedTuple):
 
     logits: jax.Array  # [R, V] float32
     rows: jax.Array  # the buffer's SamplerArrays [n, R] int32
-    hidden: jax.Array  # [T, H]
+    hidden: jax.Array  # [T, H]: what `last_layer` of the model starts from
 
 
 class Stage:
     """The programs of one stage's layers on its devices.
 
     `parameters` are those of `part.placement`, where that says, as arrays, or as jax.ShapeDtypeStruct with a
-    sharding to compile without them. The buffer of an iteration is that of its FlatLayout with `attention`'s
-    words behind it. With `command_buffer_collectives` a GPU's command buffers hold the forward pass's
-    collectives too.
+    sharding to compile without them. `host_buffer` makes the buffer of an iteration. With
+    `command_buffer_collectives` a GPU's command buffers hold the forward pass's collectives too.
+
+    The model's last layer computes keys and values of all tokens, and the rest of each row's last token; one
+    that a user wrote computes everything of all.
 
     `forward(weights, caches, arrived, buffer, layout=)` gives (out, caches). `arrived` is the hidden array
     [T, H] of the stage before; for the first stage last_token [n_rows], each row's newest token. `out` is the
@@ -64,8 +66,10 @@ class Stage:
     `weights` are the arrays that every call passes, and `names` their names (of a user's own model, numbers).
     Each may be replaced between two calls by another of its shape, dtype and sharding.
 
-    `score(weights, hidden, at, targets)` is the last stage's: LOGPROBS as words, [SCORED, LOGPROB_WORDS], of
-    the tokens `targets` behind the tokens `at` of the batch, both [SCORED] int32.
+    `score(weights, x, cache, buffer, layout=)` is the last stage's: LOGPROBS as words,
+    [SCORED, LOGPROB_WORDS], of a ScoredPart's tokens. `x` [SCORED, H] is `take(hidden, at)` of Last's hidden
+    states and the part's `at`, `cache` the last layer's after the forward pass, and `score_buffer` makes the
+    buffer of the part's batch. Of these two only `take` is compiled for each bucket.
     """
 
     def __init__(
@@ -80,6 +84,9 @@ class Stage:
     ) -> None:
         self.part = part
         own = isinstance(parameters, OwnParameters)
+        # In a layer that a user wrote, any part may be needed for all tokens.
+        self.host_buffer = HostBuffer(attention, last=part.last and not own)
+        score_buffer = HostBuffer(attention, last=False)
         graph, state = nnx.split(parameters.decoder if own else GPT(config, parameters, part.layers))
         # A flat tuple: each call passes every weight, and a deep tree costs the host more at each.
         self.weights, tree = jax.tree.flatten(state)
@@ -108,19 +115,36 @@ class Stage:
                 x = model.embed(token_ids, batch.positions, shard, product)
             else:
                 x = arrived
-            attend = attention.bind(layout, batch, buffer[layout.size :])
-            x, caches = model.through(x, batch.positions, batch.slot_of_token, caches, attend, shard, product)
-            if part.last:
-                last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)
-                # As many rows as tokens is enough: each row has one at least.
-                return (model.logits(x, last_token_index, shard, product), x), caches
-            return x, caches
+            attend = self.host_buffer.bind(layout, batch, buffer)
+            last_token_index = jnp.maximum(batch.row_start[1:] - 1, 0)  # [R]: those with a next token
+            evaluated = None
+            if (bound := self.host_buffer.bind_last(layout, batch, buffer)) is not None:
+                attend_last, n_rows = bound
+                evaluated = Evaluated(last_token_index, attend_last, products.bind(n_rows))
+            x, hidden, caches = model.through(
+                x, batch.positions, batch.slot_of_token, caches, attend, shard, product, evaluated
+            )
+            if not part.last:
+                return x, caches
+            if evaluated is None:
+                x = x.at[last_token_index].get(mode="clip")
+            else:
+                product = evaluated.product
+            return (model.logits(x, shard, product), hidden), caches
 
         def score_part(
-            weights: list[jax.Array], hidden: jax.Array, at: jax.Array, targets: jax.Array
+            weights: list[jax.Array],
+            x: jax.Array,
+            cache: LayerCache,
+            buffer: jax.Array,
+            *,
+            layout: FlatLayout,
         ) -> jax.Array:
-            model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
-            return packed_logprobs(model.logits(hidden, at, share(), products.bind(None)), targets)
+            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
+            batch = layout.split(buffer)
+            product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
+            x = model.last_layer(x, batch.positions, cache, attend, shard, product)
+            return packed_logprobs(model.logits(x, shard, product), batch.token_ids)
 
         def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
             if not by_hand:
@@ -157,9 +181,21 @@ class Stage:
             ),
             key=lambda *arrays, layout: layout,
         )
+
+        def score(*arrays: Any, layout: FlatLayout) -> jax.Array:
+            compute = partial(score_part, layout=layout)
+            return on_each(compute, (P(), CACHE_SPEC, P()), P())(*arrays)
+
+        def take(hidden: jax.Array, at: jax.Array) -> jax.Array:
+            return hidden.at[at].get(mode="clip")
+
+        self.score_buffer = score_buffer
+        self.take = Program(
+            jax.jit(take, out_shardings=group.place()), key=lambda hidden, at: hidden.shape[0]
+        )
         self.score = Program(
-            jax.jit(on_each(score_part, (P(), P(), P()), P())),
-            key=lambda weights, hidden, at, targets: hidden.shape[0],
+            jax.jit(score, static_argnames="layout", compiler_options=options),
+            key=lambda *arrays, layout: layout,
         )
 
 

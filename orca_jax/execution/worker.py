@@ -17,10 +17,11 @@ from orca_jax.execution.attention_paths import HostWork
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser
-from orca_jax.execution.stage import SCORED, Last, Stage
+from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
 from orca_jax.iteration.message import ControlMessage, MakeWords
+from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape
@@ -62,15 +63,14 @@ class Worker:
             forced=attention,
             deterministic=shape.deterministic,
         )
-        path = self.attention.path
-        self._host_work = path if isinstance(path, HostWork) else None
+        self._has_words = isinstance(self.attention.path, HostWork)
         products = choose_products(group.devices[0], self._dtype, deterministic=shape.deterministic)
         self.description = products.describe_with(self.attention.description)
         self.stage = Stage(
             config,
             parameters,
             part,
-            attention=path,
+            attention=self.attention.path,
             products=products,
             command_buffer_collectives=command_buffer_collectives,
         )
@@ -112,9 +112,7 @@ class Worker:
 
         `arrived` is `last_token` for the first stage, for the others the hidden array of the one before.
         """
-        words = flat.buffer
-        if self._host_work is not None:
-            words = np.concatenate((words, self._host_work.words(flat.layout, flat.arrays)))
+        words = self.stage.host_buffer.fill(flat) if self._has_words else flat.buffer
         buffer = jax.device_put(words, self._place)
         out, self._caches = self.stage.forward(
             self.stage.weights, self._caches, arrived, buffer, layout=flat.layout
@@ -146,16 +144,21 @@ class Worker:
             arrived = self.hidden_like(layout.n_tokens)
             if stage.part.first:
                 arrived = jax.ShapeDtypeStruct((self._n_rows,), jnp.int32, sharding=place)
-            n_words = layout.size + self.attention.path.n_words(layout)
+            n_words = stage.host_buffer.size(layout)
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
             forward = partial(stage.forward.compile, stage.weights, caches, arrived, buffer, layout=layout)
             yield ToCompile(f"forward pass, {_tokens(layout)}", forward)
         if self._chooser is not None:
+            scored = scored_layout(sizes.shape.max_blocks)
             at = jax.ShapeDtypeStruct((SCORED,), jnp.int32, sharding=place)
+            n_words = stage.score_buffer.size(scored)
+            buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
+            arrays = (stage.weights, self.hidden_like(SCORED), caches[-1], buffer)
+            score = partial(stage.score.compile, *arrays, layout=scored)
+            yield ToCompile("a prompt's log-probabilities", score)
             for layout in layouts:
-                hidden = self.hidden_like(layout.n_tokens)
-                score = partial(stage.score.compile, stage.weights, hidden, at, at)
-                yield ToCompile(f"a prompt's log-probabilities, {_tokens(layout)}", score)
+                take = partial(stage.take.compile, self.hidden_like(layout.n_tokens), at)
+                yield ToCompile(f"a prompt's hidden states, {_tokens(layout)}", take)
             yield from self._chooser.programs(sorted({layout.n_rows for layout in layouts}))
         yield ToCompile("empty caches", self._empty.compile)
 
@@ -164,26 +167,19 @@ class Worker:
 
         By place in the batch, in parts.
         """
-        scored: dict[int, list[tuple[jax.Array, int]]] = {}
-        ends = np.cumsum(message.input_length)
-        n_scored = message.n_scored
-        for i in np.flatnonzero(message.sampling["prompt_logprobs"] >= 0):
-            first = ends[i] - message.input_length[i]
-            at = np.arange(first, first + n_scored[i], dtype=np.int32)
-            # Of a piece that ends inside the prompt the last token scores the first one of the next piece.
-            targets = np.append(message.token_ids[first + 1 : ends[i]], message.next_token[i])
-            parts = scored[int(i)] = []
-            for begin in range(0, len(at), SCORED):
-                part = at[begin : begin + SCORED]
-                padded = np.zeros((2, SCORED), np.int32)
-                padded[:, : len(part)] = part, targets[begin : begin + len(part)]
-                parts.append((self._score_part(hidden, *padded), len(part)))
+        asked = np.flatnonzero(message.sampling["prompt_logprobs"] >= 0)
+        scored: dict[int, list[tuple[jax.Array, int]]] = {int(i): [] for i in asked}
+        if not scored:
+            return scored
+        stage = self.stage
+        for place, at, flat in scored_parts(message):
+            # The last layer's cache is what the forward pass left: the next one has not begun.
+            words = stage.score_buffer.fill(flat) if self._has_words else flat.buffer
+            tokens, buffer = jax.device_put((at, words), self._place)
+            x = stage.take(hidden, tokens)
+            part = stage.score(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
+            scored[place].append((part, flat.n_tokens))
         return scored
-
-    def _score_part(
-        self, hidden: jax.Array, at: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]
-    ) -> jax.Array:
-        return self.stage.score(self.stage.weights, hidden, *jax.device_put((at, targets), self._place))
 
 
 class LocalIteration:

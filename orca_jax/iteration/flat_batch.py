@@ -100,7 +100,12 @@ class FlatLayout:
     @property
     def size(self) -> int:
         """The buffer's size in 32-bit words, a multiple of 64."""
-        return sum(_aligned(math.prod(shape)) for shape in self.shapes)
+        return sum(aligned(math.prod(shape)) for shape in self.shapes)
+
+    @property
+    def last_tokens(self) -> "FlatLayout | None":
+        """The sizes of a batch of each row's last token; None if the bucket is no larger than that."""
+        return None if self.n_tokens == self.n_rows else replace(self, n_tokens=self.n_rows)
 
     def split(self, buffer: Words) -> FlatArrays:
         """Slice and reshape a buffer `[size]` int32 into its parts.
@@ -113,11 +118,12 @@ class FlatLayout:
             n_words = math.prod(shape)
             part = buffer[start : start + n_words]
             parts.append(part if len(shape) == 1 else part.reshape(shape))
-            start += _aligned(n_words)
+            start += aligned(n_words)
         return FlatArrays(*parts)
 
 
-def _aligned(n_words: int) -> int:
+def aligned(n_words: int) -> int:
+    """The next multiple of 64 words, where a part of a buffer may begin."""
     return -(-n_words // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -1,7 +1,7 @@
 """One Transformer layer, built from the parts that its config names."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,22 @@ class Attend(Protocol):
         ...
 
 
+class Evaluated(NamedTuple):
+    """The tokens whose hidden states are wanted: of the others only keys and values are computed.
+
+    `tokens` [R] int32 are indices in the batch, perhaps several of one request. `attend` takes the queries of
+    these alone, [R, n, K, D], and `product` is for R tokens.
+    """
+
+    tokens: jax.Array
+    attend: Attend
+    product: Matmul
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Of an array [T, ...] what belongs to these tokens, [R, ...]."""
+        return x.at[self.tokens].get(mode="clip")
+
+
 class Block(nnx.Module):
     """One Transformer layer, of the parts that `config` names."""
 
@@ -54,66 +70,85 @@ class Block(nnx.Module):
         self,
         x: jax.Array,
         cache: LayerCache,
-        slot_of_token: jax.Array,
+        slot_of_token: jax.Array | None,
         rotation: Rotation | None,
         attend: Attend,
         shard: Shard,
         product: Matmul,
+        evaluated: Evaluated | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """x [T, H] through the layer; this iteration's keys and values are written to the cache first."""
+        """x [T, H] through the layer, or with `evaluated` those tokens' part of it, [R, H].
+
+        All tokens' keys and values are written to the cache first, unless there are no slots: then they are
+        in it already.
+        """
+        after_attention = product if evaluated is None else evaluated.product
+
+        def taken(value: jax.Array) -> jax.Array:
+            return value if evaluated is None else evaluated.of(value)
 
         def attention(value: jax.Array) -> tuple[jax.Array, LayerCache]:
-            attended, written = self._attention(value, cache, slot_of_token, rotation, attend, shard, product)
+            attended, written = self._attention(
+                value, cache, slot_of_token, rotation, attend, shard, product, evaluated
+            )
             return self._scaled(_normed(self.attn_out_norm, attended)), written
 
         def feed_forward(value: jax.Array) -> jax.Array:
-            return self._scaled(_normed(self.mlp_out_norm, self._feed_forward(value, shard, product)))
+            return self._scaled(_normed(self.mlp_out_norm, self._feed_forward(value, shard, after_attention)))
 
         match self.config.residual:
             case "pre" | "both" | "after":
                 attended, written = attention(_normed(self.attn_norm, x))
-                x = x + attended
+                x = taken(x) + attended
                 return x + feed_forward(_normed(self.mlp_norm, x)), written
             case "post":
                 attended, written = attention(x)
-                x = _normed(self.attn_norm, x + attended)
+                x = _normed(self.attn_norm, taken(x) + attended)
                 return _normed(self.mlp_norm, x + feed_forward(x)), written
             case "parallel" | "parallel_two_norms":
                 normed = _normed(self.attn_norm, x)
                 attended, written = attention(normed)
+                x = taken(x)
                 return x + attended + feed_forward(
-                    normed if self.mlp_norm is None else self.mlp_norm(x)
+                    taken(normed) if self.mlp_norm is None else self.mlp_norm(x)
                 ), written
 
     def _attention(
         self,
         x: jax.Array,
         cache: LayerCache,
-        slot_of_token: jax.Array,
+        slot_of_token: jax.Array | None,
         rotation: Rotation | None,
         attend: Attend,
         shard: Shard,
         product: Matmul,
+        evaluated: Evaluated | None,
     ) -> tuple[jax.Array, LayerCache]:
         config = self.config.attention
         group, n_kv_heads = config.group, config.n_kv_heads // shard.n
         qkv = self.qkv(x, product)
         qkv = qkv.reshape(x.shape[0], group + 2, n_kv_heads, config.head_size)  # [T, G + 2, K, D]
-        queries, keys = qkv, qkv[:, group]
+        queries, keys, query_rotation = qkv, qkv[:, group], rotation
+        if evaluated is not None:
+            # The queries of all tokens come with the keys: without them the weight would have to be cut.
+            queries = evaluated.of(qkv)
+            query_rotation = None if rotation is None else Rotation(*map(evaluated.of, rotation))
+            attend, product = evaluated.attend, evaluated.product
         if self.q_norm is not None and self.k_norm is not None and config.qk_norm is not None:
-            queries, keys = qkv[:, :group], qkv[:, group : group + 1]
+            queries, keys = queries[:, :group], qkv[:, group : group + 1]
             if config.qk_norm.over == "width":
                 queries = self.q_norm.over_heads(queries, shard)
                 keys = self.k_norm.over_heads(keys, shard)[:, 0]
             else:
                 queries, keys = self.q_norm(queries), self.k_norm(keys)[:, 0]
-        if rotation is not None and config.rotary is not None:
+        if rotation is not None and query_rotation is not None and config.rotary is not None:
             interleaved = config.rotary.interleaved
-            queries = rotate(queries[:, :group], rotation, interleaved=interleaved)
+            queries = rotate(queries[:, :group], query_rotation, interleaved=interleaved)
             keys = rotate(keys[:, None], rotation, interleaved=interleaved)[:, 0]
-        cache = write(cache, keys, qkv[:, group + 1], slot_of_token)
-        attended = attend(queries, cache, config, _slopes(config, shard))  # [T, G, K, D]
-        return self.out(attended.reshape(x.shape[0], -1), product, shard), cache
+        if slot_of_token is not None:
+            cache = write(cache, keys, qkv[:, group + 1], slot_of_token)
+        attended = attend(queries, cache, config, _slopes(config, shard))  # [T or R, G, K, D]
+        return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
 
     def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
         config = self.config.feed_forward

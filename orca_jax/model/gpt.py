@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ from flax import nnx
 
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import HEAD, HEAD_BIAS, Initial, parameter_table
-from orca_jax.model.block import Attend, Block, norm_of
+from orca_jax.families.rotary import Rotary
+from orca_jax.model.block import Attend, Block, Evaluated, norm_of
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Linear, Matmul, matmul, soft_cap
 from orca_jax.model.rotation import Rotation, rotation
@@ -37,6 +39,14 @@ def init_parameter(initial: Initial, shape: tuple[int, ...], key: jax.Array, dty
             return jnp.zeros(shape, dtype)
         case "normal":
             return 0.02 * jax.random.normal(key, shape, dtype)
+
+
+class Through(NamedTuple):
+    """What layers give."""
+
+    x: jax.Array  # [T, H]; [R, H] of the evaluated tokens
+    before_last: jax.Array  # [T, H] what the last of them gets, and `last_layer`
+    caches: list[LayerCache]
 
 
 class GPT(nnx.Module):
@@ -105,47 +115,59 @@ class GPT(nnx.Module):
         attend: Attend,
         shard: Shard = ALONE,
         product: Matmul = matmul,
-    ) -> tuple[jax.Array, list[LayerCache]]:
-        """x [T, H] through these layers, with the caches written: positions, slot_of_token [T] int32."""
+        evaluated: Evaluated | None = None,
+    ) -> Through:
+        """x [T, H] through these layers, with the caches written: positions, slot_of_token [T] int32.
+
+        With `evaluated` the last of them gives the hidden states of those tokens alone.
+        """
         # Cosine and sine are computed once for all layers with the same rotary positions.
         kinds = dict.fromkeys(block.config.attention.rotary for block in self.layers)
-        rotations = {
-            kind: None if kind is None else rotation(kind, positions, self.config.n_positions)
-            for kind in kinds
-        }
+        rotations = {kind: self._rotation(kind, positions) for kind in kinds}
 
         # Traced and lowered once for all layers of a kind; XLA inlines the calls, so that the program is the
         # same. Calls that it is told to keep (jax.Inline.XLA_LATE) are compiled one by one, and not fused.
-        @partial(jax.jit, static_argnums=0)
+        @partial(jax.jit, static_argnums=(0, 1))
         def layer(
             graph: nnx.GraphDef[Block],
+            evaluates: bool,
             weights: nnx.State,
             x: jax.Array,
             cache: LayerCache,
             rotation: Rotation | None,
         ) -> tuple[jax.Array, LayerCache]:
             block = nnx.merge(graph, weights)
-            return block(x, cache, slot_of_token, rotation, attend, shard, product)
+            wanted = evaluated if evaluates else None
+            return block(x, cache, slot_of_token, rotation, attend, shard, product, wanted)
 
-        written: list[LayerCache] = []
-        for block, cache in zip(self.layers, caches, strict=True):
-            rotary = block.config.attention.rotary
-            x, cache = layer(*nnx.split(block), x, cache, rotations[rotary])
+        before_last, written = x, list[LayerCache]()
+        for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
+            graph, weights = nnx.split(block)
+            evaluates = evaluated is not None and i == len(self.layers)
+            before_last, rotary = x, block.config.attention.rotary
+            x, cache = layer(graph, evaluates, weights, x, cache, rotations[rotary])
             written.append(cache)
-        return x, written
+        return Through(x, before_last, written)
 
-    def logits(
+    def last_layer(
         self,
         x: jax.Array,
-        last_token_index: jax.Array,
+        positions: jax.Array,
+        cache: LayerCache,
+        attend: Attend,
         shard: Shard = ALONE,
         product: Matmul = matmul,
     ) -> jax.Array:
-        """What the last layer leaves, x [T, H]: the logits [R, V] float32 that follow each row's last token.
+        """x [T, H] through the last layer alone; their keys and values are in its cache."""
+        block = self.layers[-1]
+        own = self._rotation(block.config.attention.rotary, positions)
+        return block(x, cache, None, own, attend, shard, product)[0]
 
-        last_token_index is [R] int32.
-        """
-        x = x.at[last_token_index].get(mode="clip")  # [R, H]: only a row's last token has a next one
+    def _rotation(self, rotary: Rotary | None, positions: jax.Array) -> Rotation | None:
+        return None if rotary is None else rotation(rotary, positions, self.config.n_positions)
+
+    def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
+        """What the last layer leaves of some tokens, x [R, H]: the logits [R, V] float32 that follow them."""
         if self.final_norm is not None:
             x = self.final_norm(x)
         if self.project_out is not None:

@@ -77,6 +77,11 @@ class IterationShape:
         pairs = zip(self.input_lengths, self.kv_lengths, strict=True)
         assert all(1 <= q <= k for q, k in pairs), "a row's input tokens are the last of its kv_length"
 
+    @property
+    def last_tokens(self) -> "IterationShape":
+        """The same requests with the last input token of each."""
+        return IterationShape([1] * len(self.kv_lengths), self.kv_lengths)
+
     def sums(self, window: int | None = None) -> IterationSums:
         """The sums over these requests, for a layer whose queries attend to at most `window` keys."""
         pairs = [*zip(self.input_lengths, self.kv_lengths, strict=True)]
@@ -113,28 +118,39 @@ def operations(
 
     `weight_bytes` is the size of an element of weights and activations, `kv_bytes` of an element of the KV
     cache. Each of the stage's `layers` (default: all) has its linear operations, with attention before the
-    one that consumes its result. The embedding precedes the model's first layer; the head (one row a request)
-    and the sampler follow its last.
+    one that consumes its result. The embedding precedes the model's first layer; the head and the sampler
+    follow its last. From the attention of that layer on there is one token a request; before it are queries,
+    keys and values of all tokens.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = _sums(shape)
     stage = _stage_products(model, layers, n_shards)
     kv_width = model.attention.kv_width // n_shards
 
-    def linear(product: _Product) -> Operation:
-        n_activations = sums.n_tokens * (product.n_in + product.n_out)
+    def linear(product: _Product, n_tokens: int) -> Operation:
+        n_activations = n_tokens * (product.n_in + product.n_out)
         n_bytes = weight_bytes * (product.n_weights + n_activations)
-        return Operation("linear", n_bytes, 2 * sums.n_tokens * product.n_in * product.n_out)
+        return Operation("linear", n_bytes, 2 * n_tokens * product.n_in * product.n_out)
 
-    def layer(products: Sequence[_Product], window: int | None) -> Iterator[Operation]:
+    def layer(products: Sequence[_Product], window: int | None, *, last: bool = False) -> Iterator[Operation]:
         # Sums without a shape do not tell how many keys are within a window: then it is all of them.
-        in_reach = shape.sums(window) if isinstance(shape, IterationShape) else sums
+        if isinstance(shape, IterationShape):
+            in_reach = (shape.last_tokens if last else shape).sums(window)
+        else:
+            in_reach = sums._replace(n_tokens=sums.n_rows, n_seen=sums.n_keys) if last else sums
+        n_tokens = sums.n_tokens
         for product in products:
             if product.takes_attention:
                 yield _attention(
-                    product.n_in, kv_width, in_reach, weight_bytes=weight_bytes, kv_bytes=kv_bytes
+                    product.n_in,
+                    kv_width,
+                    in_reach,
+                    n_written=sums.n_tokens,
+                    weight_bytes=weight_bytes,
+                    kv_bytes=kv_bytes,
                 )
-            yield linear(product)
+                n_tokens = in_reach.n_tokens
+            yield linear(product, n_tokens)
 
     result: list[Operation] = []
     if layers.start == 0:
@@ -142,11 +158,13 @@ def operations(
         n_embed_bytes = weight_bytes * sums.n_tokens * (sum(stage.tables) + model.hidden_size)
         n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
         result.append(Operation("embed", n_embed_bytes, n_embed_flops))
-        result += map(linear, stage.before)
+        result += [linear(product, sums.n_tokens) for product in stage.before]
     for products, window, count in stage.layers:
         result += [*layer(products, window)] * count
     if stage.head is not None:
-        result += map(linear, stage.after)
+        products, window, _ = stage.layers[-1]
+        result[-_n_operations(products) :] = layer(products, window, last=True)
+        result += [linear(product, sums.n_rows) for product in stage.after]
         own_vocab, n_in = stage.head
         n_logit_bytes = LOGIT_BYTES * sums.n_rows * own_vocab
         n_head_bytes = weight_bytes * n_in * (own_vocab + sums.n_rows) + n_logit_bytes
@@ -230,13 +248,16 @@ def shared_bytes(
     """Bytes that each device of a stage sends to the stage's other devices in one iteration.
 
     A layer has two all-reduces (after `out` and `down`), and the embedding one. Each uses a ring, in which a
-    device sends 2 (n - 1) / n of the array. After the head, an all-gather joins the logits.
+    device sends 2 (n - 1) / n of the array. After the head, an all-gather joins the logits. The model's last
+    layer and the head have one token a request.
     """
     layers = range(model.n_layers) if layers is None else layers
-    n_sums = 2 * len(layers) + (layers.start == 0)
-    n_summed = n_sums * hop_bytes(model, shape, weight_bytes=weight_bytes)
+    last = layers.stop == model.n_layers
+    n_sums = 2 * (len(layers) - last) + (layers.start == 0)
     n_rows = _sums(shape).n_rows
-    n_gathered = weight_bytes * n_rows * model.padded_vocab_size * (layers.stop == model.n_layers)
+    n_summed = n_sums * hop_bytes(model, shape, weight_bytes=weight_bytes)
+    n_summed += 2 * last * weight_bytes * n_rows * model.hidden_size
+    n_gathered = weight_bytes * n_rows * model.padded_vocab_size * last
     return (n_shards - 1) / n_shards * (2 * n_summed + n_gathered)
 
 
@@ -249,14 +270,20 @@ def _sums(shape: IterationShape | IterationSums) -> IterationSums:
     return shape.sums() if isinstance(shape, IterationShape) else shape
 
 
+def _n_operations(products: Sequence[_Product]) -> int:
+    """The operations of a layer with these products, attention included."""
+    return len(products) + sum(product.takes_attention for product in products)
+
+
 def _attention(
-    hidden: int, kv_width: int, sums: IterationSums, *, weight_bytes: int, kv_bytes: int
+    hidden: int, kv_width: int, sums: IterationSums, *, n_written: int, weight_bytes: int, kv_bytes: int
 ) -> Operation:
     """One layer of split attention: queries in, keys and values written, visible ones read, results out.
 
-    `hidden` is the width of all query heads, `kv_width` of all K/V heads.
+    `hidden` is the width of all query heads, `kv_width` of all K/V heads. `sums` count the queries, and
+    `n_written` the tokens whose keys and values are written.
     """
-    n_kv_bytes = 2 * kv_width * kv_bytes * (sums.n_tokens + sums.n_keys)
+    n_kv_bytes = 2 * kv_width * kv_bytes * (n_written + sums.n_keys)
     # 2 operations per element for a query and a key, 2 more for a weight and a value.
     n_bytes = n_kv_bytes + 2 * sums.n_tokens * hidden * weight_bytes
     return Operation("attention", n_bytes, 4 * hidden * sums.n_seen)

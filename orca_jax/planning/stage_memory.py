@@ -11,6 +11,7 @@ from typing import Literal
 from orca_jax.config import Attention
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import stage_elements
+from orca_jax.iteration.scored_parts import SCORED
 from orca_jax.iteration.shape import EngineShape
 
 Source = Literal["arithmetic", "compiled"]
@@ -22,7 +23,6 @@ ITEMSIZE: dict[str, int] = {  # by config.Dtype
 }
 _TABLE_BYTES = 8  # execution/sampling.py: an int32 and a float32 for each token of the vocabulary ...
 _LAST_TOKEN_BYTES = 4  # ... and an int32, for each row
-_SCORED = 128  # execution/stage.py: prompt tokens scored at a time
 _LOGIT_BYTES = 4
 _ANGLE_BYTES = 4  # model/rotation.py: cosine and sine are float32
 # Iterations whose results are on a device at a time: the running one, and one in transfer (its tokens to the
@@ -166,7 +166,7 @@ def temporary_bytes(
         # The full sampler keeps the rows' weights. Scoring keeps the logits and candidates for the most
         # likely tokens; on a CPU it sorts whole rows with their indices.
         full = n_rows * config.vocab_size * _LOGIT_BYTES
-        scored = _SCORED * config.vocab_size * (4 * _LOGIT_BYTES if cpu else itemsize + 1)
+        scored = SCORED * config.vocab_size * (4 * _LOGIT_BYTES if cpu else itemsize + 1)
         needed = max(needed, full, scored)
     return needed + result_bytes(config, layers, itemsize, n_tokens=n_tokens, n_rows=n_rows)
 

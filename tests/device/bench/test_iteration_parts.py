@@ -18,8 +18,10 @@ MODEL = changed_config(PRESETS["demo"], vocab_size=97, n_layers=2, ffn_size=64)
 FLOAT32 = jnp.dtype("float32")
 
 
-@pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "static"])
-def test_each_part_is_timed(chosen: bool) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "n_tokens"), [(True, 2), (False, 2), (True, 32)], ids=["chosen", "static", "prefill"]
+)
+def test_each_part_is_timed(chosen: bool, n_tokens: int) -> None:
     device = jax.devices()[0]
     shape = cache_shape(MODEL, n_blocks=8, block_size=16)
     caches = filled([LayerCache(jnp.zeros(shape), jnp.zeros(shape)) for _ in range(MODEL.n_layers)])
@@ -32,7 +34,7 @@ def test_each_part_is_timed(chosen: bool) -> None:
         caches,
         path if chosen else PureJax(follow_lengths=False),
         choose_products(device, FLOAT32).bind(None),
-        n_tokens=2,
+        n_tokens=n_tokens,
         n_rows=2,
         kv_length=40,
         repeat=2,

@@ -29,13 +29,23 @@ def test_a_mixed_iteration_worked_by_hand():
         Operation("linear", 4 * (4 * 16 + 16 + 3 * (4 + 16)), 2 * 3 * 4 * 16),  # up
         Operation("linear", 4 * (16 * 4 + 4 + 3 * (16 + 4)), 2 * 3 * 16 * 4),  # down
     ]
-    assert operations(SMALL, shape, weight_bytes=4, kv_bytes=2) == [
+    # The last layer has only the 2 requests' last tokens from its attention on; they see 3 and 2 keys.
+    last = [
+        layer[0],
+        Operation("attention", (3 + 5) * 2 * 4 * 2 + 2 * 2 * 4 * 4, 4 * 4 * (3 + 2)),
+        Operation("linear", 4 * (4 * 4 + 4 + 2 * (4 + 4)), 2 * 2 * 4 * 4),  # out
+        Operation("linear", 4 * (4 * 16 + 16 + 2 * (4 + 16)), 2 * 2 * 4 * 16),  # up
+        Operation("linear", 4 * (16 * 4 + 4 + 2 * (16 + 4)), 2 * 2 * 16 * 4),  # down
+    ]
+    expected = [
         Operation("embed", 4 * 3 * (4 + 4 + 4), 3 * 4),
         *layer,
-        *layer,
+        *last,
         Operation("head", 4 * (10 * 4 + 2 * 4) + 4 * 2 * 10, 2 * 2 * 4 * 10),
         Operation("sampler", 4 * 2 * 10, 2 * 10),
     ]
+    assert operations(SMALL, shape, weight_bytes=4, kv_bytes=2) == expected
+    assert operations(SMALL, shape.sums(), weight_bytes=4, kv_bytes=2) == expected
 
 
 def test_keys_seen_equal_a_count_query_by_query():

@@ -123,7 +123,7 @@ def test_after_ready_nothing_is_compiled(two_layers: Path, how: dict[str, Any]) 
     [
         "forward pass, 24 tokens",
         pytest.param("full sampler, 4 rows", marks=pytest.mark.long),
-        pytest.param("a prompt's log-probabilities, 16 tokens", marks=pytest.mark.long),
+        pytest.param("a prompt's hidden states, 16 tokens", marks=pytest.mark.long),
     ],
 )
 def test_without_any_one_program_it_shows(

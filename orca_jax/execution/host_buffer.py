@@ -1,0 +1,70 @@
+"""The buffer that the host makes for a program: the flat batch, and behind it the words of attention.
+
+The last layer of the last stage attends from each row's last token alone. It has words of its own, behind
+those of the other layers. There are none where the bucket has a token for each row: there all layers are
+alike.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.execution.attention_paths import AttentionPath, HostWork
+from orca_jax.iteration.flat_batch import FlatArrays, FlatBatch, FlatLayout, aligned
+from orca_jax.model.block import Attend
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """The buffers of a stage's programs; of the `last` stage or of another."""
+
+    path: AttentionPath
+    last: bool
+
+    def size(self, layout: FlatLayout) -> int:
+        """The 32-bit words of an iteration's buffer."""
+        last = self._last_tokens(layout)
+        return self._first(layout) + (0 if last is None else self.path.n_words(last))
+
+    def fill(self, flat: FlatBatch) -> npt.NDArray[np.int32]:
+        """An iteration's buffer, [size] int32."""
+        if not isinstance(self.path, HostWork):
+            return flat.buffer
+        layout, last = flat.layout, self._last_tokens(flat.layout)
+        words = [flat.buffer, self.path.words(layout, flat.arrays)]
+        if last is not None:
+            words.append(np.zeros(self._first(layout) - sum(map(len, words)), np.int32))
+            row_start = np.minimum(np.arange(last.n_rows + 1, dtype=np.int32), flat.n_rows)
+            words.append(self.path.words(last, flat.arrays._replace(row_start=row_start)))
+        return np.concatenate(words)
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, buffer: jax.Array) -> Attend:
+        """Attention of all tokens; `batch` and `buffer` are traced."""
+        end = layout.size + self.path.n_words(layout)
+        return self.path.bind(layout, batch, buffer[layout.size : end])
+
+    def bind_last(
+        self, layout: FlatLayout, batch: FlatArrays, buffer: jax.Array
+    ) -> tuple[Attend, jax.Array] | None:
+        """Attention of each row's last token, and the number of rows [1] int32; None if all layers are alike.
+
+        As in decode, a row is one query, of all of the row's keys.
+        """
+        last = self._last_tokens(layout)
+        if last is None:
+            return None
+        n_rows = (batch.kv_length > 0).sum(dtype=jnp.int32)  # without padding
+        row_start = jnp.minimum(jnp.arange(last.n_rows + 1, dtype=jnp.int32), n_rows)
+        words = buffer[self._first(layout) :]
+        return self.path.bind(last, batch._replace(row_start=row_start), words), n_rows[None]
+
+    def _last_tokens(self, layout: FlatLayout) -> FlatLayout | None:
+        return layout.last_tokens if self.last else None
+
+    def _first(self, layout: FlatLayout) -> int:
+        """Where the words of the last layer begin."""
+        n_words = layout.size + self.path.n_words(layout)
+        return n_words if self._last_tokens(layout) is None else aligned(n_words)
