@@ -1,7 +1,7 @@
 """Returns memory freed after long requests to the operating system.
 
 A CPU engine makes the C library keep freed memory, because XLA reuses it for temporaries
-(orca_jax/execution/host_allocator.py). Long request bodies fragment that memory more with each round: bodies
+(orca_jax/launch/host_allocator.py). Long request bodies fragment that memory more with each round: bodies
 of 4 MiB of token ids grew the process from 1.8 GB to 2.8 GB. So free pages go back to the system after such
 bodies, rarely enough not to slow an iteration down.
 """

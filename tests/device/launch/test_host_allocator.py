@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from orca_jax.execution import host_allocator
+from orca_jax.launch import host_allocator
 
 FAULTS = """
 import ctypes, resource, sys
-from orca_jax.execution.host_allocator import keep_large_buffers
+from orca_jax.launch.host_allocator import keep_large_buffers
 if sys.argv[1] == "keep":
     assert keep_large_buffers()
 libc = ctypes.CDLL(None)
