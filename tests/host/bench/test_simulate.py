@@ -54,18 +54,25 @@ def small_system(max_bs: int, mbs: int | None = None, *, n_stages: int = 1) -> S
 
 
 def test_a_stage_s_seconds_worked_by_hand():
-    """One increment with 3 tokens in the cache and one initiation of 2: T = 3, R = 2; bound by bytes."""
+    """One increment with 3 tokens in the cache and one initiation of 2: T = 3, R = 2; bound by bytes.
+
+    From the attention of the last layer on there are R tokens.
+    """
     places = Places(Partition(model=SMALL, n_stages=1, n_devices=1), Cluster(device=SLOW))
     sums = IterationShape([1, 2], [3, 2]).sums()
     assert sums == IterationSums(n_rows=2, n_tokens=3, n_keys=5, n_seen=3 + 1 + 2)
     qkv = 4 * 12 + 12 + 3 * (4 + 12)
-    attention = 2 * 4 * (3 + 5) + 2 * 3 * 4  # keys and values written and read; queries in, results out
-    out = 4 * 4 + 4 + 3 * (4 + 4)
-    up_and_down = 2 * (4 * 16 + 3 * (4 + 16)) + 16 + 4
+
+    def after_qkv(n_tokens: int) -> int:
+        attention = 2 * 4 * (3 + 5) + 2 * n_tokens * 4  # keys, values written, read; queries in, results out
+        out = 4 * 4 + 4 + n_tokens * (4 + 4)
+        up_and_down = 2 * (4 * 16 + n_tokens * (4 + 16)) + 16 + 4
+        return attention + out + up_and_down
+
     embed = 3 * (4 + 4 + 4)
     head = 10 * 4 + 2 * 4 + 2 * 2 * 10  # logits and what the sampler reads of them are of 4 bytes
     sampler = 2 * 2 * 10
-    elements = embed + 3 * (qkv + attention + out + up_and_down) + head + sampler
+    elements = embed + 3 * qkv + 2 * after_qkv(3) + after_qkv(2) + head + sampler
     kernels = 3 * 8 + 1 + 3
     (seconds,) = places(sums)
     assert seconds == pytest.approx(elements + kernels * 0.9e-6, rel=1e-12)
