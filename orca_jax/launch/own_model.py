@@ -4,6 +4,7 @@
 import os
 import pkgutil
 import re
+import reprlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,8 +129,8 @@ def _check(model: Any) -> None:
     kind, is_module = type(model).__name__, isinstance(model, nnx.Module)
     if not is_module:
         raise ConfigError(
-            f"model is a {kind}; it must be a directory, a name, None for the demo model, or an nnx.Module "
-            "(docs/training.md)"
+            f"model is {reprlib.repr(model)}; it must be a directory, a name, None for the demo model, or an "
+            "nnx.Module (docs/training.md)"
         )
     for name in _SIZES:
         if not isinstance(getattr(model, name, None), int):

@@ -103,7 +103,7 @@ def test_the_choice_of_a_token_needs_no_collective() -> None:
     }
     lowered["adjust"] = chooser._adjust.lower(logits, rows, chooser._tables, chooser.last_token)
     lowered["allow"] = chooser._allow.lower(logits, words)
-    lowered["logprobs"] = chooser._logprobs.lower(logits, rows[0])
+    lowered["logprobs"] = chooser._logprobs.lower(logits, rows, rows[0])
     for name, program in lowered.items():
         text = program.compile().as_text()
         assert text is not None and "ENTRY" in text

@@ -613,7 +613,8 @@ def test_the_phases_of_a_server_and_its_version(gated: GatedEngine) -> None:
 
     result = asyncio.run(live())
     names = ("loading", "ready", "failed", "recovering", "draining")
-    assert result == [{name: float(name == current) for name in names} for current in names]
+    every = (*names, "paused", "asleep")
+    assert result == [{name: float(name == current) for name in every} for current in names]
 
 
 def test_tasks_on_the_event_loop_are_counted() -> None:
