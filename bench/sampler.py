@@ -25,7 +25,7 @@ from rich.table import Table
 from orca_jax.execution.sampling import TokenChooser
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import SamplerArrays, TokenPrograms, token_programs
-from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, neutral_sampling
+from orca_jax.iteration.message import ADJUSTED, CONSTRAINED, SAMPLED, neutral_sampling
 from orca_jax.sharding.device_group import DeviceGroup, device_name
 
 # The features that a batch's rows ask for, as fields of message.SAMPLING.
@@ -38,6 +38,7 @@ FEATURES: dict[str, dict[str, float]] = {
     "top_k, top_p and min_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
     "penalties or biases": {"flags": ADJUSTED, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
     "a grammar, or other constraints": {"flags": CONSTRAINED},
+    "logprobs of the chosen": {"logprobs": 0},
     "logprobs": {"logprobs": 5},
     "all of it": {
         "temperature": 0.8,
@@ -86,11 +87,13 @@ def _rows(sampling: np.ndarray) -> np.ndarray:
     return np.stack(
         SamplerArrays(
             row=np.arange(n, dtype=np.int32),
+            given=np.full(n, SAMPLED, np.int32),
             top_k=sampling["top_k"],
             token_index=np.full(n, 7, np.int32),
             seed_low=np.arange(n, dtype=np.int32),
             seed_high=np.zeros(n, np.int32),
             adjusted=np.where(sampling["flags"] & ADJUSTED, 2, 0).astype(np.int32),
+            n_top=np.maximum(sampling["logprobs"], 0).astype(np.int32),
             repetition=np.ascontiguousarray(sampling["repetition_penalty"]).view(np.int32),
             frequency=np.ascontiguousarray(sampling["frequency_penalty"]).view(np.int32),
             presence=np.ascontiguousarray(sampling["presence_penalty"]).view(np.int32),

@@ -45,7 +45,7 @@ def lowered_programs(
     }
     for sampler in get_args(Sampler):
         programs[sampler] = chooser._choose.lower(logits, rows, last_token, sampler=sampler)
-    programs["logprobs"] = chooser._logprobs.lower(logits, like((n_rows,), jnp.int32))
+    programs["logprobs"] = chooser._logprobs.lower(logits, rows, like((n_rows,), jnp.int32))
     values = like((vocab_size,), jnp.int32), like((vocab_size,), jnp.float32)
     programs["set a row up"] = chooser._set_row.lower(tables, like((), jnp.int32), *values)
     return programs

@@ -194,17 +194,20 @@ def row_starts(message: ControlMessage, vocab_size: int) -> list[RowStart]:
     return starts
 
 
-def packed_logprobs(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """sampled.LOGPROBS as words [R, LOGPROB_WORDS]: logits [R, V] float32, tokens [R] int32."""
-    chosen, ids, top = logprobs(logits, tokens, MAX_TOP_LOGPROBS)
+def packed_logprobs(logits: jax.Array, tokens: jax.Array, n_top: jax.Array) -> jax.Array:
+    """sampled.LOGPROBS as words [R, LOGPROB_WORDS]: logits [R, V] float32, tokens [R] int32.
+
+    If `n_top` (SamplerArrays) is 0 everywhere, the most likely tokens may be left out.
+    """
+    chosen, ids, top = logprobs(logits, tokens, MAX_TOP_LOGPROBS, n_top > 0)
     bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
     return jnp.concatenate([tokens[:, None], bits(chosen)[:, None], ids, bits(top)], axis=1)
 
 
 def _next_logprobs(logits: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
     """packed_logprobs of each row's token: the given one, or the sampled one in `tokens` [R]."""
-    given = SamplerArrays(*rows).given
-    return packed_logprobs(logits, jnp.where(given == SAMPLED, tokens, given))
+    batch = SamplerArrays(*rows)
+    return packed_logprobs(logits, jnp.where(batch.given == SAMPLED, tokens, batch.given), batch.n_top)
 
 
 def _set_row(tables: Tables, row: jax.Array, seen: jax.Array, bias: jax.Array) -> Tables:

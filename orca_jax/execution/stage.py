@@ -21,7 +21,7 @@ from orca_jax.execution.programs import Program
 from orca_jax.execution.ptxas_version import ask_ptxas_once
 from orca_jax.execution.sampling import packed_logprobs
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.iteration.flat_batch import FlatLayout
+from orca_jax.iteration.flat_batch import FlatLayout, SamplerArrays
 from orca_jax.model.block import Evaluated
 from orca_jax.model.gpt import GPT, Parameters
 from orca_jax.model.kv_cache import LayerCache
@@ -144,7 +144,8 @@ class Stage:
             batch = layout.split(buffer)
             product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
             x = model.last_layer(x, batch.positions, cache, attend, shard, product)
-            return packed_logprobs(model.logits(x, shard, product), batch.token_ids)
+            n_top = SamplerArrays(*batch.sampler).n_top
+            return packed_logprobs(model.logits(x, shard, product), batch.token_ids, n_top)
 
         def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
             if not by_hand:

@@ -58,6 +58,7 @@ class SamplerArrays(NamedTuple):
     seed_low: Any
     seed_high: Any
     adjusted: Any
+    n_top: Any  # of how many of the most likely tokens log-probabilities are wanted beside the token's own
     temperature: Any
     top_p: Any
     min_p: Any
@@ -208,6 +209,7 @@ def flat_batch(
     sampler.top_k[:real_rows] = sampling["top_k"]
     sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     sampler.seed_high[:real_rows] = seed >> 32
+    sampler.n_top[:real_rows] = np.maximum(sampling["logprobs"], 0)
     programs = token_programs(sampling)
     if programs.adjust:
         adjusted = (sampling["flags"] & ADJUSTED) > 0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
+from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import ControlMessage
 
 SCORED = 128  # tokens of a prompt that are scored at a time
@@ -40,6 +40,7 @@ def scored_parts(message: ControlMessage) -> Iterator[ScoredPart]:
         for begin in range(0, n, SCORED):
             part = slice(begin, min(begin + SCORED, n))
             flat = _row(message.block_table[i], positions[part], targets[part])
+            SamplerArrays(*flat.arrays.sampler).n_top[0] = message.sampling["prompt_logprobs"][i]
             padded = np.zeros(SCORED, np.int32)
             padded[: flat.n_tokens] = at[part]
             yield ScoredPart(int(i), padded, flat)

@@ -113,16 +113,32 @@ def keep(weights: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Arra
     return _keep_min_p(_keep_top_p(_keep_top_k(weights, top_k), top_p), min_p)
 
 
-def logprobs(logits: jax.Array, tokens: jax.Array, n_top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def logprobs(
+    logits: jax.Array, tokens: jax.Array, n_top: int, asked: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities: of each row's token [R]; ids and log-probabilities of the most likely [R, n_top].
 
     logits [R, V] float32, tokens [R] int32. If V is below `n_top` the rest is id 0 at -inf. None is NaN.
+    `asked` [any shape] bool: if none is set, a CPU skips the search for the most likely, and all are id 0 at
+    -inf; the log-probabilities of `tokens` are the same to the bit.
     """
     # Subtract the largest first: a small logarithm would lose its digits next to large logits.
     largest = logits.max(axis=-1, keepdims=True)
     total = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
-    top, ids = _largest(logits, n_top)
+
+    def search(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _largest(logits, n_top)
+
+    def skip(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        shape = len(logits), n_top
+        return jnp.full(shape, -jnp.inf, logits.dtype), jnp.zeros(shape, jnp.int32)
+
+    def search_if_asked(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return lax.cond(asked.any(), search, skip, logits)
+
+    # As in _largest_bound, an accelerator does not ask.
+    top, ids = lax.platform_dependent(logits, cpu=search_if_asked, default=search)
     # If a logit is infinite, or all are NaN, no token has a probability.
     return _nan_last((chosen - largest - total)[:, 0]), ids, _nan_last(top - largest - total)
 

@@ -147,7 +147,7 @@ def choose(rows: dict[str, jax.Array], *, acts: bool, allows: bool, cut: bool) -
         logits = allow(logits, rows["words"])
     names = ("temperature", "top_k", "top_p", "min_p", "low", "high", "index")
     drawn = sample(logits, *(rows[name] for name in names), cut=cut)
-    return adjusted, greedy(logits), drawn, *logprobs(raw, drawn, 20)
+    return adjusted, greedy(logits), drawn, *logprobs(raw, drawn, 20, jnp.array(True))
 
 
 def arrays(rows: Sequence[Row]) -> dict[str, jax.Array]:

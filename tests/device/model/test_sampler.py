@@ -362,7 +362,7 @@ def check_logprobs(logits: np.ndarray, n_top: int) -> None:
     order = np.argsort(-logits, axis=1, kind="stable")[:, :n_top]
     tokens = np.random.default_rng(vocab).integers(0, vocab, n).astype(np.int32)
     tokens[0] = vocab - 1
-    chosen, ids, top = map(np.asarray, compiled_logprobs(logits, tokens, n_top))
+    chosen, ids, top = map(np.asarray, compiled_logprobs(logits, tokens, n_top, True))
     assert ids.shape == top.shape == (n, n_top) and ids.dtype == np.int32 and top.dtype == np.float32
     np.testing.assert_allclose(chosen, expected[np.arange(n), tokens], rtol=2e-6, atol=2e-6)
     n_filled = min(n_top, vocab)
@@ -401,6 +401,24 @@ def test_logprobs_of_logits_that_are_minus_infinite(vocab: int) -> None:
     logits[:2, :3] = [0.5, -np.inf, -2.0]
     logits[2:, vocab // 2] = 1.0  # and one at least
     check_logprobs(logits, 20)
+
+
+@pytest.mark.parametrize("vocab", [1, 257, 6000])
+def test_logprobs_of_the_tokens_are_the_same_to_the_bit_if_no_row_asks_for_the_likeliest(vocab: int) -> None:
+    """Then no others are told; if one row asks, all rows' are."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.normal(0, 3, (6, vocab)).astype(np.float32)
+    logits[0], logits[1, : vocab // 2], logits[2, 0] = -np.inf, -np.inf, np.nan
+    tokens = rng.integers(0, vocab, 6).astype(np.int32)
+    one = np.arange(6) == 4
+    chosen, ids, top = map(np.asarray, compiled_logprobs(logits, tokens, 20, one))
+    alone, no_ids, no_top = map(np.asarray, compiled_logprobs(logits, tokens, 20, ~one & one))
+    assert alone.tobytes() == chosen.tobytes()
+    assert (no_ids == 0).all() and (no_top == -np.inf).all()
+    likeliest = np.argmax(logits[3:], axis=1)
+    assert ids[3:, 0].tolist() == likeliest.tolist()
+    best, *_ = compiled_logprobs(logits[3:], likeliest.astype(np.int32), 20, one[3:])
+    np.testing.assert_allclose(top[3:, 0], best, rtol=2e-6, atol=2e-6)
 
 
 def test_logprobs_of_large_logits_lose_nothing() -> None:

@@ -268,6 +268,7 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
                 "repetition": float(message.sampling["repetition_penalty"][r]),
                 "frequency": float(message.sampling["frequency_penalty"][r]),
                 "presence": float(message.sampling["presence_penalty"][r]),
+                "n_top": max(int(message.sampling["logprobs"][r]), 0),
                 "adjusted": (message.sampling["flags"][r] & 1) * (1 if message.initiation[r] else 2),
             }
         )

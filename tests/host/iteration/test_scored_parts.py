@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from orca_jax.iteration.flat_batch import SamplerArrays
 from orca_jax.iteration.message import BIAS, SAMPLED, ControlMessage, neutral_sampling
 from orca_jax.iteration.scored_parts import SCORED, scored_parts
 
@@ -31,6 +32,7 @@ def test_parts_of_two_rows_beside_rows_that_ask_for_nothing():
     assert piece.at[:3].tolist() == [1, 2, 3] and not piece.at[3:].any()
     assert first.at.tolist() == [*range(4, 4 + 128)]
     assert second.at[:11].tolist() == [*range(132, 143)] and not second.at[11:].any()
+    assert [SamplerArrays(*part.flat.arrays.sampler).n_top[0] for part in (piece, first, second)] == [0, 5, 5]
     # The piece's last token scores the first one of the next piece; the prompt's last scores none.
     assert piece.flat.arrays.token_ids[:4].tolist() == [1002, 1003, 77, 0]
     assert first.flat.arrays.token_ids.tolist() == [*range(1005, 1133)]
