@@ -33,7 +33,8 @@ class OrcaRollout(BaseRollout):
 
     `engine` are further arguments of LLM, such as max_batch_size and deterministic. By default the engine
     takes sequences up to the `kv_cache_size` of `rollout_config`, in the dtype of the model's weights or its
-    `data_type`. The attribute `llm` is the engine. Raises NotSupported for another model.
+    `data_type`. The attribute `llm` is the engine. Raises NotSupported for another model, and for one with
+    LoRA adapters.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class OrcaRollout(BaseRollout):
         rollout_config: RolloutConfig | None = None,
         **engine: Any,
     ) -> None:
+        if any(isinstance(value, nnx.LoRAParam) for _, value in nnx.iter_graph(rollout_actor)):
+            raise _no_adapters("rollout_actor")
         config = rollout_config or RolloutConfig()
         self._tokenizer = tokenizer if hasattr(tokenizer, "dedup_bos_ids") else TokenizerAdapter(tokenizer)
         state = nnx.state(rollout_actor, nnx.Param)
@@ -141,10 +144,7 @@ class OrcaRollout(BaseRollout):
         Raises NotSupported for LoRA's alone, and TensorMismatch for those of another model.
         """
         if any(issubclass(each, nnx.LoRAParam) for each in filter_types or () if isinstance(each, type)):
-            raise NotSupported(
-                "the trainer's model has LoRA adapters, which are not merged here; train whole weights",
-                param="filter_types",
-            )
+            raise _no_adapters("filter_types")
         arrays = by_path(params)
         check_shapes(arrays, self._shapes)
         self.llm.update_weights(our_weights(arrays), cast=True)
@@ -199,3 +199,9 @@ class OrcaRollout(BaseRollout):
 
 def _logprobs(result: GenerationResult) -> np.ndarray:
     return np.array([token.logprob for token in result.logprobs or ()], np.float32)
+
+
+def _no_adapters(param: str) -> NotSupported:
+    return NotSupported(
+        "the trainer's model has LoRA adapters, which are not merged here; train whole weights", param=param
+    )
