@@ -104,7 +104,7 @@ def test_log_probabilities_are_the_trainers_also_after_an_update(name: str) -> N
 
 def test_a_model_with_adapters_is_refused() -> None:
     """Its adapters would be left out of what is sampled."""
-    module = model("llama3")
+    module: Any = model("llama3")
     module.layers[0].attn.q_proj.w_lora_a = nnx.LoRAParam(jnp.ones((16, 2)))
     with pytest.raises(NotSupported, match="LoRA"):
         OrcaRollout(module, Characters(), None, CONFIG, **ENGINE)
@@ -157,7 +157,7 @@ def test_what_generate_returns() -> None:
 
 
 def test_a_seed_gives_the_same_samples_again() -> None:
-    module = model("llama3")
+    module: Any = model("llama3")
     rollout = OrcaRollout(module, Characters(), None, CONFIG, **ENGINE)
     try:
 
