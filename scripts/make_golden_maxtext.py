@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
     "skip_jax_distributed_system": True,
     "override_model_config": True,
     "run_name": "golden",
-    "base_output_directory": "/tmp/golden",
+    "base_output_directory": "golden",
     "enable_goodput_recording": False,
     "enable_checkpointing": True,
     "async_checkpointing": False,
