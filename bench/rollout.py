@@ -15,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -128,9 +129,9 @@ def main() -> None:
     vanilla = VanillaRollout(
         model, Numbers(), CacheConfig(LONGEST_PROMPT + LONGEST, options.layers, heads, 32)
     )
-    run_orca = lambda: orca_samples(orca, prompts, lengths)  # noqa: E731
-    run_vanilla = lambda: vanilla_samples(vanilla, prompts, lengths, options.vanilla_batch)  # noqa: E731
     batch = options.vanilla_batch
+    run_orca = partial(orca_samples, orca, prompts, lengths)
+    run_vanilla = partial(vanilla_samples, vanilla, prompts, lengths, batch)
     orca_samples(orca, prompts, lengths)
     vanilla_samples(vanilla, prompts[:batch], lengths[:batch], batch)
     pairs = [(timed(run_orca), timed(run_vanilla)) for _ in range(options.runs)]

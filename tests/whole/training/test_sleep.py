@@ -8,27 +8,15 @@ from typing import Any
 import jax
 import pytest
 
-from orca_jax import LLM, SamplingParams
+from orca_jax import LLM
 from orca_jax.errors import ConfigError, EngineAsleep, ServiceClosed
-from tests.whole.training.weights import GREEDY, PROMPTS, SIZES, arrays, checkpoint, reference_tokens, tokens
-
-LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+from tests.whole.training.weights import GREEDY, LONG, PROMPTS, SIZES, arrays, reference_tokens, tokens
 
 
 def live() -> int:
     """Bytes of all arrays on devices."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("old"), 1)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("new"), 2)
 
 
 @pytest.fixture(scope="module")

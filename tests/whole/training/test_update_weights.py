@@ -22,10 +22,10 @@ from tests.device.model.golden import DIRECTORY as GOLDEN
 from tests.whole.training.weights import (
     CONFIG,
     GREEDY,
+    LONG,
     PROMPTS,
     SIZES,
     arrays,
-    checkpoint,
     model_of,
     reference_of,
     reference_tokens,
@@ -34,17 +34,6 @@ from tests.whole.training.weights import (
 )
 
 SOON = 60.0
-LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("old"), 1)
-
-
-@pytest.fixture(scope="module")
-def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoint(tmp_path_factory.mktemp("new"), 2)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ CONFIG = GPT2 | {
 SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 160, "max_batch_tokens": 16, "block_size": 4}
 PROMPTS = [[1, 2, 3], [*range(40, 55)], [7], [*range(40, 52), 9]]
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 
 
 def checkpoint(directory: Path, seed: int) -> Path:
