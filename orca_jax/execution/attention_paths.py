@@ -26,7 +26,7 @@ from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import work_items
 
-Slopes = jax.Array | None  # [G, K] float32, of ALiBi
+Bias = jax.Array | None  # what the scores get, in the form that `Attend` says
 
 
 class AttentionPath(Protocol):
@@ -66,7 +66,7 @@ class PureJax:
             batch.row_start, batch.kv_length, layout.n_tokens, follow_lengths=self.follow_lengths
         )
 
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
+        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
             return pure_jax.split_attention(
                 q[:, : own.group],
                 cache,
@@ -78,7 +78,7 @@ class PureJax:
                 scale=own.scale,
                 window=own.scores.window,
                 soft_cap=own.scores.soft_cap,
-                slopes=slopes,
+                slopes=bias,
             )
 
         return attend
@@ -93,7 +93,7 @@ class Native:
         return 0
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
+        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
             return native_split_attention(
                 q,
                 cache.keys,
@@ -105,7 +105,7 @@ class Native:
                 scale=own.scale,
                 window=own.scores.window,
                 soft_cap=own.scores.soft_cap,
-                slopes=slopes,
+                slopes=bias,
             )
 
         return attend
@@ -148,7 +148,7 @@ class Kernel:
         lists = words.reshape(len(plans), *plans[0].list_shape)
         work_of = {plan.window: (plan, lists[i]) for i, plan in enumerate(plans)}
 
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
+        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
             plan, work = work_of[own.scores.window]
             return split_attention(
                 q,
@@ -194,7 +194,7 @@ class Cudnn:
         rows = (batch.block_table, batch.row_start, batch.kv_length)
         work_of = {window: make(*rows, words, window=window) for window in self.windows}
 
-        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, slopes: Slopes) -> jax.Array:
+        def attend(q: jax.Array, cache: LayerCache, own: AttentionConfig, bias: Bias) -> jax.Array:
             window = own.scores.window
             options = {"group": own.group, "scale": own.scale, "window": window}
             caches = (cache.keys, cache.values)

@@ -23,13 +23,14 @@ class Attend(Protocol):
     """Split attention with this iteration's tables bound: the one operation that knows of requests."""
 
     def __call__(
-        self, q: jax.Array, cache: LayerCache, attention: Attention, slopes: jax.Array | None, /
+        self, q: jax.Array, cache: LayerCache, attention: Attention, bias: jax.Array | None, /
     ) -> jax.Array:
         """q [T, n, K, D], of which the first G slices are queries, to [T, G, K, D].
 
         The slices after the queries are for kernels, which may so read the queries where the product that
         gave them left them; keys and values are in the cache already. `attention` is the layer's, with G and
-        the form of its scores, `slopes` [G, K] float32 those of ALiBi. K are the K/V heads of this device.
+        the form of its scores; `bias` is what that form adds to them, for ALiBi its slopes [G, K] float32.
+        K are the K/V heads of this device.
         """
         ...
 
@@ -147,7 +148,7 @@ class Block(nnx.Module):
             keys = rotate(keys[:, None], rotation, interleaved=interleaved)[:, 0]
         if slot_of_token is not None:
             cache = write(cache, keys, qkv[:, group + 1], slot_of_token)
-        attended = attend(queries, cache, config, _slopes(config, shard))  # [T or R, G, K, D]
+        attended = attend(queries, cache, config, _bias(config, shard))  # [T or R, G, K, D]
         return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
 
     def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
@@ -169,8 +170,8 @@ def _normed(norm: LayerNorm | RMSNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
-def _slopes(attention: Attention, shard: Shard) -> jax.Array | None:
-    """ALiBi's slopes of this device's heads, [G, K]."""
+def _bias(attention: Attention, shard: Shard) -> jax.Array | None:
+    """What `Attend` adds to the scores of this device's heads: ALiBi's slopes, [G, K]."""
     slopes = attention.slopes()
     if slopes is None or shard.n == 1:
         return None if slopes is None else jnp.asarray(slopes)

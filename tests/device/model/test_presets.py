@@ -70,7 +70,7 @@ def test_shapes_of_init_and_forward(name: str) -> None:
             tokens,
             tokens,
             caches,
-            lambda q, cache, attention, slopes: q[:, : attention.group],
+            lambda q, cache, attention, bias: q[:, : attention.group],
         )
         return model.logits(x.at[rows].get()), caches
 
