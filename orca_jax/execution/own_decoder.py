@@ -159,7 +159,7 @@ class OwnDecoder(nnx.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = run(*nnx.split(layer), x, cache)
             written.append(cache)
-        x = x.astype(caches[0].keys.dtype)
+        x = x.astype(caches[0].dtype)
         return Through(x, x, written)
 
     def last_layer(self, x: jax.Array, *_: Any) -> jax.Array:
@@ -198,7 +198,7 @@ class _Attention:
         self.written: LayerCache | None = None  # after the call
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        n_tokens, own, dtype = self._slot_of_token.shape[0], self._config, self._cache.keys.dtype
+        n_tokens, own, dtype = self._slot_of_token.shape[0], self._config, self._cache.dtype
         by_group = q.reshape(n_tokens, own.n_kv_heads, own.group, own.head_size).swapaxes(1, 2)
         compute = self._on_device
         if self._mesh is not None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import LayerCache, as_numbers
 
 _NOTHING = -1e30  # the score of a key that is not there; finite, so that no inf - inf arises
 
@@ -232,7 +232,7 @@ def _attend(
 
     def fetch(pool: jax.Array, ids: jax.Array) -> jax.Array:
         """Blocks `ids` [I, blocks] of [n_blocks, K, B, D] as [I, K, C, D]."""
-        found = pool.at[ids].get(mode="clip")  # [I, blocks, K, B, D]
+        found = as_numbers(pool.at[ids].get(mode="clip"))  # [I, blocks, K, B, D]
         return found.swapaxes(1, 2).reshape(n_tiles, n_kv_heads, chunk, head_size)
 
     def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

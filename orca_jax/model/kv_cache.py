@@ -2,20 +2,41 @@
 
 A layer's cache is two arrays [n_blocks, K, B, D], head-major: a block of one head is one contiguous
 tile. They are arguments of the forward program and come back as its donated results.
+
+On a CPU bfloat16 is stored as its bits, in uint16: XLA scatters bfloat16 there by way of float32, and would
+convert a whole cache for each token that is written.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from orca_jax.families.model_config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, each [n_blocks, K, B, D]."""
+    """One layer's keys and values, each [n_blocks, K, B, D], bfloat16 perhaps as uint16."""
 
     keys: jax.Array
     values: jax.Array
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of keys and values as numbers."""
+        return np.dtype(jnp.bfloat16) if self.keys.dtype == jnp.uint16 else self.keys.dtype
+
+
+def dtype_on_cpu(dtype: Any) -> np.dtype[Any]:
+    """What a CPU stores keys and values of `dtype` in."""
+    return np.dtype(np.uint16 if dtype == jnp.bfloat16 else dtype)
+
+
+def as_numbers(stored: jax.Array) -> jax.Array:
+    """What was read from a cache, as numbers of its `dtype`."""
+    return lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 
 def cache_shape(config: ModelConfig, *, n_blocks: int, block_size: int) -> tuple[int, int, int, int]:
@@ -28,6 +49,8 @@ def write(cache: LayerCache, keys: jax.Array, values: jax.Array, slot_of_token: 
     block_size = cache.keys.shape[2]
     block, offset = slot_of_token // block_size, slot_of_token % block_size
     at = {"mode": "drop", "unique_indices": True, "indices_are_sorted": False}
+    if cache.dtype != cache.keys.dtype:
+        keys, values = (lax.bitcast_convert_type(new, cache.keys.dtype) for new in (keys, values))
     return LayerCache(
         cache.keys.at[block, :, offset].set(keys, **at), cache.values.at[block, :, offset].set(values, **at)
     )

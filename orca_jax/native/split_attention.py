@@ -1,7 +1,5 @@
 """Split attention on a CPU (ORCA 3.2): one custom call per layer, written in C (split_attention.c)."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ from orca_jax.native.compiler import target
 
 _WIDTH, _STRIP = 16, 8  # as in split_attention.c
 _BITS = {"float32": 32, "bfloat16": 16}
+_STORED = {"uint16": "bfloat16"}  # a cache may hold the bits
 _ALL_KEYS = 2**31 - 1  # a window that no row exceeds
 
 
@@ -26,9 +25,9 @@ def unsupported(head_size: int, block_size: int, dtype: str, n_heads: int, n_kv_
     return None
 
 
-def attention_target(head_size: int, block_size: int, q_dtype: Any, kv_dtype: Any) -> str:
+def attention_target(head_size: int, block_size: int, q_dtype: str, kv_dtype: str) -> str:
     """The name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
-    bits = {"Q_BITS": _BITS[np.dtype(q_dtype).name], "KV_BITS": _BITS[np.dtype(kv_dtype).name]}
+    bits = {"Q_BITS": _BITS[q_dtype], "KV_BITS": _BITS[kv_dtype]}
     return target("split_attention", HEAD_SIZE=head_size, BLOCK_SIZE=block_size, **bits)
 
 
@@ -52,7 +51,7 @@ def native_split_attention(
     query head [g, k] attends to key/value head k. keys and values [n_blocks, K, B, D]; block_table
     [R, max_blocks], row_start [R + 1] and kv_length [R] int32. A row's queries are the last positions of its
     `kv_length`. The result is [T, G, K, D] in q's dtype, with zeros for padding tokens. q and the cache are
-    each float32 or bfloat16; the arithmetic is float32.
+    each float32 or bfloat16, of the cache also as uint16; the arithmetic is float32.
 
     Scores are `scale` (by default D**-0.5) times q.k, then soft_cap * tanh(score / soft_cap), then ALiBi adds
     `slopes` [G, K] float32 times (key position - query position). A query sees its own position and the
@@ -62,7 +61,8 @@ def native_split_attention(
     n_slices, n_kv_heads, head_size = q.shape[1:]
     group = n_slices if group is None else group
     block_size = keys.shape[2]
-    reason = unsupported(head_size, block_size, keys.dtype.name, group * n_kv_heads, keys.shape[1])
+    kv_dtype = _STORED.get(str(keys.dtype), str(keys.dtype))
+    reason = unsupported(head_size, block_size, kv_dtype, group * n_kv_heads, keys.shape[1])
     assert reason is None, reason
     assert 0 < group <= n_slices and keys.shape == values.shape and keys.shape[1] == n_kv_heads
     assert keys.dtype == values.dtype and q.dtype.name in _BITS
@@ -72,7 +72,7 @@ def native_split_attention(
     slopes = jnp.zeros((0, 0), jnp.float32) if slopes is None else slopes
     assert slopes.dtype == jnp.float32 and slopes.shape in ((0, 0), (group, n_kv_heads))
     result = jax.ShapeDtypeStruct((q.shape[0], group, n_kv_heads, head_size), q.dtype)
-    call = jax.ffi.ffi_call(attention_target(head_size, block_size, q.dtype, keys.dtype), result)
+    call = jax.ffi.ffi_call(attention_target(head_size, block_size, str(q.dtype), kv_dtype), result)
     return call(
         q,
         keys,

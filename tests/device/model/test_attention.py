@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.model.attention import attention_work, split_attention
-from orca_jax.model.kv_cache import LayerCache, write
+from orca_jax.model.kv_cache import LayerCache, as_numbers, dtype_on_cpu, write
 
 
 @dataclass
@@ -182,3 +182,19 @@ def test_writing_to_the_cache_drops_padding_and_leaves_the_rest() -> None:
     expected[1, :, 2], expected[0, :, 1] = keys[0], keys[2]
     np.testing.assert_array_equal(cache.keys, expected)
     np.testing.assert_array_equal(cache.values, np.where(expected == -1.5, -1.5, -expected))
+
+
+def test_a_cpu_writes_bfloat16_without_converting_the_cache() -> None:
+    """XLA's scatter of bfloat16 would make a float32 copy of each cache, whatever is written."""
+    numbers = jax.random.normal(jax.random.key(0), (3, 2, 4, 16), jnp.bfloat16)
+    stored = jax.lax.bitcast_convert_type(numbers, dtype_on_cpu(jnp.bfloat16))
+    before = stored.copy()
+    new = jax.random.normal(jax.random.key(1), (3, 2, 16), jnp.bfloat16)
+    cache, slots = LayerCache(stored, before), jnp.array([6, 12, 1], jnp.int32)
+    compiled = jax.jit(write, donate_argnums=0).lower(cache, new, new, slots).compile()
+    assert "f32[" not in str(compiled.as_text())
+    written = compiled(cache, new, -new, slots)
+    expected = write(LayerCache(numbers, numbers), new, -new, slots)
+    assert written.dtype == expected.dtype == jnp.bfloat16
+    for found, wanted in zip(written, expected, strict=True):
+        np.testing.assert_array_equal(as_numbers(found), wanted)
