@@ -1,5 +1,6 @@
 """The shape of a layer's attention: its heads, and what happens to queries, keys and scores."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,18 +33,60 @@ class QKNorm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RelativeBias:
+    """A learned addend to a head's scores, by the distance of key and query (T5, Raffel et al., 2020).
+
+    Near distances have a bucket each, and far ones share buckets whose width grows as their logarithm, up to
+    `max_distance`; all beyond have the last one. Where the attention is not causal half of the `n_buckets`
+    are for keys behind the query.
+    """
+
+    n_buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        check_size("relative_buckets", self.n_buckets)
+        check_size("relative_distance", self.max_distance)
+        if self.n_buckets < 4 or self.n_buckets % 2:
+            raise ConfigError(f"relative_buckets is {self.n_buckets}; it must be even, and at least 4")
+        if self.max_distance <= self.n_buckets // 2:
+            raise ConfigError(
+                f"relative_distance is {self.max_distance}; it must be more than half of the "
+                f"{self.n_buckets} relative_buckets"
+            )
+
+    def buckets(self, *, causal: bool) -> npt.NDArray[np.int32]:
+        """The bucket of each distance (key position - query position), [2 * max_distance + 1].
+
+        The first is of -max_distance and of all below, the last of max_distance and of all above. In causal
+        attention keys behind the query, which are not seen, have the bucket 0.
+        """
+        distance = np.arange(-self.max_distance, self.max_distance + 1)
+        n_buckets = self.n_buckets if causal else self.n_buckets // 2
+        far = np.maximum(-distance, 0) if causal else np.abs(distance)
+        n_near = n_buckets // 2
+        # In float32, as T5 computes it: at some distances the logarithm is a whole number but for rounding.
+        ratio = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(n_near))
+        ratio /= np.float32(math.log(self.max_distance / n_near))
+        shared = n_near + (ratio * np.float32(n_buckets - n_near)).astype(np.int32)
+        buckets = np.where(far < n_near, far, np.minimum(shared, n_buckets - 1))
+        return (buckets + (0 if causal else n_buckets) * (distance > 0)).astype(np.int32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
     """How the scores of attention follow from queries and keys.
 
     scale * q.k (None: head_size ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi (Press et
-    al., 2021) the head's slope times `alibi` times (key position - query position). With a `window` a token
-    sees itself and the window - 1 tokens before it, as in transformers.
+    al., 2021) the head's slope times `alibi` times (key position - query position), or a `relative` bias.
+    With a `window` a token sees itself and the window - 1 tokens before it, as in transformers.
     """
 
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
     alibi: float | None = None
+    relative: RelativeBias | None = None
 
     def __post_init__(self) -> None:
         for name, label in (("scale", "attention_scale"), ("soft_cap", "attention_soft_cap")):
@@ -53,14 +96,17 @@ class Scores:
             check_size("window", self.window)
         if self.alibi is not None:
             check_positive("alibi", self.alibi)
+        if self.relative is not None and (self.alibi is not None or self.soft_cap is not None):
+            raise ConfigError("a relative bias beside ALiBi or a soft cap is not supported")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attention:
-    """Causal attention of `n_heads` query heads, `group` of them for each of the `n_kv_heads` K/V heads.
+    """Attention of `n_heads` query heads, `group` of them for each of the `n_kv_heads` K/V heads.
 
-    Heads have `head_size` elements. Each K/V head of the checkpoint stands here `kv_repeats` times in a row,
-    so that more devices than K/V heads can share a layer (`ModelConfig.for_devices`).
+    With `causal` a token sees itself and what is before it, else all keys. Heads have `head_size` elements.
+    Each K/V head of the checkpoint stands here `kv_repeats` times in a row, so that more devices than K/V
+    heads can share a layer (`ModelConfig.for_devices`).
     """
 
     n_heads: int
@@ -72,6 +118,7 @@ class Attention:
     rotary: Rotary | None = None
     scores: Scores = Scores()
     kv_repeats: int = 1
+    causal: bool = True
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "n_kv_heads", "head_size", "kv_repeats"):
@@ -86,6 +133,10 @@ class Attention:
             raise ConfigError(
                 f"rotary_size is {self.rotary.size}; it must be at most the head_size {self.head_size}"
             )
+        if not self.causal and (self.scores.window is not None or self.scores.alibi is not None):
+            raise ConfigError("a window or ALiBi in attention that is not causal is not supported")
+        if self.scores.relative is not None and self.group != 1:
+            raise ConfigError("a relative bias with grouped heads is not supported")
 
     def repeated(self, times: int) -> "Attention":
         """The same attention with each K/V head of the checkpoint so often."""

@@ -5,7 +5,7 @@ It has the fields of the parts, nested as they are. Neighbouring layers that are
 """
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from itertools import groupby
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -19,8 +19,14 @@ Bad = Callable[[str, str, object], Exception]  # the error for a field's name, w
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """What `config_from_json` reads as this model."""
-    groups = [(layer, len([*group])) for layer, group in groupby(config.layers)]
-    return asdict(config) | {"layers": [{"count": count, **asdict(layer)} for layer, count in groups]}
+    values = asdict(config) | {"layers": _grouped(config.layers)}
+    if config.encoder is not None:
+        values["encoder"]["layers"] = _grouped(config.encoder.layers)
+    return values
+
+
+def _grouped(layers: Iterable[Layer]) -> list[dict[str, Any]]:
+    return [{"count": len([*group]), **asdict(layer)} for layer, group in groupby(layers)]
 
 
 def config_from_json(values: object, bad: Bad) -> ModelConfig:
@@ -32,13 +38,15 @@ def config_from_json(values: object, bad: Bad) -> ModelConfig:
     name = "model"
     if not isinstance(values, dict):
         raise bad(name, "an object", values)
-    given = dict(cast("dict[str, Any]", values))
-    entries = given.pop("layers", None)
+    return _part(ModelConfig, cast("dict[str, Any]", values), name, bad)
+
+
+def _layers(entries: object, name: str, bad: Bad) -> tuple[Layer, ...]:
     if not isinstance(entries, list) or not entries:
-        raise bad(f"{name}.layers", "a list of layers", entries)
+        raise bad(name, "a list of layers", entries)
     layers: list[Layer] = []
     for i, entry in enumerate(cast("list[object]", entries)):
-        where = f"{name}.layers[{i}]"
+        where = f"{name}[{i}]"
         if not isinstance(entry, dict):
             raise bad(where, "an object", entry)
         own = dict(cast("dict[str, Any]", entry))
@@ -46,22 +54,20 @@ def config_from_json(values: object, bad: Bad) -> ModelConfig:
         check_size("n_layers", count)  # before as many are made
         layers += [_part(Layer, own, where, bad)] * count
         check_size("n_layers", len(layers))
-    return _part(ModelConfig, given, name, bad, layers=tuple(layers))
+    return tuple(layers)
 
 
-def _part(kind: Any, values: Mapping[str, Any], name: str, bad: Bad, **made: object) -> Any:
-    """An object of the dataclass `kind`; the fields `made` are there already."""
+def _part(kind: Any, values: Mapping[str, Any], name: str, bad: Bad) -> Any:
+    """An object of the dataclass `kind`."""
     hints = get_type_hints(kind)
-    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind) if field.name not in made}
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}
     for key in values:
         if key not in known:
             raise bad(f"{name}.{key}", f"one of {', '.join(sorted(known))}", key)
     for key, field in known.items():
         if key not in values and field.default is MISSING:
             raise bad(f"{name}.{key}", _expected(hints[key]), None)
-    return kind(
-        **made, **{key: _value(hints[key], value, f"{name}.{key}", bad) for key, value in values.items()}
-    )
+    return kind(**{key: _value(hints[key], value, f"{name}.{key}", bad) for key, value in values.items()})
 
 
 def _value(hint: Any, value: object, name: str, bad: Bad) -> object:
@@ -69,6 +75,8 @@ def _value(hint: Any, value: object, name: str, bad: Bad) -> object:
     if value is None and type(None) in choices:
         return None
     kind = choices[0]
+    if kind == tuple[Layer, ...]:
+        return _layers(value, name, bad)
     if is_dataclass(kind):
         if not isinstance(value, dict):
             raise bad(name, _expected(hint), value)

@@ -9,6 +9,7 @@ from orca_jax.errors import ConfigError
 _LIMITS = {
     "vocab_size": 1 << 22,
     "n_positions": 1 << 21,
+    "encoder_positions": 1 << 21,
     "hidden_size": 1 << 17,
     "embedding_size": 1 << 17,
     "ffn_size": 1 << 20,
@@ -18,6 +19,8 @@ _LIMITS = {
     "head_size": 1 << 17,
     "rotary_size": 1 << 17,
     "window": 1 << 24,
+    "relative_buckets": 1 << 12,
+    "relative_distance": 1 << 16,
     "kv_repeats": 1024,
     "vocab_multiple": 1 << 16,
 }

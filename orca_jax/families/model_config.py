@@ -10,7 +10,7 @@ from typing import Literal
 
 from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
-from orca_jax.families.attention_config import Attention
+from orca_jax.families.attention_config import Attention, Scores
 from orca_jax.families.limits import check_choice, check_positive, check_size
 from orca_jax.families.norm_config import Norm
 
@@ -52,7 +52,8 @@ class Layer:
 
     pre: x + f(norm(x)); post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)).
     parallel: x + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one
-    for each. What f gives is multiplied by `residual_multiplier` before the sum.
+    for each. What f gives is multiplied by `residual_multiplier` before the sum. With `cross`, pre or post
+    alone, attention to what the encoder made of its input is between the two, with `cross_norm`.
     """
 
     attention: Attention
@@ -60,15 +61,32 @@ class Layer:
     norm: Norm = LAYER_NORM
     residual: Residual = "pre"
     residual_multiplier: float = 1.0
+    cross: Attention | None = None
 
     def __post_init__(self) -> None:
         check_choice("residual", self.residual, Residual)
         check_positive("residual_multiplier", self.residual_multiplier)
+        if self.cross is None:
+            return
+        if self.residual not in ("pre", "post"):
+            raise ConfigError(f"residual is {self.residual!r}; with cross attention it must be pre or post")
+        scores = self.cross.scores
+        if (
+            self.cross.causal
+            or (self.cross.rotary, self.cross.qk_norm) != (None, None)
+            or scores != Scores(scale=scores.scale)
+        ):
+            raise ConfigError("cross attention that is causal, or knows positions, is not supported")
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of its norms, which are all of the kind `norm`."""
-        return _NORMS[self.residual]
+        return (*_NORMS[self.residual], *(() if self.cross is None else ("cross_norm",)))
+
+    def with_kv_heads(self, repeats: int) -> "Layer":
+        """The same layer with each K/V head of the checkpoint `repeats` times in a row."""
+        cross = None if self.cross is None else self.cross.repeated(repeats)
+        return replace(self, attention=self.attention.repeated(repeats), cross=cross)
 
 
 def alike(layer: Layer, n_layers: int) -> tuple[Layer, ...]:
@@ -106,10 +124,33 @@ class Embedding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """What reads a model's input: layers whose attention is not causal; at most `n_positions` tokens.
+
+    It has the token embedding of the decoder, and its own positions and norms.
+    """
+
+    layers: tuple[Layer, ...]
+    n_positions: int
+    positions: LearnedPositions | None = None
+    embedding_norm: Norm | None = None
+    final_norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        check_size("encoder_positions", self.n_positions)
+        check_size("n_layers", len(self.layers))
+        if any(layer.attention.causal or layer.cross is not None for layer in self.layers):
+            raise ConfigError("an encoder's layer that is causal, or has cross attention, is not supported")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """All that the mathematics of a decoder needs to know, and nothing of where it came from.
+    """All that the mathematics of a model needs to know, and nothing of where it came from.
 
     Sizes are counts of elements; `n_positions` is the longest sequence in tokens, input and output together.
+    With an `encoder` the input is the encoder's, `layers` are the decoder's, each with cross attention, and
+    `n_positions` counts the decoder's tokens alone, which begin with `decoder_start_token_id`. The forced ids
+    are the decoder's first token after its prompt, and its last one where it reaches its longest output.
     Layers may differ in all but the number and size of their heads. Without `positions` nothing is added to
     the token's embedding. `vocab_multiple` pads the embedding table to a multiple, for hardware or for
     sharding; padded ids are never sampled. Logits are multiplied by `logit_multiplier`, then capped:
@@ -129,6 +170,10 @@ class ModelConfig:
     vocab_multiple: int = 1
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    encoder: Encoder | None = None
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_positions", "hidden_size", "vocab_multiple"):
@@ -137,16 +182,48 @@ class ModelConfig:
         check_positive("logit_multiplier", self.logit_multiplier)
         if self.logit_soft_cap is not None:
             check_positive("logit_soft_cap", self.logit_soft_cap)
+        self._check_heads()
+        self._check_encoder()
+        special = (
+            *(*self.eos_token_ids, self.bos_token_id, self.decoder_start_token_id),
+            *(self.forced_bos_token_id, self.forced_eos_token_id),
+        )
+        for token_id in special:
+            if token_id is not None:
+                check_whole("a special token id", token_id, 0, self.vocab_size - 1)
+
+    def _check_heads(self) -> None:
+        every = [(f"layer {i}", layer.attention) for i, layer in enumerate(self.layers)]
+        every += [
+            (f"cross attention of layer {i}", layer.cross)
+            for i, layer in enumerate(self.layers)
+            if layer.cross
+        ]
+        if self.encoder is not None:
+            every += [(f"encoder layer {i}", layer.attention) for i, layer in enumerate(self.encoder.layers)]
         first = self.attention
-        for i, layer in enumerate(self.layers):
-            own = layer.attention
+        for name, own in every:
             if own is not first and _heads(own) != _heads(first):
                 raise ConfigError(
-                    f"layer {i} has {_described_heads(own)}, layer 0 {_described_heads(first)}; layers whose "
+                    f"{name} has {_described_heads(own)}, layer 0 {_described_heads(first)}; layers whose "
                     "heads differ are not supported"
                 )
-        for token_id in (*self.eos_token_ids, *([] if self.bos_token_id is None else [self.bos_token_id])):
-            check_whole("a special token id", token_id, 0, self.vocab_size - 1)
+
+    def _check_encoder(self) -> None:
+        if any((layer.cross is None) is not (self.encoder is None) for layer in self.layers):
+            raise ConfigError(
+                "cross attention without an encoder, or an encoder without it, is not supported"
+            )
+        if not all(layer.attention.causal for layer in self.layers):
+            raise ConfigError("a decoder's layer that is not causal is not supported")
+        if self.encoder is None:
+            return
+        if self.attention.group != 1:
+            raise ConfigError("grouped heads in a model with an encoder are not supported")
+        if self.embedding.size != self.hidden_size:
+            raise ConfigError("an embedding_size of its own in a model with an encoder is not supported")
+        if self.decoder_start_token_id is None:
+            raise ConfigError("decoder_start_token_id is None; a model with an encoder needs one")
 
     def __hash__(self) -> int:
         """Of the first layer, for all of them: a model is the key of caches, and may have a thousand."""
@@ -190,10 +267,7 @@ class ModelConfig:
         if repeats == self.attention.kv_repeats:
             return self
 
-        made = {
-            layer: replace(layer, attention=layer.attention.repeated(repeats))
-            for layer in dict.fromkeys(self.layers)
-        }
+        made = {layer: layer.with_kv_heads(repeats) for layer in dict.fromkeys(self.layers)}
         return replace(self, layers=tuple(made[layer] for layer in self.layers))
 
     def for_devices(self, n_devices: int) -> "ModelConfig":

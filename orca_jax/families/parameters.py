@@ -4,7 +4,7 @@ An axis is written in letters, and its size is their product; a digit stands for
 
     V  rows of the vocabulary, padded     E  embedding size     P  rows of the position table
     H  hidden size                        K  key/value heads    D  head size
-    G  query heads of each K/V head       F  feed-forward size
+    G  query heads of each K/V head       F  feed-forward size     U  buckets of a relative bias
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their columns, that is by heads and by feed-forward units, out and down
@@ -14,7 +14,10 @@ devices, after `out` and after `down`.
 Heads are group-major, so that a device's share of K brings each K/V head with its own query heads. Of `qkv`
 [G + 2, K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; slice g, head k is query
 head k * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order. With one query head for
-each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up.
+each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv`
+[2, K D, H] has the keys, then the values.
+
+An encoder's layers are `encoder.layers.{i}`; a stage has a share of them beside its decoder layers.
 """
 
 import math
@@ -25,7 +28,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 
 SPLIT = frozenset("VKF")
@@ -36,7 +39,8 @@ Use = Literal["embedding", "linear", "bias", "norm", "head"]
 Stage = Literal["first", "last", "both"]  # both: the first and the last
 
 _COUNT = re.compile(r"[G\d+]+")  # an axis that counts matrices
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"(encoder\.)?layers\.(\d+)\.")
+ENCODER = "encoder."
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,24 @@ def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]
     """The weights that the stage of these layers has."""
     before, after = _outside(config, layers)
     within = {
+        f"{ENCODER}layers.{i}.{name}": parameter
+        for i in encoder_layers_of(config, layers)
+        for name, parameter in encoder_layer_parameters(config, i).items()
+    } | {
         f"layers.{i}.{name}": parameter
         for i in layers
         for name, parameter in layer_parameters(config, i).items()
     }
     return before | within | after
+
+
+def encoder_layers_of(config: ModelConfig, layers: range) -> range:
+    """The encoder's layers of the stage with these layers of the decoder: the same part of all, rounded up.
+
+    So the first stage has at least one. Empty without an encoder.
+    """
+    n_layers = 0 if config.encoder is None else len(config.encoder.layers)
+    return range(*(-(-n_layers * end // config.n_layers) for end in (layers.start, layers.stop)))
 
 
 def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
@@ -121,21 +138,39 @@ def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Paramete
 
 def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
     """The weights of one layer, by their names in it; matrices in the order in which a token meets them."""
-    own = config.layers[layer]
-    attention, feed_forward = own.attention, own.feed_forward
+    return _of_layer(config, config.layers[layer])
+
+
+def encoder_layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
+    """The weights of one of the encoder's layers, by their names in it."""
+    assert config.encoder is not None
+    return _of_layer(config, config.encoder.layers[layer])
+
+
+def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
+    attention, cross, feed_forward = own.attention, own.cross, own.feed_forward
     sizes = _sizes(config) | {"F": feed_forward.size}
     heads = ("KD",) if attention.group == 1 else ("G", "KD")
     inner = ("2", "F") if feed_forward.gated else ("F",)
     found: dict[str, Parameter] = {}
+    crossing = cross and (
+        ("cross_q", ("KD",), ("H",), cross.qkv_bias),
+        ("cross_kv", ("2", "KD"), ("H",), cross.qkv_bias),
+        ("cross_out", ("H",), ("KD",), cross.out_bias),
+    )
     for name, out, into, bias in (
         ("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias),
         ("out", ("H",), heads, attention.out_bias),
+        *(crossing or ()),
         ("up", inner, ("H",), feed_forward.bias),
         ("down", ("H",), ("F",), feed_forward.bias),
     ):
         found[f"{name}.weight"] = _parameter((*out, *into), sizes, "normal", "linear")
         if bias:
             found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
+    if attention.scores.relative is not None:
+        sizes["U"] = attention.scores.relative.n_buckets
+        found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
     if attention.qk_norm is not None:
         over_head = attention.qk_norm.over == "head"
         for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):
@@ -149,16 +184,18 @@ def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
 def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
     """Elements of weights on each of the `n_devices` of the stage of these layers."""
     outside = _elements(outside_parameters(config, layers).values(), n_devices)
-    alike = [[*group] for _, group in groupby(layers, lambda i: config.layers[i])]
+    encoding = config.encoder.layers if config.encoder else ()
+    every = [config.layers[i] for i in layers] + [encoding[i] for i in encoder_layers_of(config, layers)]
+    alike = [[*group] for _, group in groupby(every)]
     return outside + sum(
-        len(group) * _elements(layer_parameters(config, group[0]).values(), n_devices) for group in alike
+        len(group) * _elements(_of_layer(config, group[0]).values(), n_devices) for group in alike
     )
 
 
 def in_layers(name: str) -> tuple[str, str]:
     """A weight's name with {i} for its layer's number, and that number; "" outside of layers."""
     layer = _LAYER.match(name)
-    return _LAYER.sub("layers.{i}.", name), layer[1] if layer else ""
+    return _LAYER.sub(r"\1layers.{i}.", name), layer[2] if layer else ""
 
 
 def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
@@ -172,10 +209,18 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         before["position_embedding"] = _parameter(("P", "H"), sizes, "normal", "embedding", "first")
     if config.embedding.norm is not None:
         before |= _norm("embedding_norm", config.embedding.norm, sizes, "first")
+    encoder = config.encoder
+    if encoder is not None and encoder.positions is not None:
+        own = sizes | {"P": encoder.n_positions + encoder.positions.offset}
+        before[f"{ENCODER}position_embedding"] = _parameter(("P", "H"), own, "normal", "embedding", "first")
+    if encoder is not None and encoder.embedding_norm is not None:
+        before |= _norm(f"{ENCODER}embedding_norm", encoder.embedding_norm, sizes, "first")
     if config.embedding.size != config.hidden_size:
         before["project_in"] = _parameter(("H", "E"), sizes, "normal", "linear", "first")
         before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")
     after = {} if config.final_norm is None else _norm("final_norm", config.final_norm, sizes, "last")
+    if encoder is not None and encoder.final_norm is not None:
+        after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "last")
     if not tied:
         after[HEAD] = _parameter(("V", "E"), sizes, "normal", "head", "last")
     if config.head_bias:
