@@ -19,7 +19,7 @@ Bad = Callable[[str, str, object], Exception]  # the error for a field's name, w
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
     """What `config_from_json` reads as this model."""
-    values = asdict(config) | {"layers": _grouped(config.layers)}
+    values: dict[str, Any] = asdict(config) | {"layers": _grouped(config.layers)}
     if config.encoder is not None:
         values["encoder"]["layers"] = _grouped(config.encoder.layers)
     return values
