@@ -54,7 +54,7 @@ class ArrayView:
         low, high = first - first % pair, -(-end // pair) * pair
         values = np.concatenate([self._read(rows, inner) for rows in runs(self._of(self.rows), low, high)])
         if self.form.interleaved:
-            values = _halves(values, pair)
+            values = halves(values, pair)
         yield 0, changed(values[first - low : end - low], self.form.multiply, self.form.add)
 
     def _of(self, axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,14 +95,14 @@ def view(
     return ArrayView(where, store, form, form.shape(sizes), rows, columns)
 
 
-def changed(values: np.ndarray, multiply: float, add: float) -> np.ndarray:
-    """`values` times `multiply`, plus `add`, in their dtype."""
+def changed(values: Any, multiply: float, add: float) -> Any:
+    """`values`, an array of NumPy's or JAX's, times `multiply`, plus `add`, in their dtype."""
     if multiply == 1 and add == 0:
         return values
     return (values.astype(np.float32) * np.float32(multiply) + np.float32(add)).astype(values.dtype)
 
 
-def _halves(values: np.ndarray, size: int) -> np.ndarray:
+def halves(values: Any, size: int) -> Any:
     """Rows of heads of `size` elements, whose pairs are neighbours, with the pairs half a head apart."""
     pairs = values.reshape(-1, size // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)

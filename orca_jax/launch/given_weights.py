@@ -1,18 +1,23 @@
 # pyright: standard
 """New weights as a trainer hands them over: their names, shapes and dtypes, checked before any is used."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.core.meta import AxisMetadata
 
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import parameter_table
+from orca_jax.families.parameters import in_layers, parameter_table
+from orca_jax.families.trainers.array_form import ArrayForm, axis_sizes
+from orca_jax.families.trainers.layouts import Detected, Layout, detect
+from orca_jax.launch.trainers_arrays import Rearranged
 from orca_jax.model.gpt import GPT
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
@@ -46,23 +51,74 @@ def named_arrays(weights: object) -> dict[str, Any]:
 
 
 def check_arrays(
-    arrays: Mapping[str, Any], stored: ModelConfig, dtype: jnp.dtype, *, cast: bool
-) -> dict[str, Any]:
-    """All weights of the model by name; the names may also be those of the model's own nnx.State.
+    arrays: Mapping[str, Any],
+    stored: ModelConfig,
+    dtype: jnp.dtype,
+    *,
+    cast: bool,
+    layout: Layout | None = None,
+) -> dict[str, Callable[[], Any]]:
+    """All weights of the model by name, each made when it is called.
 
-    `stored` is the model without padding. With `cast` every floating dtype is allowed. Raises TensorMismatch,
-    which names what is missing, left over or different.
+    The arrays have our names, or those of the model's own nnx.State, or a trainer's: that of `layout`, or the
+    one whose names they are. `stored` is the model without padding. With `cast` every floating dtype is
+    allowed. Raises TensorMismatch, which names what is missing, left over or different; UnsupportedModel
+    where the trainer has no such model.
     """
     table = parameter_table(stored)
+    if layout is not None or not table.keys() <= arrays.keys():
+        detected = detect(stored, arrays)
+        if layout is not None and (detected is None or detected.layout != layout):
+            found = "no trainer's" if detected is None else f"those of {detected.layout}"
+            raise TensorMismatch(f"the new weights have not the names of {layout}: they are {found}")
+        if detected is not None:
+            return _of_trainer(arrays, stored, dtype, detected, cast=cast)
     paths = state_names(stored) if arrays.keys() - table.keys() else {}
     named = {paths.get(name, name): value for name, value in arrays.items()}
-    wrong = [f"{name} is missing" for name in table if name not in named]
-    wrong += [f"{name} is not a weight of this model" for name in named if name not in table]
+    wrong = _absent(table, named)
     for name, value in named.items():
         if name in table:
             wrong += _differences(name, value, table[name].shape, dtype, cast=cast)
     _raise(wrong)
-    return named
+    return {name: partial(_as_it_is, value) for name, value in named.items()}
+
+
+def _of_trainer(
+    arrays: Mapping[str, Any], model: ModelConfig, dtype: jnp.dtype, detected: Detected, *, cast: bool
+) -> dict[str, Callable[[], Any]]:
+    table = parameter_table(model)
+    expected = dict.fromkeys(name for stored in detected.names.values() for name in stored.names)
+    wrong = _absent(expected, arrays)
+    made = dict[str, Callable[[], Any]]()
+    for name, parameter in table.items():
+        stored = detected.names[name]
+        if not all(theirs in arrays for theirs in stored.names):
+            continue
+        values = tuple(arrays[theirs] for theirs in stored.names)
+        sizes = axis_sizes(model, int(in_layers(name)[1] or 0))
+        forms = list[ArrayForm]()
+        for theirs, value, form in zip(stored.names, values, stored.forms, strict=True):
+            shape = tuple(getattr(value, "shape", ()))
+            form = form.fitting(shape, sizes)
+            expected_shape = shape if form.fits(shape, sizes) else form.shape(sizes)
+            wrong += _differences(theirs, value, expected_shape, dtype, cast=cast)
+            forms.append(form)
+        places = {frozenset(value.devices()) for value in values if isinstance(value, jax.Array)}
+        if len(places) > 1:
+            wrong.append(f"{' and '.join(dict.fromkeys(stored.names))} are on different devices")
+        stored = replace(stored, forms=tuple(forms))
+        made[name] = Rearranged(values, stored, parameter, sizes, model.attention)
+    _raise([*dict.fromkeys(wrong)])  # an array of several layers is looked at for each
+    return made
+
+
+def _absent(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+    wrong = [f"{name} is missing" for name in expected if name not in found]
+    return wrong + [f"{name} is not a weight of this model" for name in found if name not in expected]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def check_adapters(arrays: Mapping[str, Any], stored: ModelConfig) -> dict[str, Adapter] | None:
@@ -110,6 +166,8 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         name = f"{prefix}{key}"
         if isinstance(value, nnx.Variable):
             value = value.get_value()
+        elif isinstance(value, AxisMetadata):  # as Linen's modules hold weights with their axes' names
+            value = value.unbox()
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{name}.")
         else:

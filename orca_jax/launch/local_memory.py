@@ -2,6 +2,7 @@
 """The weights and caches of an engine in this process, replaced or given back between iterations."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from orca_jax.execution.worker import Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
+from orca_jax.families.trainers.layouts import Layout
 from orca_jax.launch.given_weights import Adapter, check_adapters, check_arrays, named_arrays
 from orca_jax.sharding.random_parameters import with_repeated_heads
 
@@ -54,7 +56,9 @@ class LocalMemory:
         self._without_adapter: dict[str, np.ndarray] = {}  # of weights that have an adapter merged in
         self._has_caches = True
 
-    def prepare(self, weights: object, *, cast: bool, lora_scale: float) -> Callable[[], None]:
+    def prepare(
+        self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
+    ) -> Callable[[], None]:
         """EngineMemory."""
         if self._own:
             raise ConfigError("the weights of a model of one's own cannot be replaced; make a new LLM")
@@ -65,8 +69,8 @@ class LocalMemory:
         adapters = check_adapters(arrays, self._stored)
         if adapters is not None:
             return partial(self._merge, adapters, lora_scale)
-        arrays = check_arrays(arrays, self._stored, self._dtype, cast=cast)
-        return partial(self._install, partial(self._convert, arrays))
+        made = check_arrays(arrays, self._stored, self._dtype, cast=cast, layout=layout)
+        return partial(self._install, partial(self._convert, made))
 
     def release(self, level: int) -> None:
         """EngineMemory."""
@@ -109,13 +113,22 @@ class LocalMemory:
             del self._without_adapter[name]
 
     def _replace(self, names: Mapping[str, object], new: _New) -> None:
-        """Replace these weights one by one, each on all stages that have it."""
-        try:
+        """Replace these weights one by one, each on all stages that have it.
+
+        Programs that convert weights are compiled on their first use. That is no surprise to a request, and
+        so it is not on the scheduler's thread, where `on_compile` may forbid compiles.
+        """
+
+        def replace_all() -> None:
             for name in names:
                 stages = self._stages_of(name)
                 arrays = new(name, [stage.sharding(name) for stage in stages])
                 for stage, array in zip(stages, arrays, strict=True):
                     stage.replace(name, jax.block_until_ready(array))
+
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="new-weights") as thread:
+                thread.submit(replace_all).result()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise EngineError(f"new weights could not be installed, and some are new now: {why}") from error
@@ -130,9 +143,10 @@ class LocalMemory:
         return iter(put(parts[name], shape, np.dtype(self._dtype), places))
 
     def _convert(
-        self, arrays: Mapping[str, Any], name: str, places: Sequence[jax.sharding.Sharding]
+        self, made: Mapping[str, Callable[[], Any]], name: str, places: Sequence[jax.sharding.Sharding]
     ) -> Iterator[jax.Array]:
-        return (self._fits.placed(name, arrays[name], place) for place in places)
+        value = made[name]()
+        return (self._fits.placed(name, value, place) for place in places)
 
 
 def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Parts]:

@@ -20,6 +20,7 @@ from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.trainers.layouts import Layout
 from orca_jax.launch.given_weights import check_adapters, check_arrays, named_arrays
 from orca_jax.launch.local_memory import checked_directory
 
@@ -47,7 +48,9 @@ class RemoteMemory:
         self._n_updates = 0
         self._files: _Files | None = None  # of the current weights
 
-    def prepare(self, weights: object, *, cast: bool, lora_scale: float) -> Callable[[], None]:
+    def prepare(
+        self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
+    ) -> Callable[[], None]:
         """EngineMemory."""
         if isinstance(weights, str | Path):
             directory = Path(weights).absolute()
@@ -57,14 +60,14 @@ class RemoteMemory:
         arrays = named_arrays(weights)
         if check_adapters(arrays, self._model) is not None:
             raise ConfigError("worker processes take no adapters; merge them and give whole weights")
-        arrays = check_arrays(arrays, self._model, self._dtype, cast=cast)
+        made = check_arrays(arrays, self._model, self._dtype, cast=cast, layout=layout)
         if not self._same_machine:
             raise ConfigError(
                 "workers on other machines take no arrays; save a checkpoint where each of them can read it, "
                 "and give its directory"
             )
         files = _Files()
-        write_arrays(files.directory / "weights", self._model, self._dtype, arrays)
+        write_arrays(files.directory / "weights", self._model, self._dtype, made)
         return partial(self._load, files.directory / "weights", files)
 
     def release(self, level: int) -> None:
@@ -93,10 +96,12 @@ class RemoteMemory:
         assert up, "nothing interrupts it"
 
 
-def write_arrays(directory: Path, model: ModelConfig, dtype: np.dtype, arrays: Mapping[str, Any]) -> None:
+def write_arrays(
+    directory: Path, model: ModelConfig, dtype: np.dtype, made: Mapping[str, Callable[[], Any]]
+) -> None:
     """Write an Orbax checkpoint of these weights, one at a time. Raises ConfigError or CheckpointError."""
     try:
-        orbax.write(directory, arrays, lambda name: np.asarray(arrays[name]).astype(dtype))
+        orbax.write(directory, made, lambda name: np.asarray(made[name]()).astype(dtype))
         text = json.dumps({"model": config_to_json(model)})
         (directory / ORCA_JSON).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from orca_jax.families.trainers.layouts import Layout
 from orca_jax.iteration.row import Row
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.timeline import IterationRecord
@@ -85,7 +86,9 @@ class EngineMemory(Protocol):
     error of theirs that is an OrcaError but no EngineError leaves everything as it was.
     """
 
-    def prepare(self, weights: object, *, cast: bool, lora_scale: float) -> Callable[[], None]:
+    def prepare(
+        self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
+    ) -> Callable[[], None]:
         """Check new weights and return what installs them; see `LLM.update_weights`.
 
         Raises ConfigError or a CheckpointError.

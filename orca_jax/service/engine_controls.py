@@ -1,6 +1,9 @@
 """The controls of a running engine: new weights, sleep, pause. For any thread but the scheduler's."""
 
+from pathlib import Path
+
 from orca_jax.errors import ConfigError
+from orca_jax.families.trainers.layouts import ITEMS, Layout
 from orca_jax.scheduling.engine_protocol import EngineMemory
 from orca_jax.service.interludes import Running
 from orca_jax.service.orca import Orca
@@ -48,12 +51,19 @@ class EngineControls:
         timeout: float,
         cast: bool = False,
         lora_scale: float = 1.0,
+        layout: Layout | None = None,
     ) -> int:
         """Replace the weights; return their version. See `LLM.update_weights`."""
         if version is not None and not (isinstance(version, int) and 0 < version <= MAX_VERSION):
             raise ConfigError(f"version is {version!r}; it must be a whole number from 1 to {MAX_VERSION}")
+        if layout is not None and layout not in ITEMS:
+            raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(ITEMS)}")
+        if layout is not None and isinstance(weights, str | Path):
+            raise ConfigError(
+                "layout is for arrays; the arrays of a checkpoint say themselves whose they are"
+            )
         given = list[int]()
-        install = self._memory.prepare(weights, cast=cast, lora_scale=lora_scale)
+        install = self._memory.prepare(weights, cast=cast, lora_scale=lora_scale, layout=layout)
 
         def work() -> None:
             now = self.weights_version

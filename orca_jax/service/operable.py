@@ -1,5 +1,6 @@
 """The methods of `LLM` that replace its weights, give its memory back, and pause it."""
 
+from orca_jax.families.trainers.layouts import Layout
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.interludes import Running
 
@@ -31,13 +32,16 @@ class Operable:
         timeout: float = 600.0,
         cast: bool = False,
         lora_scale: float = 1.0,
+        layout: Layout | None = None,
     ) -> int:
         """Replace the weights between two iterations, without a compile; return their version.
 
         `weights` is a dict of arrays by the names of `families.parameters`, an nnx.State or nnx.Module with
-        such paths, or the directory of a checkpoint of the same model. Arrays are copied; `cast` allows
-        other floating dtypes. Names that end in .lora_a and .lora_b are adapters, which are merged times
-        `lora_scale` (docs/training.md). `version`, by default one more than before, must be later than that.
+        such paths, or the directory of a checkpoint of the same model. Names and forms may also be those of
+        MaxText, Tunix or Gemma's own code: arrays of another `layout` than the given one are refused; without
+        it their names say whose they are. Arrays are copied; `cast` allows other floating dtypes. Names that
+        end in .lora_a and .lora_b are adapters, which are merged times `lora_scale` (docs/training.md).
+        `version`, by default one more than before, must be later than that.
 
         Requests that "continue" keep their tokens; all keys and values are computed again, so each further
         token depends on the new weights alone.
@@ -46,7 +50,13 @@ class Operable:
         are then as before. Raises EngineError, and the engine has failed, if a device or a file fails midway.
         """
         return self.controls.update_weights(
-            weights, version=version, running=running, timeout=timeout, cast=cast, lora_scale=lora_scale
+            weights,
+            version=version,
+            running=running,
+            timeout=timeout,
+            cast=cast,
+            lora_scale=lora_scale,
+            layout=layout,
         )
 
     def sleep(self, level: int = 1, *, running: Running = "finish", timeout: float = 600.0) -> None:

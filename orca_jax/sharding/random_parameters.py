@@ -49,9 +49,16 @@ def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Atten
     assert order is not None
     places = head_places(order, attention)
     heads = np.array([[place.head for place in slice_] for slice_ in places])  # [slices, K]
-    if len(places) == 1:
+    return in_order_of_heads(value, parameter, heads, attention.head_size)
+
+
+def in_order_of_heads(value: jax.Array, parameter: Parameter, heads: np.ndarray, size: int) -> jax.Array:
+    """The parameter whose slices have these `heads` [slices, K] of `value`, with `size` elements each.
+
+    Heads are the rows of `value`, or the columns if the parameter takes what attention returns.
+    """
+    if len(heads) == 1:
         heads = heads[0]
-    size = attention.head_size
     if parameter.takes_attention:
         stored = value.reshape(len(value), -1, size)  # [H, heads, D]
         return stored[:, heads].reshape(len(value), *heads.shape[:-1], -1)

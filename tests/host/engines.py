@@ -10,6 +10,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.errors import EngineError, TensorMismatch
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.trainers.layouts import Layout
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.request.token_text import BYTE_OF_CHARACTER
@@ -100,7 +101,9 @@ class FakeMemory:
         self.done = list[str]()
         self.threads = set[str]()
 
-    def prepare(self, weights: object, *, cast: bool, lora_scale: float) -> Callable[[], None]:
+    def prepare(
+        self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
+    ) -> Callable[[], None]:
         if weights == "wrong":
             raise TensorMismatch("layers.0.up.weight has the shape [3], expected [4]")
         return lambda: self._install(weights)

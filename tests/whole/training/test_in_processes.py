@@ -3,12 +3,16 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from orca_jax import LLM
+from orca_jax import LLM, SamplingParams
 from orca_jax.errors import CheckpointError, ConfigError, TensorMismatch
+from tests.device.checkpoint.test_trainers import golden_of
+from tests.whole.training.test_trainers_layouts import trainers_arrays
 from tests.whole.training.weights import SIZES, arrays, checkpoint, reference_tokens, tokens
 
 
@@ -45,3 +49,30 @@ def test_weights_of_worker_processes(tmp_path: Path):
         assert results[0].weights_version == 3
         assert tokens(llm) == expected["new"]
         assert llm.service.recovery.recoveries >= 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_scores_and_a_trainer_s_arrays_in_worker_processes():
+    """With two stages: the trainer's own logits and tokens, also after other weights in between."""
+    name = "maxtext-llama2-scanned"
+    golden, given = golden_of(name), trainers_arrays(name)
+    exact = np.asarray(jax.nn.log_softmax(golden.logits))
+    lengths = (13, 2, 9)
+    texts = [prompt[:n] for prompt, n in zip(golden.prompts.tolist(), lengths, strict=True)]
+    expected = [exact[i, range(n - 1), texts[i][1:]] for i, n in enumerate(lengths)]
+    sampling = SamplingParams(max_tokens=golden.tokens.shape[1], temperature=0, ignore_eos=True)
+    sizes: dict[str, Any] = {"max_batch_size": 4, "n_slots": 128, "max_batch_tokens": 16}
+    with LLM(golden.directory, **sizes, pipeline_parallel=2, worker_processes=True) as llm:
+        for factor in (None, 0.5, 1.0):
+            if factor is not None:
+                changed = {path: (factor * values).astype("f4") for path, values in given.items()}
+                llm.update_weights(changed, layout="maxtext-scanned")
+            found = llm.score(texts)
+            if factor == 0.5:
+                assert np.abs(np.array(found[0]) - expected[0]).max() > 0.1
+                continue
+            for ours, theirs in zip(found, expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=1e-4)
+            results = llm.generate(golden.prompts.tolist(), sampling)
+            assert [result.token_ids for result in results] == golden.tokens.tolist()

@@ -1,0 +1,132 @@
+"""LLM.update_weights with arrays as MaxText, Tunix and Gemma's own code hold them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+from orca_jax import LLM, SamplingParams
+from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.checkpoint.orca_json import read_description
+from orca_jax.errors import ConfigError, TensorMismatch
+from orca_jax.families.trainers.layouts import detect
+from orca_jax.launch.given_weights import check_arrays
+from tests.device.checkpoint.test_trainers import DIRECTORY, NAMES, arrays_of, golden_of
+
+SCANNED = "maxtext-llama2-scanned"  # a stack of layers, and a factor in its queries
+FLOAT = jnp.dtype("float32")
+
+
+def trainers_arrays(name: str) -> dict[str, np.ndarray]:
+    """The weights alone, without what the names of all begin with in a checkpoint but not in a trainer."""
+    description = read_description(DIRECTORY / name)
+    arrays = arrays_of(description.checkpoint)
+    detected = detect(description.model, arrays)
+    assert detected is not None
+    return {
+        path.removeprefix(detected.prefix).removesuffix(".value"): values
+        for path, values in arrays.items()
+        if path.startswith(detected.prefix)
+    }
+
+
+def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """A tree by the parts of the names."""
+    tree: dict[str, Any] = {}
+    for path, values in arrays.items():
+        *keys, last = path.split(".")
+        node = tree
+        for key in keys:
+            node = node.setdefault(key, {})
+        node[last] = values
+    return tree
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_as_from_a_checkpoint(name: str):
+    """Wherever the arrays are, and one program for a weight of all layers that are alike."""
+    expected = load_checkpoint(DIRECTORY / name, dtype=FLOAT)
+    if name.startswith("gemma") and "flat" in name:
+        arrays = arrays_of(read_description(DIRECTORY / name).checkpoint)
+    else:
+        arrays = trainers_arrays(name)
+    for given in (arrays, jax.device_put(arrays)):
+        made = check_arrays(given, expected.config, FLOAT, cast=False)
+        assert made.keys() == expected.parameters.keys()
+        for ours, values in expected.parameters.items():
+            np.testing.assert_array_equal(made[ours](), values, ours)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory):
+    """With other weights than the trainer's."""
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_bytes((DIRECTORY / SCANNED / "config.json").read_bytes())
+    sizes: dict[str, Any] = {"max_batch_size": 2, "n_slots": 64, "max_batch_tokens": 4}
+    with LLM(directory, load_format="dummy", **sizes, compile_ahead=True, on_compile="error") as llm:
+        yield llm
+
+
+def served(llm: LLM) -> list[list[int]]:
+    golden = golden_of(SCANNED)
+    sampling = SamplingParams(max_tokens=golden.tokens.shape[1], temperature=0, ignore_eos=True)
+    return [result.token_ids for result in llm.generate(golden.prompts.tolist(), sampling)]
+
+
+def test_served_with_the_trainer_s_own_tokens(llm: LLM):
+    """A tree of NumPy's or JAX's arrays, boxed as Flax does; the second update compiles nothing."""
+    expected = golden_of(SCANNED).tokens.tolist()
+    first = served(llm)
+    assert first != expected
+    arrays = trainers_arrays(SCANNED)
+    boxed = {
+        name: linen.LogicallyPartitioned(values, ("x",) * values.ndim) for name, values in arrays.items()
+    }
+    other = nested({name: values + 1 for name, values in arrays.items()})
+    on_device = jax.device_put(nested(arrays))
+    for given, others in (
+        (nested(arrays), other),
+        ({"params": {"params": boxed}}, other),
+        (on_device, jax.device_put(other)),
+    ):
+        version = llm.weights_version
+        assert llm.update_weights(given, layout="maxtext-scanned") == version + 1 == llm.weights_version
+        assert served(llm) == expected
+        compiled = llm.compiles
+        llm.update_weights(others)
+        assert served(llm) != expected
+        assert llm.compiles == compiled
+
+
+def test_what_does_not_fit_leaves_the_old_weights(llm: LLM):
+    arrays = trainers_arrays(SCANNED)
+    llm.update_weights(arrays)
+    expected, version = served(llm), llm.weights_version
+    query = "decoder.layers.self_attention.query.kernel"
+    left = {name: values for name, values in arrays.items() if name != query}
+    for given, words in (
+        (left, f"{query} is missing"),
+        (arrays | {"decoder.layers.bias": np.zeros(3)}, "decoder.layers.bias is not a weight of this model"),
+        (arrays | {query: arrays[query][:, :1]}, rf"{query} has the shape \[16, 1, 4, 16\], expected"),
+        (arrays | {query: arrays[query].astype(np.float16)}, f"{query} has the dtype float16"),
+        (arrays | {query: None}, f"{query} is a NoneType"),
+    ):
+        with pytest.raises(TensorMismatch, match=words):
+            llm.update_weights(given)
+    with pytest.raises(TensorMismatch, match="not the names of tunix: they are those of maxtext-scanned"):
+        llm.update_weights(arrays, layout="tunix")
+    with pytest.raises(TensorMismatch, match="not the names of gemma: they are no trainer's"):
+        llm.update_weights({"x": np.zeros(3)}, layout="gemma")
+    with pytest.raises(ConfigError, match="layout is 'torch'; it must be one of tunix"):
+        llm.update_weights(arrays, layout="torch")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="layout is for arrays"):
+        llm.update_weights(DIRECTORY / SCANNED, layout="maxtext")
+    assert served(llm) == expected and llm.weights_version == version
+
+
+def test_from_the_trainer_s_own_checkpoint(llm: LLM):
+    llm.update_weights(DIRECTORY / SCANNED)
+    assert served(llm) == golden_of(SCANNED).tokens.tolist()
