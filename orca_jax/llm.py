@@ -27,7 +27,7 @@ from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.launch.own_model import count_parameters, find_any_model
 from orca_jax.launch.replay import recording_header
 from orca_jax.launch.start_engine import start_engine
-from orca_jax.request.prompts import listed_prompts, one_for_each, prompt_token_ids
+from orca_jax.request.prompts import decoder_token_ids, listed_pairs, one_for_each, prompt_token_ids
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
@@ -258,6 +258,7 @@ class LLM(Operable):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        decoder_prompts: Prompt | Sequence[Prompt] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         on_result: Callable[[int, GenerationResult], object] | None = None,
@@ -265,8 +266,9 @@ class LLM(Operable):
         """Continue one prompt (a text or token ids) or a list of them. Results are in the prompts' order.
 
         Give one SamplingParams for all prompts or one for each; the `n` outputs of a prompt are adjacent.
-        Without any, prompts run with the model's `generation_defaults`. For `priority` and `cache_salt` see
-        SchedulingParams.
+        Without any, prompts run with the model's `generation_defaults`. For a model with an encoder a prompt
+        is the encoder's input; `decoder_prompts`, one for each, are what the output continues. For `priority`
+        and `cache_salt` see SchedulingParams.
         `on_result(index, result)` receives the results in order, each as soon as it and all before it exist.
 
         Checks everything before running anything; raises a subclass of InvalidRequest that names the prompt.
@@ -274,17 +276,15 @@ class LLM(Operable):
         left running.
         """
         service = self.service
-        listed = listed_prompts(prompts)
+        listed = listed_pairs(prompts, decoder_prompts)
         if sampling_params is None:
             sampling_params = self.generation_defaults.sampling_params()
         sampling = one_for_each(sampling_params, len(listed))
         scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt)
         prepared: list[tuple[CheckedPrompt, OutputRules]] = []
-        for i, (prompt, params) in enumerate(zip(listed, sampling, strict=True)):
+        for i, ((prompt, begun), params) in enumerate(zip(listed, sampling, strict=True)):
             try:
-                token_ids = prompt_token_ids(self.name, self.tokenizer, prompt)
-                rules = service.rules(params)
-                checked = service.check(token_ids, rules, scheduling)
+                checked, rules = self._prepared(prompt, begun, params, scheduling)
             except InvalidRequest as error:
                 if len(listed) == 1:
                     raise
@@ -305,6 +305,7 @@ class LLM(Operable):
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
+        decoder_prompt: Prompt | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Generation:
@@ -316,12 +317,16 @@ class LLM(Operable):
         if sampling_params is None:
             sampling_params = self.generation_defaults.sampling_params()
         (params,) = one_for_each(sampling_params, 1)
-        return self.service.submit(
-            prompt_token_ids(self.name, self.tokenizer, prompt),
-            params,
-            request_id=request_id,
-            scheduling=SchedulingParams(priority=priority, cache_salt=cache_salt),
-        )
+        scheduling = SchedulingParams(priority=priority, cache_salt=cache_salt)
+        prepared = self._prepared(prompt, decoder_prompt, params, scheduling)
+        return self.service.submit(*prepared, request_id=request_id)
+
+    def _prepared(
+        self, prompt: object, begun: object, params: SamplingParams, scheduling: SchedulingParams
+    ) -> tuple[CheckedPrompt, OutputRules]:
+        rules, token_ids = self.service.rules(params), prompt_token_ids(self.name, self.tokenizer, prompt)
+        begun_ids = decoder_token_ids(self.name, self.tokenizer, begun)
+        return self.service.check(token_ids, rules, scheduling, decoder_ids=begun_ids), rules
 
     def score(
         self,

@@ -15,7 +15,15 @@ from orca_jax.control import worker_pb2
 from orca_jax.control.frame import FRAME_BYTES
 from orca_jax.errors import BadFrame
 from orca_jax.grammar.token_mask import n_words
-from orca_jax.iteration.message import ADJUSTED, BIAS, CONSTRAINED, SAMPLED, SAMPLING, ControlMessage
+from orca_jax.iteration.message import (
+    ADJUSTED,
+    BIAS,
+    CONSTRAINED,
+    SAMPLED,
+    SAMPLING,
+    ControlMessage,
+    EncoderInputs,
+)
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.request.sampled import LOGPROBS
 from orca_jax.request.sampling_params import MAX_BIASES, MAX_TOP_LOGPROBS, REPETITION_RANGE
@@ -44,6 +52,7 @@ def most_bytes(shape: EngineShape) -> int:
     """An upper bound on a frame's bytes: a control message, words, or tokens and log-probabilities."""
     message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
+    message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
     tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
     return max(message, words, tokens) + _FIELDS_BYTES + FRAME_BYTES
@@ -61,15 +70,17 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
     )
     integers = b"".join([column.astype("<i4", copy=False).tobytes() for column in columns])
     flags = message.initiation * np.uint8(_INITIATION) + message.token_on_device * np.uint8(_ON_DEVICE)
-    blocks = message.block_table[_in_use(message.kv_length, shape)].astype(_block_dtype(shape))
+    blocks = message.block_table[_in_use(message.kv_length, shape.max_blocks, shape)]
+    encoder = message.encoder
     return worker_pb2.Iteration(
         sampling=message.sampling.tobytes(),
         integers=integers,
         flags=flags.tobytes(),
         token_ids=message.token_ids.astype("<i4", copy=False).tobytes(),
         earlier_ids=message.earlier_ids.astype("<i4", copy=False).tobytes(),
-        blocks=blocks.tobytes(),
+        blocks=blocks.astype(_block_dtype(shape)).tobytes(),
         bias=message.bias.tobytes(),
+        **({} if encoder is None else _encode_encoder(encoder, shape)),
     )
 
 
@@ -94,11 +105,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     _check(integers, token_ids, shape)
     _check_sampling(sampling, bias, shape.vocab_size)
     row, token_index, input_length, kv_length, n_prompt, next_token = integers
-    in_use = _in_use(kv_length, shape)
-    blocks = _array("blocks", payload.blocks, _block_dtype(shape), int(np.count_nonzero(in_use)))
-    _within("block", blocks, 0, shape.n_blocks - 1)
-    block_table = np.zeros((n, shape.max_blocks), np.int32)
-    block_table[in_use] = blocks
+    block_table = _block_table(payload.blocks, kv_length, shape.max_blocks, shape)
     initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
     if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
         raise BadFrame("a row has unknown flags, or says that several input tokens are on the device")
@@ -122,7 +129,12 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         block_table=block_table,
         sampling=sampling,
         bias=bias,
+        encoder=_decode_encoder(payload, n, shape),
     )
+    if message.encoder is not None:
+        n_read = int(message.encoder.length[message.encodes].sum(dtype=np.int64))
+        if n_read != len(message.encoder.token_ids):
+            raise BadFrame("the encoder's tokens do not match the lengths of the rows that run it")
     n_needed = int((kv_length - input_length)[message.set_up].sum(dtype=np.int64))
     if n_earlier != n_needed:
         raise BadFrame(f"{n_earlier} earlier tokens came, but the rows that need them have {n_needed}")
@@ -144,9 +156,49 @@ def _array(name: str, data: bytes, dtype: np.dtype[Any], count: int) -> npt.NDAr
     return np.frombuffer(data, dtype, count)
 
 
-def _in_use(kv_length: npt.NDArray[Any], shape: EngineShape) -> npt.NDArray[np.bool_]:
-    """`[R, max_blocks]`: which entries of the block table hold a token."""
-    return np.arange(shape.max_blocks) * shape.block_size < kv_length[:, np.newaxis]
+def _in_use(length: npt.NDArray[Any], max_blocks: int, shape: EngineShape) -> npt.NDArray[np.bool_]:
+    """`[R, max_blocks]`: which entries of a block table hold one of `length` [R] tokens."""
+    return np.arange(max_blocks) * shape.block_size < length[:, np.newaxis]
+
+
+def _block_table(
+    data: bytes, length: npt.NDArray[Any], max_blocks: int, shape: EngineShape
+) -> npt.NDArray[np.int32]:
+    """The table [R, max_blocks] of the blocks that hold `length` [R] tokens; the others are 0."""
+    in_use = _in_use(length, max_blocks, shape)
+    blocks = _array("blocks", data, _block_dtype(shape), int(np.count_nonzero(in_use)))
+    _within("block", blocks, 0, shape.n_blocks - 1)
+    table = np.zeros((len(length), max_blocks), np.int32)
+    table[in_use] = blocks
+    return table
+
+
+def _encode_encoder(encoder: EncoderInputs, shape: EngineShape) -> dict[str, bytes]:
+    """The fields of worker.proto's Iteration for an encoder."""
+    blocks = encoder.block_table[_in_use(encoder.length, shape.max_encoder_blocks, shape)]
+    return {
+        "encoder_length": encoder.length.astype("<i4", copy=False).tobytes(),
+        "encoder_ids": encoder.token_ids.astype("<i4", copy=False).tobytes(),
+        "encoder_blocks": blocks.astype(_block_dtype(shape)).tobytes(),
+    }
+
+
+def _decode_encoder(payload: worker_pb2.Iteration, n_rows: int, shape: EngineShape) -> EncoderInputs | None:
+    """The inputs of an encoder; None for an engine without one. Raises BadFrame."""
+    if not shape.max_encoder_blocks:
+        if payload.encoder_length or payload.encoder_ids or payload.encoder_blocks:
+            raise BadFrame("a control message is for an encoder, and the model has none")
+        return None
+    length = _array("encoder_length", payload.encoder_length, np.dtype("<i4"), n_rows)
+    _within("encoder length", length, 1, shape.max_encoder_blocks * shape.block_size)
+    n_tokens = len(payload.encoder_ids) // 4
+    if n_tokens > shape.max_tokens:
+        raise BadFrame(f"{n_tokens} tokens for the encoder came; up to {shape.max_tokens} are allowed")
+    token_ids = _array("encoder_ids", payload.encoder_ids, np.dtype("<i4"), n_tokens)
+    if n_tokens:
+        _within("token id", token_ids, 0, shape.vocab_size - 1)
+    table = _block_table(payload.encoder_blocks, length, shape.max_encoder_blocks, shape)
+    return EncoderInputs(length, token_ids, table)
 
 
 def _check(integers: npt.NDArray[Any], token_ids: npt.NDArray[Any], shape: EngineShape) -> None:

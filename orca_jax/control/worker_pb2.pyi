@@ -108,7 +108,7 @@ class Start(_message.Message):
     def __init__(self, shape: _Optional[_Union[Shape, _Mapping]] = ..., next_address: _Optional[str] = ..., worker_seconds: _Optional[float] = ..., ready_seconds: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_directory: _Optional[str] = ..., sleep_level: _Optional[int] = ...) -> None: ...
 
 class Shape(_message.Message):
-    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets")
+    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class Shape(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     COARSE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ENCODER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     max_blocks: int
     max_rows: int
@@ -127,10 +128,11 @@ class Shape(_message.Message):
     vocab_size: int
     deterministic: bool
     coarse_buckets: bool
-    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ...) -> None: ...
+    max_encoder_blocks: int
+    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ...) -> None: ...
 
 class Iteration(_message.Message):
-    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias")
+    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     INTEGERS_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +140,9 @@ class Iteration(_message.Message):
     EARLIER_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BIAS_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     sampling: bytes
     integers: bytes
     flags: bytes
@@ -145,7 +150,10 @@ class Iteration(_message.Message):
     earlier_ids: bytes
     blocks: bytes
     bias: bytes
-    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ...) -> None: ...
+    encoder_length: bytes
+    encoder_ids: bytes
+    encoder_blocks: bytes
+    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("seconds", "link_bytes")

@@ -5,7 +5,7 @@ those of the other layers. There are none where the bucket has a token for each 
 alike.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +56,28 @@ class HostBuffer:
         last = self._last_tokens(layout)
         if last is None:
             return None
-        n_rows = (batch.kv_length > 0).sum(dtype=jnp.int32)  # without padding
-        row_start = jnp.minimum(jnp.arange(last.n_rows + 1, dtype=jnp.int32), n_rows)
+        row_start = _one_each(last, batch)
         words = buffer[self._first(layout) :]
-        return self.path.bind(last, batch._replace(row_start=row_start), words), n_rows[None]
+        return self.path.bind(last, batch._replace(row_start=row_start), words), row_start[-1:]
+
+    def bind_cross(self, layout: FlatLayout, batch: FlatArrays) -> Attend | None:
+        """Cross attention of all tokens, of which a row's keys are its encoder's; None without an encoder."""
+        if not layout.max_encoder_blocks:
+            return None
+        return self._cross(layout, batch)
+
+    def bind_last_cross(self, layout: FlatLayout, batch: FlatArrays) -> Attend | None:
+        """The same of each row's last token; `layout` and `batch` are those of all tokens."""
+        last = self._last_tokens(layout)
+        if last is None or not layout.max_encoder_blocks:
+            return None
+        return self._cross(last, batch._replace(row_start=_one_each(last, batch)))
+
+    def _cross(self, layout: FlatLayout, batch: FlatArrays) -> Attend:
+        layout = replace(layout, max_blocks=layout.max_encoder_blocks, max_encoder_blocks=0)
+        assert not self.path.n_words(layout), "no path with work for the host knows cross attention"
+        own = batch._replace(kv_length=batch.encoder_length, block_table=batch.encoder_table)
+        return self.path.bind(layout, own, jnp.zeros(0, jnp.int32))
 
     def _last_tokens(self, layout: FlatLayout) -> FlatLayout | None:
         return layout.last_tokens if self.last else None
@@ -68,3 +86,9 @@ class HostBuffer:
         """Where the words of the last layer begin."""
         n_words = layout.size + self.path.n_words(layout)
         return n_words if self._last_tokens(layout) is None else aligned(n_words)
+
+
+def _one_each(last: FlatLayout, batch: FlatArrays) -> jax.Array:
+    """`row_start` [R + 1] of a batch of each row's last token."""
+    n_rows = (batch.kv_length > 0).sum(dtype=jnp.int32)  # without padding
+    return jnp.minimum(jnp.arange(last.n_rows + 1, dtype=jnp.int32), n_rows)

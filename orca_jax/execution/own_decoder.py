@@ -143,9 +143,10 @@ class OwnDecoder(nnx.Module):
         shard: Shard = ALONE,
         product: Matmul = matmul,
         evaluated: Evaluated | None = None,
+        cross: Attend | None = None,
     ) -> Through:
         """As GPT.through, but for all tokens: what a layer does with them is not known."""
-        assert evaluated is None
+        assert evaluated is None and cross is None
 
         # Traced once for all layers of a kind, as in GPT.
         @partial(jax.jit, static_argnums=0)

@@ -70,6 +70,13 @@ class Stage:
     [SCORED, LOGPROB_WORDS], of a ScoredPart's tokens. `x` [SCORED, H] is `take(hidden, at)` of Last's hidden
     states and the part's `at`, `cache` the last layer's after the forward pass, and `score_buffer` makes the
     buffer of the part's batch. Of these two only `take` is compiled for each bucket.
+
+    With an encoder, which takes no part in `score`, an iteration whose rows run it calls two programs before
+    `forward`, both with the encoder's batch: `encode(weights, cache, arrived, buffer, layout=)` gives the
+    hidden array [T, H] behind this stage's share of the encoder, and the first layer's cache, in whose slots
+    the encoder's layers keep their keys and values in turn. `cross(weights, caches, encoded, buffer,
+    layout=)` gives the caches with the cross-attention keys and values of `encoded` [T, H], behind the whole
+    encoder.
     """
 
     def __init__(
@@ -120,10 +127,11 @@ class Stage:
             evaluated = None
             if (bound := self.host_buffer.bind_last(layout, batch, buffer)) is not None:
                 attend_last, n_rows = bound
-                evaluated = Evaluated(last_token_index, attend_last, products.bind(n_rows))
-            x, hidden, caches = model.through(
-                x, batch.positions, batch.slot_of_token, caches, attend, shard, product, evaluated
-            )
+                cross_last = self.host_buffer.bind_last_cross(layout, batch)
+                evaluated = Evaluated(last_token_index, attend_last, products.bind(n_rows), cross_last)
+            cross = self.host_buffer.bind_cross(layout, batch)
+            tables = (batch.positions, batch.slot_of_token)
+            x, hidden, caches = model.through(x, *tables, caches, attend, shard, product, evaluated, cross)
             if not part.last:
                 return x, caches
             if evaluated is None:
@@ -146,6 +154,34 @@ class Stage:
             x = model.last_layer(x, batch.positions, cache, attend, shard, product)
             n_top = SamplerArrays(*batch.sampler).n_top
             return packed_logprobs(model.logits(x, shard, product), batch.token_ids, n_top)
+
+        def encode_part(
+            weights: list[jax.Array],
+            cache: LayerCache,
+            arrived: jax.Array,
+            buffer: jax.Array,
+            *,
+            layout: FlatLayout,
+        ) -> tuple[jax.Array, LayerCache]:
+            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
+            batch = layout.split(buffer)
+            product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
+            assert isinstance(model, GPT) and model.encoder is not None
+            x = model.embed_input(batch.token_ids, batch.positions, shard) if part.first else arrived
+            return model.encoder.through(x, batch.slot_of_token, cache, attend, shard, product)
+
+        def cross_part(
+            weights: list[jax.Array],
+            caches: list[LayerCache],
+            encoded: jax.Array,
+            buffer: jax.Array,
+            *,
+            layout: FlatLayout,
+        ) -> list[LayerCache]:
+            model, batch = nnx.merge(graph, jax.tree.unflatten(tree, weights)), layout.split(buffer)
+            assert isinstance(model, GPT)
+            product = products.bind(batch.row_start[-1:])
+            return model.cross_caches(encoded, batch.slot_of_token, caches, product)
 
         def on_each(compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Any:
             if not by_hand:
@@ -197,6 +233,22 @@ class Stage:
         self.score = Program(
             jax.jit(score, static_argnames="layout", compiler_options=options),
             key=lambda *arrays, layout: layout,
+        )
+
+        def encode(*arrays: Any, layout: FlatLayout) -> tuple[jax.Array, LayerCache]:
+            compute = partial(encode_part, layout=layout)
+            return on_each(compute, (CACHE_SPEC, P(), P()), (P(), CACHE_SPEC))(*arrays)
+
+        def cross(*arrays: Any, layout: FlatLayout) -> list[LayerCache]:
+            compute = partial(cross_part, layout=layout)
+            return on_each(compute, (CACHE_SPEC, P(), P()), CACHE_SPEC)(*arrays)
+
+        self.encode, self.cross = (
+            Program(
+                jax.jit(compute, static_argnames="layout", donate_argnums=1, compiler_options=options),
+                key=lambda *arrays, layout: layout,
+            )
+            for compute in (encode, cross)
         )
 
 

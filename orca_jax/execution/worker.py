@@ -76,6 +76,7 @@ class Worker:
         )
         self._place = group.place()
         self._hidden_size = config.hidden_size
+        self._encodes = config.encoder is not None
         # Made on their devices and committed to them, as the programs give them back: else each program
         # would compile twice.
         cache = cache_shape(config, n_blocks=shape.n_blocks, block_size=shape.block_size)
@@ -122,6 +123,22 @@ class Worker:
         )
         return out
 
+    def encode(self, flat: FlatBatch, arrived: jax.Array) -> jax.Array:
+        """Start this stage's share of the encoder: the hidden array [T, H].
+
+        `flat` is the encoder's batch, `arrived` what the stage before gave; anything for the first stage.
+        """
+        buffer = jax.device_put(flat.buffer, self._place)
+        weights, layout = self.stage.weights, flat.layout
+        out, self._caches[0] = self.stage.encode(weights, self._caches[0], arrived, buffer, layout=layout)
+        return out
+
+    def cross(self, flat: FlatBatch, encoded: jax.Array) -> None:
+        """Start writing what cross attention reads; `encoded` [T, H] is what the encoder ends with."""
+        buffer = jax.device_put(flat.buffer, self._place)
+        weights, layout = self.stage.weights, flat.layout
+        self._caches = self.stage.cross(weights, self._caches, encoded, buffer, layout=layout)
+
     def choose(
         self, last: Last, message: ControlMessage, flat: FlatBatch, words: npt.NDArray[np.int32] | None
     ) -> DeviceTokens:
@@ -151,7 +168,17 @@ class Worker:
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
             forward = partial(stage.forward.compile, stage.weights, caches, arrived, buffer, layout=layout)
             yield ToCompile(f"forward pass, {_tokens(layout)}", forward)
-        if self._chooser is not None:
+        for layout in reversed(sizes.encoder_layouts):
+            hidden = self.hidden_like(layout.n_tokens)
+            arrived = hidden
+            if stage.part.first:
+                arrived = jax.ShapeDtypeStruct((self._n_rows,), jnp.int32, sharding=place)
+            buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=place)
+            encode = partial(stage.encode.compile, stage.weights, caches[0], arrived, buffer, layout=layout)
+            yield ToCompile(f"encoder, {_tokens(layout)}", encode)
+            cross = partial(stage.cross.compile, stage.weights, caches, hidden, buffer, layout=layout)
+            yield ToCompile(f"cross attention's keys and values, {_tokens(layout)}", cross)
+        if self._chooser is not None and not self._encodes:
             scored = scored_layout(sizes.shape.max_blocks)
             at = jax.ShapeDtypeStruct((SCORED,), jnp.int32, sharding=place)
             n_words = stage.score_buffer.size(scored)
@@ -162,6 +189,7 @@ class Worker:
             for layout in layouts:
                 take = partial(stage.take.compile, self.hidden_like(layout.n_tokens), at)
                 yield ToCompile(f"a prompt's hidden states, {_tokens(layout)}", take)
+        if self._chooser is not None:
             yield from self._chooser.programs(sorted({layout.n_rows for layout in layouts}))
         yield ToCompile("empty caches", self._empty.compile)
 
@@ -192,6 +220,7 @@ class LocalIteration:
         self, message: ControlMessage, flat: FlatBatch, words: MakeWords, go_on: Callable[[], None]
     ) -> None:
         self.message, self.flat, self.words = message, flat, words
+        self.encoder_flat: FlatBatch | None = None  # of the rows that run the encoder
         self.out: Any = None  # of the forward pass
         self.tokens: DeviceTokens | None = None
         self._go_on = go_on
@@ -227,6 +256,7 @@ class LocalWorkers:
     def issue(self, message: ControlMessage, words: MakeWords) -> LocalIteration:
         """engine_master.Workers."""
         iteration = LocalIteration(message, self._sizes.lay_out(message), words, self._go_on)
+        iteration.encoder_flat = self._sizes.lay_out_encoder(message)
         self._to_do.append(iteration)
         self._go_on()
         return iteration
@@ -238,6 +268,8 @@ class LocalWorkers:
                 iteration = self._to_do[0]
                 message, flat = iteration.message, iteration.flat
                 if iteration.out is None:
+                    if iteration.encoder_flat is not None:
+                        self._encode(iteration.encoder_flat)
                     iteration.out = self._forward(flat)
                 words = iteration.words() if flat.programs.allow else None
                 if flat.programs.allow and words is None:
@@ -248,6 +280,15 @@ class LocalWorkers:
         except Exception:
             self._to_do.clear()
             raise
+
+    def _encode(self, flat: FlatBatch) -> None:
+        """Through all stages' shares of the encoder, and once more, to where its results are read."""
+        arrived = self.workers[0].last_token
+        for worker, link in zip(self.workers, self._links[1:] + self._links[:1], strict=True):
+            arrived = link.send(worker.encode(flat, arrived))
+        for worker, link in zip(self.workers, [*self._links[1:], None], strict=True):
+            worker.cross(flat, arrived)
+            arrived = arrived if link is None else link.send(arrived)
 
     def _forward(self, flat: FlatBatch) -> Any:
         """Through all stages: the newest tokens from the last to the first, and from there hidden states."""

@@ -42,6 +42,8 @@ class FlatArrays(NamedTuple):
     kv_length: Any  # [R] tokens in the cache after this iteration; 0 for padding
     block_table: Any  # [R, max_blocks]
     sampler: Any  # [len(SamplerArrays), R]
+    encoder_length: Any  # [R] tokens of the encoder's input; this and the next are empty without an encoder
+    encoder_table: Any  # [R, max_encoder_blocks]
 
 
 class SamplerArrays(NamedTuple):
@@ -82,12 +84,15 @@ _FLOAT_FIELDS = {
 class FlatLayout:
     """The static sizes of a bucket's buffer: `n_tokens` T, `n_rows` R, and `max_blocks` per row.
 
-    Each part begins at a multiple of 64 words, and the buffer's size is one too. Unused words are 0.
+    With an encoder a row of the decoder also has `max_encoder_blocks`, 0 without. The encoder's own batches
+    have none: their `max_blocks` are those. Each part begins at a multiple of 64 words, and the buffer's size
+    is one too. Unused words are 0.
     """
 
     n_tokens: int
     n_rows: int
     max_blocks: int
+    max_encoder_blocks: int = 0
 
     @property
     def shapes(self) -> FlatArrays:
@@ -96,6 +101,8 @@ class FlatLayout:
             token_ids=t, positions=t, slot_of_token=t, last_row=t, take_last=t,
             row_start=(self.n_rows + 1,), kv_length=r, block_table=(self.n_rows, self.max_blocks),
             sampler=(len(SamplerArrays._fields), self.n_rows),
+            encoder_length=(self.n_rows * (self.max_encoder_blocks > 0),),
+            encoder_table=(self.n_rows, self.max_encoder_blocks),
         )  # fmt: skip
 
     @property
@@ -191,7 +198,9 @@ def flat_batch(
     """
     real_rows, max_blocks = message.block_table.shape
     real_tokens = message.token_ids.shape[0]
-    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks)
+    encoder = message.encoder
+    max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
+    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, max_encoder_blocks)
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
     buffer, arrays = _padding(layout, n_slots=n_slots, n_rows=n_rows)
 
@@ -201,6 +210,9 @@ def flat_batch(
     row_start[real_rows + 1 :] = real_tokens
     arrays.kv_length[:real_rows] = message.kv_length
     arrays.block_table[:real_rows] = message.block_table
+    if encoder is not None:
+        arrays.encoder_length[:real_rows] = encoder.length
+        arrays.encoder_table[:real_rows] = encoder.block_table
     sampling, sampler = message.sampling, SamplerArrays(*arrays.sampler)
     seed = sampling["seed"]
     sampler.row[:real_rows] = np.where(message.samples, message.row, n_rows)
@@ -238,6 +250,34 @@ def flat_batch(
     return FlatBatch(layout, buffer, arrays, real_tokens, real_rows, programs)
 
 
+def encoder_batch(
+    message: ControlMessage, *, bucket: int, max_bs: int, block_size: int, n_slots: int, n_rows: int
+) -> FlatBatch:
+    """Lay out the encoder's input of the rows that run it: as `flat_batch`, without a sampler's work.
+
+    Its slots are those where the encoder's results stay, and its block table names their blocks.
+    """
+    assert message.encoder is not None
+    rows, token_ids = message.encodes, message.encoder.token_ids
+    length, table = message.encoder.length[rows], message.encoder.block_table[rows]
+    n_rows_here, n_tokens = len(length), len(token_ids)
+    layout = FlatLayout(bucket, min(bucket, max_bs), table.shape[1])
+    assert n_rows_here <= layout.n_rows and n_tokens <= bucket, f"{n_rows_here} rows, {n_tokens} tokens"
+    buffer, arrays = _padding(layout, n_slots=n_slots, n_rows=n_rows)
+    np.cumsum(length, out=arrays.row_start[1 : n_rows_here + 1])
+    arrays.row_start[n_rows_here + 1 :] = n_tokens
+    arrays.kv_length[:n_rows_here] = length
+    arrays.block_table[:n_rows_here] = table
+    owner = np.repeat(np.arange(n_rows_here, dtype=np.intp), length)
+    positions = np.arange(n_tokens, dtype=np.int32) - arrays.row_start[owner]
+    arrays.token_ids[:n_tokens] = token_ids
+    arrays.positions[:n_tokens] = positions
+    arrays.slot_of_token[:n_tokens] = (
+        table[owner, positions // block_size] * block_size + positions % block_size
+    )
+    return FlatBatch(layout, buffer, arrays, n_tokens, n_rows_here, TokenPrograms())
+
+
 def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDArray[np.int32], FlatArrays]:
     """A buffer of padding tokens and rows, and its parts."""
     buffer = np.zeros(layout.size, np.int32)
@@ -267,7 +307,18 @@ class BatchSizes:
     def layouts(self) -> list[FlatLayout]:
         """One layout per bucket."""
         shape = self.shape
-        return [FlatLayout(n, min(n, shape.max_rows), shape.max_blocks) for n in self.buckets]
+        return [
+            FlatLayout(n, min(n, shape.max_rows), shape.max_blocks, shape.max_encoder_blocks)
+            for n in self.buckets
+        ]
+
+    @property
+    def encoder_layouts(self) -> list[FlatLayout]:
+        """One layout per bucket of the encoder; none without one."""
+        shape = self.shape
+        return [
+            FlatLayout(n, min(n, shape.max_rows), shape.max_encoder_blocks) for n in shape.encoder_buckets
+        ]
 
     def lay_out(self, message: ControlMessage) -> FlatBatch:
         """Lay out an iteration in the smallest bucket that holds it, or if deterministic in its phase's."""
@@ -287,6 +338,20 @@ class BatchSizes:
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))
         return flat
+
+    def lay_out_encoder(self, message: ControlMessage) -> FlatBatch | None:
+        """Lay out the encoder's part of an iteration; None if no row runs the encoder."""
+        shape, encoder = self.shape, message.encoder
+        if encoder is None or not len(encoder.token_ids):
+            return None
+        return encoder_batch(
+            message,
+            bucket=bucket_for(len(encoder.token_ids), shape.encoder_buckets),
+            max_bs=shape.max_rows,
+            block_size=shape.block_size,
+            n_slots=shape.n_slots,
+            n_rows=shape.n_rows,
+        )
 
 
 def batch_sizes(shape: EngineShape) -> BatchSizes:

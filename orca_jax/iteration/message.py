@@ -6,6 +6,7 @@ in the batch, without padding. Arrays have one entry per request, in batch order
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,18 @@ def neutral_sampling(n: int) -> npt.NDArray[np.void]:
     return rows
 
 
+class EncoderInputs(NamedTuple):
+    """What the rows of a model with an encoder have for it.
+
+    A row whose input begins with its first token also runs the encoder, over its tokens of `token_ids`. The
+    results stay in the cache, in the blocks of `block_table`.
+    """
+
+    length: npt.NDArray[np.int32]  # [R] tokens of the encoder's input
+    token_ids: npt.NDArray[np.int32]  # [sum of `length` where a row runs the encoder] row by row
+    block_table: npt.NDArray[np.int32]  # [R, max_encoder_blocks]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ControlMessage:
     """The requests of one iteration.
@@ -81,11 +94,18 @@ class ControlMessage:
     block_table: npt.NDArray[np.int32]  # [R, max_blocks]
     sampling: npt.NDArray[np.void]  # SAMPLING [R]
     bias: npt.NDArray[np.void]  # BIAS [any number]
+    encoder: EncoderInputs | None = None
 
     @property
     def samples(self) -> npt.NDArray[np.bool_]:
         """[R]: rows that sample a token."""
         return self.next_token == SAMPLED
+
+    @property
+    def encodes(self) -> npt.NDArray[np.bool_]:
+        """[R]: rows that run the encoder."""
+        starts = self.kv_length == self.input_length
+        return starts if self.encoder is not None else np.zeros_like(starts)
 
     @property
     def set_up(self) -> npt.NDArray[np.bool_]:

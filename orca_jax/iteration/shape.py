@@ -35,7 +35,8 @@ class EngineShape:
 
     An iteration has up to `max_rows` rows (requests) and `max_tokens` tokens. Up to `n_rows` requests are
     admitted at a time. The K/V cache has `n_blocks` blocks of `block_size` tokens, and one request uses up to
-    `max_blocks` of them. `deterministic` and `coarse_buckets` select the buckets, as in ServingConfig.
+    `max_blocks` of them, and with an encoder up to `max_encoder_blocks` more for its input. `deterministic`
+    and `coarse_buckets` select the buckets, as in ServingConfig.
     """
 
     block_size: int
@@ -47,10 +48,12 @@ class EngineShape:
     vocab_size: int
     deterministic: bool = False
     coarse_buckets: bool = False
+    max_encoder_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
             check_whole(name, getattr(self, name), 1, limit)
+        check_whole("max_encoder_blocks", self.max_encoder_blocks, 0, _LIMITS["max_blocks"])
         for name in ("deterministic", "coarse_buckets"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -71,6 +74,18 @@ class EngineShape:
         return engine_buckets(
             self.max_tokens, self.max_rows, deterministic=self.deterministic, coarse=self.coarse_buckets
         )
+
+    @property
+    def encoder_buckets(self) -> tuple[int, ...]:
+        """The sizes, in tokens, that the encoder's part of an iteration is padded to; none without one.
+
+        Coarse ones: an input is read once, and each bucket is compiled twice.
+        """
+        if not self.max_encoder_blocks:
+            return ()
+        if self.deterministic:
+            return (self.max_tokens,)
+        return bucket_sizes(self.max_tokens, coarse=True)[1:] or (1,)
 
 
 def bucket_sizes(max_tokens: int, *, coarse: bool = False) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """One Transformer layer, built from the parts that its config names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import jax
@@ -19,6 +19,11 @@ from orca_jax.model.shard import Shard
 Weights = Callable[[str], jax.Array | None]  # the parameters of a layer, or of what is around them, by name
 
 
+def weights_of_layer(parameters: Mapping[str, jax.Array], layer: int) -> Weights:
+    """The parameters of one layer, by their names in it."""
+    return lambda name: parameters.get(f"layers.{layer}.{name}")
+
+
 class Attend(Protocol):
     """Split attention with this iteration's tables bound: the one operation that knows of requests."""
 
@@ -29,8 +34,9 @@ class Attend(Protocol):
 
         The slices after the queries are for kernels, which may so read the queries where the product that
         gave them left them; keys and values are in the cache already. `attention` is the layer's, with G and
-        the form of its scores; `bias` is what that form adds to them, for ALiBi its slopes [G, K] float32.
-        K are the K/V heads of this device.
+        the form of its scores; `bias` is what that form adds to them, float32: for ALiBi its slopes [G, K],
+        for a relative bias [2 * max_distance + 1, K] by (key position - query position) from -max_distance
+        on. K are the K/V heads of this device.
         """
         ...
 
@@ -39,16 +45,42 @@ class Evaluated(NamedTuple):
     """The tokens whose hidden states are wanted: of the others only keys and values are computed.
 
     `tokens` [R] int32 are indices in the batch, perhaps several of one request. `attend` takes the queries of
-    these alone, [R, n, K, D], and `product` is for R tokens.
+    these alone, [R, n, K, D], and `cross` theirs of cross attention; `product` is for R tokens.
     """
 
     tokens: jax.Array
     attend: Attend
     product: Matmul
+    cross: Attend | None = None
 
     def of(self, x: jax.Array) -> jax.Array:
         """Of an array [T, ...] what belongs to these tokens, [R, ...]."""
         return x.at[self.tokens].get(mode="clip")
+
+
+class CrossAttention(nnx.Module):
+    """Attention of a decoder's tokens to what the encoder made of their request's input."""
+
+    def __init__(self, config: Attention, p: Weights) -> None:
+        self.config = config
+        self.q = linear_of(p, "cross_q")
+        self.kv = linear_of(p, "cross_kv")
+        self.out = linear_of(p, "cross_out")
+
+    def __call__(
+        self, x: jax.Array, cache: LayerCache, attend: Attend, shard: Shard, product: Matmul
+    ) -> jax.Array:
+        """x [T, H] to [T, H]; `attend` is bound to the slots of the encoder's tokens."""
+        queries = self.q(x, product).reshape(x.shape[0], 1, -1, self.config.head_size)  # [T, 1, K, D]
+        attended = attend(queries, cache, self.config, None)
+        return self.out(attended.reshape(x.shape[0], -1), product, shard)
+
+    def write(
+        self, encoded: jax.Array, cache: LayerCache, slot_of_token: jax.Array, product: Matmul
+    ) -> LayerCache:
+        """The cache with this layer's keys and values of the encoder's tokens, `encoded` [T, H]."""
+        kv = self.kv(encoded, product).reshape(encoded.shape[0], 2, -1, self.config.head_size)
+        return write(cache, kv[:, 0], kv[:, 1], slot_of_token)
 
 
 class Block(nnx.Module):
@@ -64,6 +96,10 @@ class Block(nnx.Module):
         self.qkv = linear_of(p, "qkv")
         self.q_norm, self.k_norm = _qk_norms(config.attention, p)
         self.out = linear_of(p, "out")
+        relative = config.attention.scores.relative
+        self.relative_bias = None if relative is None else nnx.Param(p("relative_bias"))  # [buckets, K]
+        self.cross_norm = norms.get("cross_norm")
+        self.cross = None if config.cross is None else CrossAttention(config.cross, p)
         self.up = linear_of(p, "up")
         self.down = linear_of(p, "down")
 
@@ -77,11 +113,12 @@ class Block(nnx.Module):
         shard: Shard,
         product: Matmul,
         evaluated: Evaluated | None = None,
+        cross: Attend | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """x [T, H] through the layer, or with `evaluated` those tokens' part of it, [R, H].
 
         All tokens' keys and values are written to the cache first, unless there are no slots: then they are
-        in it already.
+        in it already. `cross` is for cross attention, whose keys and values are in the cache.
         """
         after_attention = product if evaluated is None else evaluated.product
 
@@ -97,14 +134,23 @@ class Block(nnx.Module):
         def feed_forward(value: jax.Array) -> jax.Array:
             return self._scaled(_normed(self.mlp_out_norm, self._feed_forward(value, shard, after_attention)))
 
+        def crossing(value: jax.Array, written: LayerCache) -> jax.Array:
+            attends = cross if evaluated is None else evaluated.cross
+            assert self.cross is not None and attends is not None
+            return self._scaled(self.cross(value, written, attends, shard, after_attention))
+
         match self.config.residual:
             case "pre" | "both" | "after":
                 attended, written = attention(_normed(self.attn_norm, x))
                 x = taken(x) + attended
+                if self.cross is not None:
+                    x = x + crossing(_normed(self.cross_norm, x), written)
                 return x + feed_forward(_normed(self.mlp_norm, x)), written
             case "post":
                 attended, written = attention(x)
                 x = _normed(self.attn_norm, taken(x) + attended)
+                if self.cross is not None:
+                    x = _normed(self.cross_norm, x + crossing(x, written))
                 return _normed(self.mlp_norm, x + feed_forward(x)), written
             case "parallel" | "parallel_two_norms":
                 normed = _normed(self.attn_norm, x)
@@ -148,7 +194,7 @@ class Block(nnx.Module):
             keys = rotate(keys[:, None], rotation, interleaved=interleaved)[:, 0]
         if slot_of_token is not None:
             cache = write(cache, keys, qkv[:, group + 1], slot_of_token)
-        attended = attend(queries, cache, config, _bias(config, shard))  # [T or R, G, K, D]
+        attended = attend(queries, cache, config, self._bias(shard))  # [T or R, G, K, D]
         return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
 
     def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
@@ -161,6 +207,18 @@ class Block(nnx.Module):
             inner = activate(inner, config.activation)
         return self.down(inner, product, shard)
 
+    def _bias(self, shard: Shard) -> jax.Array | None:
+        """What `Attend` adds to the scores of this device's heads."""
+        attention = self.config.attention
+        if self.relative_bias is not None and attention.scores.relative is not None:
+            buckets = attention.scores.relative.buckets(causal=attention.causal)
+            return self.relative_bias[...].astype(jnp.float32)[buckets]
+        slopes = attention.slopes()
+        if slopes is None or shard.n == 1:
+            return None if slopes is None else jnp.asarray(slopes)
+        n_kv_heads = slopes.shape[1] // shard.n
+        return lax.dynamic_slice_in_dim(jnp.asarray(slopes), shard.index * n_kv_heads, n_kv_heads, axis=1)
+
     def _scaled(self, x: jax.Array) -> jax.Array:
         multiplier = self.config.residual_multiplier
         return x if multiplier == 1.0 else x * jnp.asarray(multiplier, x.dtype)
@@ -168,15 +226,6 @@ class Block(nnx.Module):
 
 def _normed(norm: LayerNorm | RMSNorm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
-
-
-def _bias(attention: Attention, shard: Shard) -> jax.Array | None:
-    """What `Attend` adds to the scores of this device's heads: ALiBi's slopes, [G, K]."""
-    slopes = attention.slopes()
-    if slopes is None or shard.n == 1:
-        return None if slopes is None else jnp.asarray(slopes)
-    n_kv_heads = slopes.shape[1] // shard.n
-    return lax.dynamic_slice_in_dim(jnp.asarray(slopes), shard.index * n_kv_heads, n_kv_heads, axis=1)
 
 
 def _qk_norms(attention: Attention, p: Weights) -> tuple[RMSNorm | None, RMSNorm | None]:

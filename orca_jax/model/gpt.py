@@ -9,9 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import HEAD, HEAD_BIAS, Initial, parameter_table
+from orca_jax.families.parameters import (
+    ENCODER,
+    HEAD,
+    HEAD_BIAS,
+    Initial,
+    encoder_layers_of,
+    parameter_table,
+)
 from orca_jax.families.rotary import Rotary
-from orca_jax.model.block import Attend, Block, Evaluated, norm_of
+from orca_jax.model.block import Attend, Block, Evaluated, norm_of, weights_of_layer
+from orca_jax.model.encoder import Encoder
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Linear, Matmul, matmul, soft_cap
 from orca_jax.model.rotation import Rotation, rotation
@@ -53,8 +61,8 @@ class GPT(nnx.Module):
     """The layers `layers` of the model, by default all; built from named parameters and never changed.
 
     The first layer brings the embedding with it, the last one the final norm and the head:
-    `families.parameters.stage_parameters`. With `shard` each call computes one part, from that part's
-    weights; linear layers and the head run `product`.
+    `families.parameters.stage_parameters`. Of an `encoder` it has the same share of layers. With `shard` each
+    call computes one part, from that part's weights; linear layers and the head run `product`.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
@@ -72,9 +80,13 @@ class GPT(nnx.Module):
                 None if embedding_norm is None else norm_of(embedding_norm, parameters.get, "embedding_norm")
             )
             self.project_in = Linear(parameters["project_in"], None) if project else None
-        self.layers = nnx.List(
-            [Block(config.layers[i], partial(_layer_parameter, parameters, i)) for i in layers]
-        )
+        self.layers = nnx.List([Block(config.layers[i], weights_of_layer(parameters, i)) for i in layers])
+        self.encoder = None
+        if config.encoder is not None:
+            encoding = encoder_layers_of(config, layers)
+            self.encoder = Encoder(
+                config.encoder, _within(parameters, ENCODER), encoding, first=first, last=last
+            )
         if last:
             final = config.final_norm
             self.final_norm = None if final is None else norm_of(final, parameters.get, "final_norm")
@@ -90,6 +102,21 @@ class GPT(nnx.Module):
         product: Matmul = matmul,
     ) -> jax.Array:
         """What goes into the first layer: token_ids, positions [T] int32 to [T, H]."""
+        x = self._embedded(token_ids, shard)
+        if self.project_in is not None:
+            x = self.project_in(x, product)
+        if self.position_embedding is not None and self.config.positions is not None:
+            place = positions + self.config.positions.offset
+            x = x + self.position_embedding[...].at[place].get(mode="clip")
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def embed_input(self, token_ids: jax.Array, positions: jax.Array, shard: Shard = ALONE) -> jax.Array:
+        """What goes into the encoder's first layer: token_ids, positions [T] int32 to [T, H]."""
+        assert self.encoder is not None
+        return self.encoder.begin(self._embedded(token_ids, shard), positions)
+
+    def _embedded(self, token_ids: jax.Array, shard: Shard) -> jax.Array:
+        """The tokens' rows of the embedding, [T, E]."""
         table = self.token_embedding[...]  # [V / n, E]
         if shard.n == 1:
             x = table.at[token_ids].get(mode="clip")  # [T, E]
@@ -99,12 +126,7 @@ class GPT(nnx.Module):
             x = shard.total(jnp.where(mine[:, None], table.at[here].get(mode="clip"), 0))
         if self.config.embedding.multiplier != 1.0:
             x = x * jnp.asarray(self.config.embedding.multiplier, x.dtype)
-        if self.project_in is not None:
-            x = self.project_in(x, product)
-        if self.position_embedding is not None and self.config.positions is not None:
-            place = positions + self.config.positions.offset
-            x = x + self.position_embedding[...].at[place].get(mode="clip")
-        return x if self.embedding_norm is None else self.embedding_norm(x)
+        return x
 
     def through(
         self,
@@ -116,10 +138,12 @@ class GPT(nnx.Module):
         shard: Shard = ALONE,
         product: Matmul = matmul,
         evaluated: Evaluated | None = None,
+        cross: Attend | None = None,
     ) -> Through:
         """x [T, H] through these layers, with the caches written: positions, slot_of_token [T] int32.
 
-        With `evaluated` the last of them gives the hidden states of those tokens alone.
+        With `evaluated` the last of them gives the hidden states of those tokens alone. `cross` is for cross
+        attention, bound to the slots that `cross_caches` wrote.
         """
         # Cosine and sine are computed once for all layers with the same rotary positions.
         kinds = dict.fromkeys(block.config.attention.rotary for block in self.layers)
@@ -138,7 +162,7 @@ class GPT(nnx.Module):
         ) -> tuple[jax.Array, LayerCache]:
             block = nnx.merge(graph, weights)
             wanted = evaluated if evaluates else None
-            return block(x, cache, slot_of_token, rotation, attend, shard, product, wanted)
+            return block(x, cache, slot_of_token, rotation, attend, shard, product, wanted, cross)
 
         before_last, written = x, list[LayerCache]()
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
@@ -157,11 +181,29 @@ class GPT(nnx.Module):
         attend: Attend,
         shard: Shard = ALONE,
         product: Matmul = matmul,
+        cross: Attend | None = None,
     ) -> jax.Array:
         """x [T, H] through the last layer alone; their keys and values are in its cache."""
         block = self.layers[-1]
         own = self._rotation(block.config.attention.rotary, positions)
-        return block(x, cache, None, own, attend, shard, product)[0]
+        return block(x, cache, None, own, attend, shard, product, None, cross)[0]
+
+    def cross_caches(
+        self,
+        encoded: jax.Array,
+        slot_of_token: jax.Array,
+        caches: list[LayerCache],
+        product: Matmul = matmul,
+    ) -> list[LayerCache]:
+        """The caches with each layer's cross-attention keys and values of the encoder's tokens.
+
+        `encoded` [T, H] is what the encoder ends with, slot_of_token [T] int32.
+        """
+        written: list[LayerCache] = []
+        for block, cache in zip(self.layers, caches, strict=True):
+            assert block.cross is not None
+            written.append(block.cross.write(encoded, cache, slot_of_token, product))
+        return written
 
     def _rotation(self, rotary: Rotary | None, positions: jax.Array) -> Rotation | None:
         return None if rotary is None else rotation(rotary, positions, self.config.n_positions)
@@ -182,5 +224,5 @@ class GPT(nnx.Module):
         return soft_cap(logits, self.config.logit_soft_cap)
 
 
-def _layer_parameter(parameters: Parameters, layer: int, name: str) -> jax.Array | None:
-    return parameters.get(f"layers.{layer}.{name}")
+def _within(parameters: Parameters, prefix: str) -> Parameters:
+    return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}

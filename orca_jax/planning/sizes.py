@@ -1,6 +1,7 @@
 """The sizes of an engine: the user's, and defaults that follow from the model and the memory."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from orca_jax.config import ServingConfig, Sizes
 from orca_jax.errors import ConfigError
@@ -24,13 +25,22 @@ def serving_config(
     `n_slots` is the largest that fits, as ORCA 4.2 advises. A slot takes memory on every stage, so the stage
     with the least room decides (`rooms` has one entry per stage). `n_slots` is at most what all admitted
     requests can reserve, or, if the engine shares its memory with others, a full batch of the longest
-    requests. `coarse_buckets` are for GPUs (iteration/shape.py). `device` is the name of the stages' devices,
-    from which `prefill_tokens` follows (prefill_tokens.py); without it that stays as given. Raises
-    ConfigError.
+    requests. With an encoder prompts are not found in a prefix cache: a decoder's keys and values depend on
+    the encoder's input. `coarse_buckets` are for GPUs (iteration/shape.py). `device` is the name of the
+    stages' devices, from which `prefill_tokens` follows (prefill_tokens.py); without it that stays as given.
+    Raises ConfigError.
     """
+    if config.encoder is not None:
+        if requested.prefix_caching:
+            raise ConfigError(
+                "prefix_caching is on, and the model has an encoder: what its decoder keeps depends on the "
+                "encoder's input, so that a prompt's beginning can never be reused; leave it out"
+            )
+        requested = replace(requested, prefix_caching=False)
     longest = config.n_positions
-    whole_request = round_up(longest, requested.block_size)
-    default_tokens = max(2048, longest, requested.max_batch_size)
+    longest_read = 0 if config.encoder is None else config.encoder.n_positions
+    whole_request = round_up(longest, requested.block_size) + round_up(longest_read, requested.block_size)
+    default_tokens = max(2048, longest, longest_read + 1, requested.max_batch_size)
     sizes = requested.filled(n_slots=whole_request, max_batch_tokens=default_tokens)
     if sizes.max_batch_tokens < longest and not sizes.scheduling.chunked_prefill:
         raise ConfigError(
@@ -66,7 +76,16 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         vocab_size=model.vocab_size,
         deterministic=serving.deterministic,
         coarse_buckets=serving.coarse_buckets,
+        max_encoder_blocks=-(-longest_input(model, serving) // serving.block_size),
     )
+
+
+def longest_input(model: ModelConfig, serving: ServingConfig) -> int:
+    """The most tokens of an encoder's input, which one iteration reads whole; 0 without an encoder."""
+    if model.encoder is None:
+        return 0
+    # Beside the decoder's first token.
+    return max(1, min(model.encoder.n_positions, serving.max_batch_tokens - 1))
 
 
 def kv_manager(shape: EngineShape, *, prefix_caching: bool = False) -> KVManager:
@@ -75,6 +94,6 @@ def kv_manager(shape: EngineShape, *, prefix_caching: bool = False) -> KVManager
         n_blocks=shape.n_blocks,
         block_size=shape.block_size,
         n_rows=shape.n_rows,
-        max_blocks_per_row=shape.max_blocks,
+        max_blocks_per_row=shape.max_blocks + shape.max_encoder_blocks,
         prefix_caching=prefix_caching,
     )

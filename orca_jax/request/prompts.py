@@ -32,6 +32,28 @@ def prompt_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) ->
     return [int(token_id) for token_id in prompt]
 
 
+def decoder_token_ids(model: str, tokenizer: Tokenizer | None, prompt: object) -> list[int] | None:
+    """The token ids that a decoder's output continues, without special tokens; None where there are none.
+
+    Raises InvalidPrompt.
+    """
+    if prompt is None:
+        return None
+    if isinstance(prompt, str) and tokenizer is not None:
+        return tokenizer.encode(prompt, add_special_tokens=False)
+    return prompt_token_ids(model, tokenizer, prompt)
+
+
+def listed_pairs(prompts: Any, decoder_prompts: Any) -> list[tuple[Any, Any]]:
+    """Each prompt with the decoder's, None where there are none of those. Raises InvalidPrompt."""
+    listed = listed_prompts(prompts)
+    begun = [None] * len(listed) if decoder_prompts is None else listed_prompts(decoder_prompts)
+    if len(begun) != len(listed):
+        message = f"there are {len(begun)} decoder_prompts for {len(listed)} prompts; give one for each"
+        raise InvalidPrompt(message, param="decoder_prompts")
+    return list(zip(listed, begun, strict=True))
+
+
 def listed_prompts(prompts: Any) -> list[Any]:
     """A list of prompts, from one or many; a sequence that begins with a number is one prompt's token ids."""
     if isinstance(prompts, np.ndarray):

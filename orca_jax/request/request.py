@@ -88,6 +88,9 @@ class Request:
     `block_hashes` are those of its full blocks (scheduling/prefix_lookup.py), of which others can find the
     first `n_found`.
 
+    With an encoder, `encoder_ids` is what it reads, and `prompt_ids` begins the decoder's tokens. The row
+    that begins with the first of them runs the encoder as well, as after a loss or a preemption.
+
     With `given_ids` the output is not sampled but given, `max_tokens` minus the prompt's tokens of it, and
     `logprobs` are its tokens'. An iteration may then compute several tokens of the increment phase.
 
@@ -102,6 +105,7 @@ class Request:
     seed: int
     end_token_ids: frozenset[int] = frozenset()
     given_ids: tuple[int, ...] = ()
+    encoder_ids: tuple[int, ...] = ()
     constraint: OutputConstraint | None = None
     sink: OutputSink | None = None
     owner: str = ""
@@ -133,6 +137,11 @@ class Request:
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
 
     @property
+    def n_input(self) -> int:
+        """Tokens of what the user sent; with an encoder, of its input."""
+        return len(self.encoder_ids or self.prompt_ids)
+
+    @property
     def n_tokens(self) -> int:
         """Known tokens, input and output."""
         return len(self.prompt_ids) + len(self.output_ids)
@@ -146,6 +155,11 @@ class Request:
     def n_to_compute(self) -> int:
         """Tokens whose keys and values the next iterations must compute."""
         return self.n_tokens_issued - self.n_computed
+
+    @property
+    def n_to_encode(self) -> int:
+        """Tokens that the encoder reads in its next row."""
+        return 0 if self.n_computed else len(self.encoder_ids)
 
     @property
     def in_initiation(self) -> bool:

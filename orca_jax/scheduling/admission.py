@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from orca_jax.config import ServingConfig
-from orca_jax.errors import EmptyPrompt, PromptTooLong, RequestTooLarge, TokenOutOfRange
+from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
@@ -29,11 +29,13 @@ _GRAMMAR_STATE = 128 << 10  # the output's position, with the bits of its next m
 class CheckedPrompt:
     """A prompt that `check_prompt` accepted, together with up to `n_output` output tokens.
 
-    The service adds how its requests are scheduled; see `Request`.
+    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. The service adds how its
+    requests are scheduled; see `Request`.
     """
 
     token_ids: tuple[int, ...]
     n_output: int
+    encoder_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: tuple[str, ...] = ()
     block_hashes: tuple[bytes, ...] | None = None
@@ -96,6 +98,52 @@ def longest_request(*, config: ServingConfig, model: ModelConfig) -> LengthLimit
         # After a preemption or the loss of a worker, one iteration recomputes all tokens except the last.
         limits.append(LengthLimit(config.max_batch_tokens + 1, "max_batch_tokens without chunked_prefill"))
     return min(limits)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """Which inputs the engine's encoder can read; without an encoder, none."""
+
+    model: ModelConfig
+    limit: LengthLimit | None
+
+    @classmethod
+    def of(cls, *, config: ServingConfig, model: ModelConfig) -> "EncoderInputs":
+        """The limit in an engine of these sizes, beside the decoder's longest sequence."""
+        if model.encoder is None:
+            return cls(model, None)
+        # In whole blocks: the two share none.
+        longest = longest_request(config=config, model=model).n_tokens
+        n_left = config.n_blocks - -(-longest // config.block_size)
+        limits = [
+            LengthLimit(model.encoder.n_positions, "the encoder's positions"),
+            LengthLimit(n_left * config.block_size, "n_slots without the decoder's tokens, in whole blocks"),
+            LengthLimit(config.max_batch_tokens - 1, "max_batch_tokens without the decoder's first token"),
+        ]
+        return cls(model, min(limits))
+
+    def split(
+        self, prompt_ids: Sequence[int], decoder_ids: Sequence[int] | None, sampling: SamplingParams
+    ) -> tuple[tuple[int, ...], Sequence[int]]:
+        """The encoder's input, empty without an encoder, and the decoder's prompt, not checked yet.
+
+        Raises EmptyPrompt, TokenOutOfRange, PromptTooLong or NotSupported.
+        """
+        limit, start = self.limit, self.model.decoder_start_token_id
+        if limit is None or start is None:
+            if decoder_ids is not None:
+                message = "decoder_prompt is for models with an encoder, and this one has none; leave it out"
+                raise NotSupported(message, param="decoder_prompt")
+            return (), prompt_ids
+        if sampling.prompt_logprobs is not None:
+            message = "prompt_logprobs are not supported for a model with an encoder; leave it out"
+            raise NotSupported(message, param="prompt_logprobs")
+        check_in_vocabulary(prompt_ids, self.model)
+        if len(prompt_ids) > limit.n_tokens:
+            message = f"the prompt has {len(prompt_ids)} tokens, and the encoder reads at most "
+            raise PromptTooLong(f"{message}{limit.n_tokens} ({limit.source})", param="prompt")
+        begun = tuple(decoder_ids or ())
+        return tuple(prompt_ids), begun if begun[:1] == (start,) else (start, *begun)
 
 
 def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams, n_hashes: int = 0) -> int:

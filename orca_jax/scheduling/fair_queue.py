@@ -155,4 +155,4 @@ class FairQueue:
 
 def _cost_to_admit(request: Request) -> int:
     """The tokens of its prompt; 0 after a preemption, because they were charged before."""
-    return 0 if request.n_preempted else len(request.prompt_ids)
+    return 0 if request.n_preempted else request.n_input

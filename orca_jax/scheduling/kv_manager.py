@@ -29,6 +29,9 @@ class KVManager:
     each row, which distinguishes successive requests in the same row. `slots_of` has the number of slots that
     each row holds, 0 if it is free.
 
+    With an encoder, a row begins with `encoder_blocks` blocks for the keys and values that cross attention
+    reads; `slots_of` does not count them.
+
     With `prefix_caching`, `prefixes` finds full blocks by their contents. They stay in the cache after the
     request that computed them, until their room is needed. Blocks of different `namespace`s, such as models,
     never have the same hash.
@@ -52,6 +55,7 @@ class KVManager:
         self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, max_blocks_per_row), np.int32)
         self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
         self.slots_of = [0] * n_rows
+        self.encoder_blocks: npt.NDArray[np.int32] = np.zeros(n_rows, np.int32)
         self.prefixes = PrefixCache() if prefix_caching else None
         # A stack: the first `_n_free_blocks` entries are free. Block 0 starts on top and is allocated first.
         self._free_blocks: npt.NDArray[np.int32] = np.arange(n_blocks - 1, -1, -1, dtype=np.int32)
@@ -74,13 +78,14 @@ class KVManager:
         return -(-n_tokens // self.block_size)
 
     def blocks_of(self, row: int) -> npt.NDArray[np.int32]:
-        """The blocks of `row` in token order: a view, `[n]` int32."""
-        return self.block_table[row, : self.slots_of[row] // self.block_size]
+        """All blocks of `row`, the encoder's first: a view, `[n]` int32."""
+        n = int(self.encoder_blocks[row]) + self.slots_of[row] // self.block_size
+        return self.block_table[row, :n]
 
     def n_released(self, rows: Sequence[int]) -> int:
         """How many blocks would be free after the release of these rows: those that no other row holds."""
         if self.prefixes is None:
-            return sum(self.slots_of[row] for row in rows) // self.block_size
+            return sum(len(self.blocks_of(row)) for row in rows)
         holds = Counter(block for row in rows for block in self.blocks_of(row).tolist())
         return sum(self._n_users[block] == n for block, n in holds.items())
 
@@ -88,13 +93,15 @@ class KVManager:
         """How many of these cached blocks no row holds."""
         return sum(self._n_users[block] == 0 for block in blocks)
 
-    def reserve(self, max_tokens: int) -> int:
-        """Allocate a row and blocks for `max_tokens` tokens; returns the row.
+    def reserve(self, max_tokens: int, n_encoder: int = 0) -> int:
+        """Allocate a row and blocks for `max_tokens` tokens and `n_encoder` of an encoder; returns the row.
 
         The scheduler has checked that they are free (Algorithm 1, line 25).
         """
         self._check(0, self.n_blocks_for(max_tokens))
         row = self._start_row()
+        if n_encoder:
+            self._begin_with_encoder(row, n_encoder)
         self.grow(row, max_tokens)
         return row
 
@@ -115,21 +122,12 @@ class KVManager:
         """Allocate blocks until `row` has room for `n_tokens` tokens."""
         n_held = self.slots_of[row] // self.block_size
         n = self.n_blocks_for(n_tokens)
-        n_new = n - n_held
-        if n_new <= 0:
+        if n <= n_held:
             return
         self._check(n_held, n)
-        while self._n_free_blocks < n_new:
-            assert self.prefixes is not None
-            self._push(self.prefixes.evict())
-        top = self._n_free_blocks
-        new = self._free_blocks[top - n_new : top][::-1]
-        self.block_table[row, n_held:n] = new
-        self._n_free_blocks = top - n_new
+        first = int(self.encoder_blocks[row])
+        self._allocate(row, first + n_held, first + n)
         self.slots_of[row] = n * self.block_size
-        if self.prefixes is not None:
-            for block in new.tolist():
-                self._n_users[block] = 1
 
     def release(self, row: int) -> int:
         """Free the row and its blocks, for reuse at once (Algorithm 1, line 14).
@@ -137,10 +135,9 @@ class KVManager:
         Returns how many blocks no row holds any more. Those in the prefix cache stay there until their room
         is needed, the last blocks of a request less long than its first.
         """
-        n = self.slots_of[row] // self.block_size if 0 <= row < self.n_rows else 0
-        assert n > 0, f"row {row} is not reserved"
-        blocks = self.block_table[row, :n][::-1]
-        n_released = n
+        assert 0 <= row < self.n_rows and self.slots_of[row], f"row {row} is not reserved"
+        blocks = self.blocks_of(row)[::-1]
+        n = n_released = len(blocks)
         if self.prefixes is None:
             top = self._n_free_blocks
             self._free_blocks[top : top + n] = blocks
@@ -148,7 +145,7 @@ class KVManager:
         else:
             n_released = sum(self._give_up(block, self.prefixes) for block in blocks.tolist())
         self.block_table[row, :n] = 0
-        self.slots_of[row] = 0
+        self.slots_of[row] = self.encoder_blocks[row] = 0
         self._free_rows.append(row)
         return n_released
 
@@ -169,6 +166,25 @@ class KVManager:
         row = self._free_rows.pop()
         self.n_reserved[row] += 1
         return row
+
+    def _begin_with_encoder(self, row: int, n_tokens: int) -> None:
+        n = self.n_blocks_for(n_tokens)
+        self._allocate(row, 0, n)
+        self.encoder_blocks[row] = n
+
+    def _allocate(self, row: int, first: int, end: int) -> None:
+        """Blocks for the places `first` to `end` of a row's table."""
+        n_new = end - first
+        while self._n_free_blocks < n_new:
+            assert self.prefixes is not None
+            self._push(self.prefixes.evict())
+        top = self._n_free_blocks
+        new = self._free_blocks[top - n_new : top][::-1]
+        self.block_table[row, first:end] = new
+        self._n_free_blocks = top - n_new
+        if self.prefixes is not None:
+            for block in new.tolist():
+                self._n_users[block] = 1
 
     def _share(self, row: int, blocks: Sequence[int]) -> None:
         """Begin `row` with these cached blocks."""

@@ -244,9 +244,10 @@ class Scheduler:
     def _admit(self, new: list[Request], choice: Choice) -> None:
         """Allocate a row and blocks for each of these requests."""
         self.pool.admit(new)
-        if not choice.cached:
+        if self.kv.prefixes is None:
             for req in new:
-                req.row = self.kv.reserve(req.n_tokens if self._on_demand else req.max_tokens)
+                n_tokens = req.n_tokens if self._on_demand else req.max_tokens
+                req.row = self.kv.reserve(n_tokens, len(req.encoder_ids))
         else:
             self._share(new, choice)
         for req in new:

@@ -71,7 +71,8 @@ def select_rows(
     """The rows of the next iteration, and the new `n_rsrv` (Algorithm 1, lines 17 to 28). Changes nothing.
 
     Each row computes all tokens that its request has left to compute. Requests in `ahead` may be selected
-    although they are RUNNING. `max_batch_tokens` limits the tokens of the batch. Reservations are rounded up
+    although they are RUNNING. `max_batch_tokens` limits the tokens of the batch, an encoder's among them, for
+    which slots are reserved too. Reservations are rounded up
     to blocks of `block_size` slots, so that they can be allocated; `n_rsrv` is then a multiple of
     `block_size`, and `n_slots` is in effect rounded down to one.
     """
@@ -87,11 +88,15 @@ def select_rows(
         # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
         n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
         batch_tokens += n_tokens
+        if req.encoder_ids:
+            batch_tokens += req.n_to_encode
         if batch_tokens > token_limit:  # break, as in line 25, so that no later request overtakes this one
             break
         # A request that already has a row resumes after a fault and still holds its reservation.
         if req.state is INITIATION and req.row < 0:  # line 23
             new_n_rsrv = n_rsrv + round_up(req.max_tokens, block_size)  # line 24
+            if req.encoder_ids:
+                new_n_rsrv += round_up(len(req.encoder_ids), block_size)
             if new_n_rsrv > n_slots:  # line 25
                 break
             n_rsrv = new_n_rsrv  # line 26

@@ -171,7 +171,7 @@ class ServingPolicy:
             )
             has_room = plan.make_room(max(0, n_new), others, self._kv)
         else:
-            has_room = plan.make_room(self._kv.n_blocks_for(self._tokens_to_reserve(req)), others, self._kv)
+            has_room = plan.make_room(self._blocks_to_reserve(req), others, self._kv)
             if not self._kv.n_free_rows and not plan.preempted:
                 plan.drop(others[0], self._kv)
         assert has_room, "the request alone needs more blocks than there are"
@@ -222,6 +222,7 @@ class ServingPolicy:
                 continue
             if len(plan.rows) == self._max_bs:
                 return True
+            room -= req.n_to_encode
             n_tokens = self._n_tokens(req.n_to_compute, room)
             if not n_tokens:
                 return False
@@ -255,7 +256,7 @@ class ServingPolicy:
             next_hash = next_block_hash(req, len(cached), kv)
             if next_hash is not None and next_hash in computing:
                 return True  # another request computes this block now; in the next iteration it is cached
-            n_tokens = self._n_tokens(req.n_tokens - len(cached) * kv.block_size, room)
+            n_tokens = self._n_tokens(req.n_tokens - len(cached) * kv.block_size, room - req.n_to_encode)
             if not n_tokens:
                 return not room
             n_new = self._n_new_blocks(req, cached, plan.revived)
@@ -267,7 +268,7 @@ class ServingPolicy:
             plan.revived.update(cached)
             plan.rows.append((req, n_tokens))
             computing.add(next_hash)
-            room -= n_tokens
+            room -= n_tokens + req.n_to_encode
             n_admitted += 1
             n_free_rows -= 1
         return True
@@ -299,17 +300,18 @@ class ServingPolicy:
         Those that no request holds count as free, unless an earlier one of this plan takes them (`revived`).
         """
         n_idle = self._kv.n_idle([block for block in cached if block not in revived])
-        return self._kv.n_blocks_for(self._tokens_to_reserve(req)) - len(cached) + n_idle
+        return self._blocks_to_reserve(req) - len(cached) + n_idle
 
-    def _tokens_to_reserve(self, req: Request) -> int:
-        """The tokens that a request gets slots for when it is admitted."""
-        return req.n_tokens if self._on_demand else req.max_tokens
+    def _blocks_to_reserve(self, req: Request) -> int:
+        """The blocks that a request gets when it is admitted."""
+        n_tokens = req.n_tokens if self._on_demand else req.max_tokens
+        return self._kv.n_blocks_for(n_tokens) + self._kv.n_blocks_for(len(req.encoder_ids))
 
     def _n_tokens(self, n_to_compute: int, room: int) -> int:
         """How many tokens of a prompt run in this iteration."""
         if n_to_compute <= room:
             return n_to_compute
-        return room if self._chunked else 0
+        return max(0, room) if self._chunked else 0
 
 
 def _service_order(req: Request) -> tuple[float, int]:

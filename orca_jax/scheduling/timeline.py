@@ -145,9 +145,7 @@ class Timeline:
     def arrived(self, request: Request) -> None:
         """A request entered the pool. Pass this method to `RequestPool` as `on_arrival`."""
         self.n_arrived += 1
-        self._live[request.arrival] = RequestRecord(
-            request.request_id, len(request.prompt_ids), self._clock()
-        )
+        self._live[request.arrival] = RequestRecord(request.request_id, request.n_input, self._clock())
 
     def issued(self, rows: Sequence[Row]) -> IterationRecord:
         """Record an iteration, before the scheduler updates its requests' state for it."""

@@ -21,7 +21,13 @@ from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.admission import CheckedPrompt, check_prompt, longest_request, weight_in_bytes
+from orca_jax.scheduling.admission import (
+    CheckedPrompt,
+    EncoderInputs,
+    check_prompt,
+    longest_request,
+    weight_in_bytes,
+)
 from orca_jax.scheduling.engine_protocol import Engine
 from orca_jax.scheduling.fair_queue import FairQueue
 from orca_jax.scheduling.kv_manager import KVManager
@@ -102,6 +108,7 @@ class Orca:
         self._order = config.scheduling.order
         self._deterministic = config.deterministic
         self._limit = longest_request(config=config, model=model)
+        self._inputs = EncoderInputs.of(config=config, model=model)
         self._rules = RuleMaker(model, tokenizer)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
@@ -180,8 +187,12 @@ class Orca:
         scheduling: SchedulingParams = PLAIN,
         *,
         tenant: str = "",
+        decoder_ids: Sequence[int] | None = None,
     ) -> CheckedPrompt:
         """Check a prompt before anything runs; `submit` does not check it again.
+
+        With an encoder the prompt is its input, and `decoder_ids` the tokens that the output follows: by
+        default, and before any that are given without it, the model's `decoder_start_token_id`.
 
         Prompts of different tenants share no keys and values. The prompt's blocks are hashed here, once for
         all its outputs and on the caller's thread, so that a long prompt does not delay the scheduler.
@@ -190,11 +201,13 @@ class Orca:
         """
         if scheduling.priority:
             scheduling.check_policy(self._order)
+        encoder_ids, prompt_ids = self._inputs.split(prompt_ids, decoder_ids, rules.sampling)
         checked = check_prompt(prompt_ids, rules.sampling.max_tokens, model=self._model, limit=self._limit)
         salt = (tenant, scheduling.cache_salt or "")
         hashes = prompt_hashes(checked.token_ids, salt, self._kv) if self._kv.prefixes is not None else None
         return replace(
             checked,
+            encoder_ids=encoder_ids,
             priority=scheduling.priority,
             cache_salt=salt,
             block_hashes=None if hashes is None else tuple(hashes),
@@ -219,7 +232,7 @@ class Orca:
 
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
-        return self._limit.n_tokens - n_input
+        return self._limit.n_tokens - (n_input if self._model.encoder is None else 1)
 
     @overload
     def submit(
@@ -287,10 +300,13 @@ class Orca:
             seed=seed,
             end_token_ids=rules.end_token_ids,
             given_ids=given_ids,
+            encoder_ids=checked.encoder_ids,
             constraint=rules.constraint(),
             owner=owner,
             weight=weight_in_bytes(
-                (*checked.token_ids, *given_ids), rules.sampling, len(checked.block_hashes or ())
+                (*checked.token_ids, *checked.encoder_ids, *given_ids),
+                rules.sampling,
+                len(checked.block_hashes or ()),
             ),
             priority=checked.priority,
             cache_salt=checked.cache_salt,

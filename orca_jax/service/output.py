@@ -177,8 +177,8 @@ class RequestHandle:
 
     @property
     def n_input(self) -> int:
-        """The number of prompt tokens."""
-        return len(self._request.prompt_ids)
+        """The number of prompt tokens; with an encoder, of those that it reads."""
+        return self._request.n_input
 
     @property
     def n_cached(self) -> int:

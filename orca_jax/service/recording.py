@@ -24,6 +24,7 @@ class RecordedRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     given_ids: tuple[int, ...]  # of a request for log-probabilities of given tokens
+    encoder_ids: tuple[int, ...]  # of a model with an encoder
     max_tokens: int
     seed: int
     sampling: SamplingParams
@@ -157,6 +158,7 @@ def _request(line: dict[str, Any]) -> RecordedRequest:
         request_id=line["id"],
         prompt_ids=tuple(line["prompt"]),
         given_ids=tuple(line.get("given", ())),
+        encoder_ids=tuple(line.get("encoder", ())),
         max_tokens=line["max_tokens"],
         seed=line["seed"],
         sampling=SamplingParams(**line["sampling"]),

@@ -125,6 +125,7 @@ class Replay:
             request_id=f"{recorded.arrival} {recorded.request_id}",  # the recorded ids may repeat
             prompt_ids=recorded.prompt_ids,
             given_ids=recorded.given_ids,
+            encoder_ids=recorded.encoder_ids,
             max_tokens=recorded.max_tokens,
             sampling=recorded.sampling,
             seed=recorded.seed,

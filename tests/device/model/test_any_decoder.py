@@ -62,7 +62,9 @@ def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
         alibi=draw(st.sampled_from([None, None, 1.0])),
     )
     attention = Attention(
-        **heads,
+        n_heads=heads["n_heads"],
+        n_kv_heads=heads["n_kv_heads"],
+        head_size=heads["head_size"],
         qkv_bias=draw(maybe),
         out_bias=draw(maybe),
         qk_norm=QKNorm(norm=draw(norms(bias=False)), over=over) if draw(maybe) else None,  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,69 @@
+"""The encoder: what reads a model's input, all of it at once, and so not a token at a time (ORCA 5).
+
+Its layers are those of a decoder with attention that is not causal. Between two of its layers nothing is
+kept: their keys and values take turns in the slots of one layer's cache, those that the request holds for
+its input.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from orca_jax.families import model_config
+from orca_jax.model.block import Attend, Block, norm_of, weights_of_layer
+from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.layers import Matmul, matmul
+from orca_jax.model.shard import ALONE, Shard
+
+Parameters = Mapping[str, jax.Array]
+
+
+class Encoder(nnx.Module):
+    """Layers of the encoder from named parameters; the `first` brings its positions, the `last` its norm."""
+
+    def __init__(
+        self,
+        config: model_config.Encoder,
+        parameters: Parameters,
+        layers: range,
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        self.config = config
+        has_positions = first and config.positions is not None
+        self.position_embedding = nnx.Param(parameters["position_embedding"]) if has_positions else None
+        norm = config.embedding_norm if first else None
+        self.embedding_norm = None if norm is None else norm_of(norm, parameters.get, "embedding_norm")
+        self.layers = nnx.List([Block(config.layers[i], weights_of_layer(parameters, i)) for i in layers])
+        final = config.final_norm if last else None
+        self.final_norm = None if final is None else norm_of(final, parameters.get, "final_norm")
+
+    def begin(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """The tokens' embeddings [T, H] to what goes into the first layer; positions [T] int32."""
+        if self.position_embedding is not None and self.config.positions is not None:
+            place = positions + self.config.positions.offset
+            x = x + self.position_embedding[...].at[place].get(mode="clip")
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def through(
+        self,
+        x: jax.Array,
+        slot_of_token: jax.Array,
+        cache: LayerCache,
+        attend: Attend,
+        shard: Shard = ALONE,
+        product: Matmul = matmul,
+    ) -> tuple[jax.Array, LayerCache]:
+        """x [T, H] through these layers, which write to the slots [T] int32 of the one cache in turn."""
+
+        @partial(jax.jit, static_argnums=0)  # traced once for all layers of a kind, as in GPT
+        def layer(graph: Any, weights: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+            return nnx.merge(graph, weights)(x, cache, slot_of_token, None, attend, shard, product)
+
+        for block in self.layers:
+            x, cache = layer(*nnx.split(block), x, cache)
+        return (x if self.final_norm is None else self.final_norm(x)), cache
