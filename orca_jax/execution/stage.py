@@ -71,12 +71,11 @@ class Stage:
     states and the part's `at`, `cache` the last layer's after the forward pass, and `score_buffer` makes the
     buffer of the part's batch. Of these two only `take` is compiled for each bucket.
 
-    With an encoder, which takes no part in `score`, an iteration whose rows run it calls two programs before
-    `forward`, both with the encoder's batch: `encode(weights, cache, arrived, buffer, layout=)` gives the
-    hidden array [T, H] behind this stage's share of the encoder, and the first layer's cache, in whose slots
-    the encoder's layers keep their keys and values in turn. `cross(weights, caches, encoded, buffer,
-    layout=)` gives the caches with the cross-attention keys and values of `encoded` [T, H], behind the whole
-    encoder.
+    With an encoder, which takes no part in `score`, an iteration whose rows run it calls programs before
+    `forward` that are given the encoder's batch. `encode(weights, cache, buffer, layout=)` is the first
+    stage's: the hidden array [T, H] behind the encoder, and the first layer's cache, in whose slots the
+    encoder's layers keep their keys and values in turn. `cross(weights, caches, encoded, buffer, layout=)` is
+    every stage's: the caches with the cross-attention keys and values of that hidden array.
     """
 
     def __init__(
@@ -158,7 +157,6 @@ class Stage:
         def encode_part(
             weights: list[jax.Array],
             cache: LayerCache,
-            arrived: jax.Array,
             buffer: jax.Array,
             *,
             layout: FlatLayout,
@@ -167,7 +165,7 @@ class Stage:
             batch = layout.split(buffer)
             product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
             assert isinstance(model, GPT) and model.encoder is not None
-            x = model.embed_input(batch.token_ids, batch.positions, shard) if part.first else arrived
+            x = model.embed_input(batch.token_ids, batch.positions, shard)
             return model.encoder.through(x, batch.slot_of_token, cache, attend, shard, product)
 
         def cross_part(
@@ -237,7 +235,7 @@ class Stage:
 
         def encode(*arrays: Any, layout: FlatLayout) -> tuple[jax.Array, LayerCache]:
             compute = partial(encode_part, layout=layout)
-            return on_each(compute, (CACHE_SPEC, P(), P()), (P(), CACHE_SPEC))(*arrays)
+            return on_each(compute, (CACHE_SPEC, P()), (P(), CACHE_SPEC))(*arrays)
 
         def cross(*arrays: Any, layout: FlatLayout) -> list[LayerCache]:
             compute = partial(cross_part, layout=layout)

@@ -38,6 +38,7 @@ from orca_jax.workers.mask_inbox import MaskInbox
 News = Callable[[Controller], None]  # to be told on the controller's thread
 _THREAD = "stage device"
 _MAX_JOBS = 4096
+_ENCODED = 1 << 32  # added to a stage's number in the key of what the encoder made
 _CLOSE_SECONDS = 2.0
 
 
@@ -229,20 +230,38 @@ class JaxStageDevice:
                 if not self._connected:  # the address came before the epoch's first message
                     self._link.connect(self._address_before())
                     self._connected = True
+            sent = self._encode(worker, epoch, iteration, message)
+            if not part.first:
+                assert self._link is not None
                 key = (epoch, iteration, self._model.stage - 1)
                 arrived = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
             out = worker.forward(flat, arrived)
-            sent = 0
             if part.last:
                 words = self._allowed(epoch, iteration, message) if flat.programs.allow else None
                 out = worker.choose(out, message, flat, words)
             else:
                 assert self._link is not None
-                sent = self._link.offer((epoch, iteration, self._model.stage), out)
+                sent += self._link.offer((epoch, iteration, self._model.stage), out)
         except Exception as error:
             self._fail(epoch, error)
             return
         self._results.put(partial(self._finish, epoch, iteration, out, sent))
+
+    def _encode(self, worker: Worker, epoch: int, iteration: int, message: ControlMessage) -> int:
+        """Start the iteration's part for the encoder, if it has one; the bytes put on the link."""
+        flat, part, stage = self._sizes.lay_out_encoder(message), self._model.part, self._model.stage
+        if flat is None:
+            return 0
+        encoded = None
+        if not part.first:
+            assert self._link is not None
+            key = (epoch, iteration, _ENCODED + stage - 1)
+            encoded = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
+        encoded = worker.encode(flat, encoded)
+        if part.last:
+            return 0
+        assert self._link is not None
+        return self._link.offer((epoch, iteration, _ENCODED + stage), encoded)
 
     def _allowed(self, epoch: int, iteration: int, message: ControlMessage) -> npt.NDArray[np.int32]:
         """What the constrained rows allow, once it has come."""

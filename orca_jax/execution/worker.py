@@ -123,21 +123,18 @@ class Worker:
         )
         return out
 
-    def encode(self, flat: FlatBatch, arrived: jax.Array) -> jax.Array:
-        """Start this stage's share of the encoder: the hidden array [T, H].
+    def encode(self, flat: FlatBatch, encoded: jax.Array | None) -> jax.Array:
+        """Start the encoder on the first stage, and on each stage writing what cross attention reads.
 
-        `flat` is the encoder's batch, `arrived` what the stage before gave; anything for the first stage.
+        `flat` is the encoder's batch. Returns `encoded` [T, H], which the other stages get from the first.
         """
         buffer = jax.device_put(flat.buffer, self._place)
-        weights, layout = self.stage.weights, flat.layout
-        out, self._caches[0] = self.stage.encode(weights, self._caches[0], arrived, buffer, layout=layout)
-        return out
-
-    def cross(self, flat: FlatBatch, encoded: jax.Array) -> None:
-        """Start writing what cross attention reads; `encoded` [T, H] is what the encoder ends with."""
-        buffer = jax.device_put(flat.buffer, self._place)
-        weights, layout = self.stage.weights, flat.layout
-        self._caches = self.stage.cross(weights, self._caches, encoded, buffer, layout=layout)
+        stage, layout = self.stage, flat.layout
+        if stage.part.first:
+            encoded, self._caches[0] = stage.encode(stage.weights, self._caches[0], buffer, layout=layout)
+        assert encoded is not None
+        self._caches = stage.cross(stage.weights, self._caches, encoded, buffer, layout=layout)
+        return encoded
 
     def choose(
         self, last: Last, message: ControlMessage, flat: FlatBatch, words: npt.NDArray[np.int32] | None
@@ -169,14 +166,12 @@ class Worker:
             forward = partial(stage.forward.compile, stage.weights, caches, arrived, buffer, layout=layout)
             yield ToCompile(f"forward pass, {_tokens(layout)}", forward)
         for layout in reversed(sizes.encoder_layouts):
-            hidden = self.hidden_like(layout.n_tokens)
-            arrived = hidden
-            if stage.part.first:
-                arrived = jax.ShapeDtypeStruct((self._n_rows,), jnp.int32, sharding=place)
             buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=place)
-            encode = partial(stage.encode.compile, stage.weights, caches[0], arrived, buffer, layout=layout)
-            yield ToCompile(f"encoder, {_tokens(layout)}", encode)
-            cross = partial(stage.cross.compile, stage.weights, caches, hidden, buffer, layout=layout)
+            if stage.part.first:
+                encode = partial(stage.encode.compile, stage.weights, caches[0], buffer, layout=layout)
+                yield ToCompile(f"encoder, {_tokens(layout)}", encode)
+            arrays = (stage.weights, caches, self.hidden_like(layout.n_tokens), buffer)
+            cross = partial(stage.cross.compile, *arrays, layout=layout)
             yield ToCompile(f"cross attention's keys and values, {_tokens(layout)}", cross)
         if self._chooser is not None and not self._encodes:
             scored = scored_layout(sizes.shape.max_blocks)
@@ -282,13 +277,11 @@ class LocalWorkers:
             raise
 
     def _encode(self, flat: FlatBatch) -> None:
-        """Through all stages' shares of the encoder, and once more, to where its results are read."""
-        arrived = self.workers[0].last_token
-        for worker, link in zip(self.workers, self._links[1:] + self._links[:1], strict=True):
-            arrived = link.send(worker.encode(flat, arrived))
+        """The encoder on the first stage, and through all stages with what it made."""
+        encoded = None
         for worker, link in zip(self.workers, [*self._links[1:], None], strict=True):
-            worker.cross(flat, arrived)
-            arrived = arrived if link is None else link.send(arrived)
+            encoded = worker.encode(flat, encoded)
+            encoded = encoded if link is None else link.send(encoded)
 
     def _forward(self, flat: FlatBatch) -> Any:
         """Through all stages: the newest tokens from the last to the first, and from there hidden states."""

@@ -17,7 +17,7 @@ head k * G + g of a checkpoint. The input of `out` [H, G, K D] has the same orde
 each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv`
 [2, K D, H] has the keys, then the values.
 
-An encoder's layers are `encoder.layers.{i}`; a stage has a share of them beside its decoder layers.
+An encoder's layers are `encoder.layers.{i}`; the first stage has all of them beside its decoder layers.
 """
 
 import math
@@ -122,12 +122,14 @@ def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]
 
 
 def encoder_layers_of(config: ModelConfig, layers: range) -> range:
-    """The encoder's layers of the stage with these layers of the decoder: the same part of all, rounded up.
+    """The encoder's layers of the stage with these layers of the decoder: all of them on the first.
 
-    So the first stage has at least one. Empty without an encoder.
+    So what the encoder makes goes from stage to stage in the direction of everything else. In decode, where
+    most time goes, the stages have equal shares.
     """
-    n_layers = 0 if config.encoder is None else len(config.encoder.layers)
-    return range(*(-(-n_layers * end // config.n_layers) for end in (layers.start, layers.stop)))
+    if config.encoder is None or layers.start:
+        return range(0)
+    return range(len(config.encoder.layers))
 
 
 def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
@@ -220,7 +222,7 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")
     after = {} if config.final_norm is None else _norm("final_norm", config.final_norm, sizes, "last")
     if encoder is not None and encoder.final_norm is not None:
-        after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "last")
+        after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "first")
     if not tied:
         after[HEAD] = _parameter(("V", "E"), sizes, "normal", "head", "last")
     if config.head_bias:

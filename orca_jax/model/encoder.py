@@ -22,25 +22,18 @@ Parameters = Mapping[str, jax.Array]
 
 
 class Encoder(nnx.Module):
-    """Layers of the encoder from named parameters; the `first` brings its positions, the `last` its norm."""
+    """All layers of the encoder, from named parameters, and what is before and after them."""
 
-    def __init__(
-        self,
-        config: model_config.Encoder,
-        parameters: Parameters,
-        layers: range,
-        *,
-        first: bool,
-        last: bool,
-    ) -> None:
+    def __init__(self, config: model_config.Encoder, parameters: Parameters) -> None:
         self.config = config
-        has_positions = first and config.positions is not None
+        has_positions = config.positions is not None
         self.position_embedding = nnx.Param(parameters["position_embedding"]) if has_positions else None
-        norm = config.embedding_norm if first else None
-        self.embedding_norm = None if norm is None else norm_of(norm, parameters.get, "embedding_norm")
-        self.layers = nnx.List([Block(config.layers[i], weights_of_layer(parameters, i)) for i in layers])
-        final = config.final_norm if last else None
-        self.final_norm = None if final is None else norm_of(final, parameters.get, "final_norm")
+        before, after = config.embedding_norm, config.final_norm
+        self.embedding_norm = None if before is None else norm_of(before, parameters.get, "embedding_norm")
+        self.layers = nnx.List(
+            [Block(layer, weights_of_layer(parameters, i)) for i, layer in enumerate(config.layers)]
+        )
+        self.final_norm = None if after is None else norm_of(after, parameters.get, "final_norm")
 
     def begin(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """The tokens' embeddings [T, H] to what goes into the first layer; positions [T] int32."""
@@ -58,7 +51,7 @@ class Encoder(nnx.Module):
         shard: Shard = ALONE,
         product: Matmul = matmul,
     ) -> tuple[jax.Array, LayerCache]:
-        """x [T, H] through these layers, which write to the slots [T] int32 of the one cache in turn."""
+        """x [T, H] through all layers, which write to the slots [T] int32 of the one cache in turn."""
 
         @partial(jax.jit, static_argnums=0)  # traced once for all layers of a kind, as in GPT
         def layer(graph: Any, weights: Any, x: jax.Array, cache: LayerCache) -> tuple[jax.Array, LayerCache]:

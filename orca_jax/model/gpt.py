@@ -14,7 +14,6 @@ from orca_jax.families.parameters import (
     HEAD,
     HEAD_BIAS,
     Initial,
-    encoder_layers_of,
     parameter_table,
 )
 from orca_jax.families.rotary import Rotary
@@ -60,9 +59,9 @@ class Through(NamedTuple):
 class GPT(nnx.Module):
     """The layers `layers` of the model, by default all; built from named parameters and never changed.
 
-    The first layer brings the embedding with it, the last one the final norm and the head:
-    `families.parameters.stage_parameters`. Of an `encoder` it has the same share of layers. With `shard` each
-    call computes one part, from that part's weights; linear layers and the head run `product`.
+    The first layer brings the embedding and the encoder with it, the last one the final norm and the head:
+    `families.parameters.stage_parameters`. With `shard` each call computes one part, from that part's
+    weights; linear layers and the head run `product`.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, layers: range | None = None) -> None:
@@ -81,12 +80,8 @@ class GPT(nnx.Module):
             )
             self.project_in = Linear(parameters["project_in"], None) if project else None
         self.layers = nnx.List([Block(config.layers[i], weights_of_layer(parameters, i)) for i in layers])
-        self.encoder = None
-        if config.encoder is not None:
-            encoding = encoder_layers_of(config, layers)
-            self.encoder = Encoder(
-                config.encoder, _within(parameters, ENCODER), encoding, first=first, last=last
-            )
+        encoder = config.encoder if first else None
+        self.encoder = None if encoder is None else Encoder(encoder, _within(parameters, ENCODER))
         if last:
             final = config.final_norm
             self.final_norm = None if final is None else norm_of(final, parameters.get, "final_norm")
