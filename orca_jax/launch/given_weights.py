@@ -1,8 +1,9 @@
 # pyright: standard
 """New weights as a trainer hands them over: their names, shapes and dtypes, checked before any is used."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,23 +15,28 @@ from flax.core.meta import AxisMetadata
 
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import in_layers, parameter_table
+from orca_jax.families.parameters import Parameter, in_layers, parameter_table
+from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm, axis_sizes
-from orca_jax.families.trainers.layouts import Detected, Layout, detect
-from orca_jax.launch.trainers_arrays import Rearranged
+from orca_jax.families.trainers.layouts import Detected, Layout, detect, held_names
+from orca_jax.launch.trainers_arrays import AdaptersChange, Rearranged, Recipe, product_of
 from orca_jax.model.gpt import GPT
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
+_LORA_ENDS = (LORA_A, LORA_B, "_lora_a", "_lora_b")
 
 _SHOWN = 4  # differences in a message
 
 
+Change = Callable[[Sequence[jax.Array]], jax.Array]
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A low-rank change of one weight [*out, *into]: `b` [*out, r] times `a` [r, *into]."""
+    """A low-rank change of one weight: what `change`, which is traced, makes of `arrays`, in float32."""
 
-    a: Any
-    b: Any
+    arrays: tuple[Any, ...]
+    change: Change
 
 
 def named_arrays(weights: object) -> dict[str, Any]:
@@ -106,10 +112,16 @@ def _of_trainer(
         places = {frozenset(value.devices()) for value in values if isinstance(value, jax.Array)}
         if len(places) > 1:
             wrong.append(f"{' and '.join(dict.fromkeys(stored.names))} are on different devices")
-        stored = replace(stored, forms=tuple(forms))
-        made[name] = Rearranged(values, stored, parameter, sizes, model.attention)
+        made[name] = Rearranged(values, _recipe(stored, forms, name, parameter, model))
     _raise([*dict.fromkeys(wrong)])  # an array of several layers is looked at for each
     return made
+
+
+def _recipe(
+    stored: StoredName, forms: Sequence[ArrayForm], name: str, parameter: Parameter, model: ModelConfig
+) -> Recipe:
+    sizes = axis_sizes(model, int(in_layers(name)[1] or 0))
+    return Recipe(tuple(forms), stored.heads, parameter, tuple(sizes.items()), model.attention)
 
 
 def _absent(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
@@ -121,34 +133,119 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def check_adapters(arrays: Mapping[str, Any], stored: ModelConfig) -> dict[str, Adapter] | None:
-    """The adapters by the name of their weight, if all names end in .lora_a or .lora_b; else None.
+def check_adapters(
+    arrays: Mapping[str, Any], stored: ModelConfig, layout: Layout | None = None
+) -> dict[str, Adapter] | None:
+    """The adapters by the name of their weight, if names end in .lora_a or .lora_b; else None.
 
-    Raises TensorMismatch.
+    In Tunix's layout they end in _lora_a and _lora_b, as Qwix names them. Raises TensorMismatch.
     """
-    ends = {name: next((end for end in (LORA_A, LORA_B) if name.endswith(end)), None) for name in arrays}
+    ends = {name: next((end for end in _LORA_ENDS if name.endswith(end)), None) for name in arrays}
     if not any(ends.values()):
         return None
-    table, paths = parameter_table(stored), state_names(stored)
+    wrong = [
+        f"{name} is no {LORA_A} or {LORA_B}; give either whole weights or adapters"
+        for name, end in ends.items()
+        if end is None
+    ]
     pairs = dict[str, dict[str, Any]]()
-    wrong = list[str]()
     for name, end in ends.items():
-        if end is None:
-            wrong.append(f"{name} is no {LORA_A} or {LORA_B}; give either whole weights or adapters")
-            continue
-        own = name.removesuffix(end)
-        pairs.setdefault(paths.get(own, own), {})[end] = arrays[name]
-    adapters = dict[str, Adapter]()
-    for name, pair in pairs.items():
-        if name not in table:
-            wrong.append(f"{name} is not a weight of this model")
-        elif len(pair) < 2:
-            wrong.append(f"{name} has no {LORA_B if LORA_A in pair else LORA_A}")
-        else:
-            adapters[name] = Adapter(pair[LORA_A], pair[LORA_B])
-            wrong += _adapter_differences(name, adapters[name], table[name].shape)
+        if end is not None:
+            pairs.setdefault(name.removesuffix(end), {})[end[1:]] = arrays[name]
+    own = any(name.endswith((LORA_A, LORA_B)) for name in arrays)
+    if layout not in (None, "tunix") or (own and layout is not None):
+        raise TensorMismatch(f"the new weights are adapters that are not known in the layout {layout}")
+    adapters = _own_adapters(pairs, stored, wrong) if own else _tunix_adapters(pairs, stored, wrong)
     _raise(wrong)
     return adapters
+
+
+def _own_adapters(
+    pairs: Mapping[str, Mapping[str, Any]], stored: ModelConfig, wrong: list[str]
+) -> dict[str, Adapter]:
+    """Of a weight [*out, *into]: b [*out, r] times a [r, *into]."""
+    table, paths = parameter_table(stored), state_names(stored)
+    adapters = dict[str, Adapter]()
+    for given, pair in pairs.items():
+        name = paths.get(given, given)
+        both = _both(given, pair, LORA_A[0], table, name, wrong)
+        if both is None:
+            continue
+        a, b = both
+        shape, into, out = table[name].shape, tuple(a.shape[1:]), tuple(b.shape[:-1])
+        if not (into and out) or a.shape[0] != b.shape[-1] or (*out, *into) != shape:
+            wrong.append(
+                f"{given}{LORA_B} {list(b.shape)} times {LORA_A} {list(a.shape)} is not the weight's shape "
+                f"{list(shape)}; {LORA_B} has its output axes, then the rank, {LORA_A} the rank, then its "
+                "input axes"
+            )
+        adapters[name] = Adapter((b, a), _product)
+    return adapters
+
+
+def _product(arrays: Sequence[jax.Array]) -> jax.Array:
+    return product_of(*arrays)
+
+
+def _tunix_adapters(
+    pairs: Mapping[str, Mapping[str, Any]], model: ModelConfig, wrong: list[str]
+) -> dict[str, Adapter]:
+    names = held_names(model, "tunix")
+    table = parameter_table(model)
+    ours = {theirs: name for name, stored in names.items() for theirs in stored.names}
+    found = dict[str, tuple[Any, Any]]()
+    for theirs, pair in pairs.items():
+        both = _both(theirs, pair, "_", ours, theirs, wrong)
+        if both is not None:
+            found[theirs] = both
+    adapters = dict[str, Adapter]()
+    for name in dict.fromkeys(ours[theirs] for theirs in found):
+        stored = names[name]
+        recipe = _recipe(stored, stored.forms, name, table[name], model)
+        for i, theirs in enumerate(stored.names):
+            if theirs in found:
+                wrong += _pair_differences(theirs, *found[theirs], recipe, i)
+        adapted = tuple(theirs in found for theirs in stored.names)
+        arrays = tuple(array for theirs in stored.names for array in found.get(theirs, ()))
+        adapters[name] = Adapter(arrays, AdaptersChange(recipe, adapted))
+    return adapters
+
+
+def _both(
+    given: str,
+    pair: Mapping[str, Any],
+    joint: str,
+    known: Collection[str],
+    name: str,
+    wrong: list[str],
+) -> tuple[Any, Any] | None:
+    """The two arrays of an adapter, unless `wrong` now says why not."""
+    if name not in known:
+        wrong.append(f"{given} is not a weight of this model")
+        return None
+    before = len(wrong)
+    for end in ("lora_a", "lora_b"):
+        if end not in pair:
+            wrong.append(f"{given} has no {joint}{end}")
+            continue
+        value = pair[end]
+        no_array = _no_array(f"{given}{joint}{end}", value)
+        if no_array is None and not jnp.issubdtype(value.dtype, jnp.floating):
+            no_array = f"{given}{joint}{end} has the dtype {value.dtype}, which is not floating"
+        if no_array is not None:
+            wrong.append(no_array)
+    return (pair["lora_a"], pair["lora_b"]) if len(wrong) == before else None
+
+
+def _pair_differences(theirs: str, a: Any, b: Any, recipe: Recipe, i: int) -> Iterator[str]:
+    shape, (into, out) = recipe.shape(i), recipe.into_and_out(i)
+    n_into, n_out = (math.prod(shape[axis] for axis in axes) for axes in (into, out))
+    ranks = {*a.shape[-1:], *b.shape[:1]}
+    if not into or len(ranks) != 1 or (math.prod(a.shape[:-1]), math.prod(b.shape[1:])) != (n_into, n_out):
+        yield (
+            f"{theirs}_lora_a {list(a.shape)} times _lora_b {list(b.shape)} is no change of an array of the "
+            f"shape {list(shape)}"
+        )
 
 
 def state_names(stored: ModelConfig) -> dict[str, str]:
@@ -186,22 +283,6 @@ def _differences(
     if value.dtype != dtype and not (cast and jnp.issubdtype(value.dtype, jnp.floating)):
         hint = "; cast=True converts it" if jnp.issubdtype(value.dtype, jnp.floating) else ""
         yield f"{name} has the dtype {value.dtype}, expected {dtype}{hint}"
-
-
-def _adapter_differences(name: str, adapter: Adapter, shape: tuple[int, ...]) -> Iterator[str]:
-    for end, value in ((LORA_A, adapter.a), (LORA_B, adapter.b)):
-        wrong = _no_array(name + end, value)
-        if wrong is None and not jnp.issubdtype(value.dtype, jnp.floating):
-            wrong = f"{name}{end} has the dtype {value.dtype}, which is not floating"
-        if wrong is not None:
-            yield wrong
-            return
-    a, b = tuple(adapter.a.shape), tuple(adapter.b.shape)
-    if not a or not b or a[0] != b[-1] or b[:-1] + a[1:] != shape or len(a) < 2 or len(b) < 2:
-        yield (
-            f"{name}{LORA_B} {list(b)} times {LORA_A} {list(a)} is not the weight's shape {list(shape)}; "
-            f"{LORA_B} has its output axes, then the rank, {LORA_A} the rank, then its input axes"
-        )
 
 
 def _no_array(name: str, value: Any) -> str | None:

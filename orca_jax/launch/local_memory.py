@@ -21,7 +21,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
 from orca_jax.families.trainers.layouts import Layout
-from orca_jax.launch.given_weights import Adapter, check_adapters, check_arrays, named_arrays
+from orca_jax.launch.given_weights import Adapter, Change, check_adapters, check_arrays, named_arrays
 from orca_jax.sharding.random_parameters import with_repeated_heads
 
 # Yields the new arrays of a weight, one for each of the given places.
@@ -66,7 +66,7 @@ class LocalMemory:
             parts = checked_directory(Path(weights), self._model)
             return partial(self._install, partial(self._read, parts))
         arrays = named_arrays(weights)
-        adapters = check_adapters(arrays, self._stored)
+        adapters = check_adapters(arrays, self._stored, layout)
         if adapters is not None:
             return partial(self._merge, adapters, lora_scale)
         made = check_arrays(arrays, self._stored, self._dtype, cast=cast, layout=layout)
@@ -198,8 +198,8 @@ class _Fitting:
         every = place
         if isinstance(place, jax.sharding.NamedSharding):
             every = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-        a, b, factor = jax.device_put((adapter.a, adapter.b, np.float32(scale)), every)
-        return self._merged(self._kind(name), place)(base, a, b, factor)
+        arrays, factor = jax.device_put((adapter.arrays, np.float32(scale)), every)
+        return self._merged(self._kind(name), place, adapter.change)(base, arrays, factor)
 
     def _differs(self, name: str) -> bool:
         stored, held = self._stored[name], self._held[name]
@@ -223,11 +223,10 @@ class _Fitting:
         return jax.jit(lambda value: self._fit(value, *kind), out_shardings=place)
 
     def _make_merged(
-        self, kind: tuple[Parameter, tuple[int, ...]], place: jax.sharding.Sharding
+        self, kind: tuple[Parameter, tuple[int, ...]], place: jax.sharding.Sharding, change: Change
     ) -> Callable[..., jax.Array]:
-        def merged(base: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
-            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-            change = jnp.tensordot(b, a, 1, precision=jax.lax.Precision.HIGHEST) * scale
-            return (base.astype(jnp.float32) + self._fit(change, *kind)).astype(base.dtype)
+        def merged(base: jax.Array, arrays: tuple[jax.Array, ...], scale: jax.Array) -> jax.Array:
+            added = self._fit(change(arrays) * scale, *kind)
+            return (base.astype(jnp.float32) + added).astype(base.dtype)
 
         return jax.jit(merged, out_shardings=place)

@@ -58,7 +58,7 @@ class RemoteMemory:
                 checked_directory(directory, self._model)
             return partial(self._load, directory, None)
         arrays = named_arrays(weights)
-        if check_adapters(arrays, self._model) is not None:
+        if check_adapters(arrays, self._model, layout) is not None:
             raise ConfigError("worker processes take no adapters; merge them and give whole weights")
         made = check_arrays(arrays, self._model, self._dtype, cast=cast, layout=layout)
         if not self._same_machine:

@@ -1,7 +1,7 @@
 # pyright: standard
-"""Arrays as a trainer holds them, made into our weights where they are: on their devices or the host."""
+"""Arrays as a trainer holds them, made into our weights on the devices that have them; and their adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,36 +13,100 @@ import numpy as np
 from orca_jax.checkpoint.array_view import changed, halves
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.parameters import Parameter
-from orca_jax.families.stored_name import HeadOrder, StoredName, head_places, heads_of_tensors
+from orca_jax.families.stored_name import HeadOrder, head_places, heads_of_tensors
 from orca_jax.families.trainers.array_form import LAYERS, ArrayForm
 from orca_jax.sharding.random_parameters import in_order_of_heads
 
 
 @dataclass(frozen=True, slots=True)
-class Rearranged:
-    """One of our weights: calling it makes a new array, in the dtype of `arrays`.
+class Recipe:
+    """How arrays that fit `forms`, with axes of these `sizes` by letter, become one of our weights."""
 
-    `arrays` are those that `stored` names, which fit its forms with the `sizes` of their axes.
-    """
+    forms: tuple[ArrayForm, ...]
+    heads: HeadOrder | None
+    parameter: Parameter
+    sizes: tuple[tuple[str, int], ...]
+    attention: Attention
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """The shape that array `i` must have."""
+        return self.forms[i].shape(dict(self.sizes))
+
+    def into_and_out(self, i: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes of array `i` that are inputs of the weight, and all others; both in its order."""
+        _, columns = self.forms[i].rows_and_columns(self.parameter)
+        into = tuple(sorted(columns))
+        return into, tuple(axis for axis in range(len(self.forms[i].letters)) if axis not in into)
+
+    def weight(self, arrays: Sequence[jax.Array], layers: Sequence[jax.Array | int]) -> jax.Array:
+        """The weight, in the arrays' dtype; `layers` instead of those in `forms`, for stacks of layers."""
+        parts = [
+            _matrix(array, layer, form, self.parameter, dict(self.sizes))
+            for array, layer, form in zip(arrays, layers, self.forms, strict=True)
+        ]
+        joined = jnp.concatenate(parts, axis=1 if self.parameter.takes_attention else 0)
+        if self.heads is None:
+            return joined.reshape(self.parameter.shape)
+        first = np.cumsum([0, *heads_of_tensors(self.heads, self.attention)])
+        places = head_places(self.heads, self.attention)
+        order = [[first[place.tensor] + place.head for place in slice_] for slice_ in places]
+        return in_order_of_heads(joined, self.parameter, np.array(order), self.attention.head_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """One of our weights: calling it makes a new array, in the dtype of `arrays`."""
 
     arrays: tuple[Any, ...]
-    stored: StoredName
-    parameter: Parameter
-    sizes: Mapping[str, int]
-    attention: Attention
+    recipe: Recipe
 
     def __call__(self) -> jax.Array:
         """One program makes the same weight of all layers: which layer of a stack is an argument."""
-        given = [_own_layer(*pair) for pair in zip(self.arrays, self.stored.forms, strict=True)]
-        return _rearranged(
-            tuple(array for array, _ in given),
-            tuple(np.int32(form.layer) for _, form in given),
-            forms=tuple(replace(form, layer=0) for _, form in given),
-            heads=self.stored.heads,
-            parameter=self.parameter,
-            sizes=tuple(self.sizes.items()),
-            attention=self.attention,
-        )
+        given = [_own_layer(*pair) for pair in zip(self.arrays, self.recipe.forms, strict=True)]
+        arrays = tuple(array for array, _ in given)
+        layers = tuple(np.int32(form.layer) for _, form in given)
+        forms = tuple(replace(form, layer=0) for _, form in given)
+        return _weight(arrays, layers, recipe=replace(self.recipe, forms=forms))
+
+
+@partial(jax.jit, static_argnames="recipe")
+def _weight(arrays: tuple[jax.Array, ...], layers: tuple[jax.Array, ...], *, recipe: Recipe) -> jax.Array:
+    return recipe.weight(arrays, layers)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersChange:
+    """What adapters add to one of our weights, which are on those of its arrays that are `adapted`.
+
+    As in Qwix, an array's `a` has its axes that are inputs, then the rank, and `b` the rank, then the others.
+    """
+
+    recipe: Recipe
+    adapted: tuple[bool, ...]
+
+    def __call__(self, pairs: Sequence[jax.Array]) -> jax.Array:
+        """The change in float32; `pairs` are a and b of each adapted array, one after the other."""
+        rest = iter(pairs)
+        changes = [
+            self._change(i, next(rest), next(rest))
+            if adapted
+            else jnp.zeros(self.recipe.shape(i), jnp.float32)
+            for i, adapted in enumerate(self.adapted)
+        ]
+        forms = tuple(replace(form, add=0.0) for form in self.recipe.forms)
+        return replace(self.recipe, forms=forms).weight(changes, [form.layer for form in forms])
+
+    def _change(self, i: int, a: jax.Array, b: jax.Array) -> jax.Array:
+        shape, (into, out) = self.recipe.shape(i), self.recipe.into_and_out(i)
+        axes = (*into, *out)
+        product = product_of(a.reshape(-1, a.shape[-1]), b.reshape(b.shape[0], -1))
+        return product.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes).tolist())
+
+
+def product_of(one: jax.Array, other: jax.Array) -> jax.Array:
+    """[..., r] times [r, ...], in float32."""
+    one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+    return jnp.tensordot(one, other, 1, precision=jax.lax.Precision.HIGHEST)
 
 
 def _own_layer(array: Any, form: ArrayForm) -> tuple[Any, ArrayForm]:
@@ -53,31 +117,8 @@ def _own_layer(array: Any, form: ArrayForm) -> tuple[Any, ArrayForm]:
     return array.take([form.layer], axis), replace(form, layer=0, n_layers=1)
 
 
-@partial(jax.jit, static_argnames=("forms", "heads", "parameter", "sizes", "attention"))
-def _rearranged(
-    arrays: tuple[jax.Array, ...],
-    layers: tuple[jax.Array, ...],
-    *,
-    forms: tuple[ArrayForm, ...],
-    heads: HeadOrder | None,
-    parameter: Parameter,
-    sizes: tuple[tuple[str, int], ...],
-    attention: Attention,
-) -> jax.Array:
-    parts = [
-        _matrix(array, layer, form, parameter, dict(sizes))
-        for array, layer, form in zip(arrays, layers, forms, strict=True)
-    ]
-    joined = jnp.concatenate(parts, axis=1 if parameter.takes_attention else 0)
-    if heads is None:
-        return joined.reshape(parameter.shape)
-    first = np.cumsum([0, *heads_of_tensors(heads, attention)])
-    order = [[first[at.tensor] + at.head for at in slice_] for slice_ in head_places(heads, attention)]
-    return in_order_of_heads(joined, parameter, np.array(order), attention.head_size)
-
-
 def _matrix(
-    array: jax.Array, layer: jax.Array, form: ArrayForm, parameter: Parameter, sizes: Mapping[str, int]
+    array: jax.Array, layer: jax.Array | int, form: ArrayForm, parameter: Parameter, sizes: Mapping[str, int]
 ) -> jax.Array:
     """The vector or matrix that `form` has in the array, as checkpoint/array_view.py reads it."""
     letters = form.letters

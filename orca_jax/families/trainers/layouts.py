@@ -86,6 +86,11 @@ def written_names(
     return _named(model, layout, lambda name: f"{before}{name}{after}", interleaved)
 
 
+def held_names(model: ModelConfig, layout: Layout) -> dict[str, StoredName]:
+    """The arrays of each weight as the trainer's module holds them. Raises UnsupportedModel."""
+    return _named(model, layout, str, None)
+
+
 def _named(
     model: ModelConfig, layout: Layout, rename: Callable[[str], str], interleaved: bool | None
 ) -> dict[str, StoredName]:

@@ -12,8 +12,9 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.checkpoint.orca_json import read_description
 from orca_jax.errors import ConfigError, TensorMismatch
+from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.layouts import detect
-from orca_jax.launch.given_weights import check_arrays
+from orca_jax.launch.given_weights import check_adapters, check_arrays
 from tests.device.checkpoint.test_trainers import DIRECTORY, NAMES, arrays_of, golden_of
 
 SCANNED = "maxtext-llama2-scanned"  # a stack of layers, and a factor in its queries
@@ -130,3 +131,67 @@ def test_what_does_not_fit_leaves_the_old_weights(llm: LLM):
 def test_from_the_trainer_s_own_checkpoint(llm: LLM):
     llm.update_weights(DIRECTORY / SCANNED)
     assert served(llm) == golden_of(SCANNED).tokens.tolist()
+
+
+# What a product of Qwix's adapters adds to an array, by the end of the array's name.
+EINSUMS = {
+    "q_proj.w": "Dr,rNH->DNH",
+    "v_proj.w": "Dr,rNH->DNH",
+    "o_proj.w": "NHr,rD->NHD",
+    "q_einsum.w": "Dr,rNH->NDH",
+    "kv_einsum.w": "Dr,rCKH->CKDH",
+    "qkv_einsum.w": "Dr,rCNH->CNDH",
+    "attn_vec_einsum.w": "NHr,rD->NHD",
+    "up_proj.kernel": "Dr,rF->DF",
+    "down_proj.kernel": "Fr,rD->FD",
+}
+
+
+@pytest.mark.parametrize("name", ["tunix-llama3", "tunix-gemma-fused", "tunix-gemma2"])
+def test_adapters_of_some_arrays(name: str):
+    """Each weight changes as it does where the trainer's own arrays have the products added."""
+    model = read_config(DIRECTORY / name)
+    rng = np.random.default_rng(1)
+    added, adapters = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for path, values in trainers_arrays(name).items():
+        added[path] = np.zeros_like(values)
+        form = next((form for end, form in EINSUMS.items() if path.endswith(end)), None)
+        if form is None:
+            continue
+        theirs, to = form.split("->")
+        sizes = dict(zip(to, values.shape, strict=True)) | {"r": 3}
+        a, b = (rng.standard_normal([sizes[x] for x in part]).astype("f4") for part in theirs.split(","))
+        adapters |= {f"{path}_lora_a": a, f"{path}_lora_b": b}
+        added[path] = np.einsum(form, a, b)
+    found = check_adapters(adapters, model)
+    assert found is not None
+    for ours, made in check_arrays(added, model, FLOAT, cast=False).items():
+        expected = np.asarray(made())
+        if expected.any():
+            adapter = found.pop(ours)
+            np.testing.assert_allclose(adapter.change(adapter.arrays), expected, atol=1e-5, err_msg=ours)
+    assert not found
+
+
+def test_adapters_that_do_not_fit():
+    model = read_config(DIRECTORY / "tunix-llama3")
+    query, a, b = "layers.0.attn.q_proj.w", np.ones((32, 3), "f4"), np.ones((3, 4, 8), "f4")
+    for given, words in (
+        ({f"{query}_lora_a": a}, f"{query} has no _lora_b"),
+        (
+            {f"{query}_lora_a": a[1:], f"{query}_lora_b": b},
+            r"\[31, 3\] times _lora_b \[3, 4, 8\] is no change",
+        ),
+        (
+            {f"{query}_lora_a": a, f"{query}_lora_b": b[1:]},
+            r"is no change of an array of the shape \[32, 4, 8\]",
+        ),
+        ({"x_lora_a": a, "x_lora_b": b}, "x is not a weight of this model"),
+        ({f"{query}_lora_a": a, query: b}, f"{query} is no .lora_a"),
+        ({"layers.0.attn.q_norm.w_lora_a": a}, "layers.0.attn.q_norm.w is not a weight"),
+        ({"final_norm.w_lora_a": a, "final_norm.w_lora_b": b}, "is no change of an array"),
+    ):
+        with pytest.raises(TensorMismatch, match=words):
+            check_adapters(given, model)
+    with pytest.raises(TensorMismatch, match="not known in the layout maxtext"):
+        check_adapters({f"{query}_lora_a": a, f"{query}_lora_b": b}, model, "maxtext")
