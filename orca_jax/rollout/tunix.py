@@ -6,7 +6,7 @@
 import itertools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,30 @@ from flax import nnx
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
-from orca_jax.errors import NotSupported
+from orca_jax.errors import ConfigError, NotSupported
+from orca_jax.launch.given_weights import named_arrays
 from orca_jax.llm import LLM
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.rollout.tunix_model import by_path, check_shapes, config_fields, our_weights
+from orca_jax.rollout.tunix_model import config_fields
 from orca_jax.service.generation import GenerationResult
 
 
 class OrcaRollout(BaseRollout):
     """Samples from, and scores with, an engine that has the trainer's weights.
 
-    `rollout_actor` is the trainer's model: Tunix's Llama3, Qwen2 or a dense Qwen3. Its weights are copied to
-    the engine now and at each `update_params`. `tokenizer` and `rollout_config` are Tunix's. `mesh` is not
-    used: the engine is on the first devices of JAX, `tensor_parallel` times `pipeline_parallel` of them.
+    `rollout_actor` is the trainer's model: Tunix's Llama3, Qwen2, a dense Qwen3, Gemma, or Gemma3 for text.
+    Its weights are copied to the engine now and at each `update_params`. `tokenizer` and `rollout_config` are
+    Tunix's. `mesh` is not used: the engine is on the first devices of JAX, `tensor_parallel` times
+    `pipeline_parallel` of them.
+
+    If the model has LoRA adapters, of one rank, their products are merged into the engine's weights. Then
+    `lora_alpha` is the alpha of their Qwix rule, which the model does not tell: a product counts alpha over
+    rank times.
 
     `engine` are further arguments of LLM, such as max_batch_size and deterministic. By default the engine
     takes sequences up to the `kv_cache_size` of `rollout_config`, in the dtype of the model's weights or its
-    `data_type`. The attribute `llm` is the engine. Raises NotSupported for another model, and for one with
-    LoRA adapters.
+    `data_type`. The attribute `llm` is the engine. Raises NotSupported for another model, and ConfigError for
+    one with adapters but no `lora_alpha`.
     """
 
     def __init__(
@@ -43,10 +49,11 @@ class OrcaRollout(BaseRollout):
         tokenizer: Any,
         mesh: jax.sharding.Mesh | None = None,
         rollout_config: RolloutConfig | None = None,
+        *,
+        lora_alpha: float | None = None,
         **engine: Any,
     ) -> None:
-        if any(isinstance(value, nnx.LoRAParam) for _, value in nnx.iter_graph(rollout_actor)):
-            raise _no_adapters("rollout_actor")
+        self._lora_alpha = lora_alpha
         config = rollout_config or RolloutConfig()
         self._tokenizer = tokenizer if hasattr(tokenizer, "dedup_bos_ids") else TokenizerAdapter(tokenizer)
         state = nnx.state(rollout_actor, nnx.Param)
@@ -64,7 +71,6 @@ class OrcaRollout(BaseRollout):
         graph, variables = nnx.split(rollout_actor)
         self._model = nnx.merge(graph, jax.eval_shape(lambda: variables))
         self._calls = itertools.count()
-        self._shapes = {name: tuple(array.shape) for name, array in by_path(state).items()}
         self.update_params(state)
 
     def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
@@ -141,13 +147,33 @@ class OrcaRollout(BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Copy the trainer's weights, an nnx.State, to the engine; its requests finish before.
 
-        Raises NotSupported for LoRA's alone, and TensorMismatch for those of another model.
+        Of a model with adapters these may be all weights, or the adapters alone, as Tunix gives them. Raises
+        TensorMismatch for weights of another model.
         """
-        if any(issubclass(each, nnx.LoRAParam) for each in filter_types or () if isinstance(each, type)):
-            raise _no_adapters("filter_types")
-        arrays = by_path(params)
-        check_shapes(arrays, self._shapes)
-        self.llm.update_weights(our_weights(arrays), cast=True)
+        arrays = named_arrays(params)
+        adapters = {name: value for name, value in arrays.items() if name.endswith(("_lora_a", "_lora_b"))}
+        scale = self._lora_scale(adapters)
+        others = {name: value for name, value in arrays.items() if name not in adapters}
+        if others:
+            self.llm.update_weights(others, layout="tunix", cast=True)
+        if scale is not None:
+            self.llm.update_weights(adapters, layout="tunix", lora_scale=scale)
+
+    def _lora_scale(self, adapters: Mapping[str, jax.Array]) -> float | None:
+        """What the products of these adapters are multiplied with; None where there are none."""
+        ranks = {array.shape[-1 if name.endswith("_a") else 0] for name, array in adapters.items()}
+        if not ranks:
+            return None
+        if len(ranks) > 1:
+            raise NotSupported(
+                f"the trainer's adapters have the ranks {sorted(ranks)}; give all of them one rank",
+                param="rollout_actor",
+            )
+        if self._lora_alpha is None:
+            raise ConfigError(
+                "the trainer's model has LoRA adapters: give OrcaRollout the lora_alpha of their Qwix rule"
+            )
+        return self._lora_alpha / ranks.pop()
 
     def pad_id(self) -> int:
         """The tokenizer's padding token."""
@@ -199,9 +225,3 @@ class OrcaRollout(BaseRollout):
 
 def _logprobs(result: GenerationResult) -> np.ndarray:
     return np.array([token.logprob for token in result.logprobs or ()], np.float32)
-
-
-def _no_adapters(param: str) -> NotSupported:
-    return NotSupported(
-        "the trainer's model has LoRA adapters, which are not merged here; train whole weights", param=param
-    )
