@@ -83,12 +83,11 @@ class EngineMaster:
 
     The constant data of a row is stored when a request starts in it: when the row is newly reserved, or when
     `n_computed` differs from its value after the row's last iteration, as after a loss. So a message consists
-    of NumPy gathers. `vocab_size` is the model's, and a row's table begins with up to `max_encoder_blocks`
-    blocks for an encoder. With `keeps_tokens`, the device of the first of the `n_workers` holds each row's
-    last token. Otherwise tokens go through the host, which has received a request's token before the request
-    is issued again (ORCA 4.1). `sleep` waits between two polls of a batch. After an EngineError from `issue`
-    or `wait`, all iterations in flight and the K/V cache are lost; requests that resume must have
-    `n_computed` 0.
+    of NumPy gathers. `vocab_size` is the model's. With `keeps_tokens`, the device of the first of the
+    `n_workers` holds each row's last token. Otherwise tokens go through the host, which has received a
+    request's token before the request is issued again (ORCA 4.1). `sleep` waits between two polls of a batch.
+    After an EngineError from `issue` or `wait`, all iterations in flight and the K/V cache are lost; requests
+    that resume must have `n_computed` 0.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class EngineMaster:
         kv: KVManager,
         *,
         vocab_size: int,
-        max_encoder_blocks: int = 0,
         n_workers: int = 1,
         keeps_tokens: bool = True,
         sleep: Callable[[float], None] = time.sleep,
@@ -107,7 +105,6 @@ class EngineMaster:
         self._workers = workers
         self._kv = kv
         self._n_words = n_words(vocab_size)
-        self._max_encoder_blocks = max_encoder_blocks
         self._sleep = sleep
         self._n_issued = 0
         # By row [n_rows]; the first five are set when a request starts in the row.
@@ -260,7 +257,7 @@ class EngineMaster:
                 biases += [(i, *bias) for bias in requests[i].sampling.logit_bias.items()]
         table = self._kv.block_table.take(row, axis=0)
         encoder: EncoderInputs | None = None
-        if self._max_encoder_blocks:
+        if self._kv.max_encoder_blocks:
             table, encoder = self._encoder_inputs(requests, row, table)
         return ControlMessage(
             row=row.astype(np.int32),
@@ -283,7 +280,7 @@ class EngineMaster:
         self, requests: Sequence[Request], row: npt.NDArray[np.intp], table: npt.NDArray[np.int32]
     ) -> tuple[npt.NDArray[np.int32], EncoderInputs]:
         """The decoder's part of block tables [R, all], and the encoder's with its inputs."""
-        n = self._max_encoder_blocks
+        n = self._kv.max_encoder_blocks
         places = self._kv.encoder_blocks[row][:, np.newaxis] + np.arange(table.shape[1] - n)
         ids = [token_id for request in requests if request.n_to_encode for token_id in request.encoder_ids]
         length = np.array([len(request.encoder_ids) for request in requests], np.int32)

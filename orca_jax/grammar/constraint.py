@@ -1,6 +1,6 @@
 """Which tokens may come next in one request's output, as a bit mask: its grammar, bad words and so on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -72,7 +72,8 @@ class History:
 class ConstraintRules:
     """A request's constraints, shared by all its outputs.
 
-    `end_token_ids` are forbidden until the output has `min_tokens`.
+    `end_token_ids` are forbidden until the output has `min_tokens`. `forced` has the only token that is
+    allowed at some indices of the output, whatever else holds; a grammar does not see it.
     """
 
     vocab_size: int
@@ -81,6 +82,7 @@ class ConstraintRules:
     bad_words: BadWords = field(default_factory=BadWords)
     allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
+    forced: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @cached_property
     def base(self) -> Words:
@@ -90,9 +92,8 @@ class ConstraintRules:
     def begin(self) -> "Constraint | None":
         """The state of one output; None if every token is always allowed."""
         early = self.min_tokens > 0 and len(self.end_token_ids) > 0
-        if not (early or self.bad_words or self.grammar) and self.allowed_token_ids is None:
-            return None
-        return Constraint(self)
+        unbound = not (early or self.bad_words or self.grammar or self.forced)
+        return None if unbound and self.allowed_token_ids is None else Constraint(self)
 
 
 class Constraint:
@@ -103,6 +104,7 @@ class Constraint:
         self._grammar: GrammarState | None = None if rules.grammar is None else rules.grammar.start()
         self._history: History | None = None  # made when first needed; only for bad words
         self._always = bool(rules.bad_words or rules.grammar) or rules.allowed_token_ids is not None
+        self._n_accepted = 0
 
     @property
     def failure(self) -> str | None:
@@ -111,13 +113,17 @@ class Constraint:
 
     def acts(self, n_output: int) -> bool:
         """Whether some token may be forbidden next; a cheap check, without computing the mask."""
-        return self._always or n_output < self._rules.min_tokens
+        return self._always or n_output < self._rules.min_tokens or n_output in self._rules.forced
 
     def allowed(self, prompt_ids: Sequence[int], output_ids: Sequence[int], into: Words) -> None:
         """Write the mask of allowed next tokens into `into`, `[n_words]`; at least one is always allowed.
 
         If `bad_words` and `min_tokens` would forbid every token, they are ignored.
         """
+        forced = self._rules.forced.get(len(output_ids))
+        if forced is not None:
+            into[:] = words_of((forced,), self._rules.vocab_size)
+            return
         if self._grammar is None:
             into[:] = self._rules.base
         else:
@@ -131,7 +137,10 @@ class Constraint:
 
     def accept(self, token_id: int) -> bool:
         """Take the sampled token; True when the grammar is complete."""
-        return self._grammar is not None and self._grammar.accept(token_id)
+        place, self._n_accepted = self._n_accepted, self._n_accepted + 1
+        if self._grammar is None or place in self._rules.forced:
+            return False
+        return self._grammar.accept(token_id)
 
     def _banned(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> set[int]:
         banned = set[int]()

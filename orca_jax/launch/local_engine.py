@@ -104,11 +104,5 @@ def build_engine(
         for worker in workers:
             worker.renew()
     local = LocalWorkers(workers, sizes)
-    engine = EngineMaster(
-        local,
-        kv,
-        vocab_size=model.vocab_size,
-        max_encoder_blocks=shape.max_encoder_blocks,
-        n_workers=n_workers,
-    )
+    engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
     return LocalEngine(engine, kv, workers[0].description, local)

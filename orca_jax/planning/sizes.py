@@ -94,6 +94,7 @@ def kv_manager(shape: EngineShape, *, prefix_caching: bool = False) -> KVManager
         n_blocks=shape.n_blocks,
         block_size=shape.block_size,
         n_rows=shape.n_rows,
-        max_blocks_per_row=shape.max_blocks + shape.max_encoder_blocks,
+        max_blocks_per_row=shape.max_blocks,
+        max_encoder_blocks=shape.max_encoder_blocks,
         prefix_caching=prefix_caching,
     )

@@ -30,7 +30,7 @@ class KVManager:
     each row holds, 0 if it is free.
 
     With an encoder, a row begins with `encoder_blocks` blocks for the keys and values that cross attention
-    reads; `slots_of` does not count them.
+    reads, at most `max_encoder_blocks` beside those of its tokens; `slots_of` does not count them.
 
     With `prefix_caching`, `prefixes` finds full blocks by their contents. They stay in the cache after the
     request that computed them, until their room is needed. Blocks of different `namespace`s, such as models,
@@ -44,6 +44,7 @@ class KVManager:
         block_size: int,
         n_rows: int,
         max_blocks_per_row: int,
+        max_encoder_blocks: int = 0,
         prefix_caching: bool = False,
         namespace: str = "",
     ) -> None:
@@ -52,7 +53,9 @@ class KVManager:
         self.block_size = block_size
         self.n_rows = n_rows
         self.namespace = namespace
-        self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, max_blocks_per_row), np.int32)
+        self.max_encoder_blocks = max_encoder_blocks
+        n_places = max_blocks_per_row + max_encoder_blocks
+        self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, n_places), np.int32)
         self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
         self.slots_of = [0] * n_rows
         self.encoder_blocks: npt.NDArray[np.int32] = np.zeros(n_rows, np.int32)
@@ -159,7 +162,8 @@ class KVManager:
         """Whether a row of `n_held` blocks may grow to `n` blocks."""
         assert n_held < n, f"{n} blocks requested, {n_held} held"
         assert n - n_held <= self.n_free_blocks, f"{n - n_held} blocks requested, {self.n_free_blocks} free"
-        assert n <= self.block_table.shape[1], f"{n} blocks requested, a row has {self.block_table.shape[1]}"
+        most = self.block_table.shape[1] - self.max_encoder_blocks
+        assert n <= most, f"{n} blocks requested, a row has {most}"
 
     def _start_row(self) -> int:
         assert self._free_rows, "no free row"
@@ -169,6 +173,7 @@ class KVManager:
 
     def _begin_with_encoder(self, row: int, n_tokens: int) -> None:
         n = self.n_blocks_for(n_tokens)
+        assert n <= self.max_encoder_blocks, f"{n} blocks for an encoder, of {self.max_encoder_blocks}"
         self._allocate(row, 0, n)
         self.encoder_blocks[row] = n
 

@@ -173,7 +173,8 @@ class RequestHandle:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        return self._request.prompt_ids
+        """The prompt's tokens; with an encoder, those that it reads."""
+        return self._request.encoder_ids or self._request.prompt_ids
 
     @property
     def n_input(self) -> int:

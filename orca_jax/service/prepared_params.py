@@ -73,8 +73,9 @@ class RuleMaker:
 
     def _constraints(self, sampling: SamplingParams, end_token_ids: frozenset[int]) -> ConstraintRules | None:
         """The rules for the next token; None for most requests, which allow every token."""
-        allowed = sampling.allowed_token_ids
-        if not (sampling.min_tokens or sampling.bad_words or sampling.grammar) and allowed is None:
+        allowed, forced = sampling.allowed_token_ids, self._forced(sampling.max_tokens)
+        unbound = not (sampling.min_tokens or sampling.bad_words or sampling.grammar or forced)
+        if unbound and allowed is None:
             return None
         constraints = ConstraintRules(
             vocab_size=self._model.vocab_size,
@@ -84,10 +85,17 @@ class RuleMaker:
             bad_words=BadWords(self._sequences(sampling.bad_words)),
             allowed_token_ids=allowed,
             grammar=None if sampling.grammar is None else self._grammars.compile(sampling),
+            forced=forced,
         )
         if allowed is not None:
             _ = constraints.base  # takes time per allowed token: computed now, so the scheduler does not wait
         return constraints
+
+    def _forced(self, max_tokens: int) -> dict[int, int]:
+        """The model's forced tokens, by their indices in an output; where both are one, the last counts."""
+        first, last = self._model.forced_bos_token_id, self._model.forced_eos_token_id
+        forced = {} if first is None else {0: first}
+        return forced if last is None else forced | {max_tokens - 1: last}
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -95,10 +95,12 @@ def _stream_all(llm: "LLM", prompts: list[str], sampling: SamplingParams, notes:
                 print()
             if len(shown) > 1:
                 notes(f"[{i + 1} of {len(shown)}]")
-            _show(prompt, stream, notes, llm.tokenizer)
+            _show(prompt, stream, notes, llm.tokenizer, reads_apart=llm.config.encoder is not None)
 
 
-def _show(prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | None) -> None:
+def _show(
+    prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | None, *, reads_apart: bool
+) -> None:
     console = Console(highlight=False)
     start = time.monotonic()
     already_finished = stream.finish_reason is not None  # while another output was shown
@@ -106,7 +108,8 @@ def _show(prompt: str, stream: Generation, notes: Notes, tokenizer: Tokenizer | 
         piece = stream.next_piece()
     first = time.monotonic()
     if console.is_terminal:
-        console.out(prompt.translate(_NO_CONTROLS), style="dim", end="", highlight=False)
+        end = "\n" if reads_apart else ""  # an encoder's input, which the output does not continue
+        console.out(prompt.translate(_NO_CONTROLS), style="dim", end=end, highlight=False)
     while piece is not None:
         print(piece.text.translate(_NO_CONTROLS) if console.is_terminal else piece.text, end="", flush=True)
         piece = stream.next_piece()

@@ -54,6 +54,11 @@ class ServedModel:
     controls: EngineControls | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an encoder reads the prompt, so that the output does not continue it."""
+        return self.config.encoder is not None
+
     def require_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer. Raises InvalidPrompt for the field `param` if the model has none."""
         if self.tokenizer is None:
@@ -67,10 +72,11 @@ class ServedModel:
         Raises InvalidPrompt and PromptTooLong.
         """
         tokenizer = self.require_tokenizer(param)
-        most = self.config.n_positions * tokenizer.max_token_length
-        if len(text) > most:
+        encoder = self.config.encoder
+        n_positions = max(self.config.n_positions, 0 if encoder is None else encoder.n_positions)
+        if len(text) > n_positions * tokenizer.max_token_length:
             message = f"{param} has {len(text)} characters, which are more than the model's "
-            message += f"{self.config.n_positions} positions can hold; shorten it"
+            message += f"{n_positions} positions can hold; shorten it"
             raise PromptTooLong(message, param=param)
         try:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)

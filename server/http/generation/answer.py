@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Response
@@ -68,9 +69,13 @@ def check(
     rules: OutputRules,
     scheduling: SchedulingParams,
     tenant: str,
+    decoder_ids: Sequence[int] | None = None,
 ) -> list[CheckedPrompt]:
     """Check all prompts before any is submitted. Raises a leaf of InvalidRequest."""
-    return _each(prompts, lambda prompt: model.service.check(prompt, rules, scheduling, tenant=tenant))
+    check_one = partial(
+        model.service.check, rules=rules, scheduling=scheduling, tenant=tenant, decoder_ids=decoder_ids
+    )
+    return _each(prompts, check_one)
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from orca_jax.errors import InvalidRequest
+from orca_jax.errors import InvalidRequest, NotSupported
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.gateway.side_threads import run_for_request
@@ -133,6 +133,9 @@ async def create_chat_completion(
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
     model = accept(body, gateway, facts)
+    if model.has_encoder:
+        message = "this model reads a prompt with its encoder and knows no conversations; use /v1/completions"
+        raise NotSupported(message, param="messages")
     service = model.service
     n_bytes = len(await request.body())
 

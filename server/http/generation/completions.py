@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, Field
 
-from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
@@ -49,6 +49,10 @@ class CompletionRequest(GenerationRequest):
         int | None, ranged("maximum number of output tokens; default 16; with echo also 0", 0, 1 << 30)
     ] = None
     max_completion_tokens: Annotated[int | None, ranged("an alias of max_tokens", 0, 1 << 30)] = None
+    decoder_prompt: Annotated[
+        str | TokenIds | None,
+        Field(description="for a model with an encoder, which reads `prompt`: what the output continues"),
+    ] = None
     echo: Annotated[bool | None, Field(description="return the prompt before the output")] = None
     add_special_tokens: Annotated[
         bool | None, Field(description="an extension: tokenize texts with special tokens; default true")
@@ -145,18 +149,25 @@ async def create_completion(
     model = accept(body, gateway, facts)
     n_bytes = len(await request.body())
 
-    def read() -> tuple[SamplingParams, list[list[int]]]:
+    def read() -> tuple[SamplingParams, list[list[int]], list[int] | None]:
         sampling = body.sampling(model.defaults)
         check_number(len(body.prompts), body.n_choices, options, model)
-        return sampling, encode(model, body.prompts)
+        if body.echo and model.has_encoder:
+            message = (
+                "echo is not supported for a model with an encoder: the output does not continue the prompt"
+            )
+            raise NotSupported(message, param="echo")
+        decoder = body.decoder_prompt
+        if isinstance(decoder, str):
+            decoder = model.encode(decoder, param="decoder_prompt", add_special_tokens=False)
+        return sampling, encode(model, body.prompts), decoder
 
     def check_prompts() -> tuple[list[CheckedPrompt], list[str] | None]:
-        return check(model, prompts, rules, body.scheduling, tenant), texts(
-            model, body.prompts
-        ) if body.echo else None
+        checked = check(model, prompts, rules, body.scheduling, tenant, decoder_ids)
+        return checked, texts(model, body.prompts) if body.echo else None
 
     with renamed_fields(**body.client_names):
-        sampling, prompts = await run_for_request(n_bytes, read)
+        sampling, prompts, decoder_ids = await run_for_request(n_bytes, read)
         rules = await gateway.compiler.rules(model, sampling)
         checked, prompt_texts = await run_for_request(n_bytes, check_prompts)
     extras = None
