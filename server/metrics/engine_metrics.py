@@ -190,7 +190,8 @@ class EngineMetrics:
         n_reserved = service.scheduler.n_rsrv
         # The newest token of a request is not in the cache yet. Before the first, only cached tokens count.
         used = sum([req.n_tokens - 1 if req.output_ids else req.n_cached for req in pool.admitted()])
-        n_shared = sum(kv.slots_of) - n_reserved  # held by several requests, and counted for each
+        n_held = sum(kv.slots_of) + int(kv.encoder_blocks.sum()) * kv.block_size
+        n_shared = n_held - n_reserved  # held by several requests, and counted for each
         # The scheduler's thread may have changed one of these meanwhile.
         used = min(max(0, used - n_shared), n_reserved)
         yield "num_requests_running", "Requests admitted to iterations.", pool.n_running
