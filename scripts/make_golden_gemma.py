@@ -19,7 +19,7 @@ from gemma import gm
 from gemma.gm.ckpts import _compat
 from gemma.gm.nn import _config, _modules, _transformer
 
-from scripts.trainer_golden import drawn, finish, start
+from scripts.trainer_golden import GEMMA_CONFIG, drawn, finish, start
 
 FULL, LOCAL = _modules.AttentionType.GLOBAL, _modules.AttentionType.LOCAL_SLIDING
 SIZES: dict[str, Any] = {
@@ -30,19 +30,6 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "num_kv_heads": 2,
     "query_pre_attn_norm": _config.QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_HEAD_DIM,
-}
-CONFIG: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000,
-    "hidden_activation": "gelu_pytorch_tanh",
 }
 
 
@@ -68,7 +55,7 @@ def save(name: str, settings: dict[str, Any], config: dict[str, Any], *, flat: b
             attention_mask=jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (n, length, length)),
         ).logits
 
-    finish(directory, CONFIG | config, forward)
+    finish(directory, GEMMA_CONFIG | config, forward)
 
 
 def main() -> None:

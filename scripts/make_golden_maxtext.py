@@ -25,7 +25,7 @@ from maxtext.common.train_state_nnx import TrainStateNNX
 from maxtext.configs import pyconfig
 from maxtext.utils import maxtext_utils, model_creation_utils
 
-from scripts.trainer_golden import drawn, finish, start
+from scripts.trainer_golden import CONFIG, GEMMA_CONFIG, drawn, finish, start
 
 BASE = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
 SIZES: dict[str, Any] = {
@@ -54,26 +54,9 @@ SIZES: dict[str, Any] = {
     "enable_checkpointing": True,
     "async_checkpointing": False,
 }
-CONFIG: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 16,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000,
-    "tie_word_embeddings": False,
-}
+OWN_SIZES = {"hidden_size": 16, "head_dim": 16}  # instead of those in CONFIG
 GEMMA: dict[str, Any] = {"normalization_layer_epsilon": 1e-6, "sliding_window_size": 5}
 QUERY_SCALAR = {"query_pre_attn_scalar": 16}
-GEMMA_CONFIG: dict[str, Any] = CONFIG | {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -134,7 +117,7 @@ def save(name: str, model_name: str, settings: dict[str, Any], config: dict[str,
                 enable_dropout=False,
             )
 
-        finish(directory, CONFIG | config, forward)
+        finish(directory, CONFIG | config | OWN_SIZES, forward)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 from tunix.sft.checkpoint_manager import CheckpointManager
 
-from scripts.trainer_golden import drawn, finish, start
+from scripts.trainer_golden import CONFIG, GEMMA_CONFIG, drawn, finish, start
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,
@@ -35,19 +35,6 @@ SIZES: dict[str, Any] = {
     "rope_theta": 10_000,
     "norm_eps": 1e-5,
 }
-CONFIG: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000,
-    "tie_word_embeddings": False,
-}
 GEMMA: dict[str, Any] = {
     "num_embed": 96,
     "embed_dim": 32,
@@ -55,9 +42,6 @@ GEMMA: dict[str, Any] = {
     "num_heads": 4,
     "head_dim": 8,
     "final_logit_softcap": None,
-}
-GEMMA_CONFIG: dict[str, Any] = {**CONFIG, "rms_norm_eps": 1e-6, "tie_word_embeddings": True} | {
-    "hidden_activation": "gelu_pytorch_tanh"
 }
 
 

@@ -15,6 +15,25 @@ from typing import Any
 import jax
 import numpy as np
 
+# Of config.json, for the tiny models: what most of them share, and what Gemma has instead.
+CONFIG: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000,
+    "tie_word_embeddings": False,
+}
+GEMMA_CONFIG: dict[str, Any] = CONFIG | {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 OUTPUT = Path(__file__).resolve().parent.parent / "tests" / "data" / "trainers"
 MAX_BYTES = 300_000  # of a model's directory
 _N_PROMPTS, _N_TOKENS, _N_GREEDY = 3, 13, 8

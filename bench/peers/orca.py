@@ -1,17 +1,15 @@
 """This engine, offline."""
 
-import platform
-from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import jax
 
-import orca_jax
 from bench.peers.child import Play, Playing, serve
+from bench.peers.deliveries import delivered, versions
 from orca_jax import LLM, SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
-from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.service.generation import Generation
 
 
@@ -33,15 +31,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
             for request in playing.requests
         ]
 
-        def delivered(deliveries: Sequence[Delivery]) -> None:
-            for request, _, reason in deliveries:
-                if reason is not None:
-                    playing.done(int(request.request_id), request.output_ids)
-                elif playing.streams:
-                    playing.first(int(request.request_id))
-
         scheduling = SchedulingParams(cache_salt=playing.salt)
-        service.on_delivered = delivered
+        service.on_delivered = partial(delivered, playing)
         try:
             running: list[Generation] = []
             while indices := playing.next_arrivals():
@@ -56,9 +47,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
         finally:
             service.on_delivered = None
 
-    versions = f"orca_jax {orca_jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
     return play, {
-        "versions": versions,
+        "versions": versions(),
         "flags": {**arguments, "n_slots": llm.serving.n_slots, "attention": llm.attention},
         "device": str(jax.devices()[0].device_kind),
     }

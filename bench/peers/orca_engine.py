@@ -4,23 +4,19 @@ The caller's thread runs the scheduler's loop. A comparison's checkpoint has no 
 no text either; this leaves out only the service's thread and its Outputs.
 """
 
-import platform
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
-import orca_jax
 from bench.device.bare_engine import BareEngine
 from bench.peers.child import Play, Playing, serve
+from bench.peers.deliveries import delivered, versions
 from orca_jax.config import Sizes
 from orca_jax.families.hf_config import read_config
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.request_pool import Delivery
 
 
 def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, Any]]:
@@ -39,14 +35,7 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
     )
 
     def play(playing: Playing) -> None:
-        def delivered(deliveries: Sequence[Delivery]) -> None:
-            for request, _, reason in deliveries:
-                if reason is not None:
-                    playing.done(int(request.request_id), request.output_ids)
-                elif playing.streams:
-                    playing.first(int(request.request_id))
-
-        scheduler, pool = engine.scheduler(on_deliveries=delivered)
+        scheduler, pool = engine.scheduler(on_deliveries=partial(delivered, playing))
         while not playing.is_done:
             for i in playing.arrived():
                 asked = playing.requests[i]
@@ -57,9 +46,8 @@ def start(flags: dict[str, Any], closing: ExitStack) -> tuple[Play, dict[str, An
             if not scheduler.step():
                 time.sleep(playing.until_next() or 0.0)
 
-    versions = f"orca_jax {orca_jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}"
     return play, {
-        "versions": versions,
+        "versions": versions(),
         "flags": {
             **arguments,
             "dtype": flags["dtype"],
