@@ -1,5 +1,7 @@
 """Requests of a model with an encoder: their slots, and which are refused."""
 
+from functools import partial
+
 import pytest
 
 from orca_jax.config import ServingConfig, Sizes
@@ -55,12 +57,12 @@ def test_a_row_begins_with_the_encoder_s_blocks() -> None:
 
 def test_algorithm_1_reserves_and_counts_the_encoder_s_tokens() -> None:
     pool = [_request(6, arrival=0), _request(9, arrival=1)]
-    limits = {"max_bs": 4, "block_size": 4}
+    select = partial(select_rows, max_bs=4, block_size=4)
     # 8 slots for 5 tokens each; 8 and 12 for the encoder's.
-    assert select_rows(pool, 0, n_slots=36, **limits) == ([(pool[0], 1), (pool[1], 1)], 36)
-    assert select_rows(pool, 0, n_slots=35, **limits) == ([(pool[0], 1)], 16)
-    assert len(select_rows(pool, 0, n_slots=36, max_batch_tokens=17, **limits)[0]) == 2
-    assert len(select_rows(pool, 0, n_slots=36, max_batch_tokens=16, **limits)[0]) == 1
+    assert select(pool, 0, n_slots=36) == ([(pool[0], 1), (pool[1], 1)], 36)
+    assert select(pool, 0, n_slots=35) == ([(pool[0], 1)], 16)
+    assert len(select(pool, 0, n_slots=36, max_batch_tokens=17)[0]) == 2
+    assert len(select(pool, 0, n_slots=36, max_batch_tokens=16)[0]) == 1
 
 
 def test_the_prompt_is_the_encoder_s_and_the_decoder_begins_with_its_first_token() -> None:
