@@ -55,22 +55,33 @@ GPU_PATHS = (
 )
 
 
-Feature = Literal["grouped heads", "another scale", "a sliding window", "a soft cap", "ALiBi"]
+Feature = Literal[
+    "grouped heads",
+    "another scale",
+    "a sliding window",
+    "a soft cap",
+    "ALiBi",
+    "a relative bias",
+    "attention that is not causal",
+]
 _EVERY_FEATURE = frozenset(get_args(Feature))
-# What each path computes beyond causal attention with as many K/V heads as query heads.
+_CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {"ALiBi", "a relative bias", "attention that is not causal"}
+# What each path computes beyond causal attention with as many K/V heads as query heads. The kernel's work
+# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
-    "kernel": _EVERY_FEATURE - {"ALiBi"},
-    "interpreted": _EVERY_FEATURE - {"ALiBi"},
-    "cudnn": _EVERY_FEATURE - {"a soft cap", "ALiBi"},
+    "kernel": _CAUSAL_AND_UNBIASED,
+    "interpreted": _CAUSAL_AND_UNBIASED,
+    "cudnn": _CAUSAL_AND_UNBIASED - {"a soft cap"},
 }
 
 
 def features_of(config: ModelConfig) -> tuple[Feature, ...]:
-    """What any layer of the model asks of attention."""
-    kinds = {layer.attention for layer in config.layers}
+    """What any layer of the model asks of attention, its encoder's included."""
+    layers = {*config.layers, *(config.encoder.layers if config.encoder else ())}
+    kinds = {kind for layer in layers for kind in (layer.attention, layer.cross) if kind is not None}
     longest = config.n_positions  # a window of that many hides nothing
     asked: dict[Feature, bool] = {
         "grouped heads": config.attention.group > 1,
@@ -78,6 +89,8 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "a sliding window": any((kind.scores.window or longest) < longest for kind in kinds),
         "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
         "ALiBi": any(kind.scores.alibi is not None for kind in kinds),
+        "a relative bias": any(kind.scores.relative is not None for kind in kinds),
+        "attention that is not causal": not all(kind.causal for kind in kinds),
     }
     return tuple(feature for feature, is_asked in asked.items() if is_asked)
 

@@ -26,7 +26,7 @@ from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import work_items
 
-Bias = jax.Array | None  # what the scores get, in the form that `Attend` says
+Bias = jax.Array | None  # what is added to the scores, in a form that `Attend` describes
 
 
 class AttentionPath(Protocol):
@@ -78,7 +78,9 @@ class PureJax:
                 scale=own.scale,
                 window=own.scores.window,
                 soft_cap=own.scores.soft_cap,
-                slopes=bias,
+                slopes=None if own.scores.alibi is None else bias,
+                causal=own.causal,
+                relative=None if own.scores.relative is None else bias,
             )
 
         return attend
@@ -105,7 +107,9 @@ class Native:
                 scale=own.scale,
                 window=own.scores.window,
                 soft_cap=own.scores.soft_cap,
-                slopes=bias,
+                slopes=None if own.scores.alibi is None else bias,
+                causal=own.causal,
+                relative=None if own.scores.relative is None else bias,
             )
 
         return attend

@@ -139,17 +139,24 @@ def split_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     slopes: jax.Array | None = None,
+    causal: bool = True,
+    relative: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of each request's query tokens to its own keys.
+    """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
 
     q [T, G, K, D]; cache blocks [n_blocks, K, B, D]; block_table [R, max_blocks], row_start [R + 1] and
     kv_length [R] int32. A row's queries are the last positions of its `kv_length`. Scores are scale * q.k
     (by default D ** -0.5), then soft_cap * tanh(scores / soft_cap), then for ALiBi slopes [G, K] times (key
-    position - query position). With a `window` a query sees that many keys, its own the last, and blocks
-    without any of them are not read. Sums and softmax are float32; the result [T, G, K, D] has q's dtype, and
-    padding tokens get zeros. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
+    position - query position). A `relative` bias [2 M + 1, K] float32 adds to a score its row (key position -
+    query position) + M, the first or the last for keys further away; G is then 1. With a `window` a query
+    sees that many keys, its own the last, and blocks without any of them are not read. Without `causal` every
+    query sees all keys of its row, of which there may be fewer than queries, and there are no window and no
+    slopes. Sums and softmax are float32; the result [T, G, K, D] has q's dtype, and padding tokens and rows
+    without a key get zeros. `work` is `attention_work` of the same arrays and the same `follow_lengths`.
     """
     n_tokens, n_groups, n_kv_heads, head_size = q.shape
+    assert causal or (window is None and slopes is None)
+    assert relative is None or n_groups == 1
     # One axis for all heads, so that XLA lays the tiles out alike with one group and with several.
     heads = q.reshape(n_tokens, -1, head_size)  # [T, G * K, D]
     scaled = (heads.astype(jnp.float32) * (head_size**-0.5 if scale is None else scale)).astype(q.dtype)
@@ -163,18 +170,21 @@ def split_attention(
             end = row_start.at[row + 1].get(mode="fill", fill_value=0)[:, None]
             mine = index < end
             length = kv_length.at[row].get(mode="fill", fill_value=0)[:, None]
-            last_key = jnp.where(mine, length - end + index, -1)  # [I, Q] the query's own position
+            position = length - end + index  # [I, Q] the query's own
+            last_key = jnp.where(mine, position if causal else length - 1, -1)  # [I, Q]
             tile = scaled.at[index].get(mode="clip").swapaxes(1, 2)  # [I, G * K, Q, D]
             attended = _attend(
                 tile.reshape(-1, n_groups, n_kv_heads, n_queries, head_size).swapaxes(1, 2),
                 cache,
                 block_table.at[row].get(mode="clip"),
+                position,
                 last_key,
                 chunk_keys=tiling.chunk_keys,
                 follow_lengths=follow_lengths,
                 window=window,
                 soft_cap=soft_cap,
                 slopes=slopes,
+                relative=relative,
             )
             attended = attended.swapaxes(1, 2).reshape(tile.shape).swapaxes(1, 2)  # [I, Q, G * K, D]
             where = jnp.where(mine, index, n_tokens)
@@ -194,6 +204,7 @@ def _attend(
     queries: jax.Array,
     cache: LayerCache,
     table: jax.Array,
+    position: jax.Array,
     last_key: jax.Array,
     *,
     chunk_keys: int,
@@ -201,11 +212,13 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     slopes: jax.Array | None,
+    relative: jax.Array | None,
 ) -> jax.Array:
     """Running softmax of I tiles at once over chunks of C keys.
 
-    queries [I, K, G, Q, D], scaled; table [I, max_blocks]; last_key [I, Q]: the last key that each query
-    sees, -1 for none. Returns [I, K, G, Q, D] float32, with zeros for a query that sees nothing.
+    queries [I, K, G, Q, D], scaled, at `position` [I, Q]; table [I, max_blocks]; last_key [I, Q]: the last
+    key that each query sees, -1 for none. Returns [I, K, G, Q, D] float32, with zeros for a query that sees
+    nothing.
     """
     shape = queries.shape
     n_tiles, n_kv_heads, per_head, n_queries, head_size = shape
@@ -252,6 +265,10 @@ def _attend(
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         if slope is not None:
             scores = scores + slope * (by_query - last_key)
+        if relative is not None:
+            furthest = relative.shape[0] // 2
+            distance = jnp.clip(key[..., None, :] - position[:, :, None], -furthest, furthest)  # [I, Q, C]
+            scores = scores + relative.T.at[:, distance + furthest].get(mode="clip").swapaxes(0, 1)
         seen = by_query <= last_key
         if window is not None:
             seen = seen & (by_query > last_key - window)

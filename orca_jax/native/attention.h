@@ -28,10 +28,13 @@ typedef struct {
   const q_type *q;
   const kv_type *keys, *values;
   const float *slopes; /* of ALiBi, or NULL */
+  float *relative;     /* [K][2 M + 1 + 2 LANES] the relative bias by key position - query position, or NULL */
   const int32_t *block_table, *row_start, *kv_length;
   q_type *out;
   float scale, soft_cap; /* soft_cap 0: none */
   int window;            /* keys that a query sees, its own counted */
+  int causal;            /* whether it sees no key after its own */
+  int furthest;          /* M: keys further away have the relative bias of this distance */
   int n_slices, group, n_heads, max_blocks; /* n, G, K */
   int n_many, heads_at_once; /* tiles for attend_many, which come first; heads of an item of attend_one */
   Tile tiles[];
@@ -72,6 +75,15 @@ static inline q_type *result_of(const Attention *a, int token, int g, int head) 
 
 static inline float slope(const Attention *a, int g, int head) {
   return a->slopes ? a->slopes[g * a->n_heads + head] : 0;
+}
+
+static inline const float *relative_of(const Attention *a, int head) {
+  return a->relative ? a->relative + (size_t)head * (2 * (a->furthest + LANES) + 1) : NULL;
+}
+
+/* A head's relative bias at LANES distances from `distance` on. */
+static inline vec relative_bias(const float *of_head, int furthest, int distance) {
+  return load(of_head + greater(0, lesser(distance, furthest) + furthest + LANES));
 }
 
 static inline vec capped(vec scores, float cap) { return all(cap) * hyperbolic_tangent(scores * all(1 / cap)); }

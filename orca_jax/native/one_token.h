@@ -27,6 +27,7 @@ _Static_assert(CHUNK % LANES == 0 && CHUNK % KEYS_AT_ONCE == 0, "whole vectors")
 typedef struct {
   vec q[PARTS], out[PARTS];
   float top, total, slope;
+  const float *relative; /* the head's relative bias, or NULL */
 } Running;
 
 /* The scores of KEYS_AT_ONCE keys, for `n` queries; the compiler knows n. */
@@ -52,6 +53,9 @@ static inline float soften(const Attention *a, float *weights, int base, int n, 
   if (running->slope)
     for (int c = 0; c < n; c += LANES)
       store(weights + c, load(weights + c) + all(running->slope) * (all(base + c - position) + counted()));
+  if (running->relative)
+    for (int c = 0; c < n; c += LANES)
+      store(weights + c, load(weights + c) + relative_bias(running->relative, a->furthest, base + c - position));
   for (int c = n; c % LANES; c++) weights[c] = NOTHING;
   const float top = running->top;
   vec tops = all(top);
@@ -142,6 +146,7 @@ static void attend_one(const Attention *a, int row, int first, int n_heads) {
       running->top = NOTHING;
       running->total = 0;
       running->slope = slope(a, g, first + h);
+      running->relative = relative_of(a, first + h);
       const q_type *q = query(a, token, g, first + h);
       for (int i = 0; i < PARTS; i++) {
         running->q[i] = load(q + i * LANES) * all(a->scale);

@@ -30,6 +30,8 @@ typedef struct {
   int32_t first[TILE], last[TILE]; /* of each query */
   float slopes[TILE];
   int first_any, last_any, first_all, last_all; /* any query sees these keys; all queries see these */
+  int position;          /* of the tile's first query */
+  const float *relative; /* the head's relative bias, or NULL */
 } Seen;
 
 /* The scores of a strip of keys from `position` on, for `vectors` of a tile's queries; the compiler knows vectors. */
@@ -60,6 +62,13 @@ INLINE void score_strip(const Attention *a, const float *key, float q[HEAD_SIZE]
         float *score = &weights[i][g * LANES];
         const ivec distance = position + i - *(const ivec *)&seen->last[g * LANES];
         store(score, load(score) + load(&seen->slopes[g * LANES]) * __builtin_convertvector(distance, vec));
+      }
+  if (seen->relative) /* then a query is one position after the other */
+    for (int i = 0; i < STRIP; i++)
+      for (int g = 0; g < vectors; g++) {
+        float *score = &weights[i][g * LANES];
+        const int furthest_query = seen->position + (g + 1) * LANES - 1;
+        store(score, load(score) + reversed(relative_bias(seen->relative, a->furthest, position + i - furthest_query)));
       }
   if (position >= seen->first_all && position + STRIP - 1 <= seen->last_all) return;
   for (int i = 0; i < STRIP; i++)
@@ -104,7 +113,7 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
   for (int m = 0; m < vectors * LANES; m++) {
     const int number = tile.start + lesser(m, tile.n - 1), token = number / group, g = number % group;
     const q_type *from = query(a, begin + token, g, head);
-    seen.last[m] = before + token;
+    seen.last[m] = a->causal ? before + token : length - 1;
     seen.first[m] = greater(0, seen.last[m] - a->window + 1);
     seen.slopes[m] = slope(a, g, head);
     for (int i = 0; i < PARTS; i++) {
@@ -116,6 +125,8 @@ INLINE void attend_vectors(const Attention *a, Tile tile, int head, const int ve
   seen.last_any = seen.last[tile.n - 1];
   seen.first_all = seen.first[tile.n - 1];
   seen.last_all = seen.last[0];
+  seen.position = before + tile.start; /* with a relative bias G is 1 */
+  seen.relative = relative_of(a, head);
   vec top[TILE / LANES], total[TILE / LANES];
   for (int g = 0; g < vectors; g++) {
     top[g] = all(NOTHING);

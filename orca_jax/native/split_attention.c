@@ -3,8 +3,8 @@
  * The compiler sets HEAD_SIZE (D), a multiple of 16; BLOCK_SIZE (B), a multiple of 8; and Q_BITS and KV_BITS, 32
  * for float32 and 16 for bfloat16. All arithmetic is float32. The arguments are those of split_attention.py: q
  * [T, n, K, D], whose first G slices are the queries; keys, values [n_blocks, K, B, D]; block_table [R, max_blocks],
- * row_start [R + 1], kv_length [R] int32; slopes [G, K] float32, or empty. The result is [T, G, K, D]. Query heads
- * [0..G, k] form a group: all attend to key/value head k.
+ * row_start [R + 1], kv_length [R] int32; slopes [G, K] and relative [2 M + 1, K] float32, or empty. The result is
+ * [T, G, K, D]. Query heads [0..G, k] form a group: all attend to key/value head k.
  *
  * The work is cut into items: a tile of one row's queries, and a key/value head (attend_many), or a row of one
  * token and a few key/value heads (attend_one). Within a row, queries are numbered token by token and by group
@@ -35,8 +35,16 @@ static void do_item(Work *work, int item) {
              lesser(a->n_heads - first, a->heads_at_once));
 }
 
+/* The relative bias [2 M + 1, K] by head, with LANES more of the first and of the last. */
+static void lay_out(Attention *a, const float *relative) {
+  const int m = a->furthest, n = 2 * (m + LANES) + 1;
+  for (int head = 0; head < a->n_heads; head++)
+    for (int i = 0; i < n; i++)
+      a->relative[(size_t)head * n + i] = relative[(size_t)lesser(greater(i - LANES, 0), 2 * m) * a->n_heads + head];
+}
+
 /* Cuts the rows into tiles: first those for attend_many, so that the short items of attend_one even out the threads
- * at the end. Returns the bytes of keys and values that are read. */
+ * at the end. Rows without a key get zeros. Returns the bytes of keys and values that are read. */
 static double cut(Attention *a, int n_rows) {
   double n_keys = 0;
   int n_tiles = 0;
@@ -44,6 +52,11 @@ static double cut(Attention *a, int n_rows) {
     for (int row = 0; row < n_rows; row++) {
       const int n_tokens = a->row_start[row + 1] - a->row_start[row], n = n_tokens * a->group;
       if (!n || (n_tokens == 1 && a->group <= MOST_SHARING) != ones) continue;
+      if (!a->kv_length[row]) {
+        const size_t token = (size_t)a->group * a->n_heads * HEAD_SIZE;
+        memset(a->out + a->row_start[row] * token, 0, sizeof *a->out * n_tokens * token);
+        continue;
+      }
       for (int at = 0; at < n; at += ones ? n : TILE) {
         a->tiles[n_tiles++] = (Tile){row, at, lesser(n - at, TILE)};
         n_keys += a->kv_length[row] < a->window ? a->kv_length[row] : a->window;
@@ -60,9 +73,11 @@ static double cut(Attention *a, int n_rows) {
 XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   if (asked_what_it_is(frame)) return NULL;
   const XLA_FFI_Buffer *q = argument(frame, 0), *block_table = argument(frame, 3), *kv_length = argument(frame, 5);
-  const XLA_FFI_Buffer *slopes = argument(frame, 6), *out = result(frame, 0);
-  const int n_tokens = out->dims[0], group = out->dims[1], n_rows = kv_length->dims[0];
-  Attention *a = malloc(sizeof *a + sizeof(Tile) * ((size_t)n_tokens * group / TILE + n_rows));
+  const XLA_FFI_Buffer *slopes = argument(frame, 6), *relative = argument(frame, 7), *out = result(frame, 0);
+  const int n_tokens = out->dims[0], group = out->dims[1], n_rows = kv_length->dims[0], n_distances = relative->dims[0];
+  const size_t n_tiles = (size_t)n_tokens * group / TILE + n_rows;
+  const size_t n_relative = n_distances ? out->dims[2] * (n_distances + 2 * (size_t)LANES) : 0;
+  Attention *a = malloc(sizeof *a + sizeof(Tile) * n_tiles + sizeof *a->relative * n_relative);
   if (!a) return no_memory(frame);
   a->work.do_item = do_item;
   a->q = q->data;
@@ -76,10 +91,14 @@ XLA_FFI_Error *split_attention(XLA_FFI_CallFrame *frame) {
   a->scale = *(const float *)attribute(frame, "scale");
   a->soft_cap = *(const float *)attribute(frame, "soft_cap");
   a->window = *(const int32_t *)attribute(frame, "window");
+  a->causal = *(const int32_t *)attribute(frame, "causal");
   a->n_slices = q->dims[1];
   a->group = group;
   a->n_heads = out->dims[2];
   a->max_blocks = block_table->dims[1];
+  a->furthest = n_distances / 2;
+  a->relative = n_distances ? (float *)(a->tiles + n_tiles) : NULL;
+  if (a->relative) lay_out(a, relative->data);
   const size_t token = (size_t)group * a->n_heads * HEAD_SIZE, n_real = a->row_start[n_rows];
   memset(a->out + n_real * token, 0, sizeof *a->out * (n_tokens - n_real) * token); /* padding */
   const double worth = cut(a, n_rows) / WORTH_A_THREAD;

@@ -44,19 +44,24 @@ def native_split_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     slopes: jax.Array | None = None,
+    causal: bool = True,
+    relative: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of each request's query tokens to its own keys.
+    """Attention of each request's query tokens to its own keys, up to its own position where `causal`.
 
     The first G = `group` slices, by default all, of q [T, n, K, D] are the queries, in group-major order:
     query head [g, k] attends to key/value head k. keys and values [n_blocks, K, B, D]; block_table
     [R, max_blocks], row_start [R + 1] and kv_length [R] int32. A row's queries are the last positions of its
-    `kv_length`. The result is [T, G, K, D] in q's dtype, with zeros for padding tokens. q and the cache are
-    each float32 or bfloat16, of the cache also as uint16; the arithmetic is float32.
+    `kv_length`. The result is [T, G, K, D] in q's dtype, with zeros for padding tokens and for rows without a
+    key. q and the cache are each float32 or bfloat16, of the cache also as uint16; the arithmetic is float32.
 
     Scores are `scale` (by default D**-0.5) times q.k, then soft_cap * tanh(score / soft_cap), then ALiBi adds
     `slopes` [G, K] float32 times (key position - query position). A query sees its own position and the
-    `window` - 1 before it, by default all; blocks outside the window are not read. Raises NotBuilt without
-    a C compiler, or without AVX-512 or AVX2.
+    `window` - 1 before it, by default all; blocks outside the window are not read. A `relative` bias
+    [2 M + 1, K] float32 adds to a score its row (key position - query position) + M, the first or the last
+    for keys further away; G is then 1. Without `causal` a query sees all keys of its row, of which there may
+    be fewer than queries, and there are no window and no slopes. Raises NotBuilt without a C compiler, or
+    without AVX-512 or AVX2.
     """
     n_slices, n_kv_heads, head_size = q.shape[1:]
     group = n_slices if group is None else group
@@ -71,6 +76,10 @@ def native_split_attention(
     assert (window is None or window > 0) and (soft_cap is None or soft_cap > 0)
     slopes = jnp.zeros((0, 0), jnp.float32) if slopes is None else slopes
     assert slopes.dtype == jnp.float32 and slopes.shape in ((0, 0), (group, n_kv_heads))
+    relative = jnp.zeros((0, n_kv_heads), jnp.float32) if relative is None else relative
+    assert relative.dtype == jnp.float32 and relative.shape[1:] == (n_kv_heads,)
+    assert not len(relative) or (len(relative) % 2 and group == 1)
+    assert causal or (window is None and not slopes.size)
     result = jax.ShapeDtypeStruct((q.shape[0], group, n_kv_heads, head_size), q.dtype)
     call = jax.ffi.ffi_call(attention_target(head_size, block_size, str(q.dtype), kv_dtype), result)
     return call(
@@ -81,6 +90,8 @@ def native_split_attention(
         row_start,
         kv_length,
         slopes,
+        relative,
+        causal=np.int32(causal),
         scale=np.float32(head_size**-0.5 if scale is None else scale),
         soft_cap=np.float32(soft_cap or 0),
         window=np.int32(_ALL_KEYS if window is None else min(window, _ALL_KEYS)),

@@ -105,6 +105,14 @@ INLINE void store4_bfloat16(bfloat16 *to, vec4 v) {
 #define store(to, v) _Generic(*(to), float: store_float, bfloat16: store_bfloat16)(to, v)
 #define store4(to, v) _Generic(*(to), float: store4_float, bfloat16: store4_bfloat16)(to, v)
 
+INLINE vec reversed(vec v) {
+#if LANES == 16
+  return LANES_OF(v, v, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#else
+  return LANES_OF(v, v, 7, 6, 5, 4, 3, 2, 1, 0);
+#endif
+}
+
 /* v, in a register. Short of registers, GCC would otherwise load v anew at each use, and loads are what limits
  * AVX2: its multiply-adds cannot broadcast from memory. */
 INLINE vec kept(vec v) {

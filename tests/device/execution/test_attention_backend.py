@@ -13,11 +13,11 @@ import pytest
 from orca_jax.config import Attention
 from orca_jax.errors import ConfigError
 from orca_jax.execution import attention_backend
-from orca_jax.execution.attention_backend import GPU_PATHS, choose_attention
+from orca_jax.execution.attention_backend import GPU_PATHS, choose_attention, features_of
 from orca_jax.execution.attention_paths import Cudnn, Kernel, Native, PureJax
-from orca_jax.families.attention_config import Scores
+from orca_jax.families.attention_config import RelativeBias, Scores
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Encoder, ModelConfig
 from tests.device.execution.interpreted_engine import LENGTHS
 from tests.device.native.native_form import needs_native
 from tests.places import ROOT
@@ -129,6 +129,24 @@ def test_the_choice_by_the_form_of_scores(scores: Scores, on_h200: object, on_a1
         choice = choose_attention(device, config, n_heads=4, block_size=16, dtype="bfloat16")
         assert choice.path == path
         assert choice.path != STATIC or "does not compute" in choice.description
+
+
+def test_a_model_with_an_encoder_has_static_shapes_on_a_gpu() -> None:
+    plain = model(64)
+    layer, whole = plain.layers[0], replace(plain.attention, causal=False)
+    encoder = Encoder(layers=(replace(layer, attention=whole),), n_positions=64)
+    crossed = replace(plain, layers=(replace(layer, cross=whole),), encoder=encoder, decoder_start_token_id=0)
+    assert features_of(crossed) == ("attention that is not causal",)
+    biased = replace(layer, attention=replace(whole, scores=Scores(scale=1.0, relative=RelativeBias())))
+    crossed = replace(crossed, encoder=replace(encoder, layers=(biased,)))
+    assert features_of(crossed) == ("another scale", "a relative bias", "attention that is not causal")
+    for device, path in ((H200, STATIC), (A100, STATIC), (CPU, FOLLOW)):
+        choice = choose_attention(device, crossed, n_heads=4, block_size=16, dtype="float16")
+        assert choice.path == path
+    with pytest.raises(
+        ConfigError, match="the kernel attention does not compute a relative bias or attention"
+    ):
+        choose_attention(H200, crossed, n_heads=4, block_size=16, dtype="bfloat16", forced="kernel")
 
 
 def test_cudnn_chooses_its_own_split_so_it_is_not_deterministic() -> None:

@@ -22,6 +22,8 @@ class Form(NamedTuple):
     window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
+    causal: bool = True
+    furthest: int | None = None  # M of a relative bias
 
     def slopes(self) -> np.ndarray | None:
         """ALiBi's slopes [G, K]; one is 0."""
@@ -31,6 +33,13 @@ class Form(NamedTuple):
         slopes[-1] = 0
         return slopes.reshape(self.group, self.n_kv_heads).astype(np.float32)
 
+    def relative(self) -> np.ndarray | None:
+        """A relative bias [2 M + 1, K]."""
+        if self.furthest is None:
+            return None
+        shape = (2 * self.furthest + 1, self.n_kv_heads)
+        return np.random.default_rng(self.furthest).normal(size=shape).astype(np.float32)
+
     def options(self) -> dict[str, Any]:
         """The keyword arguments of native_split_attention."""
         return {
@@ -38,6 +47,8 @@ class Form(NamedTuple):
             "window": self.window,
             "soft_cap": self.soft_cap,
             "slopes": self.slopes(),
+            "causal": self.causal,
+            "relative": self.relative(),
         }
 
 
@@ -56,7 +67,7 @@ def batch_of(rows: list[tuple[int, int]], form: Form, *, seed: int) -> Ragged:
         max_blocks=MOST_KEYS // form.block_size,
     )
     for (n, length), table in zip(rows, batch.block_table, strict=False):
-        first_seen = max(0, length - n + 1 - (form.window or length))
+        first_seen = max(0, length - n + 1 - form.window) if form.window else 0
         for cache in (batch.k_cache, batch.v_cache):
             cache[table[: first_seen // form.block_size]] = np.nan
     return batch._replace(q=batch.q.reshape(MOST_TOKENS, form.group, form.n_kv_heads, form.head_size))
@@ -66,12 +77,16 @@ def truth(batch: Ragged, form: Form) -> np.ndarray:
     """The result [T, G, K, D], query by query in float64."""
     out = np.zeros(batch.q.shape)
     scale = form.head_size**-0.5 if form.scale is None else form.scale
-    slopes = form.slopes()
+    slopes, relative = form.slopes(), form.relative()
     for r, n_keys in enumerate(batch.kv_length):
         begin, end = batch.row_start[r], batch.row_start[r + 1]
         for token in range(begin, end):
             position = n_keys - end + token
             seen = np.arange(max(0, position + 1 - (form.window or n_keys)), position + 1)
+            if not form.causal:
+                seen = np.arange(n_keys)
+            if not len(seen):
+                continue
             blocks, slots = batch.block_table[r, seen // form.block_size], seen % form.block_size
             keys = batch.k_cache[blocks, :, slots].astype(np.float64)  # [P, K, D]
             values = batch.v_cache[blocks, :, slots].astype(np.float64)
@@ -80,6 +95,9 @@ def truth(batch: Ragged, form: Form) -> np.ndarray:
                 scores = form.soft_cap * np.tanh(scores / form.soft_cap)
             if slopes is not None:
                 scores += slopes[:, :, None] * (seen - position)
+            if relative is not None and form.furthest is not None:
+                distance = np.clip(seen - position, -form.furthest, form.furthest)
+                scores += relative[distance + form.furthest].T
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             out[token] = np.einsum("gkp,pkd->gkd", weights, values)

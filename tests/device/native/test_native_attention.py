@@ -39,6 +39,8 @@ FORMS = [
     Form(2, 2, 64, 16, soft_cap=50.0, scale=3.0),
     Form(1, 8, 64, 16, alibi=True),
     Form(4, 2, 16, 8, window=50, soft_cap=5.0, alibi=True),
+    Form(1, 3, 16, 8, window=60, furthest=128),
+    Form(1, 4, 64, 16, scale=1.0, causal=False, furthest=20),
 ]
 BFLOAT16 = ml_dtypes.bfloat16
 HALF_UNIT = 2.0**-8  # of a bfloat16, relative
@@ -99,7 +101,9 @@ def test_bfloat16_caches_have_float32_sums(
 
 
 @needs_native
-@pytest.mark.parametrize(("form", "kv_dtype"), [(FORMS[4], np.float32), (FORMS[14], BFLOAT16)])
+@pytest.mark.parametrize(
+    ("form", "kv_dtype"), [(FORMS[4], np.float32), (FORMS[14], BFLOAT16), (FORMS[16], np.float32)]
+)
 def test_the_form_for_the_other_width_of_registers(
     form: Form, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +134,7 @@ def test_weights_that_vanish() -> None:
 
 @needs_native
 @pytest.mark.parametrize("row", [(1, 37), (70, 70), (33, 53)])
-@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[9], FORMS[11]])
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[9], FORMS[11], FORMS[16]])
 def test_a_row_has_the_same_bits_whatever_its_neighbours_and_its_blocks(
     row: tuple[int, int], form: Form
 ) -> None:
