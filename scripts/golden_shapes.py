@@ -58,6 +58,47 @@ def _falcon(vocab: int, hidden: int, layers: int, heads: int, **other: Any) -> d
     return {"model_type": "falcon", "vocab_size": vocab, "hidden_size": hidden, **sizes, **other}
 
 
+def _t5(
+    model_type: str,
+    vocab: int,
+    hidden: int,
+    layers: tuple[int, int],
+    heads: int,
+    size: int,
+    inner: int,
+    **other: Any,
+) -> dict[str, Any]:
+    """`layers` of the encoder and of the decoder, `size` of a head."""
+    return {
+        "model_type": model_type,
+        **{"vocab_size": vocab, "d_model": hidden, "num_heads": heads, "d_kv": size, "d_ff": inner},
+        **{"num_layers": layers[0], "num_decoder_layers": layers[1]},
+        **{"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+        **other,
+    }
+
+
+def _bart(
+    model_type: str,
+    vocab: int,
+    hidden: int,
+    layers: tuple[int, int],
+    heads: int,
+    inner: tuple[int, int],
+    **other: Any,
+) -> dict[str, Any]:
+    """`layers` of the encoder and of the decoder, and `inner` widths of theirs."""
+    return {
+        "model_type": model_type,
+        **{"vocab_size": vocab, "d_model": hidden, "max_position_embeddings": 80},
+        **{"encoder_layers": layers[0], "decoder_layers": layers[1]},
+        **{"encoder_attention_heads": heads, "decoder_attention_heads": heads},
+        **{"encoder_ffn_dim": inner[0], "decoder_ffn_dim": inner[1]},
+        **{"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2},
+        **other,
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     # bloom
     "bloom-six-heads": _bloom(127, 30, 3, 6),
@@ -374,5 +415,72 @@ SHAPES: dict[str, dict[str, Any]] = {
         head_dim=12,
         hidden_act="gelu",
         rope_parameters=_rope(1e3, rope_type="linear", factor=2.0),
+    ),
+}
+
+# Of models with an encoder. Fields that begin with "_" say how make_golden_encoders.py writes the checkpoint.
+ENCODER_SHAPES: dict[str, dict[str, Any]] = {
+    # t5: tied, as the first T5
+    "t5-relu": _t5("t5", 103, 24, (3, 2), 3, 10, 50, _older=True),
+    "t5-few-buckets": _t5(
+        *("t5", 127, 20, (1, 3), 2, 8, 36),
+        **{"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20},
+        _generation_config={"decoder_start_token_id": 5},
+    ),
+    "t5-gelu-copies": _t5("t5", 89, 28, (2, 3), 4, 9, 40, feed_forward_proj="gelu", _copies=True),
+    # t5: gated, with a head of its own, as version 1.1 and FLAN
+    "t5-gated": _t5(
+        *("t5", 101, 24, (2, 3), 4, 5, 36),
+        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "_untied": True, "_older": True},
+    ),
+    "t5-gated-spelling": _t5(
+        *("t5", 113, 20, (3, 1), 2, 12, 33),
+        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "_untied": True},
+    ),
+    "t5-gated-silu-no-head": _t5(
+        *("t5", 97, 24, (2, 2), 3, 6, 40),
+        **{"feed_forward_proj": "gated-silu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-5},
+    ),
+    # mt5
+    "mt5-untied": _t5("mt5", 131, 24, (2, 3), 3, 7, 30, _untied=True, _older=True),
+    "mt5-newer": _t5("mt5", 109, 20, (3, 2), 4, 6, 44, _untied=True),
+    "mt5-relu-no-head": _t5("mt5", 95, 26, (1, 2), 2, 11, 38, feed_forward_proj="gated-relu"),
+    # umt5
+    "umt5-untied": _t5("umt5", 121, 24, (3, 2), 3, 9, 30, _untied=True, _older=True),
+    "umt5-tied-scaled": _t5("umt5", 99, 20, (2, 3), 2, 8, 40),
+    "umt5-few-buckets": _t5(
+        *("umt5", 107, 22, (1, 3), 4, 5, 35),
+        **{"relative_attention_num_buckets": 12, "relative_attention_max_distance": 40},
+        **{"_untied": True, "_older": True},
+    ),
+    # bart
+    "bart-gelu": _bart("bart", 111, 24, (2, 3), 3, (40, 50), forced_eos_token_id=2, forced_bos_token_id=0),
+    "bart-relu-scaled": _bart(
+        *("bart", 125, 20, (3, 1), 2, (50, 36)),
+        **{"activation_function": "relu", "scale_embedding": True, "_copies": True},
+        forced_eos_token_id=None,
+    ),
+    "bart-bare": _bart(
+        *("bart", 93, 28, (1, 2), 4, (44, 44)),
+        **{"_without_prefix": "model.", "_lacks": ("final_logits_bias",), "_loads": False},
+        _fields={"architectures": ["BartModel"]},
+    ),
+    # mbart
+    "mbart-scaled": _bart("mbart", 115, 24, (2, 3), 4, (42, 30), scale_embedding=True),
+    "mbart-relu": _bart(
+        "mbart", 91, 20, (3, 2), 2, (30, 48), activation_function="relu", forced_eos_token_id=None
+    ),
+    "mbart-forced": _bart(
+        *("mbart", 129, 27, (1, 3), 3, (40, 40)),
+        _generation_config={"decoder_start_token_id": 2, "forced_bos_token_id": 7, "forced_eos_token_id": 2},
+    ),
+    # pegasus
+    "pegasus-relu": _bart(
+        *("pegasus", 105, 24, (2, 3), 3, (40, 50)),
+        **{"activation_function": "relu", "scale_embedding": True, "decoder_start_token_id": 0},
+    ),
+    "pegasus-gelu": _bart("pegasus", 117, 20, (3, 2), 2, (30, 40), forced_eos_token_id=None),
+    "pegasus-no-table": _bart(
+        *("pegasus", 123, 26, (1, 2), 2, (44, 30)), _lacks=("embed_positions.weight",), scale_embedding=True
     ),
 }

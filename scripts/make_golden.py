@@ -46,7 +46,7 @@ SEED = 20221
 MAX_OUTPUT = 16
 LOGIT_LENGTHS = (1, 7, 23)  # the prompts whose logits at every position are stored
 MARGIN = 1e-4  # rounding alone can swap two logits closer than this
-MAX_TOTAL_BYTES = 12_000_000
+MAX_TOTAL_BYTES = 16_000_000
 
 
 @dataclass(frozen=True)

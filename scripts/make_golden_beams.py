@@ -30,11 +30,12 @@ SEED = 20221
 NAMES = ("gpt2-tied-gelu-new", "llama-grouped", "qwen2-tied")  # of decoders
 N_PROMPTS = 5
 MAX_OUTPUT = 12
-N_ENDS = 3
+MAX_ENDS = 8
 N_BEAMS = (2, 4)
 LENGTH_PENALTIES = (0.6, 1.0, 2.0)
 EARLY_STOPPING: tuple[bool | str, ...] = (False, True, "never")  # by their numbers in the file
 NOISE = 1e-5
+DECODER_IDS: dict[str, int] = {}  # of a model with an encoder: what its texts begin and end with
 
 
 class _Noise(LogitsProcessor):
@@ -57,13 +58,14 @@ def _search(
 ) -> tuple[list[list[int]], np.ndarray]:
     """The best sequences' tokens after the prompt, the end-of-sequence token among them, and their scores."""
     n_beams, length_penalty, early_stopping = setting
-    model.generation_config = GenerationConfig(pad_token_id=0)
+    model.generation_config = GenerationConfig(pad_token_id=0, **DECODER_IDS)
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     if encoder_ids is None:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
         own = torch.from_numpy(encoder_ids.astype(np.int64))[None]
         inputs = {"input_ids": own, "attention_mask": torch.ones_like(own), "decoder_input_ids": ids}
+        inputs["use_cache"] = False  # T5's has as many layers as the encoder, not as the decoder
     found = model.generate(
         **inputs,
         max_new_tokens=MAX_OUTPUT,
@@ -105,14 +107,17 @@ def _settled(
 def choose_eos(
     model: Any, prompts: Sequence[np.ndarray], encoder_ids: Sequence[np.ndarray | None]
 ) -> list[int]:
-    """N_ENDS tokens that many of the texts have, but not at once."""
-    places: dict[int, list[int]] = {}
+    """The tokens that most texts have, but not at once: as many as half of the texts need."""
+    texts: list[list[int]] = []
     for prompt, own in zip(prompts, encoder_ids, strict=True):
-        for row in _search(model, prompt, own, [], (4, 1.0, False))[0]:
-            for token in set(row):
-                places.setdefault(token, []).append(row.index(token))
-    ends = {token: sum(2 <= place < MAX_OUTPUT - 2 for place in own) for token, own in places.items()}
-    return sorted(ends, key=lambda token: (-ends[token], token))[:N_ENDS]
+        texts += _search(model, prompt, own, [], (4, 1.0, False))[0]
+    chosen: list[int] = []
+    left = texts
+    while len(left) > len(texts) / 2 and len(chosen) < MAX_ENDS:
+        middles = [token for text in left for token in set(text[2:-2]) - set(text[:2])]
+        chosen.append(max(sorted(set(middles)), key=middles.count))
+        left = [text for text in left if chosen[-1] not in text]
+    return chosen
 
 
 def write_beams(

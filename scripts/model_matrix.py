@@ -33,10 +33,14 @@ _RESIDUALS = {
 def golden_models() -> dict[str, list[ModelConfig]]:
     """The models of the golden files, by model_type."""
     models: dict[str, list[ModelConfig]] = {name: [] for name in FAMILIES}
-    for path in sorted(GOLDEN.glob("*/golden.npz")):
+    for path in sorted(GOLDEN.glob("*/*golden.npz")):
         found = read_hf_config(path.parent)
         models[found.family.model_type].append(found.model)
     return models
+
+
+def _every_layer(model: ModelConfig) -> tuple[Layer, ...]:
+    return (*model.layers, *(model.encoder.layers if model.encoder else ()))
 
 
 def _positions(model: ModelConfig, layer: Layer) -> Iterator[str]:
@@ -45,6 +49,8 @@ def _positions(model: ModelConfig, layer: Layer) -> Iterator[str]:
         yield "learned"
     if layer.attention.scores.alibi is not None:
         yield "ALiBi"
+    if layer.attention.scores.relative is not None:
+        yield "relative bias"
     if rotary is not None:
         yield "rotary" if rotary.size == layer.attention.head_size else "partly rotary"
         if rotary.scaling is not None:
@@ -52,6 +58,8 @@ def _positions(model: ModelConfig, layer: Layer) -> Iterator[str]:
 
 
 def _layers(layer: Layer) -> Iterator[str]:
+    if layer.cross is not None:
+        yield "encoder and decoder"
     yield _NORMS[layer.norm.kind]
     yield _RESIDUALS[layer.residual]
     ffn = layer.feed_forward
@@ -69,7 +77,7 @@ def family_rows() -> Iterator[str]:
     yield "| family | `model_type` | positions | layers | attention | golden models |"
     yield "|---|---|---|---|---|---|"
     for name, models in golden_models().items():
-        pairs = [(model, layer) for model in models for layer in dict.fromkeys(model.layers)]
+        pairs = [(model, layer) for model in models for layer in dict.fromkeys(_every_layer(model))]
         positions = _joined(each for model, layer in pairs for each in _positions(model, layer))
         layers = _joined(each for _, layer in pairs for each in _layers(layer))
         attention = _joined(each for model in models for each in features_of(model)) or "plain"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from orca_jax.processes.json_child import ChildSilent, JsonChild
+from orca_jax.workers.json_child import ChildSilent, JsonChild
 
 _SILENCE = 240.0  # seconds without a line, before the first task and between them (compilation prints lines)
 _TASK = 75.0  # the same within a task

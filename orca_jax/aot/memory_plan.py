@@ -2,7 +2,7 @@
 
     python -m orca_jax.aot.memory_plan < question.json
 
-planning/ask_xla.py runs this command: it reads a question in JSON from stdin and prints the answer as the
+workers/ask_xla.py runs this command: it reads a question in JSON from stdin and prints the answer as the
 last line of stdout.
 """
 

@@ -26,7 +26,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.hf_config import hf_config_of, read_hf_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, in_layers, parameter_table
+from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
@@ -149,6 +149,10 @@ class _Reader:
         shape = self._table[name].shape
         return self._counted(name, shape, _all(shape))
 
+    def row(self, name: str) -> np.ndarray:
+        """A whole vector as a matrix of one row."""
+        return self.whole(name)[None]
+
     def rows(self, name: str, first: int, end: int, *, transpose: bool) -> np.ndarray:
         """Read rows of a parameter whose leading axes are merged; `transpose` transposes the result."""
         shape = self._table[name].stacked_shape
@@ -212,7 +216,7 @@ class _TrainersArrays:
         return target
 
     def _sizes(self, name: str) -> dict[str, int]:
-        return axis_sizes(self._model, int(in_layers(name)[1] or 0))
+        return axis_sizes(self._model, name)
 
 
 def _all(shape: tuple[int, ...]) -> Box:
@@ -228,12 +232,18 @@ def _tensors(
 ) -> Iterator[Tensor]:
     """The Hugging Face tensors of all parameters, in the order of the parameters."""
     attention = model.attention
+    written = set[str]()
     for name, parameter in table.items():
         wanted = family.stored_name(name, family.prefixes[0], model)
         shapes = stored_shapes(parameter, wanted, attention)
+        if not written.isdisjoint(wanted.names):
+            continue  # T5's layers share one tensor
+        written |= set(wanted.names)
         n_rows = parameter.stacked_shape[0] // len(wanted.names)
         for i, (theirs, shape) in enumerate(zip(wanted.names, shapes, strict=True)):
-            if wanted.heads is None:
+            if wanted.one_row:
+                read, shape = partial(reader.row, name), (1, *shape)
+            elif wanted.heads is None:
                 read = partial(reader.rows, name, i * n_rows, (i + 1) * n_rows, transpose=wanted.transpose)
             else:
                 read = partial(reader.heads, name, i, wanted, attention)

@@ -2,11 +2,12 @@
 
 import os.path
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
 from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, StoredTensor, read_header, same_values
-from orca_jax.checkpoint.shard_reader import Parts
+from orca_jax.checkpoint.shard_reader import ComputedArray, Parts
 from orca_jax.errors import (
     BadModelConfig,
     CheckpointError,
@@ -16,7 +17,7 @@ from orca_jax.errors import (
     UnsafeFile,
 )
 from orca_jax.families.hf_config import HFConfig
-from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, parameter_table
+from orca_jax.families.parameters import ENCODER, HEAD, TOKEN_EMBEDDING, layers_with, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
 
@@ -102,7 +103,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
         (
             prefix
             for prefix in family.prefixes
-            if family.stored_name(TOKEN_EMBEDDING, prefix, hf_config.model).names[0] in stored
+            if family.stored_name(TOKEN_EMBEDDING, prefix, hf_config.model, stored).names[0] in stored
         ),
         family.prefixes[0],
     )
@@ -111,6 +112,9 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
     parts: dict[str, Parts] = {}
     for name, parameter in parameter_table(hf_config.model).items():
         wanted = family.stored_name(name, prefix, hf_config.model, stored)
+        if name in family.computed and wanted.names[0] not in stored:
+            parts[name] = Parts((ComputedArray(name, family.computed[name](hf_config.model)),))
+            continue
         attention = hf_config.model.attention
         shapes = stored_shapes(parameter, wanted, attention)
         found[name] = _of_shapes(hf_config, stored, wanted, shapes)
@@ -124,6 +128,12 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
     ]
     for tensor in left:
         embedding = found[TOKEN_EMBEDDING][0]
+        if family.is_copy(tensor.name, prefix):
+            if not same_values(tensor, embedding):
+                raise TensorMismatch(
+                    f"{tensor} differs from '{shown(embedding.name)}', of which it is a copy"
+                )
+            continue
         if tensor.name != head or not hf_config.model.embedding.tied:
             raise _left_over(hf_config, tensor, prefix, len(left))
         if tensor.dtype != embedding.dtype or not same_values(tensor, embedding):
@@ -150,6 +160,8 @@ def _of_shapes(
                 f"according to {shown(hf_config.path)}, found none"
             )
         tensor = stored[name]
+        if wanted.one_row:
+            shape = (1, *shape)
         if tensor.shape != shape:
             raise TensorMismatch(
                 f"{tensor}: expected shape {list(shape)} according to {shown(hf_config.path)}, "
@@ -160,16 +172,24 @@ def _of_shapes(
                 f"{tensor}: expected dtype {', '.join(FLOAT_DTYPES)}, found {tensor.dtype}; "
                 "quantized weights are not supported"
             )
-        tensors.append(tensor)
+        tensors.append(replace(tensor, shape=shape[1:]) if wanted.one_row else tensor)
     return tensors
 
 
 def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:
     """The error for an unused tensor: ignoring it would compute another model than the saved one."""
-    layer = hf_config.family.layer_of(tensor.name, prefix)
-    if layer is not None and layer >= hf_config.model.n_layers:
+    weight, layer = hf_config.family.layer_of(tensor.name, prefix) or ("", -1)
+    n_layers = len(layers_with(hf_config.model, weight))
+    if layer >= n_layers:
+        of = (
+            ""
+            if hf_config.model.encoder is None
+            else "encoder "
+            if weight.startswith(ENCODER)
+            else "decoder "
+        )
         return BadModelConfig(
-            f"two files disagree: {shown(hf_config.path)} has {hf_config.model.n_layers} layers, but "
+            f"two files disagree: {shown(hf_config.path)} has {n_layers} {of}layers, but "
             f"{tensor} belongs to layer {layer}, counted from 0"
         )
     more = f" ({n} such tensors)" if n > 1 else ""

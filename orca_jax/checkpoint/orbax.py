@@ -125,7 +125,7 @@ def _bytes_at_once(description: Description) -> int:
     most = 0
     for name, wanted in (description.names or {}).items():
         if _is_stack(wanted):
-            sizes = axis_sizes(description.model, int(in_layers(name)[1] or 0))
+            sizes = axis_sizes(description.model, name)
             most = max(most, sum(4 * math.prod(form.shape(sizes)) for form in wanted.forms))
     return most
 
@@ -240,7 +240,7 @@ def _of_form(
 ) -> ArrayView:
     """The part of an array that is one of our weights, or some rows of it."""
     where, found = _array(description.checkpoint, stored), tuple(store.shape)
-    sizes = axis_sizes(description.model, int(in_layers(name)[1] or 0))
+    sizes = axis_sizes(description.model, name)
     form = form.fitting(found, sizes)
     if not form.fits(found, sizes):
         raise TensorMismatch(

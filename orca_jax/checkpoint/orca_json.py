@@ -25,7 +25,7 @@ from orca_jax.families.config_json import config_from_json
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import check_tokenizer, read_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import in_layers, parameter_table
+from orca_jax.families.parameters import in_layers, layers_with, parameter_table
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.stored_name import HeadOrder, StoredName, own_order
 from orca_jax.families.strict_json import read_object, shown
@@ -197,7 +197,8 @@ def _names(path: Path, model: ModelConfig, values: object) -> dict[str, StoredNa
             raise _bad(path, "names", f"an entry for {pattern}", sorted(values))
         stored = _stored(path, key, values[key]).in_layer(layer)
         if layer:
-            forms = (replace(form, layer=int(layer), n_layers=model.n_layers) for form in stored.forms)
+            n_layers = len(layers_with(model, parameter))
+            forms = (replace(form, layer=int(layer), n_layers=n_layers) for form in stored.forms)
             stored = replace(stored, forms=tuple(forms))
         heads = stored.heads or own_order(table[parameter], model.attention)
         if heads == "slices" and len(stored.names) == 3:

@@ -39,6 +39,33 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedArray:
+    """A weight that a checkpoint may lack, because it follows from the model's shape."""
+
+    name: str
+    values: np.ndarray
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def element(self) -> np.dtype:
+        return self.values.dtype
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box` in one piece, whose row is 0."""
+        yield 0, self.values[tuple(slice(*each) for each in box)]
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """How a parameter is stored: vectors or matrices stacked along the rows, possibly transposed.
 

@@ -38,11 +38,12 @@ class RelativeBias:
 
     Near distances have a bucket each, and far ones share buckets whose width grows as their logarithm, up to
     `max_distance`; all beyond have the last one. Where the attention is not causal half of the `n_buckets`
-    are for keys behind the query.
+    are for keys behind the query. `shared`: each layer's table is the same one.
     """
 
     n_buckets: int = 32
     max_distance: int = 128
+    shared: bool = False
 
     def __post_init__(self) -> None:
         check_size("relative_buckets", self.n_buckets)

@@ -28,6 +28,8 @@ HF_ACTIVATIONS: Mapping[Activation, str] = {
 }
 
 
+# Of a model with an encoder; a generation_config.json may have them instead of config.json.
+DECODER_IDS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
 # Fields of any config.json that do not change what is computed from token ids to logits, or that
 # hf_config.py checks.
 HARMLESS = frozenset(
@@ -275,6 +277,22 @@ class ConfigFields:
             "bos_token_id": bos[0] if bos else None,
             "eos_token_ids": self.token_ids("eos_token_id") or (),
         }
+
+    def decoder_ids(self, start: int | None) -> dict[str, Any]:
+        """What a model with an encoder begins and ends its output with; `start` where no file says it."""
+        found: dict[str, Any] = {}
+        for name in DECODER_IDS:
+            ids = self.token_ids(name)
+            if ids is not None and len(ids) > 1:
+                where = f"{shown(self.path)}: {self._within}{name}"
+                raise UnsupportedModel(f"{where} is {shown(list(ids))}; only one id is supported")
+            found[name] = ids[0] if ids else None
+        return found | ({"decoder_start_token_id": start} if found["decoder_start_token_id"] is None else {})
+
+
+def decoder_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that every family with an encoder writes the same way."""
+    return {"is_encoder_decoder": True} | {name: getattr(model, name) for name in DECODER_IDS}
 
 
 def general_fields(model: ModelConfig) -> dict[str, Any]:

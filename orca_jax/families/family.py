@@ -5,6 +5,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers
@@ -27,7 +30,10 @@ class Family:
     "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
     another. `renamed` has the entries that differ for some models. `aliases` has for a tensor's name the name
     that other versions of transformers give it, which is read too. `buffers` is a pattern of tensors that are
-    not weights, without their prefix.
+    not weights, without their prefix; `copies` one of tensors that are the token embedding once more.
+    `computed` has for weights that a checkpoint may lack what they then are, as float32 of our shape.
+
+    `has_encoder`: config.json sets `is_encoder_decoder`.
 
     `code_in_checkpoints`: published checkpoints bring the code with which they were released, which computes
     what transformers' own code does. Their `auto_map` may then name a class of `architectures`.
@@ -44,7 +50,12 @@ class Family:
     renamed: Callable[[ModelConfig], Mapping[str, StoredName]] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     buffers: str = ""
+    copies: str = ""
+    computed: Mapping[str, Callable[[ModelConfig], npt.NDArray[np.float32]]] = field(
+        default_factory=dict[str, Callable[[ModelConfig], npt.NDArray[np.float32]]]
+    )
     harmless: frozenset[str] | None = None
+    has_encoder: bool = False
     code_in_checkpoints: bool = False
 
     def stored_name(
@@ -64,12 +75,16 @@ class Family:
         """Whether a tensor is known not to be a weight."""
         return re.fullmatch(self.buffers, tensor.removeprefix(prefix)) is not None
 
-    def layer_of(self, tensor: str, prefix: str) -> int | None:
-        """The layer that a tensor belongs to by its name, if any."""
-        for stored in self.weights.values():
+    def is_copy(self, tensor: str, prefix: str) -> bool:
+        """Whether a tensor must be the token embedding once more."""
+        return re.fullmatch(self.copies, tensor.removeprefix(prefix)) is not None
+
+    def layer_of(self, tensor: str, prefix: str) -> tuple[str, int] | None:
+        """One of our weights that has such a tensor, and the layer it belongs to by its name, if any."""
+        for weight, stored in self.weights.items():
             for name in stored.names:
                 before, i, _ = name.removeprefix("{prefix}").partition("{i}")
                 number = re.match(re.escape(before) + r"(\d{1,9})\.", tensor.removeprefix(prefix))
                 if i and number:
-                    return int(number[1])
+                    return weight, int(number[1])
         return None

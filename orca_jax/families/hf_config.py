@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint, UnsupportedModel
-from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.config_fields import DECODER_IDS, ConfigFields
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.registry import FAMILIES
@@ -46,7 +46,8 @@ def read_hf_config(directory: Path) -> HFConfig:
     path = directory / "config.json"
     if not os.path.exists(path):
         raise NotACheckpoint(f"{shown(directory)} has no config.json, so it is not a checkpoint's directory")
-    fields = ConfigFields(path, read_object(path, _MAX_CONFIG_BYTES))
+    values = read_object(path, _MAX_CONFIG_BYTES)
+    fields = ConfigFields(path, values)
     model_type = fields.text("model_type", "")
     if model_type not in FAMILIES:
         raise UnsupportedModel(
@@ -54,6 +55,8 @@ def read_hf_config(directory: Path) -> HFConfig:
         )
     family = FAMILIES[model_type]
     _refuse_other_models(fields, family)
+    if family.has_encoder:
+        fields = ConfigFields(path, values | _decoder_ids(directory / "generation_config.json"))
     try:
         model = family.read(fields)
         if family.harmless is not None:
@@ -64,6 +67,15 @@ def read_hf_config(directory: Path) -> HFConfig:
         raise BadModelConfig(f"{shown(path)}: {shown(message)}") from error
     check_tokenizer(model, path, directory / "tokenizer.json")
     return HFConfig(path, family, model)
+
+
+def _decoder_ids(path: Path) -> dict[str, Any]:
+    """Those that a generation_config.json states, which goes before config.json."""
+    if not os.path.exists(path):
+        return {}
+    fields = ConfigFields(path, read_object(path, _MAX_CONFIG_BYTES))
+    found = {name: fields.token_ids(name) for name in DECODER_IDS}
+    return {name: list(ids) for name, ids in found.items() if ids is not None}
 
 
 def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
@@ -87,7 +99,8 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
     ):
         if fields.raw(name) and not (name == "auto_map" and _names_known_code(fields, family)):
             raise UnsupportedModel(f"{shown(fields.path)}: {name} is set: {meaning} is not supported")
-    fields.must_be("is_encoder_decoder", False, "an encoder")
+    meaning = "a decoder alone" if family.has_encoder else "an encoder"
+    fields.must_be("is_encoder_decoder", family.has_encoder, meaning)
 
 
 def _names_known_code(fields: ConfigFields, family: Family) -> bool:

@@ -254,8 +254,9 @@ class ModelConfig:
 
     @property
     def ffn_sizes(self) -> tuple[int, ...]:
-        """The different widths of the feed-forward layers."""
-        return tuple({layer.feed_forward.size: None for layer in self.layers})
+        """The different widths of the feed-forward layers, the encoder's among them."""
+        every = (*self.layers, *(self.encoder.layers if self.encoder else ()))
+        return tuple({layer.feed_forward.size: None for layer in every})
 
     @property
     def padded_vocab_size(self) -> int:

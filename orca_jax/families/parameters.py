@@ -194,6 +194,11 @@ def stage_elements(config: ModelConfig, layers: range, n_devices: int) -> int:
     )
 
 
+def layers_with(config: ModelConfig, name: str) -> tuple[Layer, ...]:
+    """The layers that a weight of this name is counted in: the encoder's, or the decoder's."""
+    return config.encoder.layers if config.encoder and name.startswith(ENCODER) else config.layers
+
+
 def in_layers(name: str) -> tuple[str, str]:
     """A weight's name with {i} for its layer's number, and that number; "" outside of layers."""
     layer = _LAYER.match(name)

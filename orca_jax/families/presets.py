@@ -6,9 +6,16 @@ the tests compare them with what the families read from the published config.jso
 
 from dataclasses import replace
 
-from orca_jax.families.attention_config import Attention, QKNorm, Scores
+from orca_jax.families.attention_config import Attention, QKNorm, RelativeBias, Scores
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
+from orca_jax.families.model_config import (
+    Embedding,
+    Encoder,
+    FeedForward,
+    Layer,
+    LearnedPositions,
+    ModelConfig,
+)
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary, Scaling
 
@@ -232,6 +239,73 @@ def _olmo2_7b() -> ModelConfig:
     return _with_layers(model, replace(layer, attention=attention, residual="after"))
 
 
+def _t5(
+    *,
+    hidden_size: int,
+    n_layers: int,
+    n_heads: int,
+    ffn_size: int,
+    head_size: int = 64,
+    version_1_1: bool = False,
+) -> ModelConfig:
+    """T5; version 1.1, as FLAN-T5, has gated feed-forwards and a head of its own."""
+    norm = Norm(kind="rms_norm", eps=1e-6)
+    causal = Attention(
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        head_size=head_size,
+        qkv_bias=False,
+        out_bias=False,
+        scores=Scores(scale=1.0, relative=RelativeBias(shared=True)),
+    )
+    feed_forward = FeedForward(
+        size=ffn_size, activation="gelu_tanh" if version_1_1 else "relu", gated=version_1_1, bias=False
+    )
+    both_ways = replace(causal, causal=False)
+    encoding = Layer(attention=both_ways, feed_forward=feed_forward, norm=norm)
+    cross = replace(both_ways, scores=Scores(scale=1.0))
+    return ModelConfig(
+        vocab_size=32_128,
+        n_positions=2048,
+        hidden_size=hidden_size,
+        layers=(replace(encoding, attention=causal, cross=cross),) * n_layers,
+        embedding=Embedding(size=hidden_size, tied=not version_1_1),
+        positions=None,
+        final_norm=norm,
+        logit_multiplier=1.0 if version_1_1 else hidden_size**-0.5,
+        eos_token_ids=(1,),
+        encoder=Encoder(layers=(encoding,) * n_layers, n_positions=2048, final_norm=norm),
+        decoder_start_token_id=0,
+    )
+
+
+def _bart_large() -> ModelConfig:
+    norm = Norm()
+    causal = Attention(n_heads=16, n_kv_heads=16, head_size=64)
+    encoding = Layer(
+        attention=replace(causal, causal=False),
+        feed_forward=FeedForward(size=4096, activation="gelu"),
+        residual="post",
+    )
+    positions = LearnedPositions(offset=2)
+    return ModelConfig(
+        vocab_size=50_265,
+        n_positions=1024,
+        hidden_size=1024,
+        layers=(replace(encoding, attention=causal, cross=encoding.attention),) * 12,
+        embedding=Embedding(size=1024, norm=norm),
+        positions=positions,
+        final_norm=None,
+        head_bias=True,
+        bos_token_id=0,
+        eos_token_ids=(2,),
+        encoder=Encoder(layers=(encoding,) * 12, n_positions=1024, positions=positions, embedding_norm=norm),
+        decoder_start_token_id=2,
+        forced_bos_token_id=0,
+        forced_eos_token_id=2,
+    )
+
+
 PRESETS: dict[str, ModelConfig] = {
     "demo": gpt_config(
         vocab_size=2048,
@@ -297,4 +371,11 @@ PRESETS: dict[str, ModelConfig] = {
         eos_token_id=100_265,
     ),
     "olmo-2-7b": _olmo2_7b(),
+    "t5-small": _t5(hidden_size=512, n_layers=6, n_heads=8, ffn_size=2048),
+    "t5-base": _t5(hidden_size=768, n_layers=12, n_heads=12, ffn_size=3072),
+    "t5-large": _t5(hidden_size=1024, n_layers=24, n_heads=16, ffn_size=4096),
+    "t5-3b": _t5(hidden_size=1024, n_layers=24, n_heads=32, ffn_size=16_384, head_size=128),
+    "t5-11b": _t5(hidden_size=1024, n_layers=24, n_heads=128, ffn_size=65_536, head_size=128),
+    "flan-t5-xl": _t5(hidden_size=2048, n_layers=24, n_heads=32, ffn_size=5120, version_1_1=True),
+    "bart-large": _bart_large(),
 }

@@ -17,6 +17,8 @@ from orca_jax.families.decoders.opt import OPT
 from orca_jax.families.decoders.phi3 import PHI3
 from orca_jax.families.decoders.qwen import QWEN2, QWEN3
 from orca_jax.families.decoders.starcoder2 import STARCODER2
+from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
+from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
 from orca_jax.families.family import Family
 
 _families: dict[str, Family] = {
@@ -39,6 +41,12 @@ _families: dict[str, Family] = {
         GPTJ,
         BLOOM,
         FALCON,
+        T5,
+        MT5,
+        UMT5,
+        BART,
+        MBART,
+        PEGASUS,
     )
 }
 

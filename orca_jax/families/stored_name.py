@@ -25,6 +25,7 @@ class StoredName:
     `names`: one tensor, or several that lie one above the other along the weight's first axis; "{i}" stands
     for the layer's number. `transpose`: each is stored [in, out]. `reshape`: it has more axes, of which
     neighbours are taken as one. `heads`: the weight has heads, in that order; without it they are as ours.
+    `one_row`: a vector of ours, stored as a matrix of one row.
     `forms`: one for each of `names`, which says instead how it lies in an array of more axes.
     """
 
@@ -33,6 +34,7 @@ class StoredName:
     reshape: bool = False
     heads: HeadOrder | None = None
     forms: tuple[ArrayForm, ...] = ()
+    one_row: bool = False
 
     def in_layer(self, layer: str, prefix: str = "") -> "StoredName":
         """The names with the number of a layer for "{i}" and `prefix` for "{prefix}"."""
@@ -112,6 +114,11 @@ def as_it_is(name: str) -> StoredName:
 def transposed(name: str) -> StoredName:
     """One matrix, stored [in, out]."""
     return StoredName((name,), transpose=True)
+
+
+def one_row(name: str) -> StoredName:
+    """A vector, stored as a matrix [1, n]."""
+    return StoredName((name,), one_row=True)
 
 
 def stacked(*names: str) -> StoredName:

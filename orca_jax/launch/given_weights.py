@@ -15,7 +15,7 @@ from flax.core.meta import AxisMetadata
 
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, in_layers, parameter_table
+from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm, axis_sizes
 from orca_jax.families.trainers.layouts import Detected, Layout, detect, held_names
@@ -101,7 +101,7 @@ def _of_trainer(
         if not all(theirs in arrays for theirs in stored.names):
             continue
         values = tuple(arrays[theirs] for theirs in stored.names)
-        sizes = axis_sizes(model, int(in_layers(name)[1] or 0))
+        sizes = axis_sizes(model, name)
         forms = list[ArrayForm]()
         for theirs, value, form in zip(stored.names, values, stored.forms, strict=True):
             shape = tuple(getattr(value, "shape", ()))
@@ -120,7 +120,7 @@ def _of_trainer(
 def _recipe(
     stored: StoredName, forms: Sequence[ArrayForm], name: str, parameter: Parameter, model: ModelConfig
 ) -> Recipe:
-    sizes = axis_sizes(model, int(in_layers(name)[1] or 0))
+    sizes = axis_sizes(model, name)
     return Recipe(tuple(forms), stored.heads, parameter, tuple(sizes.items()), model.attention)
 
 

@@ -9,20 +9,28 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from orca_jax.families.attention_config import Attention
-from orca_jax.families.model_config import FeedForward, ModelConfig
+from orca_jax.families.attention_config import Attention, RelativeBias
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
 
 Parameters = Mapping[str, jax.Array]
 
 
-def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -> jax.Array:
-    """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32."""
+def forward(
+    config: ModelConfig,
+    parameters: Parameters,
+    token_ids: jax.Array,
+    encoder_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32.
+
+    A model with an encoder needs its input `encoder_ids` [S] int32; `token_ids` are then the decoder's. Ids
+    below 0 at the end of the input fill it up: no token sees them.
+    """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
-    n_tokens = token_ids.shape[0]
-    position = jnp.arange(n_tokens)
 
     def norm(kind: Norm, name: str, value: jax.Array) -> jax.Array:
         scale = p[f"{name}.scale"] + (1 if kind.unit_offset else 0)
@@ -38,7 +46,7 @@ def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -
 
     def heads(own: Attention, name: str, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, [T, N, D] each: K/V heads as often as query heads use them."""
-        n_groups, n_kv, size = own.group, own.n_kv_heads, own.head_size
+        n_tokens, n_groups, n_kv, size = len(value), own.group, own.n_kv_heads, own.head_size
         slices = linear(f"{name}.qkv", value)  # [T, G + 2, K D]
         q, k, v = slices[:, :n_groups], slices[:, n_groups], slices[:, n_groups + 1]
         if own.qk_norm is not None and own.qk_norm.over == "width":
@@ -52,11 +60,14 @@ def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -
         if own.qk_norm is not None and own.qk_norm.over == "head":
             q, k = (norm(own.qk_norm.norm, f"{name}.{n}_norm", each) for n, each in (("q", q), ("k", k)))
         if own.rotary is not None:
+            position = jnp.arange(n_tokens)
             q, k = (_rotated(own.rotary, each, position, config.n_positions) for each in (q, k))
         return q, k.repeat(n_groups, axis=1), v.repeat(n_groups, axis=1)
 
-    def attention(own: Attention, name: str, value: jax.Array) -> jax.Array:
+    def attention(own: Attention, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
+        """Of tokens to one another; `real` [T] is false for those that none sees."""
         q, k, v = heads(own, name, value)
+        n_tokens, position = len(value), jnp.arange(len(value))
         scores = jnp.einsum("qnd,knd->nqk", q, k) * own.scale
         if own.scores.soft_cap is not None:
             scores = own.scores.soft_cap * jnp.tanh(scores / own.scores.soft_cap)
@@ -64,7 +75,12 @@ def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -
         if own.scores.alibi is not None:
             slope = jnp.array(_alibi_slopes(own.n_heads)) * own.scores.alibi
             scores = scores - slope[:, None, None] * distance
-        seen = distance >= 0
+        if own.scores.relative is not None:
+            bucket = _relative_buckets(own.scores.relative, n_tokens, causal=own.causal)
+            scores = scores + jnp.moveaxis(p[f"{name}.relative_bias"][bucket], -1, 0)
+        seen = jnp.broadcast_to(real, scores.shape[1:])
+        if own.causal:
+            seen &= distance >= 0
         if own.scores.window is not None:
             seen &= distance < own.scores.window
         weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
@@ -72,6 +88,16 @@ def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -
         by_group = merged.reshape(n_tokens, own.n_kv_heads, own.group, own.head_size).swapaxes(1, 2)
         out = p[f"{name}.out.weight"].reshape(config.hidden_size, -1)
         return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)
+
+    def cross_attention(own: Attention, name: str, value: jax.Array, encoded: jax.Array) -> jax.Array:
+        """Of the decoder's tokens to what the encoder made of its input."""
+        q = linear(f"{name}.cross_q", value).reshape(len(value), own.n_heads, own.head_size)
+        keys_values = linear(f"{name}.cross_kv", encoded)  # [S, 2, K D]
+        k, v = keys_values.reshape(len(encoded), 2, own.n_heads, own.head_size).swapaxes(0, 1)
+        scores = jnp.einsum("qnd,knd->nqk", q, k) * own.scale
+        weights = jax.nn.softmax(jnp.where(is_input, scores, -jnp.inf), axis=-1)
+        merged = jnp.einsum("nqk,knd->qnd", weights, v)
+        return linear(f"{name}.cross_out", merged.reshape(len(value), -1))
 
     def feed_forward(own: FeedForward, name: str, value: jax.Array) -> jax.Array:
         up = linear(f"{name}.up", value)  # [T, F], gated [T, 2, F]
@@ -83,40 +109,62 @@ def forward(config: ModelConfig, parameters: Parameters, token_ids: jax.Array) -
         }[own.activation]
         return linear(f"{name}.down", act(up[:, 0]) * up[:, 1] if own.gated else act(up))
 
-    x = p["token_embedding"][token_ids] * config.embedding.multiplier  # [T, E]
-    if "project_in" in p:
-        x = x @ p["project_in"].T
-    if config.positions is not None:
-        x = x + p["position_embedding"][position + config.positions.offset]  # [T, H]
-    if config.embedding.norm is not None:
-        x = norm(config.embedding.norm, "embedding_norm", x)
+    def embedded(ids: jax.Array, side: str) -> jax.Array:
+        """Tokens with their positions [T, H]; `side` is "encoder." or empty."""
+        own = config.encoder if side and config.encoder is not None else config
+        x = p["token_embedding"][ids] * config.embedding.multiplier  # [T, E]
+        if "project_in" in p:
+            x = x @ p["project_in"].T
+        if own.positions is not None:
+            x = x + p[f"{side}position_embedding"][jnp.arange(len(ids)) + own.positions.offset]
+        kind = own.embedding.norm if isinstance(own, ModelConfig) else own.embedding_norm
+        return x if kind is None else norm(kind, f"{side}embedding_norm", x)
 
-    for i, layer in enumerate(config.layers):
-        name, m, a, f = f"layers.{i}", layer.residual_multiplier, layer.attention, layer.feed_forward
+    def through(layer: Layer, name: str, x: jax.Array, real: jax.Array) -> jax.Array:
+        """One layer."""
+        m, a, f = layer.residual_multiplier, layer.attention, layer.feed_forward
 
-        def n(which: str, value: jax.Array, kind: Norm = layer.norm, name: str = name) -> jax.Array:
-            return norm(kind, f"{name}.{which}", value)
+        def n(which: str, value: jax.Array) -> jax.Array:
+            return norm(layer.norm, f"{name}.{which}", value)
 
         match layer.residual:
             case "pre":
-                x = x + m * attention(a, name, n("attn_norm", x))
+                x = x + m * attention(a, name, n("attn_norm", x), real)
+                if layer.cross is not None:
+                    x = x + m * cross_attention(layer.cross, name, n("cross_norm", x), encoded)
                 x = x + m * feed_forward(f, name, n("mlp_norm", x))
             case "post":
-                x = n("attn_norm", x + m * attention(a, name, x))
+                x = n("attn_norm", x + m * attention(a, name, x, real))
+                if layer.cross is not None:
+                    x = n("cross_norm", x + m * cross_attention(layer.cross, name, x, encoded))
                 x = n("mlp_norm", x + m * feed_forward(f, name, x))
             case "both":
-                x = x + m * n("attn_out_norm", attention(a, name, n("attn_norm", x)))
+                x = x + m * n("attn_out_norm", attention(a, name, n("attn_norm", x), real))
                 x = x + m * n("mlp_out_norm", feed_forward(f, name, n("mlp_norm", x)))
             case "after":
-                x = x + m * n("attn_out_norm", attention(a, name, x))
+                x = x + m * n("attn_out_norm", attention(a, name, x, real))
                 x = x + m * n("mlp_out_norm", feed_forward(f, name, x))
             case "parallel":
                 y = n("attn_norm", x)
-                x = x + m * (attention(a, name, y) + feed_forward(f, name, y))
+                x = x + m * (attention(a, name, y, real) + feed_forward(f, name, y))
             case "parallel_two_norms":
-                own = attention(a, name, n("attn_norm", x))
+                own = attention(a, name, n("attn_norm", x), real)
                 x = x + m * (own + feed_forward(f, name, n("mlp_norm", x)))
+        return x
 
+    encoded, is_input = jnp.zeros((0, config.hidden_size)), jnp.zeros(0, bool)
+    if config.encoder is not None:
+        assert encoder_ids is not None
+        is_input = encoder_ids >= 0
+        encoded = embedded(encoder_ids, "encoder.")
+        for i, layer in enumerate(config.encoder.layers):
+            encoded = through(layer, f"encoder.layers.{i}", encoded, is_input)
+        if config.encoder.final_norm is not None:
+            encoded = norm(config.encoder.final_norm, "encoder.final_norm", encoded)
+
+    x = embedded(token_ids, "")
+    for i, layer in enumerate(config.layers):
+        x = through(layer, f"layers.{i}", x, jnp.ones(len(token_ids), bool))
     if config.final_norm is not None:
         x = norm(config.final_norm, "final_norm", x)
     if "project_out" in p:
@@ -144,3 +192,25 @@ def _alibi_slopes(n_heads: int) -> list[float]:
         return [(2 ** (-8 / n_heads)) ** (i + 1) for i in range(n_heads)]
     closest = 2 ** math.floor(math.log2(n_heads))
     return _alibi_slopes(closest) + _alibi_slopes(2 * closest)[0::2][: n_heads - closest]
+
+
+def _relative_buckets(relative: RelativeBias, n_tokens: int, *, causal: bool) -> np.ndarray:
+    """The bucket [T, T] of each query and key, in whole numbers where T5's code has logarithms.
+
+    With n buckets, e = n / 2 of them for a distance each, distance d is in bucket e + i for the greatest i
+    with d >= e (max_distance / e) ** (i / (n - e)).
+    """
+    n = relative.n_buckets if causal else relative.n_buckets // 2
+    e = n // 2
+
+    def bucket(distance: int) -> int:  # from a query to a key before it
+        behind = not causal and distance < 0
+        d = max(distance, 0) if causal else abs(distance)
+        if d >= e:
+            passed = (d ** (n - e) * e**i >= relative.max_distance**i * e ** (n - e) for i in range(1, n - e))
+            d = e + sum(passed)
+        return d + n * behind
+
+    by_distance = np.array([bucket(distance) for distance in range(-n_tokens + 1, n_tokens)])
+    position = np.arange(n_tokens)
+    return by_distance[position[:, None] - position + n_tokens - 1]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
-from orca_jax.processes.child_process import DEATH_SECONDS, ChildProcess
+from orca_jax.workers.child_process import DEATH_SECONDS, ChildProcess
 
 _LISTENER_SECONDS = 0.2  # how soon a listener notices that the process has ended and left its pipe open
 _PIPE_BYTES = 1 << 16  # may still be in the pipe when the process has ended

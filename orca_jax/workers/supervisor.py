@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError
-from orca_jax.processes.child_process import DEATH_SECONDS, LOOK_SECONDS
 from orca_jax.scheduling.recovery import LossWindow
+from orca_jax.workers.child_process import DEATH_SECONDS, LOOK_SECONDS
 from orca_jax.workers.supervised_process import SupervisedProcess, WorkerCommand
 
 _LONGEST_DELAY = 10.0  # before a restart

@@ -14,12 +14,12 @@ import orca_jax
 from orca_jax.config import Dtype, ParallelConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.planning.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.known_devices import CPU, KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
 from orca_jax.planning.stage_layers import split_summary
+from orca_jax.workers.ask_xla import MemoryQuestion, NoAnswer, ask_memory, ask_rates
 from server.commands.notes import Notes
 from server.errors import UsageError
 from server.settings.flags import read_flags

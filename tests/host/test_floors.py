@@ -22,7 +22,6 @@ FACE = "__init__"  # orca_jax/__init__.py
 # ones, lowest first. What a room may know, it need not.
 HOST_ROOMS: dict[str, set[str]] = {
     "errors": set(),
-    "processes": set(),
     "checks": {"errors"},
     "scheduling_config": {"errors", "checks"},
     "config": {"errors", "checks", "scheduling_config"},
@@ -34,7 +33,7 @@ HOST_ROOMS["iteration"] = {"errors", "checks", "config", "request", "grammar"}
 HOST_ROOMS["scheduling"] = HOST_ROOMS["iteration"] | {"iteration", "families", "scheduling_config"}
 HOST_ROOMS["control"] = HOST_ROOMS["iteration"] | {"iteration", "families"}
 HOST_ROOMS["service"] = HOST_ROOMS["scheduling"] | {"scheduling"}
-HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling", "processes"}
+HOST_ROOMS["planning"] = HOST_ROOMS["scheduling"] | {"scheduling"}
 HOST_ROOMS["workers"] = HOST_ROOMS["planning"] | {"planning", "control"}
 HOST_ROOMS["engine"] = HOST_ROOMS["workers"] | {"workers"}
 HOST_ROOMS["simulation"] = HOST_ROOMS["engine"] | {"engine", "service"}

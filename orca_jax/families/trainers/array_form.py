@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter
+from orca_jax.families.parameters import Parameter, in_layers, layers_with
 
 LAYERS = "L"
 LETTERS = "LVPHENKDF"
@@ -84,8 +84,8 @@ class ArrayForm:
         return tuple(i for _, i in found if i not in columns), columns
 
 
-def axis_sizes(model: ModelConfig, layer: int = 0) -> dict[str, int]:
-    """The size of each letter but L in a checkpoint of `model`, for a weight of `layer`."""
+def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
+    """The size of each letter but L in a checkpoint of `model`, for the weight `name`."""
     attention = model.attention
     return {
         "V": model.vocab_size,
@@ -95,5 +95,5 @@ def axis_sizes(model: ModelConfig, layer: int = 0) -> dict[str, int]:
         "N": attention.n_heads,
         "K": attention.n_kv_heads // attention.kv_repeats,
         "D": attention.head_size,
-        "F": model.layers[layer].feed_forward.size,
+        "F": layers_with(model, name)[int(in_layers(name)[1] or 0)].feed_forward.size,
     }

@@ -4,10 +4,10 @@ import pytest
 
 from orca_jax.config import ParallelConfig, Sizes
 from orca_jax.families.presets import PRESETS
-from orca_jax.planning.ask_xla import MemoryQuestion, ask_memory, ask_rates
 from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows
+from orca_jax.workers.ask_xla import MemoryQuestion, ask_memory, ask_rates
 from tests.device.aot.without_gpu import needs_plugin, told_apart
 
 CPU = cpu_device(memory=16 << 30, bandwidth=3e10, matrix_rate=2e11)

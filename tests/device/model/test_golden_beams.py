@@ -16,6 +16,8 @@ LONGEST = 40
 def test_scores_are_those_of_the_reference(name: str) -> None:
     golden = load_beams(name)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
+    model = checkpoint.config
+    forced = {0: model.forced_bos_token_id, golden.max_output - 1: model.forced_eos_token_id}
     forward = jax.jit(reference.forward, static_argnums=0)
     seen = dict[tuple[tuple[int, ...], ...], float]()
 
@@ -24,10 +26,14 @@ def test_scores_are_those_of_the_reference(name: str) -> None:
         if key not in seen:
             ids = np.zeros(LONGEST, np.int32)  # one length, one program; what follows changes nothing
             ids[: len(search.prompt + tokens)] = search.prompt + tokens
-            logits = forward(checkpoint.config, checkpoint.parameters, jnp.array(ids))
+            own = np.full(LONGEST, -1, np.int32)
+            own[: len(search.encoder_ids)] = search.encoder_ids
+            given = (jnp.array(ids), jnp.array(own)) if model.encoder else (jnp.array(ids),)
+            logits = forward(model, checkpoint.parameters, *given)
             first = len(search.prompt) - 1
             log_probs = jax.nn.log_softmax(logits[first : first + len(tokens)])
-            seen[key] = float(log_probs[np.arange(len(tokens)), np.array(tokens)].sum())
+            chosen = [i for i in range(len(tokens)) if forced.get(i) is None]  # what is forced is certain
+            seen[key] = float(log_probs[np.array(chosen), np.array(tokens)[chosen]].sum())
         return seen[key]
 
     for search in golden.searches:
@@ -50,8 +56,8 @@ def test_settings_and_ends_differ(name: str) -> None:
         assert len(set(one.tokens)) == one.n_beams
     assert len({tuple(found) for found in results.values()}) >= 6
     every = [tokens for one in golden.searches for tokens in one.tokens]
-    ended = sum(tokens[-1] in golden.eos_token_ids for tokens in every) / len(every)
-    assert 0.2 < ended < 0.95
+    ended = sum(len(tokens) < golden.max_output for tokens in every) / len(every)
+    assert 0.05 < ended < 0.95
     for tokens in every:
         assert not set(tokens[:-1]) & set(golden.eos_token_ids)
         assert len(tokens) == golden.max_output or tokens[-1] in golden.eos_token_ids

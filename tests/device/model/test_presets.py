@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import orca_jax
+from orca_jax.families.attention_config import Attention
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.families.presets import PRESETS
@@ -54,7 +55,8 @@ def test_shapes_of_init_and_forward(name: str) -> None:
     assert {key: value.shape for key, value in parameters.items()} == parameter_shapes(config)
     assert {value.dtype for value in parameters.values()} == {jnp.dtype(jnp.bfloat16)}
     n_tokens = jax.ShapeDtypeStruct((3,), jnp.int32)
-    logits = jax.eval_shape(partial(reference.forward, config), parameters, n_tokens)
+    inputs = [n_tokens] * (1 if config.encoder is None else 2)
+    logits = jax.eval_shape(partial(reference.forward, config), parameters, *inputs)
     assert (logits.shape, logits.dtype) == ((3, config.vocab_size), jnp.float32)
 
     def iteration(
@@ -65,12 +67,14 @@ def test_shapes_of_init_and_forward(name: str) -> None:
             jnp.zeros(cache_shape(config, n_blocks=2, block_size=4), jnp.bfloat16),
         )
         caches = [LayerCache(empty, empty)] * config.n_layers
+
+        def attend(
+            q: jax.Array, cache: LayerCache, attention: Attention, bias: jax.Array | None
+        ) -> jax.Array:
+            return q[:, : attention.group]
+
         x, _, caches = model.through(
-            model.embed(tokens, tokens),
-            tokens,
-            tokens,
-            caches,
-            lambda q, cache, attention, bias: q[:, : attention.group],
+            model.embed(tokens, tokens), tokens, tokens, caches, attend, cross=attend
         )
         return model.logits(x.at[rows].get()), caches
 

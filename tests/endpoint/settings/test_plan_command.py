@@ -8,8 +8,8 @@ import pytest
 
 from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.presets import PRESETS
-from orca_jax.planning import ask_xla
-from orca_jax.planning.ask_xla import NoAnswer
+from orca_jax.workers import ask_xla
+from orca_jax.workers.ask_xla import NoAnswer
 from server import cli
 from server.commands import plan
 from server.commands.plan import seconds_of

@@ -207,7 +207,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_the_presets() -> None:
     assert list(PUBLISHED) == list(CONFIGS)
     gpt3 = ["gpt3-13b", "gpt3-101b", "gpt3-175b", "gpt3-341b"]
-    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *PUBLISHED]
+    t5 = ["t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b", "flan-t5-xl"]
+    assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *PUBLISHED, *t5, "bart-large"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

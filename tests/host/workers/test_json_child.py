@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from orca_jax.processes import json_child
-from orca_jax.processes.json_child import ChildSilent, JsonChild
-from orca_jax.processes.line_queue import LIMIT_LINES, LineQueue
+from orca_jax.workers import json_child
+from orca_jax.workers.json_child import ChildSilent, JsonChild
+from orca_jax.workers.line_queue import LIMIT_LINES, LineQueue
 
 SOON = 30.0  # seconds; what is waited for comes in milliseconds
 ECHO = """

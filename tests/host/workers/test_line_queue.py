@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from orca_jax.processes.line_queue import LineQueue
+from orca_jax.workers.line_queue import LineQueue
 
 SOON = 10.0  # seconds
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, cast
 
-from orca_jax.processes.child_process import DEATH_SECONDS, ChildProcess
-from orca_jax.processes.line_queue import LIMIT_BYTES, LineQueue
+from orca_jax.workers.child_process import DEATH_SECONDS, ChildProcess
+from orca_jax.workers.line_queue import LIMIT_BYTES, LineQueue
 
 _TAIL_BYTES = 4000
 _READER_SECONDS = 5.0

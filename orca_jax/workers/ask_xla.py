@@ -15,7 +15,7 @@ from orca_jax.errors import EngineError
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.known_devices import CPU
-from orca_jax.processes.json_child import ChildSilent, JsonChild
+from orca_jax.workers.json_child import ChildSilent, JsonChild
 
 _MODULE = "orca_jax.aot.memory_plan"
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")

@@ -1,0 +1,68 @@
+"""Models with an encoder: the logits and tokens that transformers computes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.families.registry import FAMILIES
+from orca_jax.model import reference
+from tests.device.model.golden_encoders import NAMES, load_golden_encoder
+
+LONGEST = 60
+
+
+def filled(ids: tuple[int, ...], length: int, filling: int) -> jax.Array:
+    return jnp.array(np.array([*ids, *[filling] * (length - len(ids))], np.int32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_gives_the_same_logits(name: str) -> None:
+    golden = load_golden_encoder(name)
+    checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
+    forward = jax.jit(reference.forward, static_argnums=0)
+    for row, prefix, expected in golden.logits:
+        encoder_ids = filled(golden.inputs[row], LONGEST, -1)
+        logits = forward(checkpoint.config, checkpoint.parameters, jnp.array(prefix), encoder_ids)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
+
+
+def test_what_fills_up_an_input_is_not_seen() -> None:
+    golden = load_golden_encoder("t5-relu")
+    checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
+    row, prefix, expected = golden.logits[0]
+    exact = reference.forward(
+        checkpoint.config, checkpoint.parameters, jnp.array(prefix), jnp.array(golden.inputs[row])
+    )
+    np.testing.assert_allclose(exact, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_greedy_tokens_are_those_of_the_reference(name: str) -> None:
+    golden = load_golden_encoder(name)
+    checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
+    model = checkpoint.config
+    assert model.decoder_start_token_id is not None
+    forward = jax.jit(reference.forward, static_argnums=0)
+    forced = {0: model.forced_bos_token_id, len(golden.outputs[0]) - 1: model.forced_eos_token_id}
+    for row in range(0, len(golden.inputs), 6):
+        sure = golden.sure(row)
+        ids = filled((model.decoder_start_token_id, *golden.outputs[row][:-1]), 16, 0)
+        logits = forward(model, checkpoint.parameters, ids, filled(golden.inputs[row], LONGEST, -1))
+        chosen = [int(logits[i].argmax()) if forced.get(i) is None else forced[i] for i in range(len(sure))]
+        assert tuple(chosen) == sure, row
+
+
+def test_the_comparison_compares_something() -> None:
+    """Most choices are sure ones, of many kinds, and each family has three models."""
+    types: list[str] = []
+    for name in NAMES:
+        golden = load_golden_encoder(name)
+        sure = sum(len(golden.sure(i)) for i in range(len(golden.outputs)))
+        assert sure > 0.9 * sum(map(len, golden.outputs)), name
+        assert len(set(golden.outputs)) > 0.4 * len(golden.outputs), name
+        assert (min(map(len, golden.inputs)), max(map(len, golden.inputs))) == (1, LONGEST)
+        types.append(name.partition("-")[0])
+    families = {name for name, family in FAMILIES.items() if family.has_encoder}
+    assert {kind for kind in types if types.count(kind) >= 3} == families
