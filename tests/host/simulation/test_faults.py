@@ -30,6 +30,9 @@ from orca_jax.simulation.workers import HIDDEN_BYTES, Timing
 from tests.random_pieces import RandomPieces
 
 N_SEEDS = 5_000  # with switches; half as many without
+# A trace ends by its turns on the virtual clock (`Player.play`). Real time only ends a hang, and thousands of
+# traces may meet a pause of the machine.
+MANY_TRACES = pytest.mark.timeout(900)
 
 
 class Player(FaultSimulation):
@@ -197,6 +200,7 @@ FAULTS = ("stale", "duplicates", "malformed", "refused", "failed", "blamed")
 
 
 @pytest.mark.long
+@MANY_TRACES
 def test_random_faults_keep_every_invariant():
     seen, losses = play_all(random_fault_trace, N_SEEDS // 2)
     # The seeds have seen what they are for.
@@ -206,6 +210,7 @@ def test_random_faults_keep_every_invariant():
 
 
 @pytest.mark.long
+@MANY_TRACES
 def test_random_faults_keep_every_invariant_with_every_combination_of_switches():
     seen, losses = play_all(lambda seed: switched(random_fault_trace(seed), seed), N_SEEDS)
     assert min(seen[str(reason)] for reason in FinishReason) > 50
@@ -234,6 +239,7 @@ def test_prompts_in_pieces_survive_the_same_faults():
 
 
 @pytest.mark.long
+@MANY_TRACES
 @pytest.mark.parametrize("with_switches", [False, True])
 def test_one_request_s_poison_ends_that_request_alone(with_switches: bool):
     """Healthy requests all end right, and the engine goes on."""
