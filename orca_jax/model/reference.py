@@ -76,7 +76,7 @@ def forward(
             slope = jnp.array(_alibi_slopes(own.n_heads)) * own.scores.alibi
             scores = scores - slope[:, None, None] * distance
         if own.scores.relative is not None:
-            bucket = _relative_buckets(own.scores.relative, n_tokens, causal=own.causal)
+            bucket = relative_buckets(own.scores.relative, n_tokens, causal=own.causal)
             scores = scores + jnp.moveaxis(p[f"{name}.relative_bias"][bucket], -1, 0)
         seen = jnp.broadcast_to(real, scores.shape[1:])
         if own.causal:
@@ -194,7 +194,7 @@ def _alibi_slopes(n_heads: int) -> list[float]:
     return _alibi_slopes(closest) + _alibi_slopes(2 * closest)[0::2][: n_heads - closest]
 
 
-def _relative_buckets(relative: RelativeBias, n_tokens: int, *, causal: bool) -> np.ndarray:
+def relative_buckets(relative: RelativeBias, n_tokens: int, *, causal: bool) -> np.ndarray:
     """The bucket [T, T] of each query and key, in whole numbers where T5's code has logarithms.
 
     With n buckets, e = n / 2 of them for a distance each, distance d is in bucket e + i for the greatest i

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from orca_jax.checkpoint.locate import load_checkpoint
+from orca_jax.families.attention_config import RelativeBias
 from orca_jax.families.registry import FAMILIES
 from orca_jax.model import reference
 from tests.device.model.golden_encoders import NAMES, load_golden_encoder
@@ -26,6 +27,20 @@ def test_reference_gives_the_same_logits(name: str) -> None:
         encoder_ids = filled(golden.inputs[row], LONGEST, -1)
         logits = forward(checkpoint.config, checkpoint.parameters, jnp.array(prefix), encoder_ids)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize(("n_buckets", "max_distance"), [(32, 128), (8, 20), (12, 40), (64, 200), (4, 3)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_buckets_by_distance_are_those_of_the_reference(
+    n_buckets: int, max_distance: int, causal: bool
+) -> None:
+    relative = RelativeBias(n_buckets=n_buckets, max_distance=max_distance)
+    n = max_distance + 40
+    by_distance = relative.buckets(causal=causal)
+    position = np.arange(n)
+    at = np.clip(position - position[:, None], -max_distance, max_distance) + max_distance
+    expected = reference.relative_buckets(relative, n, causal=causal)
+    np.testing.assert_array_equal(by_distance[at], expected)
 
 
 def test_what_fills_up_an_input_is_not_seen() -> None:

@@ -78,15 +78,21 @@ def test_decode_is_the_librarys(ids: list[int]) -> None:
     assert TOKENIZER.decode(ids) == LIBRARY.decode(ids, skip_special_tokens=True)
 
 
-def test_special_tokens_are_added_where_the_file_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("template", "n_before", "n_after"),
+    [(f"{SPECIAL} $A", 1, 0), (f"$A {SPECIAL}", 0, 1), (f"{SPECIAL} $A {SPECIAL}", 1, 1)],  # Llama, T5, BART
+)
+def test_special_tokens_are_added_where_the_file_says_so(
+    tmp_path: Path, template: str, n_before: int, n_after: int
+) -> None:
     library = build()
     special_id = library.token_to_id(SPECIAL)
     library.post_processor = processors.TemplateProcessing(
-        single=f"{SPECIAL} $A", special_tokens=[(SPECIAL, special_id)]
+        single=template, special_tokens=[(SPECIAL, special_id)]
     )
     library.save(str(tmp_path / "tokenizer.json"))
     ids = Tokenizer.from_file(tmp_path / "tokenizer.json").encode("the")
-    assert ids == [special_id, *TOKENIZER.encode("the")]
+    assert ids == [special_id] * n_before + TOKENIZER.encode("the") + [special_id] * n_after
 
 
 def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
