@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import Encoder, ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 
@@ -102,25 +102,10 @@ def longest_request(*, config: ServingConfig, model: ModelConfig) -> LengthLimit
 
 @dataclass(frozen=True, slots=True)
 class EncoderInputs:
-    """Which inputs the engine's encoder can read; without an encoder, none."""
+    """Which inputs the engine's encoder can read."""
 
+    config: ServingConfig
     model: ModelConfig
-    limit: LengthLimit | None
-
-    @classmethod
-    def of(cls, *, config: ServingConfig, model: ModelConfig) -> "EncoderInputs":
-        """The limit in an engine of these sizes, beside the decoder's longest sequence."""
-        if model.encoder is None:
-            return cls(model, None)
-        # In whole blocks: the two share none.
-        longest = longest_request(config=config, model=model).n_tokens
-        n_left = config.n_blocks - -(-longest // config.block_size)
-        limits = [
-            LengthLimit(model.encoder.n_positions, "the encoder's positions"),
-            LengthLimit(n_left * config.block_size, "n_slots without the decoder's tokens, in whole blocks"),
-            LengthLimit(config.max_batch_tokens - 1, "max_batch_tokens without the decoder's first token"),
-        ]
-        return cls(model, min(limits))
 
     def split(
         self, prompt_ids: Sequence[int], decoder_ids: Sequence[int] | None, sampling: SamplingParams
@@ -129,8 +114,8 @@ class EncoderInputs:
 
         Raises EmptyPrompt, TokenOutOfRange, PromptTooLong or NotSupported.
         """
-        limit, start = self.limit, self.model.decoder_start_token_id
-        if limit is None or start is None:
+        start = self.model.decoder_start_token_id
+        if self.model.encoder is None or start is None:
             if decoder_ids is not None:
                 message = "decoder_prompt is for models with an encoder, and this one has none; leave it out"
                 raise NotSupported(message, param="decoder_prompt")
@@ -139,11 +124,25 @@ class EncoderInputs:
             message = "prompt_logprobs are not supported for a model with an encoder; leave it out"
             raise NotSupported(message, param="prompt_logprobs")
         check_in_vocabulary(prompt_ids, self.model)
-        if len(prompt_ids) > limit.n_tokens:
-            message = f"the prompt has {len(prompt_ids)} tokens, and the encoder reads at most "
-            raise PromptTooLong(f"{message}{limit.n_tokens} ({limit.source})", param="prompt")
         begun = tuple(decoder_ids or ())
-        return tuple(prompt_ids), begun if begun[:1] == (start,) else (start, *begun)
+        begun = begun if begun[:1] == (start,) else (start, *begun)
+        limit = self._limit(self.model.encoder, len(begun) + sampling.max_tokens)
+        if len(prompt_ids) > limit.n_tokens:
+            message = f"the prompt has {len(prompt_ids)} tokens, and the encoder can read at most "
+            raise PromptTooLong(f"{message}{limit.n_tokens}: {limit.source}", param="prompt")
+        return tuple(prompt_ids), begun
+
+    def _limit(self, encoder: Encoder, n_decoder: int) -> LengthLimit:
+        """The limit on an input beside `n_decoder` tokens of the decoder."""
+        block_size = self.config.block_size
+        n_left = self.config.n_blocks - -(-n_decoder // block_size)  # in whole blocks: the two share none
+        slots = f"n_slots are {self.config.n_slots}, and the decoder's {n_decoder} tokens need theirs"
+        limits = [
+            LengthLimit(encoder.n_positions, "the encoder has no more positions"),
+            LengthLimit(max(0, n_left) * block_size, slots),
+            LengthLimit(self.config.max_batch_tokens - 1, "max_batch_tokens, less the decoder's first token"),
+        ]
+        return min(limits)
 
 
 def weight_in_bytes(prompt_ids: Sequence[int], sampling: SamplingParams, n_hashes: int = 0) -> int:

@@ -108,7 +108,7 @@ class Orca:
         self._order = config.scheduling.order
         self._deterministic = config.deterministic
         self._limit = longest_request(config=config, model=model)
-        self._inputs = EncoderInputs.of(config=config, model=model)
+        self._inputs = EncoderInputs(config, model)
         self._rules = RuleMaker(model, tokenizer)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False

@@ -66,11 +66,11 @@ def test_algorithm_1_reserves_and_counts_the_encoder_s_tokens() -> None:
 
 
 def test_the_prompt_is_the_encoder_s_and_the_decoder_begins_with_its_first_token() -> None:
-    inputs = EncoderInputs.of(config=ServingConfig(n_slots=80, max_batch_tokens=64), model=_model())
+    inputs = EncoderInputs(ServingConfig(n_slots=80, max_batch_tokens=64), _model())
     assert inputs.split([5, 6], None, PLAIN) == ((5, 6), (3,))
     assert inputs.split([5, 6], [8, 9], PLAIN) == ((5, 6), (3, 8, 9))
     assert inputs.split([5, 6], [3, 9], PLAIN) == ((5, 6), (3, 9))
-    without = EncoderInputs.of(config=ServingConfig(n_slots=80), model=DECODER)
+    without = EncoderInputs(ServingConfig(n_slots=80), DECODER)
     assert without.split([5, 6], None, PLAIN) == ((), [5, 6])
     with pytest.raises(NotSupported, match="decoder_prompt is for models with an encoder"):
         without.split([5, 6], [8], PLAIN)
@@ -79,19 +79,23 @@ def test_the_prompt_is_the_encoder_s_and_the_decoder_begins_with_its_first_token
 @pytest.mark.parametrize(
     ("config", "most", "source"),
     [
-        (ServingConfig(n_slots=80, max_batch_tokens=64), 30, "the encoder's positions"),
-        (ServingConfig(n_slots=48, max_batch_tokens=64), 16, "n_slots without the decoder's tokens"),
+        (ServingConfig(n_slots=80, max_batch_tokens=64), 30, "the encoder has no more positions"),
+        (
+            ServingConfig(n_slots=48, max_batch_tokens=64),
+            16,
+            "n_slots are 48, and the decoder's 17 tokens need theirs",
+        ),
         (
             ServingConfig(n_slots=80, max_batch_tokens=22, max_batch_size=8),
             21,
-            "max_batch_tokens without the decoder's first",
+            "max_batch_tokens, less the decoder's first token",
         ),
     ],
 )
 def test_an_input_that_cannot_be_read_is_refused(config: ServingConfig, most: int, source: str) -> None:
-    inputs = EncoderInputs.of(config=config, model=_model())
+    inputs = EncoderInputs(config, _model())
     inputs.split([5] * most, None, PLAIN)
-    with pytest.raises(PromptTooLong, match=f"the encoder reads at most {most} .{source}"):
+    with pytest.raises(PromptTooLong, match=f"the encoder can read at most {most}: {source}"):
         inputs.split([5] * (most + 1), None, PLAIN)
     with pytest.raises(EmptyPrompt):
         inputs.split([], None, PLAIN)
