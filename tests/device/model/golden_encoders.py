@@ -11,10 +11,13 @@ A model's `encoder_golden.npz` holds, for 24 inputs of 1 to 60 tokens:
     logits        float32 [3, 9, vocab_size]   at each of them
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.device.model.golden import DIRECTORY, MARGIN
 
@@ -36,6 +39,11 @@ class GoldenEncoder:
         """The tokens of `outputs[row]` before the first whose choice is within the margin."""
         doubtful = [i for i, gap in enumerate(self.gaps[row]) if gap < MARGIN]
         return self.outputs[row][: doubtful[0]] if doubtful else self.outputs[row]
+
+
+def quick_and_long(names: Sequence[str], quick: Collection[str]) -> list[Any]:
+    """The parameters of a test: those of `quick`, and the others for the long tests."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.long) for name in names]
 
 
 def load_golden_encoder(name: str) -> GoldenEncoder:

@@ -8,11 +8,13 @@ import pytest
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.model import reference
 from tests.device.model.golden_beams import NAMES, Search, load_beams
+from tests.device.model.golden_encoders import quick_and_long
 
 LONGEST = 40
+QUICK = ("gpt2-tied-gelu-new", "qwen2-tied", "t5-relu", "bart-gelu")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_and_long(NAMES, QUICK))
 def test_scores_are_those_of_the_reference(name: str) -> None:
     golden = load_beams(name)
     checkpoint = load_checkpoint(golden.directory, dtype=jnp.float32)
