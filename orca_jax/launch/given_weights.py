@@ -76,7 +76,7 @@ def check_arrays(
         detected = detect(stored, arrays)
         if layout is not None and (detected is None or detected.layout != layout):
             found = "no trainer's" if detected is None else f"those of {detected.layout}"
-            raise TensorMismatch(f"the new weights have not the names of {layout}: they are {found}")
+            raise TensorMismatch(f"the new weights are not in the layout {layout}: their names are {found}")
         if detected is not None:
             return _of_trainer(arrays, stored, dtype, detected, cast=cast)
     paths = state_names(stored) if arrays.keys() - table.keys() else {}

@@ -15,7 +15,7 @@ from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.layouts import detect
 from orca_jax.launch.given_weights import check_adapters, check_arrays
-from tests.device.checkpoint.test_trainers import DIRECTORY, NAMES, arrays_of, golden_of
+from tests.device.checkpoint.test_trainers import DIRECTORY, SOME, arrays_of, golden_of
 
 SCANNED = "maxtext-llama2-scanned"  # a stack of layers, and a factor in its queries
 FLOAT = jnp.dtype("float32")
@@ -46,7 +46,7 @@ def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     return tree
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_the_same_bits_as_from_a_checkpoint(name: str):
     """Wherever the arrays are, and one program for a weight of all layers that are alike."""
     expected = load_checkpoint(DIRECTORY / name, dtype=FLOAT)
@@ -108,18 +108,23 @@ def test_what_does_not_fit_leaves_the_old_weights(llm: LLM):
     expected, version = served(llm), llm.weights_version
     query = "decoder.layers.self_attention.query.kernel"
     left = {name: values for name, values in arrays.items() if name != query}
+    names = (query, query.replace("query", "key"))
+    apart = {name: jax.device_put(arrays[name], jax.devices()[i]) for i, name in enumerate(names)}
     for given, words in (
         (left, f"{query} is missing"),
         (arrays | {"decoder.layers.bias": np.zeros(3)}, "decoder.layers.bias is not a weight of this model"),
         (arrays | {query: arrays[query][:, :1]}, rf"{query} has the shape \[16, 1, 4, 16\], expected"),
         (arrays | {query: arrays[query].astype(np.float16)}, f"{query} has the dtype float16"),
         (arrays | {query: None}, f"{query} is a NoneType"),
+        (arrays | apart, f"{query} and .*key.kernel and .* are on different devices"),
     ):
         with pytest.raises(TensorMismatch, match=words):
             llm.update_weights(given)
-    with pytest.raises(TensorMismatch, match="not the names of tunix: they are those of maxtext-scanned"):
+    with pytest.raises(
+        TensorMismatch, match="not in the layout tunix: their names are those of maxtext-scanned"
+    ):
         llm.update_weights(arrays, layout="tunix")
-    with pytest.raises(TensorMismatch, match="not the names of gemma: they are no trainer's"):
+    with pytest.raises(TensorMismatch, match="not in the layout gemma: their names are no trainer's"):
         llm.update_weights({"x": np.zeros(3)}, layout="gemma")
     with pytest.raises(ConfigError, match="layout is 'torch'; it must be one of tunix"):
         llm.update_weights(arrays, layout="torch")  # pyright: ignore[reportArgumentType]
