@@ -4,8 +4,9 @@
  * both arrays in place, while XLA's library first packs the weight, which costs most when tokens are few.
  *
  * X_BITS and WEIGHT_BITS are 32 for float32 and 16 for bfloat16; y has the dtype of x. Products and sums are
- * float32: bfloat16 is widened as it is read. AVX512-BF16 is not used. It rounds and flushes differently, and the
- * decode phase, which waits for memory, gains nothing from it.
+ * float32. bfloat16 is widened as it is read, except where both are bfloat16, tokens are more than FEW and the
+ * processor has AVX512-BF16: then a lane takes PAIRS of terms, which halves the instructions and the columns.
+ * It takes subnormal numbers for zero, as XLA's threads do. One token, which waits for memory, was slower so.
  *
  * FEW tokens or less: vectors run along the sum, and a strip of outputs passes over all tokens while its weights
  * are in the first cache. More: vectors run across the tokens of a panel, whose x each thread transposes for
@@ -28,6 +29,24 @@
 typedef ELEMENT(X_BITS) x_type;
 typedef ELEMENT(WEIGHT_BITS) weight_type;
 
+/* Whether lanes take pairs of terms, of more than FEW tokens. It may be set to 0, to test the other form. */
+#ifndef PAIRS
+#if X_BITS == 16 && WEIGHT_BITS == 16 && LANES == 16 && defined(__AVX512BF16__)
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
+#endif
+
+/* Of more than FEW tokens, a lane takes TERMS factors at once, in 32 bits. */
+#if PAIRS
+#define TERMS 2
+typedef bfloat16 factor_type;
+#else
+#define TERMS 1
+typedef float factor_type;
+#endif
+
 #define FEW 8
 #define FEW_OUTPUTS 4  /* outputs that are stored together */
 #define FEW_DEPTH 1024 /* terms whose weights all tokens meet before the next ones */
@@ -48,6 +67,9 @@ typedef ELEMENT(WEIGHT_BITS) weight_type;
 #define DEPTH 256                         /* terms summed before the sum joins the others: shorter sums err less */
 #define CHUNK 96                          /* outputs of an item, at least: whole strips */
 #define LINE (64 / sizeof(weight_type))   /* weights of a cache line */
+
+/* Bytes of a panel's columns after the last term: of pairs, the last tile may be half full. */
+#define UNUSED ((TERMS - 1) * MOST_VECTORS * LANES * LANES / 2 * sizeof(float))
 
 /* Items for each thread, so that none waits long for another. */
 #define ITEMS 8
@@ -128,41 +150,65 @@ static void few(const Linear *l, size_t out, const weight_type *ahead) {
 
 /* ---- more tokens ---- */
 
+/* The next TERMS * LANES terms, or those that are left and zeros. */
+#if PAIRS
+INLINE vec terms_at(const bfloat16 *from, size_t left) {
+  return (vec)_mm512_maskz_loadu_epi32(left < TERMS * LANES ? 0xff : 0xffff, from); /* 16 are left, at least */
+}
+#else
+#define terms_at(from, left) load(from)
+#endif
+
+/* The terms of one lane, in all lanes. */
+INLINE vec all_of(const factor_type *from) {
+  float word;
+  memcpy(&word, from, sizeof word);
+  return all(word);
+}
+
+INLINE vec add_products(vec sums, vec a, vec b) {
+#if PAIRS
+  return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+  return sums + a * b;
+#endif
+}
+
 /* The vector of tokens that a panel starts with. Each panel has MOST_VECTORS or one less. */
 static inline size_t panel_start(const Linear *l, size_t panel) {
   return (l->n_tokens + LANES - 1) / LANES * panel / l->n_panels;
 }
 
-/* A panel's x, transposed by this thread: columns [I][tokens], with zeros after the last token. NULL if memory
- * runs out. */
+/* A panel's x, transposed by this thread: columns [I / TERMS][tokens] of TERMS, with zeros after the last token.
+ * NULL if memory runs out. */
 static const float *columns_of(const Linear *l, size_t panel) {
   Packed *own = &packed[panel % PANELS];
   if (own->number == l->number && own->panel == panel) return own->columns;
   const size_t first = panel_start(l, panel) * LANES, width = panel_start(l, panel + 1) * LANES - first;
   if (own->size < width * l->n_in) {
     free(own->columns);
-    own->columns = aligned_alloc(64, width * l->n_in * sizeof(float));
+    own->columns = aligned_alloc(64, width * l->n_in * sizeof(factor_type) + UNUSED);
     own->size = own->columns ? width * l->n_in : 0;
     if (!own->columns) return NULL;
   }
   own->number = l->number;
   own->panel = panel;
   for (size_t at = 0; at < width; at += LANES)
-    for (size_t k = 0; k < l->n_in; k += LANES) {
+    for (size_t k = 0; k < l->n_in; k += TERMS * LANES) {
       vec tile[LANES];
       UNROLL for (int i = 0; i < LANES; i++) {
         const size_t token = first + at + i;
-        tile[i] = token < l->n_tokens ? load(l->x + token * l->n_in + k) : all(0);
+        tile[i] = token < l->n_tokens ? terms_at(l->x + token * l->n_in + k, l->n_in - k) : all(0);
       }
       transpose(tile);
-      UNROLL for (int i = 0; i < LANES; i++) store(own->columns + (k + i) * width + at, tile[i]);
+      UNROLL for (int i = 0; i < LANES; i++) store(own->columns + (k / TERMS + i) * width + at, tile[i]);
     }
   return own->columns;
 }
 
 /* `n_terms` of the sums of `rows` outputs and `vectors` of tokens, both of which the compiler knows. The weights
  * w are `stride` apart; `ahead`: later ones, n_in apart. With `more`, sums [rows][vectors] has the terms so far. */
-INLINE void add_terms(const float *w, size_t stride, const weight_type *ahead, size_t n_in, size_t n_terms,
+INLINE void add_terms(const factor_type *w, size_t stride, const weight_type *ahead, size_t n_in, size_t n_terms,
                       const float *columns, bool more, vec *sums, const int rows, const int vectors) {
   vec terms[ROWS][MOST_VECTORS];
   UNROLL for (int i = 0; i < rows; i++)
@@ -170,12 +216,12 @@ INLINE void add_terms(const float *w, size_t stride, const weight_type *ahead, s
   for (size_t k = 0; k < n_terms; k += LANES) {
     if (LINE <= LANES || k % LINE == 0)
       UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
-    for (int lane = 0; lane < LANES; lane++) {
+    for (int at = 0; at < LANES; at += TERMS) {
       vec xs[MOST_VECTORS];
-      UNROLL for (int g = 0; g < vectors; g++) xs[g] = kept(load(columns + ((k + lane) * vectors + g) * LANES));
+      UNROLL for (int g = 0; g < vectors; g++) xs[g] = kept(load(columns + ((k + at) / TERMS * vectors + g) * LANES));
       UNROLL for (int i = 0; i < rows; i++) {
-        const vec weight = all(w[i * stride + k + lane]);
-        UNROLL for (int g = 0; g < vectors; g++) terms[i][g] += weight * xs[g];
+        const vec weight = all_of(w + i * stride + k + at);
+        UNROLL for (int g = 0; g < vectors; g++) terms[i][g] = add_products(terms[i][g], weight, xs[g]);
       }
     }
   }
@@ -187,18 +233,19 @@ INLINE void add_terms(const float *w, size_t stride, const weight_type *ahead, s
 }
 
 /* Not inlined: otherwise the compiler keeps `sums` in the registers that the terms need. */
-#define ADD_TERMS(VECTORS)                                                                                        \
-  static __attribute__((noinline)) void add_terms_##VECTORS(const float *w, size_t stride, const weight_type *ahead, \
-                                                            size_t n_in, size_t n_terms, const float *columns,   \
-                                                            bool more, vec *sums) {                              \
-    add_terms(w, stride, ahead, n_in, n_terms, columns, more, sums, ROWS, VECTORS);                              \
+#define ADD_TERMS(VECTORS)                                                                                   \
+  static __attribute__((noinline)) void add_terms_##VECTORS(const factor_type *w, size_t stride,             \
+                                                            const weight_type *ahead, size_t n_in,           \
+                                                            size_t n_terms, const float *columns, bool more, \
+                                                            vec *sums) {                                     \
+    add_terms(w, stride, ahead, n_in, n_terms, columns, more, sums, ROWS, VECTORS);                          \
   }
 ADD_TERMS(1)
 ADD_TERMS(2)
 ADD_TERMS(3)
 
-static void (*const add_terms_of[])(const float *, size_t, const weight_type *, size_t, size_t, const float *, bool,
-                                    vec *) = {NULL, add_terms_1, add_terms_2, add_terms_3};
+static void (*const add_terms_of[])(const factor_type *, size_t, const weight_type *, size_t, size_t,
+                                    const float *, bool, vec *) = {NULL, add_terms_1, add_terms_2, add_terms_3};
 
 /* STRIP outputs of a panel's tokens. */
 static void strip(const Linear *l, size_t out, size_t panel, const float *columns) {
@@ -213,16 +260,16 @@ static void strip(const Linear *l, size_t out, size_t panel, const float *column
     for (size_t i = row ? n / 2 : 0; i < (row ? n : n / 2); i++) __builtin_prefetch(y + i * n_out, 1, 3);
     for (size_t k = 0; k < n_in; k += DEPTH) {
       const size_t n_terms = least(DEPTH, n_in - k);
-#if WEIGHT_BITS == 32
-      const float *wide = w + k;
+#if WEIGHT_BITS == 32 || PAIRS
+      const factor_type *factors = w + k;
       const size_t stride = n_in;
 #else
-      float wide[ROWS * DEPTH];
+      float factors[ROWS * DEPTH];
       const size_t stride = DEPTH;
       for (int i = 0; i < ROWS; i++)
-        for (size_t at = 0; at < n_terms; at += LANES) store(wide + i * DEPTH + at, load(w + i * n_in + k + at));
+        for (size_t at = 0; at < n_terms; at += LANES) store(factors + i * DEPTH + at, load(w + i * n_in + k + at));
 #endif
-      add_terms_of[vectors](wide, stride, ahead + k, n_in, n_terms, columns + k * vectors * LANES, k > 0,
+      add_terms_of[vectors](factors, stride, ahead + k, n_in, n_terms, columns + k / TERMS * vectors * LANES, k > 0,
                             sums + row * vectors);
     }
   }

@@ -61,7 +61,7 @@ def test_equals_the_product_and_is_zero_after_the_real_tokens(
 @needs_native
 @settings(max_examples=40)
 @given(
-    n_tokens=st.integers(1, 60),
+    n_tokens=st.integers(1, 110),
     vectors_in=st.integers(1, 80),
     n_out=st.integers(16, 200),
     x_dtype=st.sampled_from([np.float32, BFLOAT16]),
@@ -106,6 +106,16 @@ def test_the_form_for_the_other_width_of_registers(dtype: Any, monkeypatch: pyte
 
 
 @needs_native
+def test_the_form_without_pairs_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "target", partial(linear.target, PAIRS=0))
+    for n_tokens in (8, 9, 40, 101):
+        x, weight = (array.astype(BFLOAT16) for array in arrays(n_tokens, n_tokens, 1040, 77))
+        true = x.astype(np.float64) @ weight.astype(np.float64).T
+        given = np.asarray(native_linear(jnp.asarray(x), jnp.asarray(weight))).astype(np.float64)
+        np.testing.assert_allclose(given, true, rtol=HALF_UNIT, atol=2e-4)
+
+
+@needs_native
 def test_the_token_count_defaults_to_all_tokens() -> None:
     x, weight = arrays(0, 20, 64, 48)
     assert np.array_equal(product_jitted(x, weight), product(x, weight))
@@ -113,13 +123,14 @@ def test_the_token_count_defaults_to_all_tokens() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 5, 8), (9, 16, 31, 48, 49, 97, 128)])
-def test_a_token_has_the_same_bits_whatever_the_others(sizes: tuple[int, ...]) -> None:
-    x, weight = arrays(1, max(sizes), 768, 333)
+def test_a_token_has_the_same_bits_whatever_the_others(sizes: tuple[int, ...], dtype: Any) -> None:
+    x, weight = (array.astype(dtype) for array in arrays(1, max(sizes), 784, 333))
     alone = product(x, weight)[0]
     for n in sizes:
         for at in {0, n // 2, n - 1}:
-            others = np.random.default_rng(n).standard_normal((n, 768)).astype(np.float32)
+            others = np.random.default_rng(n).standard_normal((n, 784)).astype(dtype)
             others[at] = x[0]
             assert np.array_equal(product(others, weight)[at], alone), (n, at)
 
