@@ -29,8 +29,6 @@ _NOT_APPLIED: Mapping[str, Any] = {
     "bad_words_ids": None,
     "suppress_tokens": None,
     "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
     "sequence_bias": None,
     "guidance_scale": None,

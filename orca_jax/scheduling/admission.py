@@ -40,6 +40,11 @@ class CheckedPrompt:
     cache_salt: tuple[str, ...] = ()
     block_hashes: tuple[bytes, ...] | None = None
 
+    @property
+    def n_input(self) -> int:
+        """Tokens of what the user sent; with an encoder, of its input."""
+        return len(self.encoder_ids or self.token_ids)
+
 
 class LengthLimit(NamedTuple):
     """The maximum of input plus output tokens of a request, and the name of the size that sets it."""

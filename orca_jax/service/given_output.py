@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt, check_in_vocabulary
@@ -26,7 +26,9 @@ class GivenOutput:
 
 
 def check_given(token_ids: Sequence[int], n_prompt: object, model: ModelConfig) -> None:
-    """Raises EmptyPrompt, TokenOutOfRange, or InvalidSamplingParameter for `n_prompt`."""
+    """Raises NotSupported, EmptyPrompt, TokenOutOfRange, or InvalidSamplingParameter for `n_prompt`."""
+    if model.encoder is not None:
+        raise NotSupported("scores are not supported for a model with an encoder", param="prompt")
     check_in_vocabulary(token_ids, model)
     if n_prompt is None:
         return

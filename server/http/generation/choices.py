@@ -109,7 +109,7 @@ class Choices:
         self._scored = [
             asyncio.Event() for _ in prompts
         ]  # set when a prompt's first choice has its first piece
-        n_input = sum(len(prompt.token_ids) for prompt in prompts)
+        n_input = sum(prompt.n_input for prompt in prompts)
         self.tally = Tally(n_input, len(rules_each) * len(prompts))
         self._gateway = gateway
         self._facts = facts
