@@ -4,6 +4,8 @@ On one device each weight is read once, each activation is written and read once
 visible key and value is read once. Norms, activation functions and residual sums count as fused into the
 adjacent matrix products and cost nothing.
 
+This file counts what a decoder does, encoder_cost.py what an encoder does before it.
+
 A model may be split (ORCA 4.1) into stages of `layers`, and each layer over `n_shards` devices. The counts
 are then those of one device of the stage, including what it sends to the others.
 """
@@ -11,16 +13,19 @@ are then those of one device of the stage, including what it sends to the others
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import (
+    ENCODER,
     HEAD,
     TOKEN_EMBEDDING,
     Parameter,
     Stage,
+    encoder_layer_parameters,
+    encoder_layers_of,
     layer_parameters,
     outside_parameters,
     stage_elements,
@@ -28,6 +33,7 @@ from orca_jax.families.parameters import (
 
 OperationKind = Literal["embed", "linear", "attention", "head", "sampler"]
 
+_CROSS_KV, _CROSS_OUT = "cross_kv.weight", "cross_out.weight"
 LOGIT_BYTES = 4  # logits are always float32
 
 
@@ -67,20 +73,29 @@ class IterationShape:
     """The requests of one iteration, one entry each.
 
     `input_lengths` counts input tokens: all known tokens in prefill, one in decode. `kv_lengths` counts
-    tokens in the cache, including the input tokens.
+    tokens in the cache, including the input tokens. `encoder_lengths`, in a model with an encoder, counts the
+    tokens of the input that cross attention reads.
     """
 
     input_lengths: Sequence[int]
     kv_lengths: Sequence[int]
+    encoder_lengths: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        assert len(self.encoder_lengths) in (0, len(self.kv_lengths))
         pairs = zip(self.input_lengths, self.kv_lengths, strict=True)
         assert all(1 <= q <= k for q, k in pairs), "a row's input tokens are the last of its kv_length"
 
     @property
     def last_tokens(self) -> "IterationShape":
         """The same requests with the last input token of each."""
-        return IterationShape([1] * len(self.kv_lengths), self.kv_lengths)
+        return IterationShape([1] * len(self.kv_lengths), self.kv_lengths, self.encoder_lengths)
+
+    def crossed(self) -> IterationSums:
+        """The sums for cross attention, in which every query sees all of its request's input."""
+        lengths = self.encoder_lengths or [0] * len(self.input_lengths)
+        n_seen = sum(q * k for q, k in zip(self.input_lengths, lengths, strict=True))
+        return IterationSums(len(lengths), sum(self.input_lengths), sum(lengths), n_seen)
 
     def sums(self, window: int | None = None) -> IterationSums:
         """The sums over these requests, for a layer whose queries attend to at most `window` keys."""
@@ -120,32 +135,31 @@ def operations(
     cache. Each of the stage's `layers` (default: all) has its linear operations, with attention before the
     one that consumes its result. The embedding precedes the model's first layer; the head and the sampler
     follow its last. From the attention of that layer on there is one token a request; before it are queries,
-    keys and values of all tokens.
+    keys and values of all tokens. Sums without a shape do not tell how long an encoder's inputs are: then
+    cross attention reads nothing.
     """
     layers = range(model.n_layers) if layers is None else layers
     sums = _sums(shape)
-    stage = _stage_products(model, layers, n_shards)
+    stage = stage_products(model, layers, n_shards)
     kv_width = model.attention.kv_width // n_shards
-
-    def linear(product: _Product, n_tokens: int) -> Operation:
-        n_activations = n_tokens * (product.n_in + product.n_out)
-        n_bytes = weight_bytes * (product.n_weights + n_activations)
-        return Operation("linear", n_bytes, 2 * n_tokens * product.n_in * product.n_out)
+    linear = partial(linear_operation, weight_bytes=weight_bytes)
 
     def layer(products: Sequence[_Product], window: int | None, *, last: bool = False) -> Iterator[Operation]:
         # Sums without a shape do not tell how many keys are within a window: then it is all of them.
         if isinstance(shape, IterationShape):
-            in_reach = (shape.last_tokens if last else shape).sums(window)
+            own = shape.last_tokens if last else shape
+            in_reach, crossed = own.sums(window), own.crossed()
         else:
             in_reach = sums._replace(n_tokens=sums.n_rows, n_seen=sums.n_keys) if last else sums
+            crossed = in_reach._replace(n_keys=0, n_seen=0)
         n_tokens = sums.n_tokens
         for product in products:
             if product.takes_attention:
-                yield _attention(
+                yield attention_operation(
                     product.n_in,
                     kv_width,
-                    in_reach,
-                    n_written=sums.n_tokens,
+                    crossed if product.crosses else in_reach,
+                    n_written=0 if product.crosses else sums.n_tokens,
                     weight_bytes=weight_bytes,
                     kv_bytes=kv_bytes,
                 )
@@ -174,20 +188,29 @@ def operations(
     return result
 
 
+def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -> Operation:
+    """A matrix product of `n_tokens`."""
+    n_activations = n_tokens * (product.n_in + product.n_out)
+    n_bytes = weight_bytes * (product.n_weights + n_activations)
+    return Operation("linear", n_bytes, 2 * n_tokens * product.n_in * product.n_out)
+
+
 class _Product(NamedTuple):
     """A linear operation on one device; `n_weights` includes the bias."""
 
     n_in: int
     n_out: int
     n_weights: int
-    takes_attention: bool  # its input is what attention returns
+    takes_attention: bool  # its input is what attention returns,
+    crosses: bool  # and that is cross attention
 
 
 class _StageProducts(NamedTuple):
     """The matrices of a stage on one device.
 
     `tables` are the embedding tables' widths. `layers` groups equal neighbouring layers: their products,
-    their window and their count. `head` is [own vocabulary, in].
+    their window and their count. `head` is [own vocabulary, in]. `encoder_tables` and `encoder` are those of
+    the encoder; `cross` are the products that make what cross attention reads, with their counts.
     """
 
     tables: tuple[int, ...]
@@ -195,45 +218,70 @@ class _StageProducts(NamedTuple):
     layers: tuple[tuple[tuple[_Product, ...], int | None, int], ...]
     after: tuple[_Product, ...]
     head: tuple[int, int] | None
+    encoder_tables: tuple[int, ...] = ()
+    encoder: tuple[tuple[tuple[_Product, ...], int], ...] = ()
+    cross: tuple[tuple[_Product, int], ...] = ()
 
 
 @lru_cache(maxsize=4096)
-def _stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StageProducts:
+def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StageProducts:
+    """The matrices of the stage of these layers."""
     outside = outside_parameters(model, layers)
 
-    def product(parameter: Parameter, bias: Parameter | None = None) -> _Product:
+    def product(parameter: Parameter, bias: Parameter | None = None, *, crosses: bool = False) -> _Product:
         n_out, n_in = parameter.local_stacked_shape(n_shards)
         n_biases = 0 if bias is None else math.prod(bias.local_shape(n_shards))
-        return _Product(n_in, n_out, n_in * n_out + n_biases, parameter.takes_attention)
+        return _Product(n_in, n_out, n_in * n_out + n_biases, parameter.takes_attention, crosses)
 
-    def of_layer(parameters: Mapping[str, Parameter]) -> tuple[_Product, ...]:
-        return tuple(
-            product(parameter, parameters.get(name.replace(".weight", ".bias")))
+    def of_layer(parameters: Mapping[str, Parameter]) -> dict[str, _Product]:
+        return {
+            name: product(
+                parameter, parameters.get(name.replace(".weight", ".bias")), crosses=name == _CROSS_OUT
+            )
             for name, parameter in parameters.items()
             if parameter.use == "linear"
-        )
+        }
 
     def projections(stage: Stage) -> tuple[_Product, ...]:
         return tuple(product(one) for one in outside.values() if one.use == "linear" and one.stage == stage)
 
-    alike = [[*group] for _, group in groupby(layers, lambda i: model.layers[i])]
+    def tables(*, encoder: bool) -> tuple[int, ...]:
+        """The widths of the token's table, and of that side's positions."""
+        return tuple(
+            one.shape[1]
+            for name, one in outside.items()
+            if one.use == "embedding" and (name == TOKEN_EMBEDDING or name.startswith(ENCODER) is encoder)
+        )
+
+    alike = [
+        (of_layer(layer_parameters(model, group[0])), model.layers[group[0]], len(group))
+        for group in ([*group] for _, group in groupby(layers, lambda i: model.layers[i]))
+    ]
+    read = () if model.encoder is None else model.encoder.layers
+    encoder = [[*group] for _, group in groupby(encoder_layers_of(model, layers), lambda i: read[i])]
     head = None
     if layers.stop == model.n_layers:
         own_vocab, n_in = (outside.get(HEAD) or outside[TOKEN_EMBEDDING]).local_shape(n_shards)
         head = own_vocab, n_in
     return _StageProducts(
-        tables=tuple(one.shape[1] for one in outside.values() if one.use == "embedding"),
+        tables=tables(encoder=False),
         before=projections("first"),
         layers=tuple(
             (
-                of_layer(layer_parameters(model, group[0])),
-                model.layers[group[0]].attention.scores.window,
-                len(group),
+                tuple(product for name, product in products.items() if name != _CROSS_KV),
+                layer.attention.scores.window,
+                count,
             )
-            for group in alike
+            for products, layer, count in alike
         ),
         after=projections("last"),
         head=head,
+        encoder_tables=tables(encoder=True),
+        encoder=tuple(
+            (tuple(of_layer(encoder_layer_parameters(model, group[0])).values()), len(group))
+            for group in encoder
+        ),
+        cross=tuple((products[_CROSS_KV], count) for products, _, count in alike if _CROSS_KV in products),
     )
 
 
@@ -247,16 +295,17 @@ def shared_bytes(
 ) -> float:
     """Bytes that each device of a stage sends to the stage's other devices in one iteration.
 
-    A layer has two all-reduces (after `out` and `down`), and the embedding one. Each uses a ring, in which a
-    device sends 2 (n - 1) / n of the array. After the head, an all-gather joins the logits. The model's last
-    layer and the head have one token a request.
+    A layer has two all-reduces (after `out` and `down`), with cross attention three; the embedding has one.
+    Each uses a ring, in which a device sends 2 (n - 1) / n of the array. After the head, an all-gather joins
+    the logits. The model's last layer and the head have one token a request.
     """
     layers = range(model.n_layers) if layers is None else layers
     last = layers.stop == model.n_layers
-    n_sums = 2 * (len(layers) - last) + (layers.start == 0)
+    each = 2 if model.encoder is None else 3
+    n_sums = each * (len(layers) - last) + (layers.start == 0)
     n_rows = _sums(shape).n_rows
     n_summed = n_sums * hop_bytes(model, shape, weight_bytes=weight_bytes)
-    n_summed += 2 * last * weight_bytes * n_rows * model.hidden_size
+    n_summed += each * last * weight_bytes * n_rows * model.hidden_size
     n_gathered = weight_bytes * n_rows * model.padded_vocab_size * last
     return (n_shards - 1) / n_shards * (2 * n_summed + n_gathered)
 
@@ -275,7 +324,7 @@ def _n_operations(products: Sequence[_Product]) -> int:
     return len(products) + sum(product.takes_attention for product in products)
 
 
-def _attention(
+def attention_operation(
     hidden: int, kv_width: int, sums: IterationSums, *, n_written: int, weight_bytes: int, kv_bytes: int
 ) -> Operation:
     """One layer of split attention: queries in, keys and values written, visible ones read, results out.

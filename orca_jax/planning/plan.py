@@ -9,13 +9,20 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Literal
 
-from orca_jax.config import Dtype, ParallelConfig, ServingConfig, Sizes
+from orca_jax.config import Attention, Dtype, ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.planning.cost_model import IterationShape, Operation, hop_bytes, operations, shared_bytes
+from orca_jax.planning.cost_model import (
+    IterationShape,
+    Operation,
+    hop_bytes,
+    operations,
+    shared_bytes,
+)
+from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
-from orca_jax.planning.sizes import engine_shape, serving_config
+from orca_jax.planning.sizes import engine_shape, request_slots, serving_config
 from orca_jax.planning.stage_layers import check_split, stage_layers
 from orca_jax.planning.stage_memory import (
     ITEMSIZE,
@@ -23,7 +30,6 @@ from orca_jax.planning.stage_memory import (
     StageRoom,
     stage_weight_bytes,
 )
-from orca_jax.scheduling.kv_manager import round_up
 
 MAX_BS = 4096  # ServingConfig's bound
 _MOST_STAGES = 64
@@ -36,8 +42,9 @@ Bound = Literal["latency", "slots", "limit"]
 class PlanTarget:
     """A model, its devices and the requested sizes.
 
-    The floors assume that a request has `context` tokens in the cache on average. `temporaries` is XLA's own
-    figure for each stage, if it was asked, in bytes per device. Raises ConfigError if invalid.
+    The floors assume that a request has `context` tokens in the cache on average, and in a model with an
+    encoder as many more of its input. `temporaries` is XLA's own figure for each stage, if it was asked, in
+    bytes per device. Raises ConfigError if invalid.
     """
 
     config: ModelConfig
@@ -50,10 +57,11 @@ class PlanTarget:
 
     def __post_init__(self) -> None:
         check_split(self.config, self.parallel)
-        if not 1 <= self.context <= self.config.n_positions:
+        encoder = self.config.encoder
+        longest = min(self.config.n_positions, encoder.n_positions if encoder else self.config.n_positions)
+        if not 1 <= self.context <= longest:
             raise ConfigError(
-                f"context is {self.context}; it must be from 1 to the model's {self.config.n_positions} "
-                "positions"
+                f"context is {self.context}; it must be from 1 to the model's {longest} positions"
             )
 
     @property
@@ -80,6 +88,14 @@ class PlanTarget:
             return int(each * (1.0 if fraction is None else fraction))
         return int(self.device.memory * (MEMORY_FRACTION if fraction is None else fraction))
 
+    @property
+    def _attention(self) -> Attention:
+        """The device's, or what takes its place for a model that no GPU's kernel computes."""
+        pure_jax = self.config.encoder is not None or any(
+            layer.attention.scores.alibi is not None for layer in self.config.layers
+        )
+        return "static" if pure_jax and self.device.name != CPU else self.device.attention
+
     def rooms(self) -> list[StageRoom]:
         """Each stage's memory after loading the weights."""
         modest = None
@@ -94,7 +110,7 @@ class PlanTarget:
                 layers=layers,
                 n_devices=self.parallel.tensor_parallel,
                 itemsize=self.itemsize,
-                attention=self.device.attention,
+                attention=self._attention,
                 free=self.budget - weight,
                 modest=modest,
                 temporaries=None if self.temporaries is None else self.temporaries[i],
@@ -188,10 +204,15 @@ def make_plan(target: PlanTarget, *, latency_budget: float | None = None) -> Pla
 
 
 def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> IterationFloor:
-    """The floor of an iteration of `batch_size` requests of `target.context` tokens in one phase."""
+    """The floor of an iteration of `batch_size` requests of `target.context` tokens in one phase.
+
+    With an encoder it is the encoder that prefills `context` tokens, and the decoder begins with one.
+    """
     context, size = target.context, target.itemsize
-    n_input = 1 if phase == "decode" else context
-    shape = IterationShape([n_input] * batch_size, [context] * batch_size)
+    reads = [] if target.config.encoder is None else [context] * batch_size
+    begins = phase == "prefill"
+    n_input = context if begins and not reads else 1
+    shape = IterationShape([n_input] * batch_size, [1 if begins and reads else context] * batch_size, reads)
     device, n_shards = target.device, target.parallel.tensor_parallel
     rates = device.rates(target.dtype)
     times: list[float] = []
@@ -201,6 +222,16 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
             target.model, shape, weight_bytes=size, kv_bytes=size, layers=layers, n_shards=n_shards
         )
         shared = shared_bytes(target.model, shape, weight_bytes=size, layers=layers, n_shards=n_shards)
+        if begins and reads:
+            stage_operations = [
+                *encoder_operations(
+                    target.model, reads, weight_bytes=size, kv_bytes=size, layers=layers, n_shards=n_shards
+                ),
+                *stage_operations,
+            ]
+            shared += encoder_shared_bytes(
+                target.model, sum(reads), weight_bytes=size, layers=layers, n_shards=n_shards
+            )
         links = shared / (device.inside if n_shards <= device.per_machine else device.between)
         total = links
         for op in stage_operations:
@@ -212,6 +243,7 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
     for i in range(1, target.parallel.pipeline_parallel):
         same_machine = (i * n_shards - 1) // device.per_machine == i * n_shards // device.per_machine
         hop = hop_bytes(target.model, shape, weight_bytes=size)
+        hop += begins * sum(reads) * target.model.hidden_size * size  # what the encoder made
         times.append(hop / (device.inside if same_machine else device.between))
         parts["links"] += times[-1]
     interval = max(times)  # a link counts as a stage: devices compute during transfers
@@ -220,7 +252,7 @@ def iteration_floor(target: PlanTarget, phase: Phase, batch_size: int) -> Iterat
     return IterationFloor(
         phase=phase,
         batch_size=batch_size,
-        n_tokens=batch_size * n_input,
+        n_tokens=batch_size * (context if begins else 1),
         seconds=sum(times),
         interval=interval,
         tokens_per_second=batch_size / interval,
@@ -260,7 +292,9 @@ def _holds(target: PlanTarget, max_bs: int) -> bool:
     if requested.max_batch_tokens is not None and requested.max_batch_tokens < max_bs:
         return False
     n_workers = target.parallel.pipeline_parallel
-    needed = n_workers * max_bs * round_up(target.context, requested.block_size)
+    context = target.context
+    each = request_slots(target.config, context, context, block_size=requested.block_size)
+    needed = n_workers * max_bs * each
     if requested.n_slots is not None and requested.n_slots < needed:
         return False
     before = _shape(target, serving_config(target.config, requested, target.rooms()))
@@ -290,7 +324,9 @@ def _batch_sizes(max_bs: int) -> list[int]:
 
 def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
     shape = _shape(target, serving)
-    whole = round_up(target.config.n_positions, serving.block_size)
+    config = target.config
+    longest_read = config.encoder.n_positions if config.encoder else 0
+    whole = request_slots(config, config.n_positions, longest_read, block_size=serving.block_size)
     needed = max(whole, target.sizes.n_slots or 0)
     plans: list[StagePlan] = []
     for i, room in enumerate(target.rooms()):

@@ -39,7 +39,7 @@ def serving_config(
         requested = replace(requested, prefix_caching=False)
     longest = config.n_positions
     longest_read = 0 if config.encoder is None else config.encoder.n_positions
-    whole_request = round_up(longest, requested.block_size) + round_up(longest_read, requested.block_size)
+    whole_request = request_slots(config, longest, longest_read, block_size=requested.block_size)
     default_tokens = max(2048, longest, longest_read + 1, requested.max_batch_size)
     sizes = requested.filled(n_slots=whole_request, max_batch_tokens=default_tokens)
     if sizes.max_batch_tokens < longest and not sizes.scheduling.chunked_prefill:
@@ -57,6 +57,11 @@ def serving_config(
         coarse_buckets=coarse_buckets,
     )
     return serving if device is None else with_prefill_tokens(serving, config, rooms, device=device)
+
+
+def request_slots(config: ModelConfig, n_tokens: int, n_read: int, *, block_size: int) -> int:
+    """The slots of a request of `n_tokens`, and with an encoder of `n_read` more for its input, in blocks."""
+    return round_up(n_tokens, block_size) + (round_up(n_read, block_size) if config.encoder else 0)
 
 
 def n_rows(max_batch_size: int, *, n_workers: int) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from orca_jax.config import Attention
-from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import stage_elements
+from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.families.parameters import encoder_layers_of, stage_elements
 from orca_jax.iteration.scored_parts import SCORED
 from orca_jax.iteration.shape import EngineShape
 
@@ -151,7 +151,11 @@ def temporary_bytes(
     """The largest program's memory while it runs, plus what is kept between programs meanwhile."""
     n_tokens, n_rows = _largest_batch(shape)
     cpu = attention in ("native", "follow_lengths")
-    needed = n_tokens * itemsize * max(_elements_per_token(config, i, n_devices, cpu=cpu) for i in layers)
+    encoding = encoder_layers_of(config, layers)
+    every = {config.layers[i] for i in layers}
+    every |= {config.encoder.layers[i] for i in encoding} if config.encoder else set()
+    per_token = max(_elements_per_token(config.hidden_size, layer, n_devices, cpu=cpu) for layer in every)
+    needed = n_tokens * itemsize * per_token
     if attention == "cudnn" and shape.deterministic:
         attention = "static"  # as in execution/attention_backend.py
     if attention == "kernel" and not shape.deterministic:
@@ -159,7 +163,9 @@ def temporary_bytes(
     if attention == "cudnn":
         needed = max(needed, _cudnn_attention_bytes(config, n_devices, shape, itemsize))
     if attention == "static":
-        starts, work = _static_attention_bytes(config, len(layers), n_devices, n_tokens, n_rows, itemsize)
+        # With an encoder a layer has two attentions, and the encoder is a program of its own.
+        most = max(len(layers) * (1 if config.encoder is None else 2), len(encoding))
+        starts, work = _static_attention_bytes(config, most, n_devices, n_tokens, n_rows, itemsize)
         needed = starts + max(needed, work)
     needed += _rotation_bytes(config, layers, n_tokens)
     if layers.stop == config.n_layers:
@@ -171,13 +177,13 @@ def temporary_bytes(
     return needed + result_bytes(config, layers, itemsize, n_tokens=n_tokens, n_rows=n_rows)
 
 
-def _elements_per_token(config: ModelConfig, layer: int, n_devices: int, *, cpu: bool) -> int:
+def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool) -> int:
     """The elements that a layer's feed-forward part holds for each token when it holds most.
 
     The residual stream stays. The first product needs its input, the activation function what it computes:
     a GPU applies it in place, unless the layer is gated and the result half as wide as the product.
     """
-    feed_forward, hidden = config.layers[layer].feed_forward, config.hidden_size
+    feed_forward = layer.feed_forward
     size = feed_forward.size // n_devices
     product = size * (2 if feed_forward.gated else 1)
     if cpu:
@@ -188,10 +194,12 @@ def _elements_per_token(config: ModelConfig, layer: int, n_devices: int, *, cpu:
 def result_bytes(config: ModelConfig, layers: range, itemsize: int, *, n_tokens: int, n_rows: int) -> int:
     """What is kept between programs: a stage's hidden states, those that arrived, and logits.
 
-    No hidden states arrive at the first stage, and only the last stage has logits.
+    No hidden states arrive at the first stage, and only the last stage has logits. What an encoder made, at
+    most as many tokens, is kept on every stage for its cross attention.
     """
     hidden = n_tokens * config.hidden_size * itemsize
     arrived = hidden if layers.start > 0 else 0
+    arrived += hidden if config.encoder is not None else 0
     logits = n_rows * config.vocab_size * _LOGIT_BYTES if layers.stop == config.n_layers else 0
     return KEPT_ITERATIONS * (arrived + hidden + logits)
 
