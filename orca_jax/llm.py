@@ -32,6 +32,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
+from orca_jax.service.beam_searching import BeamSearching
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.generation import Generation, GenerationResult
 from orca_jax.service.operable import Operable
@@ -43,7 +44,7 @@ from orca_jax.service.scores import listed_token_ids, scores
 Prompt = str | Sequence[int] | np.ndarray
 
 
-class LLM(Operable):
+class LLM(Operable, BeamSearching):
     """A loaded model that continues prompts; a context manager. All methods are thread-safe.
 
     `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
@@ -293,10 +294,10 @@ class LLM(Operable):
         results: list[GenerationResult] = []
         with ExitStack() as running:
             generations = [running.enter_context(service.submit(prompt, rules)) for prompt, rules in prepared]
-            for i, generation in enumerate(generations):
-                results.append(generation.result())
+            for result in (result for generation in generations for result in generation.results()):
+                results.append(result)
                 if on_result is not None:
-                    on_result(i, results[i])
+                    on_result(len(results) - 1, result)
         return results
 
     def stream(

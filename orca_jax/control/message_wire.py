@@ -32,6 +32,7 @@ _INITIATION, _ON_DEVICE = 1, 2  # bits of a row's flags
 _INTEGERS = ("row", "token_index", "input_length", "kv_length", "n_prompt", "next_token")
 _INTEGERS_BYTES = 4 * len(_INTEGERS)  # for one row
 ROW_BYTES = SAMPLING.itemsize + _INTEGERS_BYTES + 1  # the last byte holds the flags
+_COPY_BYTES = 8
 _FIELDS_BYTES = 64  # upper bound of a payload's protobuf overhead around its arrays
 # Allowed values of the SAMPLING fields, as in SamplingParams; a seed may have any value.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -50,7 +51,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 def most_bytes(shape: EngineShape) -> int:
     """An upper bound on a frame's bytes: a control message, words, or tokens and log-probabilities."""
-    message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize)
+    message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize + _COPY_BYTES)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
@@ -81,6 +82,7 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         blocks=blocks.astype(_block_dtype(shape)).tobytes(),
         bias=message.bias.tobytes(),
         **({} if encoder is None else _encode_encoder(encoder, shape)),
+        copies=message.copies.astype("<i4", copy=False).tobytes(),
     )
 
 
@@ -102,7 +104,9 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     n_earlier = len(payload.earlier_ids) // 4
     earlier_ids = _array("earlier_ids", payload.earlier_ids, np.dtype("<i4"), n_earlier)
     bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
+    copies = _array("copies", payload.copies, np.dtype("<i4"), len(payload.copies) // 8 * 2).reshape(-1, 2)
     _check(integers, token_ids, shape)
+    _check_copies(copies, shape)
     _check_sampling(sampling, bias, shape.vocab_size)
     row, token_index, input_length, kv_length, n_prompt, next_token = integers
     block_table = _block_table(payload.blocks, kv_length, shape.max_blocks, shape)
@@ -130,6 +134,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         sampling=sampling,
         bias=bias,
         encoder=_decode_encoder(payload, n, shape),
+        copies=copies,
     )
     if message.encoder is not None:
         n_read = int(message.encoder.length[message.encodes].sum(dtype=np.int64))
@@ -225,6 +230,18 @@ def _check_sampling(sampling: npt.NDArray[np.void], bias: npt.NDArray[np.void], 
         _within("token id", bias["token_id"], 0, vocab_size - 1)
         if not np.isfinite(bias["value"]).all():
             raise BadFrame("a bias is not finite")
+
+
+def _check_copies(copies: npt.NDArray[np.int32], shape: EngineShape) -> None:
+    if not len(copies):
+        return
+    _within("a copied block", copies, 0, shape.n_blocks - 1)
+    into = copies[:, 1]
+    if len(copies) > shape.max_rows or np.unique(into).size < into.size or np.isin(into, copies[:, 0]).any():
+        message = (
+            f"{len(copies)} copies of blocks came; at most {shape.max_rows} are allowed, each to another "
+        )
+        raise BadFrame(message + "block, from blocks to which none goes")
 
 
 def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:

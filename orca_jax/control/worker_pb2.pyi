@@ -132,7 +132,7 @@ class Shape(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ...) -> None: ...
 
 class Iteration(_message.Message):
-    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks")
+    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks", "copies")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     INTEGERS_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class Iteration(_message.Message):
     ENCODER_LENGTH_FIELD_NUMBER: _ClassVar[int]
     ENCODER_IDS_FIELD_NUMBER: _ClassVar[int]
     ENCODER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     sampling: bytes
     integers: bytes
     flags: bytes
@@ -153,7 +154,8 @@ class Iteration(_message.Message):
     encoder_length: bytes
     encoder_ids: bytes
     encoder_blocks: bytes
-    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ...) -> None: ...
+    copies: bytes
+    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ..., copies: _Optional[bytes] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("seconds", "link_bytes")

@@ -26,7 +26,7 @@ from orca_jax.iteration.message import (
 )
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
-from orca_jax.request.sampled import Sampled, token_logprobs
+from orca_jax.request.sampled import Sampled, TokenLogprobs, token_logprobs
 from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 
@@ -70,12 +70,23 @@ class Workers(Protocol):
         ...
 
 
+class _Sent(NamedTuple):
+    """The rows of a message: each with its row of the block table.
+
+    `first` has each request's first row; None: each request has one row. A given output has a row for each of
+    its tokens, a search one for each of its beams.
+    """
+
+    rows: Sequence[Row]
+    places: npt.NDArray[np.intp]  # [R]
+    first: Sequence[int] | None = None
+
+
 class _Issued(NamedTuple):
-    """An iteration in flight: the rows of its message, and each request's first; None: each has one row."""
+    """An iteration in flight."""
 
     tokens: PendingTokens
-    rows: Sequence[Row]
-    first: Sequence[int] | None
+    sent: _Sent
 
 
 class EngineMaster:
@@ -118,15 +129,15 @@ class EngineMaster:
     def issue(self, rows: Sequence[Row]) -> Iteration:
         """Start one iteration; never blocks on the device. Raises EngineError."""
         try:
-            sent, first = self._token_by_token(rows)
-            message = self._control_message(sent, first)
-            pending = self._workers.issue(message, partial(self._words, sent, message))
+            sent = self._sent(rows)
+            message = self._control_message(sent)
+            pending = self._workers.issue(message, partial(self._words, sent.rows, message))
         except EngineError:
             raise
         except Exception as error:
             raise self._failed(error) from error
         self._n_issued += 1
-        return Iteration(rows, _Issued(pending, sent, first))
+        return Iteration(rows, _Issued(pending, sent))
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
         """The tokens of the oldest iteration; None if `interrupted` returned True before it was done.
@@ -134,7 +145,7 @@ class EngineMaster:
         Raises EngineError.
         """
         issued: _Issued = iteration.pending
-        pending, rows, first = issued
+        pending, (rows, _, first) = issued
         try:
             while interrupted is not never and not pending.is_ready():
                 if interrupted():
@@ -148,7 +159,7 @@ class EngineMaster:
         token_ids = sampled.token_ids[: len(rows)].tolist()
         if sampled.logprobs is None and not sampled.prompt_logprobs:
             return Returned(token_ids)
-        wanted = [(i, request.sampling.logprobs) for i, (request, _) in enumerate(rows)]
+        wanted = [(i, _n_logprobs(request)) for i, (request, _) in enumerate(rows)]
         records = sampled.logprobs
         returned = Returned(
             token_ids,
@@ -185,36 +196,41 @@ class EngineMaster:
     def _failed(self, error: Exception) -> EngineError:
         return EngineError(f"iteration {self._n_issued} failed: {type(error).__name__}: {error}")
 
-    def _token_by_token(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[int] | None]:
-        """The rows of the message: one for each token, where a given output is computed in an increment.
-
-        And the first of each request's, as in _Issued.
-        """
-        if not any(request.given_ids for request, _ in rows):
-            return rows, None
+    def _sent(self, rows: Sequence[Row]) -> _Sent:
+        """The rows of the message: several for a given output in an increment, and for a search."""
+        if not any(request.given_ids or request.beams is not None for request, _ in rows):
+            return _Sent(rows, np.array([request.row for request, _ in rows], np.intp))
         sent: list[Row] = []
+        places: list[int] = []
         first: list[int] = []
         for request, n_tokens in rows:
             first.append(len(sent))
-            if request.given_ids and not request.in_initiation:
-                sent += [(request, 1)] * n_tokens
-            else:
-                sent.append((request, n_tokens))
-        return sent, first
+            own = [request.row]
+            if not request.in_initiation and request.beams is not None:
+                own = self._kv.beam_rows(request.row)
+            elif not request.in_initiation and request.given_ids:
+                own *= n_tokens
+            sent += [(request, n_tokens if request.in_initiation else 1)] * len(own)
+            places += own
+        return _Sent(sent, np.array(places, np.intp), first)
 
-    def _control_message(self, rows: Sequence[Row], first: Sequence[int] | None) -> ControlMessage:
+    def _control_message(self, sent: _Sent) -> ControlMessage:
+        rows, row, first = sent
         n = len(rows)
         requests, lengths = zip(*rows, strict=True)
-        row = np.array([request.row for request in requests], np.intp)
         start = np.array([request.n_computed for request in requests], np.int32)
         input_length = np.array(lengths, np.int32)
         given = np.zeros(n, np.bool_)
+        beams = np.zeros(n, np.bool_)  # those that go on from their newest token
         starts = (self._n_reserved[row] != self._kv.n_reserved[row]) | (self._kv_length[row] != start)
         for i in starts.nonzero()[0].tolist():
-            self._store_row(requests[i])
+            self._store_row(requests[i], int(row[i]))
         if first is not None:
             given[:] = [bool(request.given_ids) for request in requests]
-            start += np.arange(n, dtype=np.int32) - np.repeat(first, np.diff([*first, n])).astype(np.int32)
+            beams[:] = [request.beams is not None and not request.in_initiation for request in requests]
+            self._has_sampled[row[beams]] = True  # also in a row that is new to the search
+            first_of = np.repeat(first, np.diff([*first, n]))  # of each row, the first of its request
+            start += given * (np.arange(n) - first_of).astype(np.int32)
         kv_length = start + input_length
         increment = self._has_sampled[row]
         initiation = ~increment
@@ -246,8 +262,13 @@ class EngineMaster:
             assert constraint is not None
             if constraint.acts(int(token_index[i])):
                 sampling["flags"][i] |= CONSTRAINED
+        for i in first or ():
+            search = requests[i].beams
+            if search is not None and beams[i]:
+                newest = search.last_ids
+                token_ids[row_end[i : i + len(newest)] - 1] = newest
         if not self.keeps_tokens:
-            for i in (increment & ~given).nonzero()[0].tolist():
+            for i in (increment & ~given & ~beams).nonzero()[0].tolist():
                 token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
         biases: list[tuple[int, int, float]] = []
         earlier_ids: list[int] = []
@@ -269,11 +290,12 @@ class EngineMaster:
             next_token=next_token,
             token_ids=token_ids,
             earlier_ids=np.array(earlier_ids, np.int32),
-            token_on_device=increment & ~given & self.keeps_tokens,
+            token_on_device=increment & ~given & ~beams & self.keeps_tokens,
             block_table=table,
             sampling=sampling,
             bias=np.array(biases, BIAS),
             encoder=encoder,
+            copies=np.array(self._kv.copies, np.int32).reshape(-1, 2),
         )
 
     def _encoder_inputs(
@@ -287,14 +309,17 @@ class EngineMaster:
         own = EncoderInputs(length, np.array(ids, np.int32), table[:, :n])
         return np.take_along_axis(table, places, axis=1), own
 
-    def _store_row(self, request: Request) -> None:
-        """Store the constant data of the request's row."""
-        row, params = request.row, request.sampling
+    def _store_row(self, request: Request, row: int) -> None:
+        """Store the constant data of a row of the request."""
+        params = request.sampling
         sampling = self._sampling
         for name in _COPIED_FIELDS:
             sampling[name][row] = getattr(params, name)
         sampling["seed"][row] = request.seed
-        sampling["logprobs"][row] = -1 if params.logprobs is None else params.logprobs
+        n_logprobs = _n_logprobs(request)
+        sampling["logprobs"][row] = -1 if n_logprobs is None else n_logprobs
+        if request.beams is not None:
+            sampling["temperature"][row] = 0
         needs_prompt = params.prompt_logprobs is not None and request.prompt_logprobs is None
         sampling["prompt_logprobs"][row] = params.prompt_logprobs if needs_prompt else -1
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -305,17 +330,22 @@ class EngineMaster:
         self._has_sampled[row] = False
 
 
+def _n_logprobs(request: Request) -> int | None:
+    """Of how many of the likeliest tokens it needs log-probabilities; None: not even of its own."""
+    return request.sampling.logprobs if request.beams is None else request.beams.n_candidates
+
+
 def _by_request(returned: Returned, rows: Sequence[Row], first: Sequence[int]) -> Returned:
     """The results by place in `rows`, of those by place in the message."""
     ends = [*first[1:], len(returned.token_ids)]
-    given = {
-        i: [returned.logprobs[place] for place in range(first[i], ends[i]) if place in returned.logprobs]
-        for i, (request, _) in enumerate(rows)
-        if request.given_ids
-    }
+
+    def records(i: int) -> list[TokenLogprobs]:
+        return [returned.logprobs[place] for place in range(first[i], ends[i]) if place in returned.logprobs]
+
     return Returned(
         [returned.token_ids[place] for place in first],
         {i: returned.logprobs[place] for i, place in enumerate(first) if place in returned.logprobs},
         {i: returned.prompt_logprobs[p] for i, p in enumerate(first) if p in returned.prompt_logprobs},
-        given,
+        {i: records(i) for i, (request, _) in enumerate(rows) if request.given_ids},
+        {i: records(i) for i, (request, _) in enumerate(rows) if request.beams is not None},
     )

@@ -235,6 +235,7 @@ class JaxStageDevice:
                 assert self._link is not None
                 key = (epoch, iteration, self._model.stage - 1)
                 arrived = self._link.pull(key, worker.hidden_like(flat.layout.n_tokens))
+            worker.copy_blocks(message)
             out = worker.forward(flat, arrived)
             if part.last:
                 words = self._allowed(epoch, iteration, message) if flat.programs.allow else None

@@ -24,7 +24,7 @@ from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
-from orca_jax.model.kv_cache import LayerCache, cache_shape, dtype_on_cpu
+from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, dtype_on_cpu
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart
@@ -54,6 +54,7 @@ class Worker:
     ) -> None:
         group, self._dtype = part.group, next(iter(parameters.values())).dtype
         self._n_rows = shape.n_rows
+        self._no_copies = np.full((shape.max_rows, 2), shape.n_blocks, np.int32)  # out of range
         self.attention = choose_attention(
             group.devices[0],
             config,
@@ -87,6 +88,8 @@ class Worker:
         self._cache_like: Any = jax.ShapeDtypeStruct(cache, stored, sharding=cache_place)
         empty = jax.jit(lambda: jnp.zeros(cache, stored), out_shardings=cache_place)
         self._empty = Program(empty, key=lambda: ())
+        copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
+        self._copy = Program(copy, key=lambda *_: ())
         self._caches: list[LayerCache] = []
         self._chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place) if part.last else None
         self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)
@@ -110,6 +113,13 @@ class Worker:
     def last_token(self) -> jax.Array:
         """Each row's newest token, [n_rows] int32; of a stage that does not choose them, 0."""
         return self._no_tokens if self._chooser is None else self._chooser.last_token
+
+    def copy_blocks(self, message: ControlMessage) -> None:
+        """Start the copies of blocks that the iteration needs, before its forward pass."""
+        if len(message.copies):
+            copies = self._no_copies.copy()
+            copies[: len(message.copies)] = message.copies
+            self._caches = self._copy(self._caches, jax.device_put(copies, self._place))
 
     def forward(self, flat: FlatBatch, arrived: jax.Array) -> Any:
         """Start this stage's forward pass: the hidden array [T, H], or `stage.Last` from the last stage.
@@ -186,6 +196,8 @@ class Worker:
                 yield ToCompile(f"a prompt's hidden states, {_tokens(layout)}", take)
         if self._chooser is not None:
             yield from self._chooser.programs(sorted({layout.n_rows for layout in layouts}))
+        copies = jax.ShapeDtypeStruct(self._no_copies.shape, jnp.int32, sharding=place)
+        yield ToCompile("copies of blocks", partial(self._copy.compile, caches, copies))
         yield ToCompile("empty caches", self._empty.compile)
 
     def _score(self, hidden: jax.Array, message: ControlMessage) -> dict[int, list[tuple[jax.Array, int]]]:
@@ -263,6 +275,8 @@ class LocalWorkers:
                 iteration = self._to_do[0]
                 message, flat = iteration.message, iteration.flat
                 if iteration.out is None:
+                    for worker in self.workers:
+                        worker.copy_blocks(message)
                     if iteration.encoder_flat is not None:
                         self._encode(iteration.encoder_flat)
                     iteration.out = self._forward(flat)

@@ -5,7 +5,7 @@ in the batch, without padding. Arrays have one entry per request, in batch order
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,10 @@ SAMPLED = -1  # as `next_token`: it is not known but sampled
 BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])
 
 
+def _no_copies() -> npt.NDArray[np.int32]:
+    return np.zeros((0, 2), np.int32)
+
+
 def neutral_sampling(n: int) -> npt.NDArray[np.void]:
     """SAMPLING [n] for greedy sampling without biases, penalties, constraints or log-probabilities."""
     rows = np.zeros(n, SAMPLING)
@@ -74,7 +78,8 @@ class ControlMessage:
 
     A row samples a token unless the token after its input, `next_token`, is known; log-probabilities, if it
     asks for them, are then those of that token. A request whose output is given has in its increments a row
-    of one token for each token that it computes: neighbours, in the tokens' order. `token_index` counts the
+    of one token for each token that it computes: neighbours, in the tokens' order. A beam search has one for
+    each beam, whose token is never on the device: the host chooses it. `token_index` counts the
     output tokens before the sampled one. With the seed it makes the random key, so a request's tokens do not
     depend on the other rows. A row's first sampled token ends its initiation. In that iteration the message
     carries the biases of ADJUSTED rows, and in `earlier_ids` their tokens before the input; the worker keeps
@@ -95,6 +100,8 @@ class ControlMessage:
     sampling: npt.NDArray[np.void]  # SAMPLING [R]
     bias: npt.NDArray[np.void]  # BIAS [any number]
     encoder: EncoderInputs | None = None
+    # [any number, 2] blocks to copy before the iteration: from, to
+    copies: npt.NDArray[np.int32] = field(default_factory=_no_copies)
 
     @property
     def samples(self) -> npt.NDArray[np.bool_]:

@@ -67,7 +67,15 @@ def replay(path: str | Path, *, model: str | Path | None = None) -> ReplayReport
     built = start_engine(found, config, on_load=None, on_program=None, on_event=print)
     try:
         serving = recorded_serving(recording)
-        return Replay(recording, built.engine, built.kv, config=serving, constraint=constraint).run()
+        whole = Replay(
+            recording,
+            built.engine,
+            built.kv,
+            config=serving,
+            constraint=constraint,
+            search=lambda sampling: rules.rules(sampling).search(),
+        )
+        return whole.run()
     finally:
         built.close()
 

@@ -7,6 +7,7 @@ On a CPU bfloat16 is stored as its bits, in uint16: XLA scatters bfloat16 there 
 convert a whole cache for each token that is written.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,3 +55,16 @@ def write(cache: LayerCache, keys: jax.Array, values: jax.Array, slot_of_token: 
     return LayerCache(
         cache.keys.at[block, :, offset].set(keys, **at), cache.values.at[block, :, offset].set(values, **at)
     )
+
+
+def copy_blocks(caches: Sequence[LayerCache], copies: jax.Array) -> list[LayerCache]:
+    """Copy whole blocks in every layer: copies [n, 2] int32, from and to.
+
+    One to a block out of range is dropped. No block is copied to twice, or copied both from and to.
+    """
+    source, into = copies[:, 0], copies[:, 1]
+
+    def copied(array: jax.Array) -> jax.Array:
+        return array.at[into].set(array.at[source].get(mode="clip"), mode="drop")
+
+    return [LayerCache(copied(cache.keys), copied(cache.values)) for cache in caches]

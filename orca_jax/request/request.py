@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 
@@ -94,6 +95,10 @@ class Request:
     With `given_ids` the output is not sampled but given, `max_tokens` minus the prompt's tokens of it, and
     `logprobs` are its tokens'. An iteration may then compute several tokens of the increment phase.
 
+    With `beams` the request is a beam search. It takes a place of the batch and a row for each beam, and they
+    all run in the same iterations. Until the search is over, `output_ids` has the newest token of the
+    likeliest beam at each step; then it is the best output. It cannot resume: it starts over.
+
     `weights_versions` has pairs (number of output tokens, version of the weights): from this token on the
     output was computed by these weights alone.
     """
@@ -106,6 +111,7 @@ class Request:
     end_token_ids: frozenset[int] = frozenset()
     given_ids: tuple[int, ...] = ()
     encoder_ids: tuple[int, ...] = ()
+    beams: BeamSearch | None = None
     constraint: OutputConstraint | None = None
     sink: OutputSink | None = None
     owner: str = ""
@@ -140,6 +146,16 @@ class Request:
     def n_input(self) -> int:
         """Tokens of what the user sent; with an encoder, of its input."""
         return len(self.encoder_ids or self.prompt_ids)
+
+    @property
+    def n_places(self) -> int:
+        """The places of a batch, and the rows of the block table, that it takes."""
+        return 1 if self.beams is None else self.beams.width
+
+    @property
+    def final_ids(self) -> list[int]:
+        """The output tokens that will not change: of a beam search none before it has found its outputs."""
+        return self.output_ids if self.beams is None or self.beams.found else []
 
     @property
     def n_tokens(self) -> int:
@@ -178,6 +194,9 @@ class Request:
         """Start over after its keys and values were lost: the next iterations compute all known tokens."""
         self.state = RequestState.INITIATION
         self.n_computed = 0
+        if self.beams is not None:
+            self.beams.restart()
+            self.output_ids.clear()
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1:
             self.prompt_logprobs = None  # incomplete, of a chunked prompt: all are computed again
 
@@ -205,6 +224,31 @@ class Request:
         self.n_in_flight += 1
         self.state = _RUNNING
         return samples
+
+    def accept_candidates(self, candidates: Sequence[TokenLogprobs]) -> FinishReason | None:
+        """Take the likeliest next tokens of each beam; returns the finish reason if the search is over.
+
+        An exception from the sink ends only this request, with the reason `error`.
+        """
+        beams = self.beams
+        assert beams is not None
+        beams.step(candidates)
+        if not beams.done:
+            self.output_ids.append(beams.last_ids[0])
+            return None
+        if not beams.finished:
+            self.failure = "no token has a probability: the model's logits are not finite"
+            return FinishReason.ERROR
+        best = beams.finished[0]
+        self.output_ids[:] = best.token_ids
+        try:
+            if self.sink is not None:
+                for token_id in best.token_ids:
+                    self.sink.push(token_id)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            return FinishReason.ERROR
+        return FinishReason.STOP if best.stopped else FinishReason.LENGTH
 
     def accept(self, token_id: int) -> FinishReason | None:
         """Take the token of a returned iteration; returns the finish reason if it is the last token.

@@ -13,12 +13,13 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
 
 from orca_jax.errors import InvalidSamplingParameter
 
 MAX_TOP_LOGPROBS = 20
+MAX_BEAMS = 16
 MAX_BIASES = 4096
 MAX_BAD_WORDS = 8192  # characters in total: an output is compared with each at every token
 
@@ -33,6 +34,12 @@ _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = _SHORT
 _MAX_GRAMMAR = 1 << 16  # characters
 _GRAMMARS = ("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar")
+MAX_LENGTH_PENALTY = 10.0
+# What changes probabilities, cuts them off, asks for more of them, or ends an output by its text.
+_NOT_WITH_BEAMS = (
+    *("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("min_tokens", "stop", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", *_GRAMMARS),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +64,12 @@ class SamplingParams:
     `prompt_logprobs` the same for the prompt. They are the model's, before any of the above is applied.
 
     `n` outputs are generated from one prompt; output i has the seed `seed + i`.
+
+    With `use_beam_search` they are the `n` best of a search with `best_of` beams (None: `n`; at most 16), as
+    Hugging Face's `num_beams`: best by log-probability over length to the power of `length_penalty` (-10 to
+    10). `early_stopping` says when as many complete outputs as beams end it: true, at once; false, when no
+    beam has a better score; "never", when none can get one. It draws nothing, and what would change
+    probabilities or end outputs by their text is refused (docs/generation.md).
     """
 
     n: int = 1
@@ -83,6 +96,10 @@ class SamplingParams:
     guided_regex: str | None = None
     guided_choice: tuple[str, ...] | None = None
     guided_grammar: str | None = None
+    use_beam_search: bool = False
+    best_of: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         self._integer("n", 1, 1 << 16)
@@ -111,7 +128,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_TOP_LOGPROBS)
-        for name in ("ignore_eos", "guided_json_object"):
+        for name in ("ignore_eos", "guided_json_object", "use_beam_search"):
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "must be true or false")
         self._check_grammar()
@@ -119,6 +136,12 @@ class SamplingParams:
             self._integer("seed", -(1 << 63), (1 << 63) - self.n)
         if self.min_tokens > self.max_tokens:
             self._refuse("min_tokens", f"must be at most max_tokens, which is {self.max_tokens}")
+        self._check_beams()
+
+    @property
+    def n_beams(self) -> int:
+        """The beams of a beam search."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def grammar(self) -> str | None:
@@ -129,8 +152,9 @@ class SamplingParams:
         """The parameters of each of the `n` outputs: with n 1, and with their own seed if there is one.
 
         With `prompt_once` only the first asks for the prompt's log-probabilities, which are the same for all.
+        A beam search is one request, which has all outputs.
         """
-        if self.n == 1:
+        if self.n == 1 or self.use_beam_search:
             return [self]
         choices: list[SamplingParams] = []
         for i in range(self.n):
@@ -220,6 +244,29 @@ class SamplingParams:
             token_ids[token_id] = None
         return tuple(token_ids)
 
+    def _check_beams(self) -> None:
+        if self.best_of is not None:
+            self._integer("best_of", 1, 1 << 16)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            self._refuse("early_stopping", 'must be true, false or "never"')
+        self._real("length_penalty", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not self.use_beam_search:
+            if self.best_of not in (None, 1, self.n):
+                self._refuse("best_of", f"must be 1 or n, which is {self.n}, without use_beam_search")
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != _DEFAULTS[name]:
+                    self._refuse(name, "needs use_beam_search")
+            return
+        if not self.n <= self.n_beams <= MAX_BEAMS:
+            name = "n" if self.best_of is None else "best_of"
+            self._refuse(name, f"must be from n to {MAX_BEAMS} beams with use_beam_search, and n is {self.n}")
+        if self.temperature not in (0, 1):
+            self._refuse("temperature", "must be 0 or 1 with use_beam_search, which draws nothing")
+        for name in _NOT_WITH_BEAMS:
+            value = getattr(self, name)
+            if value is not False and value != _DEFAULTS[name]:
+                self._refuse(name, "does not go with use_beam_search; leave it out")
+
     def _check_grammar(self) -> None:
         given = [name for name in _GRAMMARS if getattr(self, name) not in (None, False)]
         if len(given) > 1:
@@ -252,6 +299,12 @@ class SamplingParams:
             rule = f"must be a JSON schema: an object, of up to {_MAX_GRAMMAR} characters of JSON"
             self._refuse("guided_json", rule)
         return text
+
+
+_DEFAULTS: dict[str, Any] = {
+    one.name: one.default if one.default_factory is MISSING else one.default_factory()
+    for one in fields(SamplingParams)
+}
 
 
 def _short(value: object) -> str:

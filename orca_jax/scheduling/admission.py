@@ -9,6 +9,7 @@ from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestToo
 from orca_jax.families.model_config import Encoder, ModelConfig
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.kv_manager import KVManager, most_blocks
 
 # The memory of a waiting request, in bytes:
 _REQUEST = 4096  # fixed cost: the request, its Output, its parameters
@@ -73,6 +74,21 @@ def check_prompt(
         message += f"ask for at most {n_left} output tokens" if n_left > 0 else "shorten the prompt"
         raise RequestTooLarge(message, param="max_tokens")
     return CheckedPrompt(tuple(prompt_ids), n_output)
+
+
+def check_search(n_input: int, n_encoder: int, sampling: SamplingParams, kv: KVManager) -> None:
+    """Raise RequestTooLarge if the beams of a search could need more blocks than there are.
+
+    `n_input` tokens are before the output, which is what beams do not share, and `n_encoder` an encoder's.
+    """
+    if not sampling.use_beam_search:
+        return
+    most = most_blocks(n_input, n_input + sampling.max_tokens, sampling.n_beams, kv.block_size)
+    most += kv.n_blocks_for(n_encoder)
+    if most > kv.n_blocks:
+        message = f"{sampling.n_beams} beams of up to {sampling.max_tokens} output tokens can take {most} "
+        message += f"blocks of slots, and there are {kv.n_blocks}; ask for fewer beams or output tokens"
+        raise RequestTooLarge(message, param="max_tokens")
 
 
 def check_in_vocabulary(token_ids: Sequence[int], model: ModelConfig) -> None:

@@ -38,13 +38,14 @@ class Returned(NamedTuple):
 
     If a row sampled no token, ignore its entry. Log-probabilities are keyed by row index, for the requests
     that asked for them. Those of a chunked prompt arrive chunk by chunk. `given` has all tokens that a row
-    computed of a given output.
+    computed of a given output, `beams` the likeliest next tokens of each beam of a search.
     """
 
     token_ids: list[int]
     logprobs: Mapping[int, TokenLogprobs] = _NO_LOGPROBS
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
     given: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
+    beams: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
 
 
 class Engine(Protocol):

@@ -101,8 +101,11 @@ class FairQueue:
                 heapq.heappush(begun, (counter, owner, requests, following))
 
     def served(self, requests: Iterable[Request]) -> None:
-        for owner, n_tokens in Counter([request.owner for request in requests]).items():
-            self._charge(owner, n_tokens * OUTPUT_COST)
+        n_tokens = Counter[str]()
+        for request in requests:
+            n_tokens[request.owner] += request.n_places
+        for owner, n in n_tokens.items():
+            self._charge(owner, n * OUTPUT_COST)
 
     def _read(self, owner: str) -> Iterator[Request]:
         """An owner's requests. Chunks double, so reading all is linear. Others are only added at the end."""

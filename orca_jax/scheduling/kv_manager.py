@@ -4,10 +4,15 @@ A slot is room for one token's key and value in every layer. A block is `block_s
 unit of allocation. In Algorithm 1 a request gets all blocks for its `max_tokens` when it is admitted. With
 reservation on demand it gets those of its prompt, and grows. With a prefix cache it may share its first
 blocks with other requests. When it ends it returns all of them at once.
+
+A beam search has a row for each beam. They hold full blocks together, and each has a last one of its own, to
+which it writes. Where two beams continue one, the second gets a row whose beam nothing continues, and a copy
+of the last block if there is anything in it.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +25,26 @@ def round_up(n_tokens: int, block_size: int) -> int:
     return -(-n_tokens // block_size) * block_size
 
 
+def most_blocks(n_before: int, n_slots: int, n_beams: int, block_size: int) -> int:
+    """The most blocks that beams of `n_slots` slots take if `n_before` were in use when they parted."""
+    n_shared = n_before // block_size
+    return n_shared + n_beams * (-(-n_slots // block_size) - n_shared)
+
+
+@dataclass(slots=True)
+class _Beams:
+    """The rows of a beam search: of its beams in their order, and those without one, which hold no blocks.
+
+    All beams hold the first `n_common` blocks from the first step to the end. `n_promised` counts free blocks
+    that no other request may take; None: there are none, and it grows on demand.
+    """
+
+    rows: list[int]
+    idle: list[int]
+    n_promised: int | None
+    n_common: int = 0
+
+
 class KVManager:
     """Allocates blocks and rows. All methods cost O(blocks concerned).
 
@@ -27,10 +52,13 @@ class KVManager:
     0. The blocks of a request need not be contiguous. Free blocks and rows are stacks: the last released is
     the first reused, while it may still be in a cache. `n_reserved` `[n_rows]` counts the reservations of
     each row, which distinguishes successive requests in the same row. `slots_of` has the number of slots that
-    each row holds, 0 if it is free.
+    each row holds, 0 if it is free. `copies` of blocks, (from, to), are to be
+    made before the next iteration.
 
     With an encoder, a row begins with `encoder_blocks` blocks for the keys and values that cross attention
     reads, at most `max_encoder_blocks` beside those of its tokens; `slots_of` does not count them.
+
+    `copies` of blocks, (from, to), are to be made before the next iteration that is issued.
 
     With `prefix_caching`, `prefixes` finds full blocks by their contents. They stay in the cache after the
     request that computed them, until their room is needed. Blocks of different `namespace`s, such as models,
@@ -64,13 +92,18 @@ class KVManager:
         self._free_blocks: npt.NDArray[np.int32] = np.arange(n_blocks - 1, -1, -1, dtype=np.int32)
         self._n_free_blocks = n_blocks
         self._free_rows = list(range(n_rows - 1, -1, -1))
-        self._n_users = [0] * n_blocks if prefix_caching else []  # rows that hold the block
+        self._n_users = [0] * n_blocks if prefix_caching else []  # requests that hold the block
+        self.copies: Sequence[tuple[int, int]] = ()
+        self._beams: dict[int, _Beams] = {}  # of beam searches, by the request's row
+        self._n_promised = 0
+        # [n_blocks] int32: the beams that hold the block, if they do not all hold it from the first step on.
+        self._n_beams: npt.NDArray[np.int32] = np.zeros(n_blocks, np.int32)
 
     @property
     def n_free_blocks(self) -> int:
-        """Blocks that can be allocated: no row holds them."""
-        prefixes = self.prefixes
-        return self._n_free_blocks if prefixes is None else self._n_free_blocks + prefixes.n_idle
+        """Blocks that can be allocated: no row holds them, and none is promised to a beam search."""
+        n, prefixes = self._n_free_blocks - self._n_promised, self.prefixes
+        return n if prefixes is None else n + prefixes.n_idle
 
     @property
     def n_free_rows(self) -> int:
@@ -86,11 +119,17 @@ class KVManager:
         return self.block_table[row, :n]
 
     def n_released(self, rows: Sequence[int]) -> int:
-        """How many blocks would be free after the release of these rows: those that no other row holds."""
-        if self.prefixes is None:
+        """How many blocks would be free after the release of these rows: those that no other request holds.
+
+        A beam search is named by its request's row.
+        """
+        if self.prefixes is None and not self._beams:
             return sum(len(self.blocks_of(row)) for row in rows)
-        holds = Counter(block for row in rows for block in self.blocks_of(row).tolist())
-        return sum(self._n_users[block] == n for block, n in holds.items())
+        n_promised = sum(self._beams[row].n_promised or 0 for row in rows if row in self._beams)
+        holds = Counter(block for row in rows for block in self._held(row).tolist())
+        if self.prefixes is None:
+            return n_promised + len(holds)
+        return n_promised + sum(self._n_users[block] == n for block, n in holds.items())
 
     def n_idle(self, blocks: Sequence[int]) -> int:
         """How many of these cached blocks no row holds."""
@@ -138,18 +177,11 @@ class KVManager:
         Returns how many blocks no row holds any more. Those in the prefix cache stay there until their room
         is needed, the last blocks of a request less long than its first.
         """
+        if row in self._beams:
+            return self._release_beams(row)
         assert 0 <= row < self.n_rows and self.slots_of[row], f"row {row} is not reserved"
-        blocks = self.blocks_of(row)[::-1]
-        n = n_released = len(blocks)
-        if self.prefixes is None:
-            top = self._n_free_blocks
-            self._free_blocks[top : top + n] = blocks
-            self._n_free_blocks = top + n
-        else:
-            n_released = sum(self._give_up(block, self.prefixes) for block in blocks.tolist())
-        self.block_table[row, :n] = 0
-        self.slots_of[row] = self.encoder_blocks[row] = 0
-        self._free_rows.append(row)
+        n_released = self._free(self.blocks_of(row))
+        self._end_row(row)
         return n_released
 
     def forget(self) -> None:
@@ -157,6 +189,138 @@ class KVManager:
         if self.prefixes is not None:
             for block in self.prefixes.clear():
                 self._push(block)
+
+    # Beam searches. They are named by the row that their request was admitted to.
+
+    def begin_beams(self, row: int, n_beams: int, n_most: int | None = None) -> None:
+        """Let the request in `row` have `n_beams` beams: one for now. It gets that many rows at once.
+
+        `n_most` blocks, including those that the row holds, are reserved for it; None: it grows on demand.
+        """
+        n_promised = None if n_most is None else n_most - len(self.blocks_of(row))
+        assert (n_promised or 0) <= self.n_free_blocks, f"{n_promised} blocks promised"
+        self._n_promised += n_promised or 0
+        idle = [self._start_row() for _ in range(n_beams - 1)]
+        self.encoder_blocks[idle] = self.encoder_blocks[row]
+        self._beams[row] = _Beams([row], idle, n_promised)
+
+    @property
+    def has_beams(self) -> bool:
+        """Whether any admitted request is a beam search."""
+        return bool(self._beams)
+
+    def beam_rows(self, row: int) -> list[int]:
+        """The rows of the beams, in their order."""
+        return self._beams[row].rows
+
+    def n_for_beams(self, row: int, n_beams: int, n_slots: int) -> int:
+        """How many blocks `continue_beams` takes from those that are free, at most."""
+        beams = self._beams[row]
+        if beams.n_promised is not None:
+            return 0
+        if n_slots >= self.slots_of[beams.rows[0]]:
+            return n_beams
+        return max(0, n_beams - len(beams.rows))
+
+    def continue_beams(self, row: int, parents: Sequence[int], n_slots: int) -> list[tuple[int, int]]:
+        """Let beam i continue what was beam `parents[i]`, with room for a token after its `n_slots` slots.
+
+        Returns the copies to make before that: pairs of blocks, from and to.
+        """
+        beams, old = self._beams[row], self._beams[row].rows
+        n_full, n_in_last = divmod(n_slots, self.block_size)
+        n_full += int(self.encoder_blocks[row])
+        if len(old) == 1 < len(parents):
+            beams.n_common = n_full
+            self._n_beams[self.blocks_of(old[0])[n_full:]] = 1
+        heirs = set(parents)
+        left = beams.idle + [one for i, one in enumerate(old) if i not in heirs]
+        rows: list[int] = []
+        copies: list[tuple[int, int]] = []
+        for parent in parents:
+            source = old[parent]
+            if source not in rows:
+                rows.append(source)
+                continue
+            rows.append(left.pop())
+            self._hold_too(beams, rows[-1], source, n_full)
+            if n_in_last:
+                table = self.block_table
+                copies.append((int(table[source, n_full]), int(table[rows[-1], n_full])))
+        for one in left:
+            if self.slots_of[one]:
+                self._lose(beams, self.blocks_of(one)[beams.n_common :])
+                self.blocks_of(one)[:] = 0
+                self.slots_of[one] = 0
+        beams.rows, beams.idle = rows, left
+        for one in rows:
+            self._grow_beam(beams, one, n_slots + 1)
+        return copies
+
+    def _hold_too(self, beams: _Beams, row: int, source: int, n_full: int) -> None:
+        """Let `row` begin with the first `n_full` blocks of `source`, and have a last one like it."""
+        table, common = self.block_table, beams.n_common
+        self._n_beams[table[source, common:n_full]] += 1
+        if self.slots_of[row]:
+            self._lose(beams, table[row, common:n_full])
+        else:
+            self.slots_of[row] = (n_full - int(self.encoder_blocks[row])) * self.block_size
+        table[row, :n_full] = table[source, :n_full]
+        self._grow_beam(beams, row, self.slots_of[source])
+
+    def _grow_beam(self, beams: _Beams, row: int, n_slots: int) -> None:
+        n_new = self.n_blocks_for(n_slots) - self.slots_of[row] // self.block_size
+        if n_new <= 0:
+            return
+        if beams.n_promised is not None:
+            beams.n_promised -= n_new
+            self._n_promised -= n_new
+            assert beams.n_promised >= 0, "the beams take more blocks than they can need"
+        self.grow(row, n_slots)
+        self._n_beams[self.blocks_of(row)[-n_new:]] = 1
+
+    def _lose(self, beams: _Beams, blocks: npt.NDArray[np.int32]) -> None:
+        """One beam less holds these blocks, which are all different; those of none are free."""
+        self._n_beams[blocks] -= 1
+        unused = blocks[self._n_beams[blocks] == 0]
+        self._free(unused)
+        if beams.n_promised is not None:
+            beams.n_promised += len(unused)
+            self._n_promised += len(unused)
+
+    def _release_beams(self, row: int) -> int:
+        held, beams = self._held(row), self._beams.pop(row)
+        self._n_promised -= beams.n_promised or 0
+        self._n_beams[held] = 0
+        n_released = self._free(held) + (beams.n_promised or 0)
+        for one in (*beams.rows, *beams.idle):
+            self._end_row(one)
+        return n_released
+
+    def _held(self, row: int) -> npt.NDArray[np.int32]:
+        """The blocks of a row, or of all beams of a search, each once."""
+        beams = self._beams.get(row)
+        if beams is None or len(beams.rows) == 1:
+            return self.blocks_of(row if beams is None else beams.rows[0])
+        own = np.unique(np.concatenate([self.blocks_of(one)[beams.n_common :] for one in beams.rows]))
+        return np.concatenate([self.block_table[beams.rows[0], : beams.n_common], own])
+
+    # Blocks.
+
+    def _free(self, blocks: npt.NDArray[np.int32]) -> int:
+        """One request less holds each of these blocks; returns how many no request holds any more."""
+        prefixes, n = self.prefixes, len(blocks)
+        if prefixes is not None:
+            return sum(self._give_up(block, prefixes) for block in blocks[::-1].tolist())
+        top = self._n_free_blocks
+        self._free_blocks[top : top + n] = blocks[::-1]
+        self._n_free_blocks = top + n
+        return n
+
+    def _end_row(self, row: int) -> None:
+        self.block_table[row, : len(self.blocks_of(row))] = 0
+        self.slots_of[row] = self.encoder_blocks[row] = 0
+        self._free_rows.append(row)
 
     def _check(self, n_held: int, n: int) -> None:
         """Whether a row of `n_held` blocks may grow to `n` blocks."""

@@ -26,6 +26,17 @@ class Choice(NamedTuple):
     cached: Mapping[Request, list[int]] = _NONE
 
 
+def with_given(increments: list[Row], max_bs: int) -> list[Row]:
+    """Let tokens of given outputs take the places that the batch has left: each is a row of its own."""
+    free = max_bs - sum(req.n_places for req, _ in increments)
+    for i, (req, _) in enumerate(increments):
+        if req.given_ids:
+            n_tokens = min(1 + free, len(req.given_ids) - len(req.output_ids))
+            increments[i] = req, n_tokens
+            free -= n_tokens - 1
+    return increments
+
+
 class Policy(Protocol):
     """Which requests run in the next iteration, and how many tokens of each."""
 

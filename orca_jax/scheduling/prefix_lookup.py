@@ -1,7 +1,8 @@
 """A request's side of the prefix cache: the blocks it can begin with, and those it lets others find."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, next_hash, root_hash
@@ -43,6 +44,13 @@ def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:
     return hashes[n_blocks] if n_blocks < len(hashes) else None
 
 
+def publish_completed(rows: Iterable[Row], kv: KVManager) -> None:
+    """Let other requests find the blocks that these rows complete."""
+    for req, _ in rows:
+        if req.n_computed >= req.full_at:
+            publish_full_blocks(req, kv)
+
+
 def publish_full_blocks(req: Request, kv: KVManager) -> None:
     """Let others find the request's blocks whose tokens are known and, in the issued iterations, computed.
 
@@ -51,7 +59,8 @@ def publish_full_blocks(req: Request, kv: KVManager) -> None:
     prefixes, size = kv.prefixes, kv.block_size
     if prefixes is None:
         return
-    n_full = min(req.n_computed, req.n_tokens) // size
+    n_known = req.n_tokens if req.beams is None else len(req.prompt_ids)  # beams part after the prompt
+    n_full = min(req.n_computed, n_known) // size
     hashes = hash_prompt(req, kv)
     blocks = kv.block_table[req.row]
     for i in range(req.n_found, n_full):

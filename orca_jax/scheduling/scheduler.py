@@ -16,11 +16,11 @@ from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy
-from orca_jax.scheduling.prefix_lookup import publish_full_blocks
+from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, with_given
+from orca_jax.scheduling.prefix_lookup import publish_completed, publish_full_blocks
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.select import may_run_ahead, running_ahead
+from orca_jax.scheduling.select import may_run_ahead, running_ahead, slots_to_reserve
 from orca_jax.scheduling.serving_policy import ServingPolicy
 from orca_jax.scheduling.timeline import Timeline
 
@@ -143,7 +143,8 @@ class Scheduler:
         assert not self._in_flight and not self.leaving
         self.kv.forget()
         for req in reversed(self.pool.admitted()):  # the oldest is the last to go to the queue's front
-            if self._caches or self._on_demand:  # blocks may be shared, or too few for all known tokens
+            # Blocks may be shared, or too few for all known tokens.
+            if self._caches or self._on_demand or req.beams is not None:
                 self._preempt(req)
             else:
                 req.compute_again()
@@ -198,17 +199,7 @@ class Scheduler:
             self._initiated_last = True
             return choice._replace(rows=initiations)
         self._initiated_last = False
-        return Choice(self._with_given(increments), self.n_rsrv)
-
-    def _with_given(self, increments: list[Row]) -> list[Row]:
-        """Let tokens of given outputs take the places that the batch has left: each is a row of its own."""
-        free = self.config.max_batch_size - len(increments)
-        for i, (req, _) in enumerate(increments):
-            if req.given_ids:
-                n_tokens = min(1 + free, len(req.given_ids) - len(req.output_ids))
-                increments[i] = req, n_tokens
-                free -= n_tokens - 1
-        return increments
+        return Choice(with_given(increments, self.config.max_batch_size), self.n_rsrv)
 
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
@@ -228,8 +219,11 @@ class Scheduler:
         if self._on_demand:
             slots_of = self.kv.slots_of
             for req, n_tokens in rows:
-                if req.n_computed + n_tokens > slots_of[req.row]:
+                if req.n_computed + n_tokens > slots_of[req.row] and req.beams is None:
                     self.kv.grow(req.row, req.n_computed + n_tokens)
+        self.kv.copies = ()
+        if self.kv.has_beams:
+            self._continue_beams(rows)
         record = self.timeline.issued(rows)
         iteration = self.engine.issue(rows)  # line 5
         iteration.record = record
@@ -238,26 +232,40 @@ class Scheduler:
         if partial:
             iteration.partial = frozenset(partial)
         if self._caches:
-            self._publish(rows)
+            publish_completed(rows, self.kv)
         self._in_flight.append(iteration)  # line 8
+
+    def _continue_beams(self, rows: Sequence[Row]) -> None:
+        """Rows and blocks for the beams of each search. What they hold together is known only now."""
+        copies: list[tuple[int, int]] = []
+        for req, _ in rows:
+            if req.beams is not None and not req.in_initiation:
+                copies += self.kv.continue_beams(req.row, req.beams.parents, req.n_computed)
+        self.kv.copies = copies
+        self.n_rsrv = (self.kv.n_blocks - self.kv.n_free_blocks) * self.config.block_size
 
     def _admit(self, new: list[Request], choice: Choice) -> None:
         """Allocate a row and blocks for each of these requests."""
         self.pool.admit(new)
         if self.kv.prefixes is None:
             for req in new:
-                n_tokens = req.n_tokens if self._on_demand else req.max_tokens
-                req.row = self.kv.reserve(n_tokens, len(req.encoder_ids))
+                req.row = self.kv.reserve(self._tokens_at_first(req), len(req.encoder_ids))
         else:
             self._share(new, choice)
         for req in new:
+            if req.beams is not None:
+                n_most = slots_to_reserve(req, self.config.block_size) // self.config.block_size
+                self.kv.begin_beams(req.row, req.beams.width, None if self._on_demand else n_most)
             self._count_admission(req)
+
+    def _tokens_at_first(self, req: Request) -> int:
+        """The tokens that a request gets blocks for when it is admitted."""
+        return req.n_tokens if self._on_demand or req.beams is not None else req.max_tokens
 
     def _share(self, new: list[Request], choice: Choice) -> None:
         """Allocate for these requests, which begin with the cached blocks of the choice."""
         shared = [choice.cached.get(req, []) for req in new]
-        n_tokens = [req.n_tokens if self._on_demand else req.max_tokens for req in new]
-        rows = self.kv.reserve_sharing(list(zip(n_tokens, shared, strict=True)))
+        rows = self.kv.reserve_sharing(list(zip(map(self._tokens_at_first, new), shared, strict=True)))
         for req, row, blocks in zip(new, rows, shared, strict=True):
             req.row = row
             req.n_found = len(blocks)
@@ -276,12 +284,6 @@ class Scheduler:
             req.n_cached = req.n_computed
             prefixes.n_queries += len(req.prompt_ids)
             prefixes.n_hits += req.n_cached
-
-    def _publish(self, rows: Sequence[Row]) -> None:
-        """Let other requests find the blocks that these rows complete."""
-        for req, _ in rows:
-            if req.n_computed >= req.full_at:
-                publish_full_blocks(req, self.kv)
 
     def _preempt(self, req: Request) -> None:
         """Let an admitted request, which is not in flight, wait again without slots."""
@@ -322,7 +324,8 @@ class Scheduler:
                     deliveries += self._take_given(req, returned.given[i])
                 else:
                     record = logprobs.get(i) if logprobs else None
-                    deliveries.append(self._take_token(req, token_id, record))  # lines 12 to 14
+                    beams = None if req.beams is None else returned.beams[i]
+                    deliveries.append(self._take_token(req, token_id, record, beams))  # lines 12 to 14
         finally:  # even if a row raises: the users of the rows before it must learn of their tokens and ends
             self._deliver(deliveries)
         self._in_flight.popleft()  # line 15
@@ -333,15 +336,21 @@ class Scheduler:
             req.state = INITIATION
         return [] if req.ending is None else [self._end(req, req.ending)]
 
-    def _take_token(self, req: Request, token_id: int, logprobs: TokenLogprobs | None) -> Delivery:
-        """Lines 12 to 14 for one request of the returned batch."""
+    def _take_token(
+        self,
+        req: Request,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        beams: Sequence[TokenLogprobs] | None = None,
+    ) -> Delivery:
+        """Lines 12 to 14 for one request of the returned batch; `beams` are the next tokens of a search."""
         if not req.n_in_flight:
             req.state = INCREMENT  # line 12
         if req.ending is not None:  # asked to end while it ran: discard the token
             return self._end(req, req.ending)
         if logprobs is not None:
             req.logprobs.append(logprobs)
-        reason = req.accept(token_id)
+        reason = req.accept(token_id) if beams is None else req.accept_candidates(beams)
         if self._caches and req.n_computed >= req.full_at:
             publish_full_blocks(req, self.kv)
         if reason is not None:  # line 13

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
-from orca_jax.scheduling.kv_manager import round_up
+from orca_jax.scheduling.kv_manager import most_blocks, round_up
 from orca_jax.scheduling.request_pool import InArrivalOrder
 
 INITIATION, RUNNING, INCREMENT, _ = RequestState
@@ -19,9 +19,18 @@ def may_run_ahead(req: Request) -> bool:
 
     `n_tokens_issued` does not count how many tokens of a given output an iteration has, so that one waits.
     """
-    if len(req.given_ids) > 1:
+    if len(req.given_ids) > 1 or req.beams is not None:  # beams are chosen on the host
         return False
     return req.n_in_flight == 1 and req.ending is None and req.n_tokens_issued < req.max_tokens
+
+
+def slots_to_reserve(req: Request, block_size: int) -> int:
+    """What Algorithm 1 calls `max_tokens`, in whole blocks: the most slots that the request can take."""
+    n_encoder = round_up(len(req.encoder_ids), block_size) if req.encoder_ids else 0
+    if req.beams is None:
+        return n_encoder + round_up(req.max_tokens, block_size)
+    n_blocks = most_blocks(len(req.prompt_ids), req.max_tokens, req.beams.width, block_size)
+    return n_encoder + n_blocks * block_size
 
 
 def running_ahead(rows: Iterable[Row]) -> frozenset[Request]:
@@ -80,23 +89,23 @@ def select_rows(
     if not isinstance(pool, InArrivalOrder):  # which is sorted already; sorting would read the whole queue
         pool = sorted(pool, key=lambda req: req.arrival)  # line 20
     ready = (req for req in pool if req.state is not RUNNING or req in ahead)  # line 19
-    batch_tokens = 0
+    batch_tokens = n_places = 0
     token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
     for req in ready:  # line 21
-        if len(batch) == max_bs:  # line 22
+        if n_places == max_bs:  # line 22; `n_places` is the batch's size, in which every beam counts
             break
         # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
         n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
-        batch_tokens += n_tokens
+        batch_tokens += n_tokens if req.beams is None else max(n_tokens, req.beams.width)
+        n_places += 1 if req.beams is None else req.beams.width
         if req.encoder_ids:
             batch_tokens += req.n_to_encode
-        if batch_tokens > token_limit:  # break, as in line 25, so that no later request overtakes this one
+        # Break, as in line 25, so that no later request overtakes this one.
+        if batch_tokens > token_limit or n_places > max_bs:
             break
         # A request that already has a row resumes after a fault and still holds its reservation.
         if req.state is INITIATION and req.row < 0:  # line 23
-            new_n_rsrv = n_rsrv + round_up(req.max_tokens, block_size)  # line 24
-            if req.encoder_ids:
-                new_n_rsrv += round_up(len(req.encoder_ids), block_size)
+            new_n_rsrv = n_rsrv + slots_to_reserve(req, block_size)  # line 24
             if new_n_rsrv > n_slots:  # line 25
                 break
             n_rsrv = new_n_rsrv  # line 26

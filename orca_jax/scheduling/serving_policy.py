@@ -17,6 +17,7 @@ from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import cached_blocks, next_block_hash
+from orca_jax.scheduling.select import slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 _WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves free for requests that grow
@@ -28,17 +29,23 @@ class _Plan:
 
     `free` counts the blocks that are left, and is below 0 while blocks are owed to requests that must grow;
     `coming` those of the requests in `held_back`, which are in flight and will be preempted after that.
-    `taken` counts the blocks that the rows take.
+    `taken` counts the blocks that the rows take, `n_places` the places of the batch.
     """
 
     free: int
     coming: int = 0
     taken: int = 0
+    n_places: int = 0
     rows: list[Row] = field(default_factory=list[Row])
     preempted: dict[Request, None] = field(default_factory=dict[Request, None])  # in order
     held_back: set[Request] = field(default_factory=set[Request])
     cached: dict[Request, list[int]] = field(default_factory=dict[Request, list[int]])
     revived: set[int] = field(default_factory=set[int])  # all blocks in `cached`
+
+    def add(self, req: Request, n_tokens: int) -> None:
+        """Add a row."""
+        self.rows.append((req, n_tokens))
+        self.n_places += req.n_places
 
     def gives_up(self, req: Request) -> bool:
         """Whether the request must not run in this iteration."""
@@ -165,17 +172,22 @@ class ServingPolicy:
         plan = _Plan(self._kv.n_free_blocks)
         others = [other for other in reversed(admitted) if other is not req]
         n_tokens = min(req.n_to_compute, self._max_tokens)
-        if req.row >= 0:
+        if req.beams is not None and not req.in_initiation:
+            has_room = plan.make_room(self._n_to_grow(req), others, self._kv)
+        elif req.row >= 0:
             n_new = self._kv.n_blocks_for(req.n_computed + n_tokens) - self._kv.n_blocks_for(
                 self._kv.slots_of[req.row]
             )
             has_room = plan.make_room(max(0, n_new), others, self._kv)
         else:
             has_room = plan.make_room(self._blocks_to_reserve(req), others, self._kv)
-            if not self._kv.n_free_rows and not plan.preempted:
-                plan.drop(others[0], self._kv)
+            n_rows = self._kv.n_free_rows + self._n_places(plan.preempted)
+            for other in others:
+                if n_rows < req.n_places and other not in plan.preempted:
+                    plan.drop(other, self._kv)
+                    n_rows += other.n_places
         assert has_room, "the request alone needs more blocks than there are"
-        plan.rows.append((req, n_tokens))
+        plan.add(req, n_tokens)
         return plan
 
     # Decodes.
@@ -183,24 +195,49 @@ class ServingPolicy:
     def _add_decodes(self, plan: _Plan, decodes: Sequence[Request], admitted: Sequence[Request]) -> None:
         """A row for each; those that need another block get it, if need be from later requests."""
         slots_of = self._kv.slots_of
-        if len(decodes) > self._max_bs:
-            decodes = sorted(decodes, key=_service_order)[: self._max_bs]
-        n_new = sum([req.n_computed >= slots_of[req.row] for req in decodes])
+        if self._kv.has_beams:
+            decodes = self._that_fit(decodes)
+            n_new = sum(map(self._n_to_grow, decodes))
+        else:
+            if len(decodes) > self._max_bs:
+                decodes = sorted(decodes, key=_service_order)[: self._max_bs]
+            n_new = sum([req.n_computed >= slots_of[req.row] for req in decodes])
         if n_new <= plan.free:
             plan.free -= n_new
             plan.taken += n_new
             plan.rows = [(req, 1) for req in decodes]
+            plan.n_places = self._n_places(decodes)
             return
         order = sorted(admitted, key=_service_order)
         place = {req: i for i, req in enumerate(order)}
         for req in sorted(decodes, key=_service_order):
             if plan.gives_up(req):
                 continue
-            if req.n_computed >= slots_of[req.row]:
+            n_new = self._n_to_grow(req)
+            if n_new:
                 later = (other for other in reversed(order[place[req] + 1 :]) if not plan.gives_up(other))
-                if not plan.make_room(1, later, self._kv):
+                if not plan.make_room(n_new, later, self._kv):
                     continue
-            plan.rows.append((req, 1))
+            plan.add(req, 1)
+
+    def _that_fit(self, decodes: Sequence[Request]) -> list[Request]:
+        """The first in the order, as far as the batch has places for them; others may go past a search."""
+        fitting: list[Request] = []
+        n_left = self._max_bs
+        for req in sorted(decodes, key=_service_order):
+            if req.n_places <= n_left:
+                fitting.append(req)
+                n_left -= req.n_places
+        return fitting
+
+    def _n_to_grow(self, req: Request) -> int:
+        """The blocks that a request's next decode takes."""
+        if req.beams is None:
+            return int(req.n_computed >= self._kv.slots_of[req.row])
+        return self._kv.n_for_beams(req.row, len(req.beams.parents), req.n_computed)
+
+    def _n_places(self, requests: Collection[Request]) -> int:
+        return sum(req.n_places for req in requests) if self._kv.has_beams else len(requests)
 
     # Prompts.
 
@@ -214,19 +251,19 @@ class ServingPolicy:
         others_decode: bool,
     ) -> bool:
         """Prompts that were begun, then waiting ones; False if the next one has more tokens than fit."""
-        room = self._max_tokens - len(plan.rows)
+        room = self._max_tokens - plan.n_places
         if self._chunked and others_decode:
-            room = self._without_padding(len(plan.rows), min(room, self._prefill_tokens))
+            room = self._without_padding(plan.n_places, min(room, self._prefill_tokens))
         for req in sorted(begun, key=_service_order):
             if plan.gives_up(req):
                 continue
-            if len(plan.rows) == self._max_bs:
+            if plan.n_places + req.n_places > self._max_bs:
                 return True
             room -= req.n_to_encode
             n_tokens = self._n_tokens(req.n_to_compute, room)
             if not n_tokens:
                 return False
-            plan.rows.append((req, n_tokens))
+            plan.add(req, n_tokens)
             room -= n_tokens
         if plan.free <= 0 or plan.preempted or plan.held_back:
             return True
@@ -245,9 +282,10 @@ class ServingPolicy:
         """Admit waiting requests in their order; False if the next one has more tokens than fit."""
         kv = self._kv
         computing: set[bytes | None] | None = None
-        n_admitted, n_free_rows = len(admitted), kv.n_free_rows
+        n_admitted, n_free_rows = self._n_places(admitted), kv.n_free_rows
         for req in waiting:
-            if len(plan.rows) == self._max_bs or n_admitted == self._max_admitted or not n_free_rows:
+            most = min(self._max_bs - plan.n_places, self._max_admitted - n_admitted, n_free_rows)
+            if req.n_places > most:
                 return True
             cached = cached_blocks(req, kv)
             if computing is None:
@@ -266,11 +304,11 @@ class ServingPolicy:
             plan.taken += n_new
             plan.cached[req] = cached
             plan.revived.update(cached)
-            plan.rows.append((req, n_tokens))
+            plan.add(req, n_tokens)
             computing.add(next_hash)
             room -= n_tokens + req.n_to_encode
-            n_admitted += 1
-            n_free_rows -= 1
+            n_admitted += req.n_places
+            n_free_rows -= req.n_places
         return True
 
     def _preempt_lower(self, plan: _Plan, req: Request, admitted: Sequence[Request]) -> None:
@@ -284,13 +322,14 @@ class ServingPolicy:
         if not lower:
             return
         n_new = self._n_new_blocks(req, cached_blocks(req, self._kv), ()) + self._watermark
-        has_row = len(admitted) < self._max_admitted and self._kv.n_free_rows > 0
+        n_rows = min(self._max_admitted - self._n_places(admitted), self._kv.n_free_rows)
         victims: list[Request] = []
         n_freed = 0
-        while lower and (n_new > plan.free + n_freed or not (has_row or victims)):
+        while lower and (n_new > plan.free + n_freed or n_rows < req.n_places):
             victims.append(lower.pop())
             n_freed = self._kv.n_released([victim.row for victim in victims])
-        if n_new <= plan.free + n_freed:
+            n_rows += victims[-1].n_places
+        if n_new <= plan.free + n_freed and n_rows >= req.n_places:
             for victim in victims:
                 plan.drop(victim, self._kv)
 
@@ -304,8 +343,9 @@ class ServingPolicy:
 
     def _blocks_to_reserve(self, req: Request) -> int:
         """The blocks that a request gets when it is admitted."""
-        n_tokens = req.n_tokens if self._on_demand else req.max_tokens
-        return self._kv.n_blocks_for(n_tokens) + self._kv.n_blocks_for(len(req.encoder_ids))
+        if self._on_demand:
+            return self._kv.n_blocks_for(req.n_tokens) + self._kv.n_blocks_for(len(req.encoder_ids))
+        return slots_to_reserve(req, self._kv.block_size) // self._kv.block_size
 
     def _n_tokens(self, n_to_compute: int, room: int) -> int:
         """How many tokens of a prompt run in this iteration."""

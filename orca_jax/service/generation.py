@@ -1,7 +1,7 @@
 """A generation: a request read by blocking calls, as `LLM` hands it out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
@@ -17,6 +17,9 @@ class GenerationResult:
     string. The same `seed` gives the same tokens again. `logprobs` are those of `token_ids`, and
     `prompt_logprobs` those of each prompt token after the first; None if not requested. The keys and values
     of the first `n_cached` of the `n_input` prompt tokens were in the prefix cache.
+
+    `score` is for an output of a beam search: its log-probability over its length to the power of
+    `length_penalty`.
 
     `weights_version` is the version of the weights that computed the output. If they were replaced in the
     middle of it (`LLM.update_weights` with running="continue") it is that of the last token, and
@@ -34,6 +37,7 @@ class GenerationResult:
     n_cached: int = 0
     weights_version: int = 0
     weights_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    score: float | None = None
 
     @property
     def token_versions(self) -> list[int]:
@@ -66,13 +70,13 @@ class Generation(RequestHandle):
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Wait for the end and return the whole output, whether pieces of it have been read or not.
 
-        Raises TimeoutError, and EngineError if the engine failed.
+        Of a beam search it is the best. Raises TimeoutError, and EngineError if the engine failed.
         """
         reason = self._output.wait_for_end(timeout)
         request = self._request
         return GenerationResult(
             text=self._output.text,
-            token_ids=list(request.output_ids),
+            token_ids=list(request.final_ids),
             finish_reason=reason,
             n_input=self.n_input,
             seed=self.seed,
@@ -81,8 +85,23 @@ class Generation(RequestHandle):
             prompt_logprobs=request.prompt_logprobs,
             n_cached=self.n_cached,
             weights_version=self.weights_version,
-            weights_versions=_of_tokens(request.weights_versions, len(request.output_ids)),
+            weights_versions=_of_tokens(request.weights_versions, len(request.final_ids)),
+            score=None if request.beams is None else request.beams.best_score,
         )
+
+    def results(self, timeout: float | None = None) -> list[GenerationResult]:
+        """Like `result`, the `n` best outputs of a beam search, the best first; of others the one output."""
+        best = self.result(timeout)
+        return [
+            replace(
+                best,
+                text=piece.text,
+                token_ids=list(piece.token_ids),
+                finish_reason=piece.finish_reason or best.finish_reason,
+                score=piece.score,
+            )
+            for piece in self._output.pieces()
+        ] or [best]
 
     def cancel(self) -> None:
         """Cancel the request if it has not ended; the same as `close`."""

@@ -25,6 +25,7 @@ from orca_jax.scheduling.admission import (
     CheckedPrompt,
     EncoderInputs,
     check_prompt,
+    check_search,
     longest_request,
     weight_in_bytes,
 )
@@ -40,13 +41,12 @@ from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.service.generation import Generation
 from orca_jax.service.given_output import GivenOutput, check_given, scoring, split_given
 from orca_jax.service.interludes import Interludes
-from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle
+from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle, no_stream
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
 from orca_jax.service.recorded_turns import RecordedPool, RecordedTimeline
 from orca_jax.service.recorder import Recorder
 
 SCHEDULER_THREAD = "orca-scheduler"  # its name
-
 _SEED_BITS = 48  # JSON readers that have only doubles still read the seed exactly
 
 H = TypeVar("H", bound=RequestHandle)
@@ -109,7 +109,7 @@ class Orca:
         self._deterministic = config.deterministic
         self._limit = longest_request(config=config, model=model)
         self._inputs = EncoderInputs(config, model)
-        self._rules = RuleMaker(model, tokenizer)
+        self._rules = RuleMaker(model, tokenizer, max_batch_size=config.max_batch_size)
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
         self._ended = False  # the thread ended normally; set on that thread alone
@@ -203,6 +203,7 @@ class Orca:
             scheduling.check_policy(self._order)
         encoder_ids, prompt_ids = self._inputs.split(prompt_ids, decoder_ids, rules.sampling)
         checked = check_prompt(prompt_ids, rules.sampling.max_tokens, model=self._model, limit=self._limit)
+        check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self._kv)
         salt = (tenant, scheduling.cache_salt or "")
         hashes = prompt_hashes(checked.token_ids, salt, self._kv) if self._kv.prefixes is not None else None
         return replace(
@@ -281,7 +282,7 @@ class Orca:
         if self.interludes.asleep:
             raise EngineAsleep("the engine is asleep and has given its memory back; it must be woken first")
         rules = self.rules(sampling) if isinstance(sampling, SamplingParams) else sampling
-        if rules.sampling.n != 1:
+        if rules.sampling.n != 1 and not rules.sampling.use_beam_search:
             message = f"n is {rules.sampling.n}; one request has one output, so submit one for each"
             raise InvalidSamplingParameter(message, param="n")
         checked = prompt if isinstance(prompt, CheckedPrompt) else self.check(prompt, rules, scheduling)
@@ -301,6 +302,7 @@ class Orca:
             end_token_ids=rules.end_token_ids,
             given_ids=given_ids,
             encoder_ids=checked.encoder_ids,
+            beams=rules.search(),
             constraint=rules.constraint(),
             owner=owner,
             weight=weight_in_bytes(
@@ -313,8 +315,8 @@ class Orca:
             block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
             weights_versions=((0, self.scheduler.weights_version),),  # until it is admitted
         )
-        stream = None if given_ids else rules.text_stream(checked.token_ids)
-        output = request.sink = Output(request, stream, self._stopped)
+        new_stream = no_stream if given_ids else partial(rules.text_stream, checked.token_ids)
+        output = request.sink = Output(request, new_stream, self._stopped)
         try:
             self.pool.add(request)
         except ServiceClosed:

@@ -20,7 +20,8 @@ class Piece:
 
     Text lags behind tokens while it may be the beginning of a stop string or part of a character. Only
     the last piece has a finish reason, and the version of the weights that computed the last token.
-    `logprobs` are those of `token_ids`, if requested.
+    `logprobs` are those of `token_ids`, if requested. `score` is that of a beam search's output, which comes
+    as one piece.
     """
 
     token_ids: tuple[int, ...]
@@ -28,24 +29,29 @@ class Piece:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     weights_version: int | None = field(default=None, compare=False)
+    score: float | None = None
 
 
 class Output:
     """The output of one request: the service writes it, and one user reads it in pieces.
 
     Tokens and log-probabilities stay in the request, which only ever appends to them. The scheduler publishes
-    them once per iteration, so a user never sees the last token without its finish reason. `stream` turns
-    tokens into text; None for a model without a tokenizer. `stopped` returns why the service will publish
-    nothing more, or None while it runs.
+    them once per iteration, so a user never sees the last token without its finish reason; those of a beam
+    search, once it is over. `new_stream` makes what turns tokens into text; it gives None for a model without
+    a tokenizer. `stopped` returns why the service will publish nothing more, or None while it runs.
     """
 
     def __init__(
-        self, request: Request, stream: TextStream | None, stopped: Callable[[], EngineError | None]
+        self,
+        request: Request,
+        new_stream: Callable[[], TextStream | None],
+        stopped: Callable[[], EngineError | None],
     ) -> None:
         self.request = request
         self.finish_reason: FinishReason | None = None
         self.failure: EngineError | None = None
-        self._stream = stream
+        self._new_stream = new_stream
+        self._stream = new_stream()
         self._stopped = stopped
         self._changed = threading.Condition(threading.Lock())
         self._n_tokens = 0  # published
@@ -69,7 +75,7 @@ class Output:
         with self._changed:
             if self.finish_reason is not None:
                 return
-            self._n_tokens = len(self.request.output_ids)
+            self._n_tokens = len(self.request.final_ids)
             self._text.append(text)
             self.finish_reason = reason
             self.failure = failure
@@ -83,6 +89,24 @@ class Output:
     def text(self) -> str:
         """All text so far, taken or not."""
         return "" if self._stream is None else self._stream.text
+
+    def pieces(self) -> list[Piece]:
+        """The whole outputs of a beam search that has found them, best first: the `n` asked for."""
+        beams = self.request.beams
+        if beams is None or not beams.found:
+            return []
+        pieces: list[Piece] = []
+        for one in beams.finished[: self.request.sampling.n]:
+            stream = self._new_stream()
+            if stream is not None:
+                for token_id in one.token_ids:
+                    stream.push(token_id)
+                stream.finish()
+            reason = FinishReason.STOP if one.stopped else FinishReason.LENGTH
+            text = "" if stream is None else stream.text
+            version = self.request.weights_version
+            pieces.append(Piece(one.token_ids, text, reason, weights_version=version, score=one.score))
+        return pieces
 
     def take(self, timeout: float | None) -> Piece | None:
         """The next piece, None after the last; see `Generation.next_piece`."""
@@ -123,7 +147,9 @@ class Output:
         logprobs = tuple(request.logprobs[new])  # empty unless requested
         version = None if self.finish_reason is None else request.weights_version
         text = "".join(self._text)
-        piece = Piece(tuple(request.output_ids[new]), text, self.finish_reason, logprobs, version)
+        score = None if request.beams is None else request.beams.best_score
+        token_ids = tuple(request.final_ids[new])
+        piece = Piece(token_ids, text, self.finish_reason, logprobs, version, score)
         self._n_taken = self._n_tokens
         self._text.clear()
         self._last_taken = self.finish_reason is not None
@@ -146,6 +172,10 @@ class Output:
                 return
             self._is_waiting = True  # until the next `publish`
             self._changed.wait(min(left, LOOK_SECONDS))
+
+
+def no_stream() -> None:
+    """Of an output without text."""
 
 
 class RequestHandle:
@@ -200,6 +230,10 @@ class RequestHandle:
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """Of each prompt token after the first. None before the first piece, or if not requested."""
         return self._request.prompt_logprobs
+
+    def pieces(self) -> list[Piece]:
+        """The whole outputs of a beam search that has found them, best first; else none."""
+        return self._output.pieces()
 
     @property
     def finish_reason(self) -> FinishReason | None:

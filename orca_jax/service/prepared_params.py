@@ -1,6 +1,6 @@
 """Sampling parameters checked and compiled for a model and its tokenizer: once per prompt, not per output."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,6 +8,7 @@ from orca_jax.errors import NotSupported
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import BadWords, Constraint, ConstraintRules
 from orca_jax.grammar.grammar import GrammarCompiler
+from orca_jax.request.beam_search import BeamSearch, begin_search, check_beams
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopStrings
 from orca_jax.request.tokenizer import TextStream, Tokenizer
@@ -25,6 +26,7 @@ class OutputRules:
     _constraints: ConstraintRules | None
     _stops: StopStrings | None
     _tokenizer: Tokenizer | None
+    _forced: Mapping[int, int]  # the model's forced tokens, by their indices in the output
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
@@ -42,6 +44,10 @@ class OutputRules:
             continuing=self._tokenizer.have_text(prompt_ids),
         )
 
+    def search(self) -> BeamSearch | None:
+        """The beam search of a new request; None if it asks for none."""
+        return begin_search(self.sampling, self.end_token_ids, self._forced)
+
     def constraint(self) -> Constraint | None:
         """The constraint of a new output; None if every token is always allowed."""
         return None if self._constraints is None else self._constraints.begin()
@@ -50,8 +56,11 @@ class OutputRules:
 class RuleMaker:
     """Makes OutputRules for one model. Safe to use from many threads."""
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: ModelConfig, tokenizer: Tokenizer | None, *, max_batch_size: int = 1 << 20
+    ) -> None:
         self._model = model
+        self._max_batch_size = max_batch_size
         self._tokenizer = tokenizer
 
     def rules(self, sampling: SamplingParams) -> OutputRules:
@@ -67,9 +76,13 @@ class RuleMaker:
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_token_ids |= frozenset(self._model.eos_token_ids)
-        constraints = self._constraints(sampling, end_token_ids)
+        sizes = {"vocab_size": self._model.vocab_size, "max_batch_size": self._max_batch_size}
+        check_beams(sampling, end_token_ids, **sizes)
+        # Forced tokens are a beam search's own; it has no other constraint.
+        constraints = None if sampling.use_beam_search else self._constraints(sampling, end_token_ids)
         stops = StopStrings(sampling.stop) if sampling.stop else None
-        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer)
+        forced = self._forced(sampling.max_tokens)
+        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer, forced)
 
     def _constraints(self, sampling: SamplingParams, end_token_ids: frozenset[int]) -> ConstraintRules | None:
         """The rules for the next token; None for most requests, which allow every token."""

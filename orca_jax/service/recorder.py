@@ -177,7 +177,7 @@ class Recorder:
             line["salt"] = self.hidden("\n".join(request.cache_salt)) if any(request.cache_salt) else ""
         ended: Request | None = line.pop("output_of", None)
         if ended is not None:
-            line["output"] = ended.output_ids
+            line["output"] = ended.final_ids
             if any(version for _, version in ended.weights_versions):
                 line["weights_versions"] = ended.weights_versions
             if ended.logprobs:

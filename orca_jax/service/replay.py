@@ -9,6 +9,7 @@ from typing import Any
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
+from orca_jax.request.beam_search import BeamSearch, begin_search
 from orca_jax.request.request import FinishReason, OutputConstraint, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, Returned, never
@@ -46,11 +47,15 @@ class ReplayReport:
         return not self.difference and not self.other_outputs
 
 
+def _endless_search(sampling: SamplingParams) -> BeamSearch | None:
+    return begin_search(sampling, frozenset())
+
+
 class Replay:
     """Runs once. `engine` and `kv` are new and of the recorded sizes; `config` is the recorded one.
 
-    `constraint` makes the constraint of an output. With `compares_outputs` False, as for a simulated engine,
-    tokens are not looked at.
+    `constraint` makes the constraint of an output, `search` the beam search of a request that asks for one.
+    With `compares_outputs` False, as for a simulated engine, tokens are not looked at.
     """
 
     def __init__(
@@ -61,11 +66,13 @@ class Replay:
         *,
         config: ServingConfig,
         constraint: Callable[[SamplingParams], OutputConstraint | None] = lambda _: None,
+        search: Callable[[SamplingParams], BeamSearch | None] = _endless_search,
         compares_outputs: bool = True,
     ) -> None:
         self.report = ReplayReport(why_last=recording.why_last)
         self._recording = recording
         self._constraint = constraint
+        self._search = search
         self._compares_outputs = compares_outputs
         self._now = 0.0
         self.timeline = _ComparedTimeline(recording, self.report, lambda: self._now)
@@ -129,6 +136,7 @@ class Replay:
             max_tokens=recorded.max_tokens,
             sampling=recorded.sampling,
             seed=recorded.seed,
+            beams=self._search(recorded.sampling),
             constraint=self._constraint(recorded.sampling),
             sink=None if end is None else _RecordedLength(len(end.output_ids), end.reason),
             owner=recorded.owner,
@@ -143,7 +151,7 @@ class Replay:
             if reason is None or end is None or not self._compares_outputs:
                 continue
             self.report.n_outputs += 1
-            own: list[Any] = list(request.output_ids)
+            own: list[Any] = list(request.final_ids)
             recorded: list[Any] = list(end.output_ids)
             if end.logprobs is not None:
                 own = list(zip(own, [token.logprob for token in request.logprobs], strict=False))

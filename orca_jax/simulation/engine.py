@@ -9,6 +9,7 @@ from orca_jax.errors import EngineError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
+from orca_jax.request.beam_search import BeamSearch
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
@@ -70,6 +71,17 @@ def simulated_logprobs(token_id: int, n_top: int) -> TokenLogprobs:
     return TokenLogprobs(token_id, -math.log(2), most_likely)
 
 
+def simulated_candidates(beams: BeamSearch, seed: int) -> list[TokenLogprobs]:
+    """Next tokens of each beam that depend on the seed, the step and the beam's newest token."""
+    candidates: list[TokenLogprobs] = []
+    for last in beams.last_ids or [0]:
+        number = (seed * 31 + beams.n_tokens * 7919 + last * 104_729) % 50_021
+        step = 0.05 + number % 13 / 4
+        top = [((number + 37 * i) % 251, -step * (i + 1)) for i in range(beams.n_candidates)]
+        candidates.append(TokenLogprobs(top[0][0], top[0][1], tuple(top)))
+    return candidates
+
+
 def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
     """These tokens with the simulated log-probabilities requested; a prompt's come all at once."""
     return Returned(
@@ -88,6 +100,11 @@ def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
             i: [simulated_logprobs(token_id, 0) for token_id in _given_ids(req)]
             for i, (req, _) in enumerate(rows)
             if req.given_ids
+        },
+        {
+            i: simulated_candidates(req.beams, req.seed)
+            for i, (req, _) in enumerate(rows)
+            if req.beams is not None and req.state is not RequestState.FINISHED
         },
     )
 

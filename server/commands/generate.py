@@ -124,5 +124,10 @@ def _show(
     if not already_finished:
         times = f", the first after {first - start:.1f} s"
         times += f", then {(n_tokens - 1) / seconds:,.0f} tokens/s" if n_tokens > 1 else ""
-    end = f"finish reason {result.finish_reason}, seed {result.seed}"
+    for other in stream.results()[1:]:
+        notes(f"score {result.score:.4f}")
+        result = other
+        print(f"\n{other.text.translate(_NO_CONTROLS) if console.is_terminal else other.text}", flush=True)
+    score = "" if result.score is None else f", score {result.score:.4f}"
+    end = f"finish reason {result.finish_reason}, seed {result.seed}{score}"
     notes(f"{result.n_input} + {n_tokens} tokens{times}; {end}")

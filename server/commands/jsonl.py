@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from orca_jax.errors import EngineError, InvalidRequest, QueueFull
+from orca_jax.request.generation_defaults import with_defaults
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.generation import Generation, GenerationResult
@@ -142,7 +143,7 @@ def _start(llm: "LLM", line: Line, defaults: SamplingParams) -> Job:
         if unknown := sorted(values.keys() - _SAMPLING_FIELDS):
             allowed = ", ".join(["prompt", *sorted(_SAMPLING_FIELDS)])
             raise BadLine(f"unknown field {unknown[0]!r}; the fields are {allowed}", param=unknown[0])
-        return Job(line, prompt, outputs.start(llm, prompt, replace(defaults, **values)))
+        return Job(line, prompt, outputs.start(llm, prompt, replace(defaults, **with_defaults({}, values))))
     except (InvalidRequest, QueueFull) as error:  # QueueFull: too many grammars are being compiled
         return Job(line, prompt, error)
 
@@ -155,7 +156,7 @@ def _finish(job: Job, sink: BinaryIO, report: "_Report") -> None:
     try:
         if not isinstance(job.outcome, list):
             raise job.outcome
-        results = [output.result() for output in job.outcome]
+        results = [result for output in job.outcome for result in output.results()]
         n_tokens = sum(len(result.token_ids) for result in results)
         record |= _as_record(results)
     except (InvalidRequest, QueueFull, EngineError) as error:
@@ -188,6 +189,8 @@ def _choice(result: GenerationResult) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "seed": result.seed,
     }
+    if result.score is not None:
+        choice["score"] = result.score
     if result.logprobs is not None:
         choice["logprobs"] = _logprobs(result.logprobs)
     return choice

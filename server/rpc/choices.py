@@ -34,6 +34,9 @@ class Choice:
         Raises the error that ended the request before it was complete.
         """
         async for piece in self.live:
+            if piece.score is not None:
+                await self._write_search(write)
+                return
             make = partial(
                 messages.response,
                 self.live,
@@ -44,6 +47,12 @@ class Choice:
             )
             n_scored = len(piece.logprobs) + (0 if self.n_written else len(self.live.prompt_logprobs or ()))
             await write(await run_for_response(_LOGPROBS * n_scored, make))
+            self.n_written += len(piece.token_ids)
+
+    async def _write_search(self, write: Write) -> None:
+        """Write the choices of a beam search, which is over: one message each."""
+        for index, piece in enumerate(self.live.pieces()):
+            await write(messages.response(self.live, piece, 0, request_id=self._request_id, index=index))
             self.n_written += len(piece.token_ids)
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bserver/rpc/generation.proto\x12\x07orca.v1\"\xdb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x11.orca.v1.TokenIdsH\x00\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.orca.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_salt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\xf0\x07\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nignore_eos\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12:\n\nlogit_bias\x18\r \x03(\x0b\x32&.orca.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\x05\x12,\n\x11\x61llowed_token_ids\x18\x0f \x01(\x0b\x32\x11.orca.v1.TokenIds\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\x05H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\x05H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x13 \x01(\x05H\r\x88\x01\x01\x12\x18\n\x0bguided_json\x18\x14 \x01(\tH\x0e\x88\x01\x01\x12\x1f\n\x12guided_json_object\x18\x15 \x01(\x08H\x0f\x88\x01\x01\x12\x19\n\x0cguided_regex\x18\x16 \x01(\tH\x10\x88\x01\x01\x12%\n\rguided_choice\x18\x17 \x01(\x0b\x32\x0e.orca.v1.Texts\x12\x1b\n\x0eguided_grammar\x18\x18 \x01(\tH\x11\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x0e\n\x0c_guided_jsonB\x15\n\x13_guided_json_objectB\x0f\n\r_guided_regexB\x11\n\x0f_guided_grammar\"\xb3\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x15.orca.v1.FinishReason\x12\x1d\n\x05usage\x18\x05 \x01(\x0b\x32\x0e.orca.v1.Usage\x12\x17\n\x0fweights_version\x18\n \x01(\x03\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05index\x18\x07 \x01(\x05\x12(\n\x08logprobs\x18\x08 \x03(\x0b\x32\x16.orca.v1.TokenLogprobs\x12/\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x16.orca.v1.TokenLogprobsB\x07\n\x05_seed\"T\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12 \n\x03top\x18\x03 \x03(\x0b\x32\x13.orca.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x0f\n\rModelsRequest\"0\n\x0eModelsResponse\x12\x1e\n\x06models\x18\x01 \x03(\x0b\x32\x0e.orca.v1.Model\"h\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc5\x01\n\nGeneration\x12\x41\n\x08Generate\x12\x18.orca.v1.GenerateRequest\x1a\x19.orca.v1.GenerateResponse0\x01\x12\x39\n\x06\x43\x61ncel\x12\x16.orca.v1.CancelRequest\x1a\x17.orca.v1.CancelResponse\x12\x39\n\x06Models\x12\x16.orca.v1.ModelsRequest\x1a\x17.orca.v1.ModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bserver/rpc/generation.proto\x12\x07orca.v1\"\xdb\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x11.orca.v1.TokenIdsH\x00\x12)\n\x08sampling\x18\x05 \x01(\x0b\x32\x17.orca.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x17\n\ncache_salt\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_cache_salt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\xa4\t\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nignore_eos\x18\x06 \x01(\x08H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x17\n\nmin_tokens\x18\x08 \x01(\x05H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12:\n\nlogit_bias\x18\r \x03(\x0b\x32&.orca.v1.SamplingParams.LogitBiasEntry\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\x05\x12,\n\x11\x61llowed_token_ids\x18\x0f \x01(\x0b\x32\x11.orca.v1.TokenIds\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\x05H\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\x05H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x13 \x01(\x05H\r\x88\x01\x01\x12\x18\n\x0bguided_json\x18\x14 \x01(\tH\x0e\x88\x01\x01\x12\x1f\n\x12guided_json_object\x18\x15 \x01(\x08H\x0f\x88\x01\x01\x12\x19\n\x0cguided_regex\x18\x16 \x01(\tH\x10\x88\x01\x01\x12%\n\rguided_choice\x18\x17 \x01(\x0b\x32\x0e.orca.v1.Texts\x12\x1b\n\x0eguided_grammar\x18\x18 \x01(\tH\x11\x88\x01\x01\x12\x1c\n\x0fuse_beam_search\x18\x19 \x01(\x08H\x12\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x1a \x01(\x05H\x13\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x1b \x01(\x01H\x14\x88\x01\x01\x12\x1b\n\x0e\x65\x61rly_stopping\x18\x1c \x01(\tH\x15\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x0e\n\x0c_guided_jsonB\x15\n\x13_guided_json_objectB\x0f\n\r_guided_regexB\x11\n\x0f_guided_grammarB\x12\n\x10_use_beam_searchB\n\n\x08_best_ofB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"\xd1\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12,\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x15.orca.v1.FinishReason\x12\x1d\n\x05usage\x18\x05 \x01(\x0b\x32\x0e.orca.v1.Usage\x12\x17\n\x0fweights_version\x18\n \x01(\x03\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\r\n\x05index\x18\x07 \x01(\x05\x12(\n\x08logprobs\x18\x08 \x03(\x0b\x32\x16.orca.v1.TokenLogprobs\x12/\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x16.orca.v1.TokenLogprobs\x12\x12\n\x05score\x18\x0b \x01(\x01H\x01\x88\x01\x01\x42\x07\n\x05_seedB\x08\n\x06_score\"T\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12 \n\x03top\x18\x03 \x03(\x0b\x32\x13.orca.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x0f\n\rModelsRequest\"0\n\x0eModelsResponse\x12\x1e\n\x06models\x18\x01 \x03(\x0b\x32\x0e.orca.v1.Model\"h\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rmax_model_len\x18\x03 \x01(\x05\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x15\n\rhas_tokenizer\x18\x05 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc5\x01\n\nGeneration\x12\x41\n\x08Generate\x12\x18.orca.v1.GenerateRequest\x1a\x19.orca.v1.GenerateResponse0\x01\x12\x39\n\x06\x43\x61ncel\x12\x16.orca.v1.CancelRequest\x1a\x17.orca.v1.CancelResponse\x12\x39\n\x06Models\x12\x16.orca.v1.ModelsRequest\x1a\x17.orca.v1.ModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2092
-  _globals['_FINISHREASON']._serialized_end=2187
+  _globals['_FINISHREASON']._serialized_start=2302
+  _globals['_FINISHREASON']._serialized_end=2397
   _globals['_GENERATEREQUEST']._serialized_start=41
   _globals['_GENERATEREQUEST']._serialized_end=260
   _globals['_TOKENIDS']._serialized_start=262
@@ -42,27 +42,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TEXTS']._serialized_start=287
   _globals['_TEXTS']._serialized_end=309
   _globals['_SAMPLINGPARAMS']._serialized_start=312
-  _globals['_SAMPLINGPARAMS']._serialized_end=1320
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=992
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1040
-  _globals['_GENERATERESPONSE']._serialized_start=1323
-  _globals['_GENERATERESPONSE']._serialized_end=1630
-  _globals['_TOKENLOGPROBS']._serialized_start=1632
-  _globals['_TOKENLOGPROBS']._serialized_end=1716
-  _globals['_TOPLOGPROB']._serialized_start=1718
-  _globals['_TOPLOGPROB']._serialized_end=1765
-  _globals['_USAGE']._serialized_start=1767
-  _globals['_USAGE']._serialized_end=1847
-  _globals['_CANCELREQUEST']._serialized_start=1849
-  _globals['_CANCELREQUEST']._serialized_end=1884
-  _globals['_CANCELRESPONSE']._serialized_start=1886
-  _globals['_CANCELRESPONSE']._serialized_end=1917
-  _globals['_MODELSREQUEST']._serialized_start=1919
-  _globals['_MODELSREQUEST']._serialized_end=1934
-  _globals['_MODELSRESPONSE']._serialized_start=1936
-  _globals['_MODELSRESPONSE']._serialized_end=1984
-  _globals['_MODEL']._serialized_start=1986
-  _globals['_MODEL']._serialized_end=2090
-  _globals['_GENERATION']._serialized_start=2190
-  _globals['_GENERATION']._serialized_end=2387
+  _globals['_SAMPLINGPARAMS']._serialized_end=1500
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1102
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1150
+  _globals['_GENERATERESPONSE']._serialized_start=1503
+  _globals['_GENERATERESPONSE']._serialized_end=1840
+  _globals['_TOKENLOGPROBS']._serialized_start=1842
+  _globals['_TOKENLOGPROBS']._serialized_end=1926
+  _globals['_TOPLOGPROB']._serialized_start=1928
+  _globals['_TOPLOGPROB']._serialized_end=1975
+  _globals['_USAGE']._serialized_start=1977
+  _globals['_USAGE']._serialized_end=2057
+  _globals['_CANCELREQUEST']._serialized_start=2059
+  _globals['_CANCELREQUEST']._serialized_end=2094
+  _globals['_CANCELRESPONSE']._serialized_start=2096
+  _globals['_CANCELRESPONSE']._serialized_end=2127
+  _globals['_MODELSREQUEST']._serialized_start=2129
+  _globals['_MODELSREQUEST']._serialized_end=2144
+  _globals['_MODELSRESPONSE']._serialized_start=2146
+  _globals['_MODELSRESPONSE']._serialized_end=2194
+  _globals['_MODEL']._serialized_start=2196
+  _globals['_MODEL']._serialized_end=2300
+  _globals['_GENERATION']._serialized_start=2400
+  _globals['_GENERATION']._serialized_end=2597
 # @@protoc_insertion_point(module_scope)

@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
+from orca_jax.request.generation_defaults import with_defaults
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
@@ -71,7 +72,9 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
     Raises InvalidSamplingParameter.
     """
     given = {field.name: _plain(value) for field, value in message.ListFields()}
-    return SamplingParams(**{**defaults, **given})
+    if given.get("early_stopping") in ("true", "false"):
+        given["early_stopping"] = given["early_stopping"] == "true"
+    return SamplingParams(**with_defaults(defaults, given))
 
 
 def scheduling_params(request: pb.GenerateRequest) -> SchedulingParams:
@@ -123,6 +126,7 @@ def response(
         token_ids=piece.token_ids,
         seed=live.seed if n_before == 0 else None,
         index=index,
+        score=piece.score,
     )
     if piece.logprobs:
         message.logprobs.extend(_logprobs(piece.logprobs))

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from orca_jax.request.generation_defaults import with_defaults
 from orca_jax.request.sampling_params import SamplingParams
 from server.errors import UsageError
 from server.settings.flags import add_flag, argparse_type, escaped
@@ -43,6 +44,11 @@ _HELP = {
     "guided_json_object": "make the output a JSON object",
     "guided_regex": "make the whole output match this regular expression",
     "guided_choice": "make the output one of the given texts; repeatable",
+    "use_beam_search": "show the n best outputs of a beam search",
+    "best_of": "number of beams, up to 16 (default: n)",
+    "length_penalty": "a beam's score is its log-probability over its length to this power",
+    "early_stopping": "end a beam search once as many outputs as beams are complete: true, false or never "
+    "(default: false)",
     "guided_grammar": "make the output follow this grammar in Lark syntax; @FILE reads it from a file",
 }
 _MAX_FILE_BYTES = 1 << 20  # more than SamplingParams accepts
@@ -68,6 +74,12 @@ def _text_or_file(text: str) -> str:
     return read_text(Path(text[1:]), _MAX_FILE_BYTES) if text.startswith("@") else text
 
 
+def _early_stopping(text: str) -> bool | str:
+    if text not in ("true", "false", "never"):
+        raise ValueError(f"{text!r} is not true, false or never")
+    return text if text == "never" else text == "true"
+
+
 class _Form(NamedTuple):
     """A flag that is not a plain number, boolean or choice."""
 
@@ -86,6 +98,7 @@ _FORMS = {
     "guided_regex": _Form(str, "REGEX"),
     "guided_choice": _Form(str, "TEXT", repeatable=True),
     "guided_grammar": _Form(_text_or_file, "GRAMMAR"),
+    "early_stopping": _Form(_early_stopping, "WHEN"),
 }
 
 
@@ -114,7 +127,9 @@ def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any] | None
 
     Raises InvalidSamplingParameter, or UsageError for a duplicate bias.
     """
-    defaults = {**GENERATE_DEFAULTS, **(defaults or {})}
+    defaults = with_defaults(
+        {**GENERATE_DEFAULTS, **(defaults or {})}, {"use_beam_search": args.use_beam_search}
+    )
     values = {
         field.name: getattr(args, field.name, defaults.get(field.name, field.default))
         for field in fields(SamplingParams)

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from orca_jax.errors import InvalidRequest
+from orca_jax.errors import InvalidRequest, NotSupported
+from orca_jax.request.generation_defaults import with_defaults
 from orca_jax.request.sampling_params import (
     MAX_BAD_WORDS,
     REPETITION_RANGE,
@@ -126,6 +127,25 @@ class SamplingFields(Strict):
             json_schema_extra=_GRAMMAR,
         ),
     ] = None
+    use_beam_search: Annotated[
+        bool | None,
+        Field(description="an extension: the choices are the n best of a beam search; not with stream"),
+    ] = None
+    best_of: Annotated[
+        int | None,
+        Field(description="the beams of use_beam_search, from n (the default) to 16; without it 1 or n"),
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        Field(
+            description="an extension: a beam's score is its log-probability over its length to this power; "
+            "-10 to 10, default 1, and no other without use_beam_search"
+        ),
+    ] = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        Field(description="an extension: when use_beam_search ends; default false"),
+    ] = None
 
     @property
     def n_choices(self) -> int:
@@ -162,7 +182,7 @@ class SamplingFields(Strict):
                     message = f"response_format and {name} are both given; an output follows one grammar"
                     raise InvalidRequest(message, param="response_format")
             given |= guided
-        return SamplingParams(**{**defaults, **given, **more})
+        return SamplingParams(**{**with_defaults(defaults, given), **more})
 
 
 # The fields that `SamplingParams` has under the same name. The default of `max_tokens` depends on the route.
@@ -210,8 +230,6 @@ class GenerationRequest(SamplingFields):
     prompt_logprobs: Annotated[int | None, NotBuilt(instead="use echo with logprobs (/v1/completions)")] = (
         None
     )
-    length_penalty: Annotated[float | None, NotBuilt(1.0)] = None
-    use_beam_search: Annotated[bool | None, NotBuilt(False)] = None
     include_stop_str_in_output: Annotated[bool | None, NotBuilt(False)] = None
     skip_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
     spaces_between_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
@@ -226,10 +244,13 @@ class GenerationRequest(SamplingFields):
         return SchedulingParams(priority=self.priority or 0, cache_salt=self.cache_salt)
 
     def check_stream_options(self) -> None:
-        """Raise InvalidRequest for `stream_options` without `stream`."""
+        """Raise InvalidRequest for `stream_options` without `stream`, or a stream of a beam search."""
         if self.stream_options is not None and not self.stream:
             message = "stream_options are for a stream; set stream to true, or leave them out"
             raise InvalidRequest(message, param="stream_options")
+        if self.use_beam_search and self.stream:
+            message = "stream and use_beam_search are both given; a beam search has no output before its end"
+            raise NotSupported(message, param="stream")
 
 
 class PromptTokensDetails(BaseModel):

@@ -1,6 +1,6 @@
 """Fields that clients may send but that are not supported yet: neutral values are accepted, others rejected.
 
-    use_beam_search: Annotated[bool | None, NotBuilt(False)] = None
+    return_token_ids: Annotated[bool | None, NotBuilt(False)] = None
 
 So a client that spells out every default works unchanged, and nothing is ignored silently.
 """

@@ -25,7 +25,7 @@ from server.http.generation.answer import (
     new_response_id,
 )
 from server.http.generation.choice_output import OutputExtras
-from server.http.generation.choices import Choices, CompleteChoice
+from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import CHAT_CHUNK
 from server.http.generation.conversation import text_of
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
@@ -100,6 +100,7 @@ class ChatChoice(BaseModel):
     weights_version: Annotated[
         int | None, Field(description="of the weights that computed it, if the operator may replace them")
     ] = None
+    score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
 
 
 class ChatCompletion(BaseModel):
@@ -179,11 +180,14 @@ async def create_chat_completion(
 def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str, Any]]:
     """In the form of ChatChoice."""
     return [
-        {
-            "index": i,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": choices.logprobs(tokens),
-            "finish_reason": choices.tally.finish_reason(i),
-        }
-        for i, (text, tokens) in enumerate(complete)
+        scored(
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": choices.logprobs(tokens),
+                "finish_reason": choices.tally.finish_reason(i),
+            },
+            score,
+        )
+        for i, (text, tokens, score) in enumerate(complete)
     ]

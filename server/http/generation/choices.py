@@ -79,12 +79,19 @@ class CompleteChoice(NamedTuple):
 
     text: str
     tokens: list[PlacedToken]
+    score: float | None = None  # of a beam search
+
+
+def scored(choice: dict[str, Any], score: float | None) -> dict[str, Any]:
+    """A choice of a response; that of a beam search with its score."""
+    return choice if score is None else {**choice, "score": score}
 
 
 class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
-    Each choice of a prompt has its own seed: `seed + i`, or a random one.
+    Each choice of a prompt has its own seed: `seed + i`, or a random one. Those of a beam search are one
+    request, and complete at once.
     `extras` is what to return besides output text, None for nothing. `owner` is the API key or address whose
     share of the queue the requests use. `facts` go into the access log.
     """
@@ -104,13 +111,14 @@ class Choices:
         self._owner = owner
         self.extras = extras
         rules_each = rules.choices(prompt_once=True)
-        self._n_each = len(rules_each)
+        self._n_requests = len(rules_each)  # for each prompt
+        self._n_each = rules.sampling.n
         self._outputs: list[ChoiceOutput] = []
         self._scored = [
             asyncio.Event() for _ in prompts
         ]  # set when a prompt's first choice has its first piece
         n_input = sum(prompt.n_input for prompt in prompts)
-        self.tally = Tally(n_input, len(rules_each) * len(prompts))
+        self.tally = Tally(n_input, self._n_each * len(prompts))
         self._gateway = gateway
         self._facts = facts
         choices = [(prompt, choice_rules) for prompt in prompts for choice_rules in rules_each]
@@ -120,7 +128,7 @@ class Choices:
         ]
 
     def __len__(self) -> int:
-        return len(self._submissions)
+        return len(self.tally.finish_reasons)
 
     @asynccontextmanager
     async def running(self, receive: Receive) -> AsyncIterator[list[LiveRequest]]:
@@ -131,7 +139,7 @@ class Choices:
         """
         async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
             self._outputs = self._new_outputs(requests)
-            self.tally.first_choices = requests[:: self._n_each]
+            self.tally.first_choices = requests[:: self._n_requests]
             watch = asyncio.create_task(self._end_if_client_leaves(receive, requests))
             try:
                 yield requests
@@ -163,10 +171,10 @@ class Choices:
         if extras is None:
             return []
         outputs = list[ChoiceOutput]()
-        for i in range(len(requests)):
+        for i in range(len(self)):
             prompt_index = i // self._n_each
             prompt = None if extras.prompts is None else extras.prompts[prompt_index]
-            outputs.append(ChoiceOutput(extras, requests[prompt_index * self._n_each], prompt))
+            outputs.append(ChoiceOutput(extras, requests[prompt_index * self._n_requests], prompt))
         return outputs
 
     def logprobs(self, tokens: Sequence[PlacedToken]) -> Any:
@@ -179,17 +187,35 @@ class Choices:
         Raises QueueFull, NotReady, EngineError, or whatever ended a choice before it was complete.
         """
         async with self.running(receive) as requests:
-            return [await self._complete(i, request) for i, request in enumerate(requests)]
+            if self._n_requests == self._n_each:
+                return [await self._complete(i, request) for i, request in enumerate(requests)]
+            return [
+                choice
+                for i, request in enumerate(requests)
+                for choice in await self._complete_search(i * self._n_each, request)
+            ]
+
+    async def _complete_search(self, first: int, request: LiveRequest) -> list[CompleteChoice]:
+        """Wait for a beam search, and return its choices, which are number `first` and those after it."""
+        async for _ in request:
+            pass
+        choices = list[CompleteChoice]()
+        for index, piece in enumerate(request.pieces(), first):
+            shown, tokens = await self.take(index, piece)
+            self.tally.take(index, shown)
+            choices.append(CompleteChoice(shown.text, tokens, piece.score))
+        return choices
 
     async def _complete(self, index: int, request: LiveRequest) -> CompleteChoice:
         """Wait for one choice. The others run on meanwhile, and their output is kept for them."""
-        text, tokens = list[str](), list[PlacedToken]()
+        text, tokens, score = list[str](), list[PlacedToken](), None
         async for piece in request:
+            score = piece.score
             shown, shown_tokens = await self.take(index, piece)
             tokens += shown_tokens
             self.tally.take(index, shown)
             text.append(shown.text)
-        return CompleteChoice("".join(text), tokens)
+        return CompleteChoice("".join(text), tokens, score)
 
     async def _end_if_client_leaves(self, receive: Receive, requests: Sequence[LiveRequest]) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -27,7 +27,7 @@ from server.http.generation.answer import (
     texts,
 )
 from server.http.generation.choice_output import OutputExtras
-from server.http.generation.choices import Choices, CompleteChoice
+from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import TEXT_CHUNK
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 
@@ -67,7 +67,6 @@ class CompletionRequest(GenerationRequest):
         ),
     ] = None
 
-    best_of: Annotated[int | None, NotBuilt(1, same_as="n")] = None
     suffix: Annotated[str | None, NotBuilt()] = None
 
     @property
@@ -114,6 +113,7 @@ class CompletionChoice(BaseModel):
     weights_version: Annotated[
         int | None, Field(description="of the weights that computed it, if the operator may replace them")
     ] = None
+    score: Annotated[float | None, Field(description="of an output of use_beam_search")] = None
 
 
 class Completion(BaseModel):
@@ -196,11 +196,14 @@ async def create_completion(
 def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str, Any]]:
     """In the form of CompletionChoice."""
     return [
-        {
-            "index": i,
-            "text": text,
-            "logprobs": choices.logprobs(tokens),
-            "finish_reason": choices.tally.finish_reason(i),
-        }
-        for i, (text, tokens) in enumerate(complete)
+        scored(
+            {
+                "index": i,
+                "text": text,
+                "logprobs": choices.logprobs(tokens),
+                "finish_reason": choices.tally.finish_reason(i),
+            },
+            score,
+        )
+        for i, (text, tokens, score) in enumerate(complete)
     ]

@@ -122,7 +122,7 @@ def test_errors_in_long_bodies_are_those_of_short_ones(server: Server) -> None:
         b'{"prompt": [1, true]%s}',
         b'{"prompt": "a", "nonsense": 1%s}',
         b'{"prompt": "a", "logit_bias": {"5": "x"}%s}',
-        b'{"prompt": "a", "use_beam_search": true%s}',
+        b'{"prompt": "a", "suffix": "b"%s}',
         b'{"prompt": "a", "n": 0%s}',
         b"[]%s",
         b'{"prompt": "a"%s',

@@ -111,9 +111,12 @@ REACHES: dict[str, list[tuple[str, dict[str, Any], Any]]] = {
 }
 
 
+BEAMS = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.5, "early_stopping": "never"}
+
+
 def test_every_sampling_parameter_has_a_field() -> None:
-    """Except `n`, which becomes several requests and has its own test."""
-    assert {field.name for field in dataclasses.fields(SamplingParams)} == {"n", *REACHES}
+    """Except `n`, which becomes several requests and has its own test, as beam search has."""
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == {"n", *REACHES, *BEAMS}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,37 @@ def test_a_parameter_reaches_the_engine_and_changes_no_other(
     assert {n: v for n, v in got.items() if n not in others} == {
         n: v for n, v in plain.items() if n not in others
     }
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_beam_search_is_one_request_with_n_choices(client: httpx2.Client, seen: Seen, path: str) -> None:
+    answer = ask(client, path, n=2, **BEAMS)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert choices[0]["score"] > choices[1]["score"]
+    assert all(choice["finish_reason"] in ("stop", "length") for choice in choices)
+    assert answer.json()["usage"]["completion_tokens"] in range(2, 9)
+    request = seen.requests[f"{answer.json()['id']}-0"]
+    assert request.sampling == SamplingParams(max_tokens=4, n=2, **BEAMS)
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"stream": True}, "stream"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"stop": "a"}, "stop"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 17}, "best_of"),
+        ({"guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_what_a_beam_search_cannot_have_is_refused_by_name(
+    client: httpx2.Client, fields: dict[str, Any], param: str
+) -> None:
+    answer = ask(client, COMPLETIONS, **{**BEAMS, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -191,9 +225,13 @@ OUTSIDE: dict[str, tuple[list[Any], str]] = {
     "guided_regex": (["", "(", "x" * 70_000], "guided_regex"),
     "guided_choice": ([[], [""], ["x"] * 1025], "1 to 1024|up to 1024"),
     "guided_grammar": (["", "other: /a/", "x" * 70_000], "guided_grammar"),
+    "best_of": ([0, 2, -1, 10**400], "from 1 to 65536|must be 1 or n"),
+    "length_penalty": ([-10.1, 11, 2], "from -10 to 10|needs use_beam_search"),
+    "early_stopping": ([True, "never"], "needs use_beam_search"),
 }
 ELSEWHERE = {
     "ignore_eos": "its type is all its range",
+    "use_beam_search": "its type is all its range",
     "prompt_logprobs": "is logprobs, with echo",
     "guided_json_object": "is a type of response_format",
 }

@@ -50,6 +50,12 @@ GRAMMARS: dict[str, Any] = {
     "guided_choice": pb.Texts(texts=["a", "aaaa"]),
     "guided_grammar": 'start: "a"+',
 }
+BEAMS: dict[str, Any] = {
+    "use_beam_search": True,
+    "best_of": 3,
+    "length_penalty": 0.5,
+    "early_stopping": "true",
+}
 ARRIVES: dict[str, Any] = {
     "stop": ("x", "yz"),
     "stop_token_ids": (7, 8),
@@ -57,6 +63,21 @@ ARRIVES: dict[str, Any] = {
     "bad_words": ("no", "never"),
     "guided_choice": ("a", "aaaa"),
 }
+
+
+def test_a_beam_search_is_one_message_for_each_choice() -> None:
+    arrived: list[SamplingParams] = []
+
+    def listening(request: Request, index: int) -> int:
+        arrived.append(request.sampling)
+        return 0
+
+    with serving(listening) as server, client(server) as stub:
+        messages = list(stub.Generate(asking(n=2, max_tokens=3, **BEAMS)))
+    assert arrived[0] == SamplingParams(n=2, max_tokens=3, **{**BEAMS, "early_stopping": True})
+    assert [message.index for message in messages] == [0, 1]
+    assert messages[0].score > messages[1].score
+    assert all(message.finish_reason and message.usage.completion_tokens for message in messages)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +89,7 @@ def stub() -> Iterator[GenerationStub]:
 def test_every_parameter_has_a_field_and_every_field_is_tested() -> None:
     names = {field.name for field in fields(SamplingParams)}
     assert names == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
-    assert names == GIVEN.keys() | GRAMMARS.keys()
+    assert names == GIVEN.keys() | GRAMMARS.keys() | BEAMS.keys()
 
 
 def test_set_fields_reach_the_engine_and_others_get_its_defaults() -> None:
@@ -135,13 +156,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("guided_regex", {"guided_regex": "("}),
     ("guided_choice", {"guided_choice": pb.Texts()}),
     ("guided_choice", {"guided_choice": pb.Texts(texts=["a"]), "guided_regex": "a"}),
+    ("best_of", {"best_of": 2}),
+    ("best_of", {"use_beam_search": True, "best_of": 17}),
+    ("length_penalty", {"length_penalty": 2.0}),
+    ("early_stopping", {"early_stopping": "sometimes"}),
+    ("temperature", {"use_beam_search": True, "temperature": 0.5}),
     ("guided_grammar", {"guided_grammar": "start: nowhere"}),
     ("guided_grammar", {"guided_grammar": 'start: "a"', "guided_choice": pb.Texts(texts=["a"])}),
 ]  # fmt: skip
 
 
 def test_every_parameter_is_tried_with_an_invalid_value() -> None:
-    can_have_none = {"ignore_eos"}  # both of its values are valid
+    can_have_none = {"ignore_eos", "use_beam_search"}  # both of its values are valid
     assert {param for param, _ in BAD} == {field.name for field in fields(SamplingParams)} - can_have_none
 
 

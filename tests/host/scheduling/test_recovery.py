@@ -16,7 +16,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.recovery import Recovery
 from orca_jax.service.generation import Generation
 from orca_jax.service.orca import Orca
-from orca_jax.service.output import Output
+from orca_jax.service.output import Output, no_stream
 from tests.host.engines import MODEL, SOON, GatedEngine, at_rest, orca
 from tests.host.fragile_engine import LOST, FragileEngine
 
@@ -296,7 +296,7 @@ def test_the_longest_request_can_run_again():
     with pytest.raises(RequestTooLarge, match="max_batch_tokens without chunked_prefill allow 17"):
         service.check(too_long.prompt_ids, service.rules(too_long.sampling))
     for request in (longest, behind):
-        request.sink = Output(request, None, lambda: None)
+        request.sink = Output(request, no_stream, lambda: None)
         service.pool.add(request)
     engine.let(15)
     for _ in range(15):
