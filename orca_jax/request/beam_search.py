@@ -144,10 +144,8 @@ def n_candidates(width: int, end_token_ids: frozenset[int]) -> int:
 
 def begin_search(
     sampling: SamplingParams, end_token_ids: frozenset[int], forced: Mapping[int, int] | None = None
-) -> BeamSearch | None:
-    """The search of a new request; None if it asks for none."""
-    if not sampling.use_beam_search:
-        return None
+) -> BeamSearch:
+    """The search of a new request that asks for one."""
     return BeamSearch(
         sampling.n_beams,
         max_tokens=sampling.max_tokens,
@@ -162,8 +160,6 @@ def check_beams(
     sampling: SamplingParams, end_token_ids: frozenset[int], *, vocab_size: int, max_batch_size: int
 ) -> None:
     """Raise InvalidSamplingParameter if an engine of these sizes cannot run so many beams."""
-    if not sampling.use_beam_search:
-        return
     n_end, width = len(end_token_ids), sampling.n_beams
     limits = {
         max_batch_size: "max_batch_size, for all beams run in one batch",

@@ -37,17 +37,4 @@ class GenerationDefaults:
         return {**self.sampling, **({} if self.max_tokens is None else {"max_tokens": self.max_tokens})}
 
 
-_NOTHING_RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-
-
-def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """A request's fields of SamplingParams: those that are `given`, and a model's `defaults` for the others.
-
-    A beam search draws nothing, so there the defaults of sampling do not apply.
-    """
-    if given.get("use_beam_search"):
-        return {**defaults, **_NOTHING_RECOMMENDED, **given}
-    return {**defaults, **given}
-
-
 NO_DEFAULTS = GenerationDefaults()

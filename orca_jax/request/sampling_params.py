@@ -320,3 +320,16 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, int) or math.isfinite(value)  # isfinite cannot convert a very large int
+
+
+_NOTHING_RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def with_defaults(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A request's fields of SamplingParams: those that are `given`, and a model's `defaults` for the others.
+
+    A beam search draws nothing, so there the defaults of sampling do not apply.
+    """
+    if given.get("use_beam_search"):
+        return {**defaults, **_NOTHING_RECOMMENDED, **given}
+    return {**defaults, **given}

@@ -46,6 +46,8 @@ class OutputRules:
 
     def search(self) -> BeamSearch | None:
         """The beam search of a new request; None if it asks for none."""
+        if not self.sampling.use_beam_search:
+            return None
         return begin_search(self.sampling, self.end_token_ids, self._forced)
 
     def constraint(self) -> Constraint | None:
@@ -76,8 +78,9 @@ class RuleMaker:
         end_token_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             end_token_ids |= frozenset(self._model.eos_token_ids)
-        sizes = {"vocab_size": self._model.vocab_size, "max_batch_size": self._max_batch_size}
-        check_beams(sampling, end_token_ids, **sizes)
+        if sampling.use_beam_search:
+            sizes = {"vocab_size": self._model.vocab_size, "max_batch_size": self._max_batch_size}
+            check_beams(sampling, end_token_ids, **sizes)
         # Forced tokens are a beam search's own; it has no other constraint.
         constraints = None if sampling.use_beam_search else self._constraints(sampling, end_token_ids)
         stops = StopStrings(sampling.stop) if sampling.stop else None

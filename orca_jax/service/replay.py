@@ -48,7 +48,7 @@ class ReplayReport:
 
 
 def _endless_search(sampling: SamplingParams) -> BeamSearch | None:
-    return begin_search(sampling, frozenset())
+    return begin_search(sampling, frozenset()) if sampling.use_beam_search else None
 
 
 class Replay:

@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from orca_jax.errors import EngineError, InvalidRequest, QueueFull
-from orca_jax.request.generation_defaults import with_defaults
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.service.generation import Generation, GenerationResult
 from server.commands import outputs
 from server.errors import UsageError

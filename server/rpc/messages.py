@@ -9,10 +9,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from orca_jax.errors import InvalidPrompt, InvalidRequest
-from orca_jax.request.generation_defaults import with_defaults
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampled import TokenLogprobs
-from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest

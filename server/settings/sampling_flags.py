@@ -7,8 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from orca_jax.request.generation_defaults import with_defaults
-from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from server.errors import UsageError
 from server.settings.flags import add_flag, argparse_type, escaped
 from server.settings.option import option

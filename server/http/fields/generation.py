@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, NotSupported
-from orca_jax.request.generation_defaults import with_defaults
 from orca_jax.request.sampling_params import (
     MAX_BAD_WORDS,
     REPETITION_RANGE,
     TEMPERATURE_RANGE,
     TOP_P_RANGE,
     SamplingParams,
+    with_defaults,
 )
 from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PLAIN, PRIORITY_RANGE, SchedulingParams
 from server.http.fields.not_built import NotBuilt
