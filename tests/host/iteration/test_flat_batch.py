@@ -157,21 +157,24 @@ class OnlySlicesAndReshape:
 
 
 @settings(deadline=None)
-@given(t=st.integers(1, 40), max_bs=st.integers(1, 20), max_blocks=st.integers(1, 5))
+@given(
+    t=st.integers(1, 40), max_bs=st.integers(1, 20), max_blocks=st.integers(1, 5), encoder=st.integers(0, 3)
+)
 def test_split_goes_through_the_buffer_in_order_from_one_multiple_of_256_bytes_to_the_next(
-    t, max_bs, max_blocks
+    t, max_bs, max_blocks, encoder
 ):
-    layout = FlatLayout(t, min(t, max_bs), max_blocks)
+    layout = FlatLayout(t, min(t, max_bs), max_blocks, encoder)
     buffer = np.arange(layout.size, dtype=np.int32)
     views = layout.split(buffer)
     expected = 0
-    for view in views:
+    assert [view.size for view in views[-2:]] == [layout.n_rows * (encoder > 0), layout.n_rows * encoder]
+    for view in views if encoder else views[:-2]:
         first = int(view.ravel()[0])
         assert first == expected and first * 4 % 256 == 0
         assert view.ravel().tolist() == list(range(first, first + view.size))
         expected = first + next(n for n in range(0, 1 << 20, 64) if n >= view.size)
     assert layout.size == expected  # what is put behind the buffer begins so as well
-    assert all(view.base is buffer for view in views)
+    assert all(view.base is buffer for view in views)  # those without elements too
     assert tuple(view.shape for view in views) == tuple(layout.shapes)
     for traced, view in zip(layout.split(OnlySlicesAndReshape(buffer)), views, strict=True):
         assert np.array_equal(traced.array, view)
@@ -284,7 +287,8 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows):
         row_start.append(n_tokens)
     columns = {name: [token[name] for token in tokens] for name in nothing}
     columns |= {name: [row[name] for row in rows] for name in padding}
-    return columns | {"row_start": row_start}
+    without_encoder = {"encoder_length": [], "encoder_table": [[]] * len(rows)}
+    return columns | {"row_start": row_start} | without_encoder
 
 
 REALS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")

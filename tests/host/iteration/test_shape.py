@@ -16,7 +16,9 @@ from tests.host.control.test_message_wire import ONE, message_of
 SHAPE = EngineShape(
     block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
 )
-SIZES = [field.name for field in fields(EngineShape) if field.type is int or field.type == "int"]
+WITHOUT_ENCODER = "max_encoder_blocks"  # may be 0
+SIZES = [field.name for field in fields(EngineShape) if field.type in (int, "int")]
+SIZES.remove(WITHOUT_ENCODER)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
@@ -24,6 +26,12 @@ SIZES = [field.name for field in fields(EngineShape) if field.type is int or fie
 def test_a_size_is_a_whole_number_within_bounds(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name} is .*; it must be a whole number from 1 to \d+$"):
         replace(SHAPE, **{name: value})
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 21) + 1])
+def test_the_encoder_s_blocks_are_a_whole_number_within_bounds(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{WITHOUT_ENCODER} is .*; it must be .* from 0 to 2097152$"):
+        replace(SHAPE, max_encoder_blocks=value)
 
 
 @pytest.mark.parametrize("name", ["deterministic", "coarse_buckets"])
