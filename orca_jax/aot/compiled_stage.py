@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.stages
 from jax.typing import DTypeLike
 
-from orca_jax.execution.attention_backend import choose_attention
+from orca_jax.execution.attention_backend import AttentionChoice, choose_attention
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.execution.stage import Stage
 from orca_jax.families.model_config import ModelConfig
@@ -72,6 +72,71 @@ def compile_stage(
     `n_rows` is the number of rows for all admitted requests, by default twice `max_bs`. `compiler_options`
     are passed to XLA in addition to the stage's own.
     """
+    stage, chosen = _stage(
+        model,
+        part,
+        block_size=block_size,
+        dtype=dtype,
+        deterministic=deterministic,
+        command_buffer_collectives=command_buffer_collectives,
+    )
+    group, encoder_blocks = part.group, _encoder_blocks(model, block_size)
+    max_blocks = -(-model.n_positions // block_size)
+    layout = FlatLayout(bucket, min(bucket, max_bs), max_blocks, encoder_blocks)
+    caches = _caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
+    hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
+    last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)
+    arrived = last_token if part.first else hidden
+    buffer = described_array((stage.host_buffer.size(layout),), group.place(), jnp.int32)
+    lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
+    score = None
+    if part.last and not encoder_blocks:
+        scored = scored_layout(layout.max_blocks)
+        taken = described_array((SCORED, model.hidden_size), group.place(), dtype)
+        its_buffer = described_array((stage.score_buffer.size(scored),), group.place(), jnp.int32)
+        score = stage.score.lower(stage.weights, taken, caches[-1], its_buffer, layout=scored)
+    weights = device_bytes(stage.weights)
+    arguments = weights + device_bytes((caches, arrived, buffer))
+    program = lowered.compile(dict(compiler_options or {}))
+    return CompiledStage(program, chosen.description, weights, arguments, score)
+
+
+def compile_encoder(
+    model: ModelConfig,
+    part: StagePart,
+    bucket: int,
+    *,
+    max_bs: int,
+    n_blocks: int,
+    block_size: int = BLOCK_SIZE,
+    dtype: DTypeLike = DTYPE,
+) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+    """Compile one bucket of the first stage's encoder, and of what cross attention reads."""
+    stage, chosen = _stage(model, part, block_size=block_size, dtype=dtype)
+    place = part.group.place()
+    layout = FlatLayout(bucket, min(bucket, max_bs), _encoder_blocks(model, block_size))
+    caches = _caches(model, part, n_blocks, block_size, chosen.stored(part.group.devices[0], dtype))
+    buffer = described_array((layout.size,), place, jnp.int32)
+    encoded = described_array((bucket, model.hidden_size), place, dtype)
+    encode = stage.encode.lower(stage.weights, caches[0], buffer, layout=layout)
+    cross = stage.cross.lower(stage.weights, caches, encoded, buffer, layout=layout)
+    return encode.compile(), cross.compile()
+
+
+def _encoder_blocks(model: ModelConfig, block_size: int) -> int:
+    return 0 if model.encoder is None else -(-model.encoder.n_positions // block_size)
+
+
+def _stage(
+    model: ModelConfig,
+    part: StagePart,
+    *,
+    block_size: int,
+    dtype: DTypeLike,
+    deterministic: bool = False,
+    command_buffer_collectives: bool = False,
+) -> tuple[Stage, AttentionChoice]:
+    """The stage with placeholders for its weights, and its attention."""
     group = part.group
     chosen = choose_attention(
         group.devices[0],
@@ -91,25 +156,15 @@ def compile_stage(
         products=products,
         command_buffer_collectives=command_buffer_collectives,
     )
-    layout = FlatLayout(bucket, min(bucket, max_bs), -(-model.n_positions // block_size))
+    return stage, chosen
+
+
+def _caches(
+    model: ModelConfig, part: StagePart, n_blocks: int, block_size: int, dtype: DTypeLike
+) -> list[LayerCache]:
     shape = cache_shape(model, n_blocks=n_blocks, block_size=block_size)
-    cache = described_array(shape, group.place(CACHE_SPEC), dtype)
-    caches = [LayerCache(cache, cache) for _ in part.layers]
-    hidden = described_array((bucket, model.hidden_size), group.place(), dtype)
-    last_token = described_array((2 * max_bs if n_rows is None else n_rows,), group.place(), jnp.int32)
-    arrived = last_token if part.first else hidden
-    buffer = described_array((stage.host_buffer.size(layout),), group.place(), jnp.int32)
-    lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
-    score = None
-    if part.last:
-        scored = scored_layout(layout.max_blocks)
-        taken = described_array((SCORED, model.hidden_size), group.place(), dtype)
-        its_buffer = described_array((stage.score_buffer.size(scored),), group.place(), jnp.int32)
-        score = stage.score.lower(stage.weights, taken, caches[-1], its_buffer, layout=scored)
-    weights = device_bytes(stage.weights)
-    arguments = weights + device_bytes((caches, arrived, buffer))
-    program = lowered.compile(dict(compiler_options or {}))
-    return CompiledStage(program, chosen.description, weights, arguments, score)
+    cache = described_array(shape, part.group.place(CACHE_SPEC), dtype)
+    return [LayerCache(cache, cache) for _ in part.layers]
 
 
 def device_bytes(arrays: object) -> int:

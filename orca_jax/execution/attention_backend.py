@@ -15,6 +15,7 @@ from orca_jax.cudnn import paged_attention as cudnn
 from orca_jax.errors import ConfigError
 from orca_jax.execution.attention_paths import AttentionPath, Cudnn, Kernel, Native, PureJax
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.model.kv_cache import dtype_on_cpu
 from orca_jax.native import split_attention as native
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.pallas.kernel_shape import unsupported
@@ -102,6 +103,12 @@ class AttentionChoice:
     path: AttentionPath
     kind: Attention
     description: str
+
+    def stored(self, device: Device, dtype: Any) -> np.dtype[Any]:
+        """What the device stores keys and values of `dtype` in."""
+        # A GPU's kernel, interpreted, reads numbers alone.
+        as_bits = device.platform == "cpu" and self.kind != "interpreted"
+        return dtype_on_cpu(dtype) if as_bits else np.dtype(dtype)
 
 
 def choose_attention(

@@ -24,7 +24,7 @@ from orca_jax.iteration.message import ControlMessage, MakeWords
 from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
-from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks, dtype_on_cpu
+from orca_jax.model.kv_cache import LayerCache, cache_shape, copy_blocks
 from orca_jax.request.sampled import Sampled
 from orca_jax.sharding.link import DeviceLink
 from orca_jax.sharding.partition import StagePart
@@ -82,9 +82,7 @@ class Worker:
         # would compile twice.
         cache = cache_shape(config, n_blocks=shape.n_blocks, block_size=shape.block_size)
         cache_place = group.place(CACHE_SPEC)
-        own_path = self.attention.kind != "interpreted"  # a GPU's kernel, which reads numbers alone
-        on_cpu = group.devices[0].platform == "cpu" and own_path
-        stored = dtype_on_cpu(self._dtype) if on_cpu else self._dtype
+        stored = self.attention.stored(group.devices[0], self._dtype)
         self._cache_like: Any = jax.ShapeDtypeStruct(cache, stored, sharding=cache_place)
         empty = jax.jit(lambda: jnp.zeros(cache, stored), out_shardings=cache_place)
         self._empty = Program(empty, key=lambda: ())
