@@ -51,9 +51,8 @@ def described(program: jax.stages.Compiled) -> dict[str, Any]:
 def main() -> None:
     """The encoder, what cross attention reads, and the decoder's forward pass."""
     (part,) = split_model(MODEL, described_devices("h200", 1))
-    sizes = {"max_bs": MAX_BS, "n_blocks": N_BLOCKS}
-    encode, cross = compile_encoder(MODEL, part, BUCKET, **sizes)
-    forward = compile_stage(MODEL, part, MAX_BS, **sizes)
+    encode, cross = compile_encoder(MODEL, part, BUCKET, max_bs=MAX_BS, n_blocks=N_BLOCKS)
+    forward = compile_stage(MODEL, part, MAX_BS, max_bs=MAX_BS, n_blocks=N_BLOCKS)
     programs = {"encode": encode, "cross": cross, "forward": forward.program}
     found = {name: described(program) for name, program in programs.items()}
     print(json.dumps({"attention": forward.attention, "programs": found}))

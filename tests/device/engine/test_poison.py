@@ -87,7 +87,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "prompt_logprobs": st.integers(0, 20),
     "grammar": GRAMMARS,
 }
-assert {*FIELDS, "n", "max_tokens"} - {"grammar"} == {
+# Fields of beams exclude most others, and choose nothing on the device (tests/device/engine/test_beams.py).
+BEAMS = {"use_beam_search", "best_of", "length_penalty", "early_stopping"}
+assert {*FIELDS, *BEAMS, "n", "max_tokens"} - {"grammar"} == {
     name for name in SamplingParams.__slots__ if not name.startswith("guided_")
 }, "a new parameter wants its place here"
 

@@ -40,6 +40,7 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 1.0, "frequency_penalty": 1.0},
     {"temperature": 1.0, "top_k": 3, "presence_penalty": 1.0},
     {"temperature": 0.0, "logit_bias": {97: 5.0}},
+    {"use_beam_search": True, "best_of": 3, "length_penalty": 0.5, "early_stopping": True},
     {"temperature": 0.0, "min_tokens": 2, "stop": ("a",)},
     {"temperature": 0.0, "stop_token_ids": (98,)},
     {"temperature": 1.0, "allowed_token_ids": (97, 98, 99)},

@@ -21,6 +21,8 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.config import EngineConfig
 from orca_jax.errors import EngineError
 from orca_jax.request.sampled import TokenLogprobs
+from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.service.prepared_params import OutputRules
 from server import cli
 from server.commands import jsonl
 from server.commands.logprob_table import logprob_table
@@ -76,7 +78,7 @@ def test_the_flags_are_those_of_the_dataclasses() -> None:
     parameters = inspect.signature(LLM).parameters
     for option in GENERATE_OPTIONS:
         assert parameters[option.name].default == option.default, option.name
-    assert FLAGS.keys() == {field.name for field in fields(SamplingParams)}
+    assert FLAGS.keys() | BEAM_FLAGS.keys() == {field.name for field in fields(SamplingParams)}
 
 
 # A flag or two for each field, and what it must become.
@@ -108,6 +110,15 @@ FLAGS: dict[str, tuple[list[str], Any]] = {
 }
 
 
+# Those of a beam search, which needs the first.
+BEAM_FLAGS: dict[str, tuple[list[str], Any]] = {
+    "use_beam_search": (["--use-beam-search"], True),
+    "best_of": (["--best-of", "3"], 3),
+    "length_penalty": (["--length-penalty", "0.5"], 0.5),
+    "early_stopping": (["--early-stopping", "never"], "never"),
+}
+
+
 def params(*flags: str) -> SamplingParams:
     return sampling_params(cli.parser().parse_args(["generate", "x", *flags]))
 
@@ -117,6 +128,13 @@ def test_each_flag_sets_its_field(name: str) -> None:
     flags, value = FLAGS[name]
     assert params(*flags) == replace(params(), **{name: value})
     assert getattr(params(), name) != value, "or the flag could have been ignored"
+
+
+def test_each_flag_of_a_beam_search_sets_its_field() -> None:
+    flags = [flag for own, _ in BEAM_FLAGS.values() for flag in own]
+    wanted = {name: value for name, (_, value) in BEAM_FLAGS.items()}
+    # Without the default temperature: such a search draws nothing.
+    assert params(*flags) == SamplingParams(max_tokens=128, **wanted)
 
 
 def test_defaults_equal_the_api_s_except_for_two() -> None:
@@ -334,7 +352,7 @@ def test_a_bad_prompt_from_stdin(
 def test_ctrl_c_ends_with_130_and_frees_the_slots(
     lent: Lent, tiny: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, reads_apart: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("server.commands.generate._show", interrupt)
@@ -476,18 +494,22 @@ LINES: dict[str, Any] = {
 }
 
 
+BEAM_LINE = {"use_beam_search": True, "best_of": 3, "length_penalty": 0.5, "early_stopping": "never"}
+
+
 def test_a_line_may_set_every_field(lent: Lent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert LINES.keys() == {field.name for field in fields(SamplingParams)}
+    assert LINES.keys() | BEAM_LINE.keys() == {field.name for field in fields(SamplingParams)}
     arrived: list[SamplingParams] = []
     submit = lent.service.submit
 
-    def listening(prompt_ids: list[int], sampling: SamplingParams, **options: Any) -> Any:
-        arrived.append(sampling)
-        return submit(prompt_ids, sampling, **options)
+    def listening(prompt: CheckedPrompt, rules: OutputRules, **options: Any) -> Any:
+        arrived.append(rules.sampling)
+        return submit(prompt, rules, **options)
 
     monkeypatch.setattr(lent.service, "submit", listening)
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [{"prompt": "a", name: value} for name, value in LINES.items()]
+    lines.append({"prompt": "a", **BEAM_LINE})
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["--max-tokens", "4", "--temperature", "1"]
     assert cli.main(["generate", "--input", str(source), "--output", str(sink), *arguments]) == 0
@@ -497,7 +519,7 @@ def test_a_line_may_set_every_field(lent: Lent, tmp_path: Path, monkeypatch: pyt
         for name, value in LINES.items()
         for one in replace(SamplingParams(max_tokens=4), **{name: value}).choices()
     ]
-    assert arrived == wanted
+    assert arrived == [*wanted, SamplingParams(max_tokens=4, **BEAM_LINE)]
 
 
 def test_several_outputs_are_the_records_choices(lent: Lent, tmp_path: Path) -> None:
