@@ -269,7 +269,7 @@ def test_only_one_token_a_row_can_be_on_the_device():
         decode_message(encode_message(message, SHAPE), SHAPE)
 
 
-FIELDS = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias")
+FIELDS = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "copies")
 
 
 @settings(deadline=None, max_examples=300)
@@ -346,3 +346,25 @@ def test_no_iteration_exceeds_the_wire_s_limit():
     assert size_of(TOKENS, tokens) <= most_bytes(replace(shape, max_rows=6, vocab_size=32, n_blocks=1))
     wide = replace(shape, vocab_size=1 << 22)
     assert size_of(WORDS, bytes(6 * 4 * n_words(wide.vocab_size))) <= most_bytes(wide)
+
+
+def test_copies_of_blocks_go_over_the_wire() -> None:
+    copies = np.array([[3, 9], [3, 10], [0, 63]], np.int32)
+    message = replace(message_of([ONE] * 3), copies=copies)
+    np.testing.assert_array_equal(decode_message(encode_message(message, SHAPE), SHAPE).copies, copies)
+
+
+@pytest.mark.parametrize(
+    ("copies", "message"),
+    [
+        ([[3, 64]], "a copied block 64; it must be 0 to 63"),
+        ([[-1, 5]], "a copied block -1; it must be 0 to 63"),
+        ([[3, 9], [4, 9]], "2 copies of blocks came; at most 6 are allowed, each to another block"),
+        ([[3, 9], [9, 4]], "each to another block, from blocks to which none goes"),
+        ([[3, 10 + i] for i in range(7)], "7 copies of blocks came; at most 6"),
+    ],
+)
+def test_copies_that_no_engine_master_sends_are_refused(copies: list[list[int]], message: str) -> None:
+    sent = replace(message_of([ONE]), copies=np.array(copies, np.int32))
+    with pytest.raises(BadFrame, match=message):
+        decode_message(encode_message(sent, SHAPE), SHAPE)

@@ -8,6 +8,7 @@ import pytest
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.errors import ConfigError, NotSupported, PromptTooLong
+from tests.device.model.golden_beams import load_beams
 from tests.device.model.golden_encoders import GoldenEncoder, load_golden_encoder
 from tests.endpoint.harness import serving_model
 from tests.endpoint.http_client import connected
@@ -90,9 +91,28 @@ def test_python_refuses_it_too(llm: LLM) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["t5-gated", "bart-gelu"])
 def test_two_worker_processes(name: str) -> None:
-    golden = load_golden_encoder(name)
+    golden, beams = load_golden_encoder(name), load_beams(name)
+    searches = [
+        own
+        for own in beams.searches
+        if (own.n_beams, own.length_penalty, own.early_stopping) == (4, 1.0, False)
+    ]
+    assert searches
     with LLM(golden.directory, **SIZES, pipeline_parallel=2, worker_processes=True) as llm:
         results = llm.generate([list(ids) for ids in golden.inputs], greedy(16))
+        found = llm.beam_search(
+            [list(own.encoder_ids) for own in searches],
+            decoder_prompts=[list(own.prompt) for own in searches],
+            beam_width=4,
+            n=4,
+            max_tokens=beams.max_output,
+            stop_token_ids=beams.eos_token_ids,
+            ignore_eos=True,
+        )
     for i, result in enumerate(results):
         sure = golden.sure(i)
         assert tuple(result.token_ids[: len(sure)]) == sure, i
+    # Blocks are copied in both processes.
+    assert [tuple(one.token_ids) for one in found] == [ids for own in searches for ids in own.tokens]
+    scores = [score for own in searches for score in own.scores]
+    assert [one.score for one in found] == pytest.approx(scores, abs=1e-4)
