@@ -40,7 +40,11 @@ def serving_config(
     longest = config.n_positions
     longest_read = 0 if config.encoder is None else config.encoder.n_positions
     whole_request = request_slots(config, longest, longest_read, block_size=requested.block_size)
-    default_tokens = max(2048, longest, longest_read + 1, requested.max_batch_size)
+    # Without chunks the encoder and, after a loss, all of the decoder's tokens run in one iteration.
+    beside_input = 1 if requested.scheduling.chunked_prefill else longest
+    default_tokens = max(
+        2048, longest, longest_read and longest_read + beside_input, requested.max_batch_size
+    )
     sizes = requested.filled(n_slots=whole_request, max_batch_tokens=default_tokens)
     if sizes.max_batch_tokens < longest and not sizes.scheduling.chunked_prefill:
         raise ConfigError(

@@ -52,8 +52,7 @@ class KVManager:
     0. The blocks of a request need not be contiguous. Free blocks and rows are stacks: the last released is
     the first reused, while it may still be in a cache. `n_reserved` `[n_rows]` counts the reservations of
     each row, which distinguishes successive requests in the same row. `slots_of` has the number of slots that
-    each row holds, 0 if it is free. `copies` of blocks, (from, to), are to be
-    made before the next iteration.
+    each row holds, 0 if it is free.
 
     With an encoder, a row begins with `encoder_blocks` blocks for the keys and values that cross attention
     reads, at most `max_encoder_blocks` beside those of its tokens; `slots_of` does not count them.

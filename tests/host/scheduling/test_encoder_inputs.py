@@ -16,6 +16,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import EncoderInputs
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.select import select_rows
+from orca_jax.scheduling_config import SchedulingConfig
 
 PLAIN = SamplingParams()
 DECODER = gpt_config(vocab_size=50, n_positions=20, hidden_size=8, n_layers=1, n_heads=2, ffn_size=8)
@@ -86,9 +87,20 @@ def test_the_prompt_is_the_encoder_s_and_the_decoder_begins_with_its_first_token
             "n_slots are 48, and the decoder's 17 tokens need theirs",
         ),
         (
-            ServingConfig(n_slots=80, max_batch_tokens=22, max_batch_size=8),
+            ServingConfig(
+                n_slots=80,
+                max_batch_tokens=22,
+                max_batch_size=8,
+                scheduling=SchedulingConfig(prefix_caching=False),
+            ),
             21,
             "max_batch_tokens, less the decoder's first token",
+        ),
+        # After a loss an iteration of Algorithm 1 runs the encoder and 16 tokens: more would wait for ever.
+        (
+            ServingConfig(n_slots=80, max_batch_tokens=22, max_batch_size=8),
+            6,
+            "max_batch_tokens without chunked_prefill, less the decoder's",
         ),
     ],
 )
