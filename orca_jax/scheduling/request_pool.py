@@ -209,6 +209,11 @@ class RequestPool:
         with self._lock:
             return list(self._admitted.values())
 
+    def live(self) -> list[Request]:
+        """A copy of the list of live requests: the admitted ones, then the waiting ones in no set order."""
+        with self._lock:
+            return [*self._admitted.values(), *self._waiting.values()]
+
     def add(self, request: Request) -> None:
         """Add a new request to the queue and set its arrival number.
 

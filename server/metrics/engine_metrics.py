@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from server.gateway.served_model import CompileCounts, ServedModel
+from server.metrics.engine_load import batch_load, engine_load
 from server.metrics.histogram import Histogram
 from server.metrics.worker_metrics import WorkerMetrics
 
@@ -201,6 +202,8 @@ class EngineMetrics:
             "K/V cache blocks in use, as a fraction from 0 to 1.",
             1 - kv.n_free_blocks / kv.n_blocks,
         )
+        yield "engine_load", "Slots that live requests may take, over all slots.", engine_load(service)
+        yield "batch_load", "Batch places that live requests take, over all places.", batch_load(service)
         yield "slots_total", "Slots: tokens whose keys and values fit.", kv.n_blocks * kv.block_size
         yield "slots_reserved", "Slots reserved for requests (n_rsrv).", n_reserved
         yield "slots_used", "Slots that hold a token's keys and values.", used
