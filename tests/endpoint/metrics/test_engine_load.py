@@ -1,4 +1,4 @@
-"""An engine's load, worked out by hand. The engine has 256 slots in blocks of 8, and 4 places in its batch."""
+"""An engine's load, worked out by hand: 256 slots in blocks of 8, and 4 places in a batch."""
 
 import threading
 from collections.abc import Iterator
