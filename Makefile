@@ -6,10 +6,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 HOST_VENV ?= $(VENV)-host
+RAY_VENV ?= $(VENV)-ray
 PROMPT ?= In the beginning
 
 BIN := $(VENV)/bin
 HOST_BIN := $(HOST_VENV)/bin
+RAY_BIN := $(RAY_VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The build tool is pinned too, by the same file.
 PIP_BUILD := --build-constraint constraints.txt
@@ -18,7 +20,7 @@ PIP_BUILD := --build-constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-long host-test check format wheel clean
+.PHONY: help demo serve test test-long test-ray host-test check format wheel clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +51,10 @@ host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where 
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'
 	$(HOST_BIN)/python $(PYTEST) -m "not long" tests/host
 
+test-ray: $(RAY_VENV)/.ray ## run the tests of what needs Ray, ZeroMQ or Kubernetes's schemas, and check its types
+	$(RAY_BIN)/pyright --pythonpath $(RAY_BIN)/python -p tests/ray
+	$(RAY_BIN)/python -m pytest tests/scaleout tests/ray
+
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -62,7 +68,7 @@ wheel: $(VENV)/.pip ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps $(PIP_BUILD) --wheel-dir dist .
 
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(HOST_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/bin/python:
@@ -83,6 +89,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.pip
 	@echo "Installing the package and its development tools into $(VENV)"
 	$(BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e '.[dev]'
 	@touch $(VENV)/.package $@
+
+$(RAY_VENV)/.ray: pyproject.toml $(RAY_VENV)/.pip
+	@echo "Installing the package with Ray and ZeroMQ into $(RAY_VENV)"
+	$(RAY_BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e '.[dev,ray,kv-events]' --group scaleout
+	@touch $@
 
 $(HOST_VENV)/.host: pyproject.toml $(HOST_VENV)/.pip
 	@echo "Installing what needs no JAX into $(HOST_VENV)"

@@ -5,27 +5,18 @@ import asyncio
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
 
 import uvloop
 
-from orca_jax.request.sampling_params import SamplingParams
 from server.commands import banner
 from server.commands.endpoints import Endpoints
-from server.commands.loading import load
 from server.commands.notes import Notes
+from server.commands.served import load_served
 from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
-from server.gateway.chat_template import Templates
 from server.gateway.gateway import Gateway
-from server.gateway.served_model import ServedModel
-from server.gateway.template_files import load_chat_template
 from server.metrics.access_log import configure_access_log
 from server.metrics.metrics import Metrics
-from server.process.interpreter import settle
 from server.settings.serve_settings import ServeSettings, serve_settings
-
-if TYPE_CHECKING:
-    from orca_jax import LLM
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,20 +46,7 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
     await endpoints.start()  # before reading the weights, so that a port in use is reported at once
     try:
         notes(f"loading; {endpoints.http_url}/ready answers 200 when done")
-        llm, template = await stop.unless(in_daemon_thread(lambda: _load(settings, notes)))
-        model = ServedModel(
-            name=options.served_model_name or settings.model or "demo",
-            service=llm.service,
-            config=llm.config,
-            serving=llm.serving,
-            tokenizer=llm.tokenizer,
-            chat_template=template,
-            defaults=llm.generation_defaults,
-            compiles=lambda: llm.compiles,
-            controls=llm.controls if settings.admin_keys.required else None,
-        )
-        if settings.api_keys.weights:
-            llm.service.weigh_owners(settings.api_keys.weights)
+        llm, model = await stop.unless(in_daemon_thread(lambda: load_served(settings, notes)))
         metrics.attach(model)
         gateway.open(model)
         banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
@@ -100,20 +78,3 @@ async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Not
         drain = asyncio.create_task(gateway.drain(0))
     n_ended = await drain
     notes(f"{n_ended} requests had to be ended" if n_ended else "all requests are done")
-
-
-def _load(settings: ServeSettings, notes: Notes) -> "tuple[LLM, Templates | None]":
-    """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration."""
-    file = settings.endpoint.chat_template
-    if file is not None:
-        load_chat_template(None, file)  # report a mistake in it before the slow part
-    llm = load(notes, settings.engine_config())
-    try:
-        template = load_chat_template(llm.directory, file)
-        n_output = min(2, llm.service.most_output(1))
-        llm.generate([[0]], SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True))
-    except BaseException:
-        llm.close()
-        raise
-    settle()
-    return llm, template

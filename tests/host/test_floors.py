@@ -80,7 +80,10 @@ MAX_ROOMS = 25
 
 # The server: its two endpoints do not know each other, and nothing below knows what puts them together.
 ENDPOINTS = ("server.http", "server.rpc")
-PUTS_TOGETHER = {"server.commands.endpoints", "server.commands.banner", "server.commands.serve", "server.cli"}
+PUTS_TOGETHER = {
+    *("server.commands.endpoints", "server.commands.banner", "server.commands.serve", "server.cli"),
+    *("server.ray.app", "server.ray.door", "server.ray.replica"),
+}
 
 MAX_LINES = 400
 SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}

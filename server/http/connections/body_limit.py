@@ -8,6 +8,7 @@ stops sending.
 import asyncio
 
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.http.bodies.errors import status_response
@@ -34,6 +35,21 @@ class BodyLimit:
             await response(scope, receive, send)
             return
         await self._app(scope, _Body(receive, self._max_bytes, self._seconds), send)
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: float) -> bytes:
+    """The whole body. Raises HTTPException: 413 for more than `max_bytes`, 408 for one that is too slow."""
+    length = _content_length(scope)
+    if length > max_bytes:
+        raise HTTPException(413, _too_large(f"{length} bytes", max_bytes))
+    bounded, parts = _Body(receive, max_bytes, seconds), list[bytes]()
+    while True:
+        message = await bounded()
+        if message["type"] != "http.request":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
 
 
 class _Body:

@@ -1,0 +1,46 @@
+"""Loads the model that a server's settings name and runs its first iterations."""
+
+from typing import TYPE_CHECKING
+
+from orca_jax.request.sampling_params import SamplingParams
+from server.commands.loading import load
+from server.commands.notes import Notes
+from server.gateway.served_model import ServedModel
+from server.gateway.template_files import load_chat_template
+from server.process.interpreter import settle
+from server.settings.serve_settings import ServeSettings
+
+if TYPE_CHECKING:
+    from orca_jax import LLM
+
+
+def load_served(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ServedModel]":
+    """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration.
+
+    The caller closes the LLM. Raises ConfigError or EngineError; then nothing is left running.
+    """
+    options = settings.endpoint
+    if options.chat_template is not None:
+        load_chat_template(None, options.chat_template)  # report a mistake in it before the slow part
+    llm = load(notes, settings.engine_config())
+    try:
+        template = load_chat_template(llm.directory, options.chat_template)
+        if settings.api_keys.weights:
+            llm.service.weigh_owners(settings.api_keys.weights)
+        n_output = min(2, llm.service.most_output(1))
+        llm.generate([[0]], SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True))
+    except BaseException:
+        llm.close()
+        raise
+    settle()
+    return llm, ServedModel(
+        name=options.served_model_name or settings.model or "demo",
+        service=llm.service,
+        config=llm.config,
+        serving=llm.serving,
+        tokenizer=llm.tokenizer,
+        chat_template=template,
+        defaults=llm.generation_defaults,
+        compiles=lambda: llm.compiles,
+        controls=llm.controls if settings.admin_keys.required else None,
+    )

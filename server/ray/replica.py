@@ -1,0 +1,66 @@
+"""An engine's replica: one engine and the whole endpoint in front of it, in a process of Ray's."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+from starlette.types import Message
+
+from orca_jax.errors import EngineError
+from server.commands.notes import Notes
+from server.commands.served import load_served
+from server.gateway.gateway import Gateway, Phase
+from server.http.app import create_app
+from server.metrics.access_log import configure_access_log
+from server.metrics.metrics import Metrics
+from server.ray.asgi_call import HttpCall, responses
+from server.settings.serve_settings import ServeSettings
+
+
+class EngineReplica:
+    """Ray Serve makes one in each replica, and sends it requests once its engine is warm.
+
+    An engine that lost worker processes recovers by itself and stays healthy meanwhile; one that has failed
+    for good is unhealthy, and Ray replaces the replica.
+    """
+
+    async def __init__(self, settings: ServeSettings) -> None:
+        configure_access_log(settings.endpoint.access_log)
+        logging.getLogger("orca").setLevel(logging.INFO)
+        options = settings.endpoint
+        self._drain_seconds = options.drain_timeout
+        self._gateway = Gateway(request_timeout=options.request_timeout)
+        metrics = Metrics(self._gateway)
+        self._app = create_app(
+            self._gateway,
+            options,
+            api_keys=settings.api_keys,
+            admin_keys=settings.admin_keys,
+            metrics=metrics,
+        )
+        self._llm, model = await asyncio.to_thread(load_served, settings, Notes())
+        metrics.attach(model)
+        self._gateway.open(model)
+        self._watch = asyncio.create_task(self._gateway.watch(), name="gateway")
+
+    async def call(self, request: HttpCall) -> AsyncGenerator[list[Message], None]:
+        """The response to one request, as lists of ASGI messages. For a door's handle with `stream=True`."""
+        async for messages in responses(self._app, request):
+            yield messages
+
+    async def check_health(self) -> None:
+        """Ray calls this regularly. Raises EngineError once the engine has failed for good."""
+        status = self._gateway.status
+        if status.phase is Phase.FAILED:
+            raise EngineError(status.reason)
+
+    async def __del__(self) -> None:
+        """Ray calls this when no request runs any more, or `drain_timeout` after the replica was to stop."""
+        if not hasattr(self, "_watch"):  # it did not start
+            return
+        await self._gateway.drain(0)
+        self._watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watch
+        await asyncio.to_thread(self._llm.close)
