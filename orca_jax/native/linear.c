@@ -4,9 +4,9 @@
  * both arrays in place, while XLA's library first packs the weight, which costs most when tokens are few.
  *
  * X_BITS and WEIGHT_BITS are 32 for float32 and 16 for bfloat16; y has the dtype of x. Products and sums are
- * float32. bfloat16 is widened as it is read, except where both are bfloat16, tokens are more than FEW and the
- * processor has AVX512-BF16: then a lane takes PAIRS of terms, which halves the instructions and the columns.
- * It takes subnormal numbers for zero, as XLA's threads do. One token, which waits for memory, was slower so.
+ * float32. bfloat16 is widened as it is read, except where both are bfloat16 and the processor has AVX512-BF16:
+ * then a lane takes PAIRS of terms, which halves the instructions and the columns. It takes subnormal numbers for
+ * zero, as XLA's threads do.
  *
  * FEW tokens or less: vectors run along the sum, and a strip of outputs passes over all tokens while its weights
  * are in the first cache. More: vectors run across the tokens of a panel, whose x each thread transposes for
@@ -29,7 +29,7 @@
 typedef ELEMENT(X_BITS) x_type;
 typedef ELEMENT(WEIGHT_BITS) weight_type;
 
-/* Whether lanes take pairs of terms, of more than FEW tokens. It may be set to 0, to test the other form. */
+/* Whether lanes take pairs of terms. It may be set to 0, to test the other form. */
 #ifndef PAIRS
 #if X_BITS == 16 && WEIGHT_BITS == 16 && LANES == 16 && defined(__AVX512BF16__)
 #define PAIRS 1
@@ -38,7 +38,7 @@ typedef ELEMENT(WEIGHT_BITS) weight_type;
 #endif
 #endif
 
-/* Of more than FEW tokens, a lane takes TERMS factors at once, in 32 bits. */
+/* A lane takes TERMS factors at once, in 32 bits. */
 #if PAIRS
 #define TERMS 2
 typedef bfloat16 factor_type;
@@ -50,6 +50,7 @@ typedef float factor_type;
 #define FEW 8
 #define FEW_OUTPUTS 4  /* outputs that are stored together */
 #define FEW_DEPTH 1024 /* terms whose weights all tokens meet before the next ones */
+#define FEW_STEP (TERMS * LANES) /* terms that one instruction takes */
 #define MOST_VECTORS 3 /* of tokens, in a panel */
 
 /* Sums that fill the registers, 32 or 16, together with their factors. */
@@ -81,13 +82,13 @@ typedef float factor_type;
 typedef struct {
   Work work;
   const x_type *x;
-  const float *few_x; /* x as float32, of a few tokens */
+  const factor_type *few_x; /* x of a few tokens: as float32, or in pairs as it is */
   const weight_type *weight;
   x_type *y;
   size_t n_tokens, n_in, n_out;
   size_t n_panels, n_chunks; /* of tokens, of outputs */
   unsigned long number;      /* of this product */
-  float widened[];           /* few_x, where x is bfloat16 */
+  float widened[];           /* few_x, where x is bfloat16 and not in pairs */
 } Linear;
 
 /* The x of panels that a thread has transposed. It keeps the memory for its next products. */
@@ -103,28 +104,54 @@ static atomic_ulong n_products;
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
+/* ---- TERMS at a time ---- */
+
+/* The next TERMS * LANES terms, or those that are left and zeros. */
+#if PAIRS
+INLINE vec terms_at(const bfloat16 *from, size_t left) {
+  return (vec)_mm512_maskz_loadu_epi32(left < TERMS * LANES ? 0xff : 0xffff, from); /* 16 are left, at least */
+}
+#else
+#define terms_at(from, left) load(from)
+#endif
+
+INLINE vec add_products(vec sums, vec a, vec b) {
+#if PAIRS
+  return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+  return sums + a * b;
+#endif
+}
+
 /* ---- a few tokens ---- */
+
+/* Adds terms from `k` on to `sums`, of FEW_OUTPUTS and `n` tokens: FEW_STEP, or the `left` that are fewer. */
+INLINE void few_terms(const factor_type *x, const weight_type *w, size_t n_in, size_t k, size_t left,
+                      vec sums[][FEW_OUTPUTS], const int n) {
+  vec xs[AT_ONCE];
+  UNROLL for (int t = 0; t < n; t++) xs[t] = kept(terms_at(x + t * n_in + k, left));
+  UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) {
+    const vec weights = kept(terms_at(w + i * n_in + k, left));
+    UNROLL for (int t = 0; t < n; t++) sums[t][i] = add_products(sums[t][i], weights, xs[t]);
+  }
+}
 
 /* Adds `n_terms` terms from `k` on to the sums of FEW_OUTPUTS, for `n` tokens from `token` on; the compiler knows n.
  * `ahead`: the next strip's weights, or NULL. */
 INLINE void few_at_once(const Linear *l, size_t token, size_t out, size_t k, size_t n_terms, const weight_type *ahead,
                         vec4 *totals, const int n) {
-  const size_t n_in = l->n_in;
-  const float *x = l->few_x + token * n_in;
+  const size_t n_in = l->n_in, end = k + n_terms;
+  const factor_type *x = l->few_x + token * n_in;
   const weight_type *w = l->weight + out * n_in;
   vec sums[AT_ONCE][FEW_OUTPUTS];
   UNROLL for (int t = 0; t < n; t++)
     UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) sums[t][i] = all(0);
-  for (const size_t end = k + n_terms; k < end; k += LANES) {
-    if (ahead && (LINE <= LANES || k % LINE == 0))
+  _Pragma("GCC unroll 4") for (; k + FEW_STEP <= end; k += FEW_STEP) {
+    if (ahead && (LINE <= FEW_STEP || k % LINE == 0))
       UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
-    vec xs[AT_ONCE];
-    UNROLL for (int t = 0; t < n; t++) xs[t] = kept(load(x + t * n_in + k));
-    UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) {
-      const vec weights = kept(load(w + i * n_in + k));
-      UNROLL for (int t = 0; t < n; t++) sums[t][i] += weights * xs[t];
-    }
+    few_terms(x, w, n_in, k, FEW_STEP, sums, n);
   }
+  if (k < end) few_terms(x, w, n_in, k, end - k, sums, n);
   UNROLL for (int t = 0; t < n; t++) totals[token + t] += sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
 }
 
@@ -150,28 +177,11 @@ static void few(const Linear *l, size_t out, const weight_type *ahead) {
 
 /* ---- more tokens ---- */
 
-/* The next TERMS * LANES terms, or those that are left and zeros. */
-#if PAIRS
-INLINE vec terms_at(const bfloat16 *from, size_t left) {
-  return (vec)_mm512_maskz_loadu_epi32(left < TERMS * LANES ? 0xff : 0xffff, from); /* 16 are left, at least */
-}
-#else
-#define terms_at(from, left) load(from)
-#endif
-
 /* The terms of one lane, in all lanes. */
 INLINE vec all_of(const factor_type *from) {
   float word;
   memcpy(&word, from, sizeof word);
   return all(word);
-}
-
-INLINE vec add_products(vec sums, vec a, vec b) {
-#if PAIRS
-  return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
-#else
-  return sums + a * b;
-#endif
 }
 
 /* The vector of tokens that a panel starts with. Each panel has MOST_VECTORS or one less. */
@@ -318,7 +328,7 @@ XLA_FFI_Error *linear(XLA_FFI_CallFrame *frame) {
   x_type *y = result(frame, 0)->data;
   memset(y + n_tokens * n_out, 0, (most_tokens - n_tokens) * n_out * sizeof *y);
   if (!n_tokens) return NULL;
-  const size_t n_widened = X_BITS == 16 && n_tokens <= FEW ? n_tokens * n_in : 0;
+  const size_t n_widened = X_BITS == 16 && !PAIRS && n_tokens <= FEW ? n_tokens * n_in : 0;
   Linear *l = malloc(sizeof *l + n_widened * sizeof(float));
   if (!l) return no_memory(frame);
   l->work.do_item = do_item;
@@ -329,7 +339,7 @@ XLA_FFI_Error *linear(XLA_FFI_CallFrame *frame) {
   l->n_in = n_in;
   l->n_out = n_out;
   l->number = atomic_fetch_add(&n_products, 1) + 1;
-#if X_BITS == 32
+#if X_BITS == 32 || PAIRS
   l->few_x = l->x;
 #else
   l->few_x = l->widened;
