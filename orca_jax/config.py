@@ -255,10 +255,13 @@ class Compiling:
     """When programs are compiled, and where they are kept.
 
     `compile_ahead` compiles all of them before the engine is ready; `on_compile` handles a program that is
-    missing afterwards. `compile_cache` is a folder, or None to keep nothing.
+    missing afterwards. `compile_cache` is a folder, or None to keep nothing. With `ready_early` an engine on
+    a CPU is ready when the programs of a few buckets are compiled; those of the others follow while it serves
+    larger ones in their place. A deterministic engine and one with an encoder wait for all.
     """
 
     compile_ahead: bool = False
+    ready_early: bool = False
     on_compile: OnCompile = "warn"
     compile_cache: str | Path | None = COMPILE_CACHE
 

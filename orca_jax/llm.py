@@ -73,8 +73,7 @@ class LLM(Operable, BeamSearching):
     "fcfs", "priority" or "fair" (docs/scheduling.md).
 
     `attention` defaults to the best choice for device and model: "kernel" (Hopper GPUs), "cudnn" (other
-    NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or pure JAX with "static" shapes or
-    run-time trip counts ("follow_lengths"). The attribute `attention` names the choice.
+    NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or pure JAX ("static", "follow_lengths").
 
     The model is split into `pipeline_parallel` stages of whole layers, and each layer over `tensor_parallel`
     devices (docs/parallelism.md), using the first devices of JAX. `command_buffer_collectives` records a
@@ -240,6 +239,8 @@ class LLM(Operable, BeamSearching):
         if config.compiling.compile_ahead and config.parallel.in_this_process:
             self._compiles.watch(SCHEDULER_THREAD, config.compiling.on_compile)
         self._service.start()
+        if built.compile_later is not None:
+            built.compile_later(self._service.timeline.use_buckets)
         self._finalizer = weakref.finalize(self, _close_quietly, self._service, self._close_engine)
 
     @property

@@ -28,8 +28,8 @@ class ServerProcess:
 
     It starts at once, and is ready after `wait_until_ready`: `url` and `grpc_address` are known then. What it
     writes to stderr goes to a file, so that it never waits for a reader. `variables` are added to its
-    environment, which has no `ORCA_*` otherwise. Programs are compiled when they are first needed unless
-    `compile_ahead` is set.
+    environment, which has no `ORCA_*` otherwise. Programs are compiled when they are first needed, or
+    with `compile_ahead` all of them before it is ready.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class ServerProcess:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
         command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--grpc-port", "0", *flags]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCA_")}
-        environment |= {"ORCA_COMPILE_AHEAD": str(compile_ahead).lower()} | dict(variables or {})
+        environment |= {"ORCA_COMPILE_AHEAD": str(compile_ahead).lower(), "ORCA_READY_EARLY": "false"}
+        environment |= dict(variables or {})
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

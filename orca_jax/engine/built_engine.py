@@ -16,7 +16,9 @@ class BuiltEngine:
 
     `buckets` are the total-token sizes of the compiled programs. `dtype` is the dtype of weights, keys and
     values. `device`, `stages` and `attention` are texts to show at start-up. `close` ends the engine's
-    connections and processes, and is idempotent. `memory` may be missing before `start_engine` adds it.
+    connections, processes and threads, and is idempotent. `memory` may be missing before `start_engine` adds
+    it. `compile_later(on_buckets)`, where there is one, starts to compile the programs of more buckets while
+    the engine serves, and calls `on_buckets` with all that are in use after each.
     """
 
     engine: EngineMaster
@@ -30,3 +32,4 @@ class BuiltEngine:
     attention: str
     close: Callable[[], None]
     memory: EngineMemory | None = None
+    compile_later: Callable[[Callable[[tuple[int, ...]], object]], object] | None = None

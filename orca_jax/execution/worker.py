@@ -163,6 +163,7 @@ class Worker:
     def programs(self, sizes: BatchSizes) -> Iterator[ToCompile]:
         """All that an iteration may ask for, those that take longest to compile first."""
         stage, place = self.stage, self._place
+        weights = [jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding) for w in stage.weights]
         caches = [LayerCache(self._cache_like, self._cache_like) for _ in stage.part.layers]
         layouts = sorted(sizes.layouts, key=lambda layout: -layout.n_tokens)
         for layout in layouts:
@@ -171,14 +172,14 @@ class Worker:
                 arrived = jax.ShapeDtypeStruct((self._n_rows,), jnp.int32, sharding=place)
             n_words = stage.host_buffer.size(layout)
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
-            forward = partial(stage.forward.compile, stage.weights, caches, arrived, buffer, layout=layout)
+            forward = partial(stage.forward.compile, weights, caches, arrived, buffer, layout=layout)
             yield ToCompile(f"forward pass, {_tokens(layout)}", forward)
         for layout in reversed(sizes.encoder_layouts):
             buffer = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=place)
             if stage.part.first:
-                encode = partial(stage.encode.compile, stage.weights, caches[0], buffer, layout=layout)
+                encode = partial(stage.encode.compile, weights, caches[0], buffer, layout=layout)
                 yield ToCompile(f"encoder, {_tokens(layout)}", encode)
-            arrays = (stage.weights, caches, self.hidden_like(layout.n_tokens), buffer)
+            arrays = (weights, caches, self.hidden_like(layout.n_tokens), buffer)
             cross = partial(stage.cross.compile, *arrays, layout=layout)
             yield ToCompile(f"cross attention's keys and values, {_tokens(layout)}", cross)
         if self._chooser is not None and not self._encodes:
@@ -186,7 +187,7 @@ class Worker:
             at = jax.ShapeDtypeStruct((SCORED,), jnp.int32, sharding=place)
             n_words = stage.score_buffer.size(scored)
             buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
-            arrays = (stage.weights, self.hidden_like(SCORED), caches[-1], buffer)
+            arrays = (weights, self.hidden_like(SCORED), caches[-1], buffer)
             score = partial(stage.score.compile, *arrays, layout=scored)
             yield ToCompile("a prompt's log-probabilities", score)
             for layout in layouts:
@@ -254,14 +255,18 @@ class LocalWorkers:
 
     def __init__(self, workers: Sequence[Worker], sizes: BatchSizes) -> None:
         self.workers = tuple(workers)
-        self._sizes = sizes
+        self.sizes = sizes
         self._links = [DeviceLink(worker.stage.part.group) for worker in self.workers]
         self._to_do: deque[LocalIteration] = deque()
 
+    def use(self, sizes: BatchSizes) -> None:
+        """Lay out the next iterations in these sizes, whose programs are compiled. On any thread."""
+        self.sizes = sizes
+
     def issue(self, message: ControlMessage, words: MakeWords) -> LocalIteration:
         """engine_master.Workers."""
-        iteration = LocalIteration(message, self._sizes.lay_out(message), words, self._go_on)
-        iteration.encoder_flat = self._sizes.lay_out_encoder(message)
+        iteration = LocalIteration(message, self.sizes.lay_out(message), words, self._go_on)
+        iteration.encoder_flat = self.sizes.lay_out_encoder(message)
         self._to_do.append(iteration)
         self._go_on()
         return iteration

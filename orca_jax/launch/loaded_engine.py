@@ -10,6 +10,7 @@ from orca_jax.checkpoint.load import FoundModel
 from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
 from orca_jax.execution.programs import OnProgram
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch.host_allocator import keep_large_buffers
 from orca_jax.launch.local_engine import build_engine, chosen_sizes
@@ -55,8 +56,10 @@ def loaded_engine(
         buckets=buckets,
         attention=config.attention,
         compile_ahead=config.compiling.compile_ahead,
+        ready_early=_may_be_ready_early(config, model) and devices[0].platform == "cpu",
         on_program=on_program,
     )
+    later = built.later
     return BuiltEngine(
         engine=built.engine,
         kv=built.kv,
@@ -69,13 +72,22 @@ def loaded_engine(
         ),
         model=model,
         serving=serving,
-        buckets=buckets,
+        buckets=built.workers.sizes.buckets,
         dtype=dtype,
         device=device_name(devices[0]),
         stages=split_summary(model.n_layers, config.parallel),
         attention=built.attention,
-        close=_nothing_to_close,
+        compile_later=None if later is None else later.start,
+        close=_nothing_to_close if later is None else later.close,
     )
+
+
+def _may_be_ready_early(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether another bucket may serve meanwhile: not where each batch has its own, nor on a GPU.
+
+    There XLA would try out kernels in the memory that is left, beside iterations that disturb its clock.
+    """
+    return config.compiling.ready_early and not config.sizes.deterministic and model.encoder is None
 
 
 def _nothing_to_close() -> None:

@@ -13,6 +13,7 @@ from orca_jax.execution.programs import OnProgram, compile_all
 from orca_jax.execution.worker import LocalWorkers, Worker, all_programs
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes
+from orca_jax.launch.later_programs import LaterPrograms, first_buckets
 from orca_jax.model.gpt import Parameters
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
 from orca_jax.scheduling.kv_manager import KVManager
@@ -55,12 +56,15 @@ def chosen_sizes(
 
 
 class LocalEngine(NamedTuple):
-    """An engine, the K/V manager of its caches, a description of its attention, and its workers."""
+    """An engine, the K/V manager of its caches, a description of its attention, its workers, and the programs
+    that they do not need to begin.
+    """
 
     engine: EngineMaster
     kv: KVManager
     attention: str
     workers: LocalWorkers
+    later: LaterPrograms | None = None
 
 
 def build_engine(
@@ -73,6 +77,7 @@ def build_engine(
     attention: Attention | None = None,
     workers: Sequence[Worker] | None = None,
     compile_ahead: bool = False,
+    ready_early: bool = False,
     on_program: OnProgram | None = None,
 ) -> LocalEngine:
     """Build an engine with a worker for each of `parts` and its `parameters`. Raises ConfigError.
@@ -80,7 +85,8 @@ def build_engine(
     `buckets`, ascending, replace the default buckets of `serving`. `attention` is passed to the workers.
     `workers` of the same model, parts and sizes may be reused once no engine uses them: they keep their
     compiled programs and their attention. With `compile_ahead` every program is compiled now and reported to
-    `on_program`; otherwise each is compiled on first use.
+    `on_program`; otherwise each is compiled on first use. With `ready_early` as well, the programs of a few
+    buckets are compiled now, and those of the others once the result's `later` is started.
     """
     n_workers = len(parts)
     shape = engine_shape(model, serving, n_workers=n_workers)
@@ -98,11 +104,14 @@ def build_engine(
             )
             for part, own in zip(parts, parameters, strict=True)
         ]
-    sizes = BatchSizes(shape, shape.buckets if buckets is None else tuple(buckets))
+    buckets = shape.buckets if buckets is None else tuple(buckets)
+    ready_early &= compile_ahead
+    sizes = BatchSizes(shape, first_buckets(buckets, shape.max_rows) if ready_early else buckets)
     if compile_ahead:
         compile_all(all_programs(workers, sizes), on_program)
         for worker in workers:
             worker.renew()
     local = LocalWorkers(workers, sizes)
     engine = EngineMaster(local, kv, vocab_size=model.vocab_size, n_workers=n_workers)
-    return LocalEngine(engine, kv, workers[0].description, local)
+    later = LaterPrograms(local, shape, buckets) if ready_early else None
+    return LocalEngine(engine, kv, workers[0].description, local, later)

@@ -147,6 +147,10 @@ class Timeline:
         self.n_arrived += 1
         self._live[request.arrival] = RequestRecord(request.request_id, request.n_input, self._clock())
 
+    def use_buckets(self, sizes: Sequence[int]) -> None:
+        """From now on batches are padded to these sizes, ascending."""
+        self._bucket_sizes = sizes
+
     def issued(self, rows: Sequence[Row]) -> IterationRecord:
         """Record an iteration, before the scheduler updates its requests' state for it."""
         now = self._clock()

@@ -145,6 +145,11 @@ class CompileOptions:
     compile_ahead: Annotated[
         bool, "compile every program before /ready succeeds; otherwise each on first use"
     ] = True
+    ready_early: Annotated[
+        bool,
+        "on a CPU: let /ready succeed when programs that every batch fits in are compiled; the rest, which "
+        "save padding, are compiled while serving",
+    ] = True
     on_compile: OnCompileFlag = "warn"
 
 

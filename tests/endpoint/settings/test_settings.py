@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "record": (Path("a.jsonl"), Path("/b"), Path("c d"), None),
     "record_bytes": (1 << 16, 1 << 17, 1 << 18, 1 << 19),
     "compile_ahead": (False, True, False, True),
+    "ready_early": (False, True, False, True),
     "on_compile": ("error", "warn", "error", "warn"),
     "host": ("0.0.0.0", "::1", "localhost", "10.1.2.3"),
     "port": (0, 1111, 2222, 3333),

@@ -1,0 +1,153 @@
+"""A server is ready with the programs of a few buckets, and compiles the others while it serves."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orca_jax import LLM, SamplingParams
+from orca_jax.config import EngineConfig
+from orca_jax.execution.programs import Program
+from orca_jax.launch import later_programs
+from orca_jax.launch.later_programs import first_buckets
+
+SOON = 60.0
+SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 512, "max_batch_tokens": 64, "seed": 1}
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "max_rows", "first"),
+    [
+        ((1, 8, 16, 32, 64, 256, 512, 2048), 32, (32, 256, 2048)),
+        ((1, 8, 16), 4, (8, 16)),
+        ((1, 8, 16), 100, (16,)),
+        ((1, 8, 64, 512, 4096), 1, (1, 8, 64, 512, 4096)),
+    ],
+)
+def test_the_first_buckets(buckets: tuple[int, ...], max_rows: int, first: tuple[int, ...]) -> None:
+    assert first_buckets(buckets, max_rows) == first
+
+
+@given(st.sets(st.integers(1, 10_000), min_size=1), st.integers(1, 300))
+def test_the_first_buckets_hold_every_batch(sizes: set[int], max_rows: int) -> None:
+    buckets = tuple(sorted(sizes))
+    first = first_buckets(buckets, max_rows)
+    assert set(first) <= sizes and list(first) == sorted(first) and first[-1] == buckets[-1]
+    assert len(first) <= 7
+    assert all(size < max_rows for size in sizes if size < min(first))
+
+
+def llm_in(folder: Path, **changes: Any) -> LLM:
+    return LLM.from_config(EngineConfig.of(**{**SIZES, **changes}, compile_ahead=True, compile_cache=folder))
+
+
+class Gate:
+    """Lets the later programs compile one at a time, each when `next` is called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._may, self.compiled = threading.Semaphore(0), 0
+        compile_now = Program.compile
+
+        def when_let(program: Program, *shapes: Any, **static: Any) -> None:
+            if threading.current_thread().name == "compile later":
+                assert self._may.acquire(timeout=SOON)
+                self.compiled += 1
+            compile_now(program, *shapes, **static)
+
+        monkeypatch.setattr(Program, "compile", when_let)
+
+    def open(self) -> None:
+        self._may.release(100_000)
+
+
+def later_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "compile later"]
+
+
+def buckets_of(llm: LLM) -> set[int]:
+    return {record.bucket for record in llm.service.timeline.iterations}
+
+
+def test_it_serves_in_the_first_buckets_and_then_in_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with llm_in(tmp_path / "all") as llm:
+        expected = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
+        all_buckets = buckets_of(llm)
+    assert 48 in all_buckets  # for the longer prompt
+    gate = Gate(monkeypatch)
+    with llm_in(tmp_path / "early", ready_early=True) as llm:
+        early = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
+        assert [result.token_ids for result in early] == [result.token_ids for result in expected]
+        assert buckets_of(llm) <= {8, 64}
+        before = llm.compiles.programs
+        gate.open()
+        (thread,) = later_threads()
+        for wait in (1.0, SOON):  # in the midst of it, and at its end
+            thread.join(wait)
+            later = llm.generate([[5, 6, 7], list(range(40))], GREEDY)
+            assert [result.token_ids for result in later] == [result.token_ids for result in expected]
+        llm.generate([list(range(100, 140))], GREEDY)  # nothing of it is in the prefix cache
+        assert not thread.is_alive() and 40 in buckets_of(llm)
+        assert llm.compiles.programs > before and gate.compiled
+
+
+def test_nothing_compiles_while_a_request_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With on_compile=error any program that is missing on the scheduler's thread would end the engine."""
+    gate = Gate(monkeypatch)
+    gate.open()
+    with llm_in(tmp_path, ready_early=True, on_compile="error") as llm:
+        for _ in range(3):
+            prompts = [list(range(n)) for n in range(1, 60, 3)]
+            params = [
+                SamplingParams(
+                    max_tokens=3, temperature=1.0, top_k=i % 3, logprobs=i % 2 or None, ignore_eos=True
+                )
+                for i in range(len(prompts))
+            ]
+            llm.generate(prompts, params)
+
+
+def test_closing_stops_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    llm = llm_in(tmp_path, ready_early=True)
+    (thread,) = later_threads()
+    opened = threading.Timer(0.5, gate.open)
+    opened.start()
+    llm.close()
+    opened.join()
+    assert not thread.is_alive() and gate.compiled <= 1
+
+
+def test_a_program_that_cannot_be_compiled_leaves_the_others_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_now = Program.compile
+
+    def fails(program: Program, *shapes: Any, **static: Any) -> None:
+        if threading.current_thread().name == "compile later":
+            raise RuntimeError("no room for it")
+        compile_now(program, *shapes, **static)
+
+    monkeypatch.setattr(Program, "compile", fails)
+    with llm_in(tmp_path, ready_early=True) as llm:
+        for each in later_threads():
+            each.join(SOON)
+        assert len(llm.generate([[1, 2]], GREEDY)[0].token_ids) == 6
+        assert buckets_of(llm) == {8}
+    assert "no room for it" in caplog.text and later_programs.LOGGER.name in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ready_early": False}, {"ready_early": True, "deterministic": True, "max_batch_tokens": 512}]
+)
+def test_a_deterministic_engine_waits_for_all(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with llm_in(tmp_path, **changes) as llm:
+        assert not later_threads()
+        n_programs = llm.compiles.programs
+        llm.generate([[1, 2, 3]], GREEDY)
+        assert llm.compiles.programs == n_programs
