@@ -8,7 +8,7 @@ import sys
 
 import uvloop
 
-from server.commands import banner
+from server.commands import banner, replicas
 from server.commands.endpoints import Endpoints
 from server.commands.notes import Notes
 from server.commands.served import load_served
@@ -22,6 +22,8 @@ from server.settings.serve_settings import ServeSettings, serve_settings
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0 after a drain, even if requests had to be ended."""
     settings = serve_settings(args, os.environ)
+    if settings.pipeline.replicas is not None:
+        replicas.run(args)
     notes = Notes()
     for note in settings.notes:
         notes(note)

@@ -4,13 +4,20 @@ import os
 from typing import Any
 
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from server.ray.door import Door
 from server.ray.replica import EngineReplica
-from server.ray.settings import ray_settings
+from server.ray.scaling import LoadPolicy
+from server.ray.settings import ReplicaOptions, ray_settings
+from server.settings.serve_settings import ServeSettings
 
 _MOST_AT_DOOR = 4096  # requests at once; an engine's own queue is bounded by max_queue
-_HEALTH_SECONDS = 5.0
+_HEALTH_SECONDS = 2.0  # between two questions; after the third bad answer the replica is replaced
+_HUNG_SECONDS = 15.0  # without an answer, which is then a bad one
+CLOSE_SECONDS = 15.0  # beyond drain_timeout: for the engine to close
+_LOOK_SECONDS = 0.5  # how often a replica that is to stop looks whether requests still run
+_LOGGING = {"enable_access_log": False}  # the endpoint writes its own, and Ray's costs time
 ENGINE, DOOR = "orca-engine", "orca-door"
 
 
@@ -20,23 +27,53 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     `args` are the keys of `orca serve --config` but those of its listener, and the fields of ReplicaOptions.
     Raises UsageError or ConfigError.
     """
-    settings, replicas = ray_settings(args, os.environ)
+    return application(*ray_settings(args, os.environ))
+
+
+def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Application:
+    """The application of these settings. Raises ConfigError."""
     settings.engine_config()  # a mistake in it is better found here than by each replica
+    seconds = settings.endpoint.drain_timeout
+    scaling = _scaling(replicas)
     engine = serve.deployment(
         name=ENGINE,
-        num_replicas=replicas.num_replicas,
+        num_replicas=replicas.num_replicas if scaling is None else None,
+        autoscaling_config=scaling,
         # An engine answers 429 itself when its queue is full.
         max_ongoing_requests=_MOST_AT_DOOR,
         ray_actor_options={"num_cpus": replicas.cpus_per_replica},
-        graceful_shutdown_timeout_s=settings.endpoint.drain_timeout,
+        graceful_shutdown_timeout_s=seconds + CLOSE_SECONDS,
+        graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS,
-        health_check_timeout_s=3 * _HEALTH_SECONDS,
+        health_check_timeout_s=_HUNG_SECONDS,
+        logging_config=_LOGGING,
     )(EngineReplica)
     door = serve.deployment(
         name=DOOR,
         num_replicas=replicas.doors,
         max_ongoing_requests=_MOST_AT_DOOR,
+        max_queued_requests=_MOST_AT_DOOR,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.endpoint.drain_timeout,
+        graceful_shutdown_timeout_s=seconds + CLOSE_SECONDS,
+        graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
+        logging_config=_LOGGING,
     )(Door)
     return door.bind(engine.bind(settings), settings.endpoint)
+
+
+def _scaling(replicas: ReplicaOptions) -> AutoscalingConfig | None:
+    """By the engines' own load; None: the number of engines is fixed."""
+    low, high = replicas.min_replicas, replicas.max_replicas
+    if low is None or high is None:
+        return None
+    return AutoscalingConfig(
+        min_replicas=low,
+        max_replicas=high,
+        initial_replicas=min(max(replicas.num_replicas, low), high),
+        upscale_delay_s=replicas.upscale_delay,
+        downscale_delay_s=replicas.downscale_delay,
+        look_back_period_s=replicas.load_window,
+        policy=AutoscalingPolicy(
+            policy_function=LoadPolicy, policy_kwargs={"target_load": replicas.target_load}
+        ),
+    )

@@ -1,34 +1,63 @@
 """The application's ingress: it takes HTTP requests, and passes each to one of the engines."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from typing import Any
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Message
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 
-from server.http.bodies.errors import status_response
+from server.gateway.gateway import Phase
+from server.http.bodies.errors import NOT_READY_SECONDS, status_response
 from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
+from server.ray.door_metrics import DoorMetrics
+from server.ray.merged_metrics import merged
+from server.ray.relay import Relay
 from server.settings.options import EndpointOptions
+
+_ALL_SECONDS = 5.0  # for all engines to answer a door's own question
+_SPARE_SECONDS = 30.0  # after request_timeout, at which the engine itself ends a request
+_CLIENT_LEFT = 499
 
 
 class Door:
-    """Reads a whole request, chooses an engine by it, and passes the engine's response on as it comes."""
+    """Reads a whole request, chooses an engine by it, and passes the engine's response on as it comes.
+
+    `/health`, `/ready` and `/metrics` are about all engines, and answered here.
+    """
 
     def __init__(self, engine: DeploymentHandle, options: EndpointOptions) -> None:
-        self._engine = engine.options(stream=True).call
+        self._engine = engine
+        self._call = engine.options(stream=True).call
         self._options = options
+        self._metrics = DoorMetrics()
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._asking = dict[str, asyncio.Task[list[Any]]]()
 
     async def __call__(self, request: Request) -> Response:
+        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._page}.get(request.url.path)
+        if own is not None and request.method in ("GET", "HEAD"):
+            return await own()
         options, scope = self._options, request.scope
+        self._metrics.began()
         try:
             body = await read_body(
                 scope, request.receive, max_bytes=options.max_body_bytes, seconds=options.body_timeout
             )
         except HTTPException as error:
-            return status_response(error.status_code, error.detail)
+            self._metrics.ended(error.status_code)
+            return status_response(error.status_code, error.detail, error.headers)
+        except (ClientDisconnect, asyncio.CancelledError) as error:
+            self._metrics.ended(_CLIENT_LEFT)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return Response(status_code=_CLIENT_LEFT)
         call = HttpCall(
             method=scope["method"],
             path=scope["path"],
@@ -37,21 +66,44 @@ class Door:
             client=scope.get("client"),
             body=body,
         )
-        stream = self._engine.remote(call)
+        stream = self._call.remote(call)
         assert isinstance(stream, DeploymentResponseGenerator)
-        first, *rest = await anext(aiter(stream))
-        response = StreamingResponse(_bodies(rest, stream), first["status"])
-        response.raw_headers = first["headers"]
-        return response
+        return Relay(stream, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended)
 
+    async def _health(self) -> Response:
+        return JSONResponse({"status": "ok"})
 
-async def _bodies(
-    first: list[Message], stream: DeploymentResponseGenerator[list[Message]]
-) -> AsyncIterator[bytes]:
-    """The response's body as it comes; if its client leaves, so does the engine's request."""
-    try:
-        yield b"".join(message.get("body", b"") for message in first)
-        async for messages in stream:
-            yield b"".join(message.get("body", b"") for message in messages)
-    finally:
-        stream.cancel()
+    async def _ready(self) -> Response:
+        """200 if requests run at once on at least one engine; the body has the phase of each."""
+        engines = dict[str, Phase](sorted(await self._ask_all("state")))
+        if Phase.READY in engines.values():
+            return JSONResponse({"status": Phase.READY, "engines": engines})
+        reason = "no engine is ready"
+        body = {"status": Phase.LOADING, "reason": reason, "engines": engines}
+        return JSONResponse(body, 503, {"Retry-After": str(NOT_READY_SECONDS)})
+
+    async def _page(self) -> Response:
+        pages = dict[str, str](sorted(await self._ask_all("metrics_page")))
+        own = {self._name: self._metrics.page(len(pages))}
+        text = await asyncio.to_thread(merged, own | pages)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    async def _ask_all(self, method: str) -> list[Any]:
+        """What every engine answers; nothing of those that are gone, or of all if one is too slow.
+
+        Concurrent callers share one question, because anyone may ask without a key.
+        """
+        asking = self._asking.get(method)
+        if asking is None:
+            asking = self._asking[method] = asyncio.create_task(self._answers(method))
+            asking.add_done_callback(lambda _: self._asking.pop(method))
+        return await asyncio.shield(asking)
+
+    async def _answers(self, method: str) -> list[Any]:
+        try:
+            answers = await self._engine.broadcast(method).results_async(
+                timeout_s=_ALL_SECONDS, return_exceptions=True
+            )
+        except (TimeoutError, RayError, RayServeException):  # the last: there is no engine
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]

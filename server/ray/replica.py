@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
+from ray import serve
 from starlette.types import Message
 
 from orca_jax.errors import EngineError
@@ -13,8 +14,10 @@ from server.commands.served import load_served
 from server.gateway.gateway import Gateway, Phase
 from server.http.app import create_app
 from server.metrics.access_log import configure_access_log
+from server.metrics.engine_load import batch_load, engine_load
 from server.metrics.metrics import Metrics
 from server.ray.asgi_call import HttpCall, responses
+from server.ray.scaling import LOAD
 from server.settings.serve_settings import ServeSettings
 
 
@@ -29,25 +32,39 @@ class EngineReplica:
         configure_access_log(settings.endpoint.access_log)
         logging.getLogger("orca").setLevel(logging.INFO)
         options = settings.endpoint
-        self._drain_seconds = options.drain_timeout
+        self._name = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(request_timeout=options.request_timeout)
-        metrics = Metrics(self._gateway)
+        self._metrics = Metrics(self._gateway)
         self._app = create_app(
             self._gateway,
             options,
             api_keys=settings.api_keys,
             admin_keys=settings.admin_keys,
-            metrics=metrics,
+            metrics=self._metrics,
         )
         self._llm, model = await asyncio.to_thread(load_served, settings, Notes())
-        metrics.attach(model)
+        self._metrics.attach(model)
+        self._service = model.service
         self._gateway.open(model)
         self._watch = asyncio.create_task(self._gateway.watch(), name="gateway")
 
     async def call(self, request: HttpCall) -> AsyncGenerator[list[Message], None]:
         """The response to one request, as lists of ASGI messages. For a door's handle with `stream=True`."""
-        async for messages in responses(self._app, request):
-            yield messages
+        async with aclosing(responses(self._app, request)) as parts:  # a client that leaves ends it at once
+            async for messages in parts:
+                yield messages
+
+    async def state(self) -> tuple[str, Phase]:
+        """The replica's name, and the engine's phase."""
+        return self._name, self._gateway.phase
+
+    async def metrics_page(self) -> tuple[str, str]:
+        """The replica's name, and its metrics in Prometheus's text format."""
+        return self._name, (await self._metrics.scrape()).decode()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray calls this regularly, where replicas scale: the fullest of what may run out."""
+        return {LOAD: max(engine_load(self._service), batch_load(self._service))}
 
     async def check_health(self) -> None:
         """Ray calls this regularly. Raises EngineError once the engine has failed for good."""

@@ -1,7 +1,7 @@
 """The arguments of the application: the keys of `orca serve --config`, and how many engines there are."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +14,7 @@ from server.settings.serve_settings import ServeSettings, serve_settings
 from server.settings.settings_file import did_you_mean
 
 Router = Literal["prefix", "ray"]
+_SHORTEST_WINDOW, _LONGEST = 10.0, 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,9 @@ class ReplicaOptions:
     target_load: Annotated[float, "the load of each engine that scaling aims at: a fraction of its slots"] = (
         0.7
     )
+    upscale_delay: Annotated[float, "seconds that the load must ask for more engines"] = 10.0
+    downscale_delay: Annotated[float, "seconds that the load must ask for fewer engines"] = 300.0
+    load_window: Annotated[float, "seconds over which the load is averaged"] = 30.0
     router: Annotated[Router, "prefix: send a prompt where its beginning is cached; ray: Ray's own"] = (
         "prefix"
     )
@@ -45,6 +49,16 @@ class ReplicaOptions:
             )
         if not 0 < self.target_load <= 1:
             raise ConfigError(f"target_load is {self.target_load:g}; it must be above 0 and at most 1")
+        for name in ("upscale_delay", "downscale_delay"):
+            if not 0 <= getattr(self, name) <= _LONGEST:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name):g}; it must be from 0 to {_LONGEST:g} seconds"
+                )
+        if not _SHORTEST_WINDOW < self.load_window <= _LONGEST:
+            raise ConfigError(
+                f"load_window is {self.load_window:g}; it must be above {_SHORTEST_WINDOW:g} seconds, since "
+                f"Ray collects loads that often, and at most {_LONGEST:g}"
+            )
         if not self.cpus_per_replica >= 0:
             raise ConfigError(f"cpus_per_replica is {self.cpus_per_replica:g}; it must not be negative")
 
@@ -59,8 +73,9 @@ _LISTENER = frozenset(
     ("host", "port", "grpc_port", "ssl_certfile", "ssl_keyfile", "max_connections", "header_timeout")
     + ("max_connections_per_address", "max_header_bytes", "keep_alive_timeout", "max_watch_streams")
 )
+_OPTION_OF_LISTENER = {option.name: option for option in SERVE_OPTIONS if option.name in _LISTENER}
 _OPTIONS: dict[str, Option] = {
-    **{option.name: option for option in SERVE_OPTIONS if option.name not in _LISTENER},
+    **{option.name: option for option in SERVE_OPTIONS if option.name not in (*_LISTENER, "replicas")},
     **_REPLICAS,
 }
 
@@ -82,11 +97,48 @@ def ray_settings(args: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[S
         values[name] = _value(option, value)
     replicas = ReplicaOptions(**{name: values.pop(name) for name in _REPLICAS if name in values})
     settings = serve_settings(argparse.Namespace(**values), environ)
-    if (
-        settings.model is not None and Path(settings.model).is_dir()
-    ):  # a replica has another working directory
-        settings = replace(settings, model=str(Path(settings.model).resolve()))
-    return settings, replicas
+    if settings.pipeline.replicas is not None:
+        raise ConfigError("replicas is a setting of `orca serve`; give num_replicas to this application")
+    return for_replicas(settings, replicas), replicas
+
+
+def for_replicas(
+    settings: ServeSettings, replicas: ReplicaOptions, listener: Iterable[str] = ()
+) -> ServeSettings:
+    """The settings as the replicas need them: they run in other working directories, maybe elsewhere.
+
+    Raises ConfigError for settings, of whatever source, that several engines cannot have, or that would have
+    no effect; those named in `listener` are applied by the caller.
+    """
+    endpoint, engine = settings.endpoint, settings.engine
+    for name in sorted(_LISTENER.difference(listener)):
+        value = getattr(endpoint, name)
+        if value not in (None, _OPTION_OF_LISTENER[name].default):  # none: there is no gRPC, as it says
+            raise ConfigError(f"{name} has no effect under Ray Serve, whose proxy listens; leave it out")
+    if settings.admin_keys.required:
+        raise ConfigError(
+            "there are admin keys, but a request to /admin would reach one engine only; leave them out"
+        )
+    if engine.record is not None:
+        raise ConfigError("record is one file, and each engine would write it; leave it out")
+    if settings.pipeline.workers is not None and (replicas.num_replicas > 1 or replicas.scales):
+        raise ConfigError("workers are those of one engine; leave workers out, or have one replica")
+    chat_template = endpoint.chat_template
+    return replace(
+        settings,
+        model=_absolute(settings.model),
+        engine=replace(
+            engine,
+            generation_config=_absolute(engine.generation_config) or "",
+            compile_cache=_absolute(engine.compile_cache),
+        ),
+        endpoint=replace(endpoint, chat_template=None if chat_template is None else chat_template.resolve()),
+    )
+
+
+def _absolute(name: str | None) -> str | None:
+    """The path of a folder here; any other text as it is."""
+    return str(Path(name).resolve()) if name is not None and Path(name).is_dir() else name
 
 
 def _value(option: Option, value: Any) -> Any:

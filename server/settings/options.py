@@ -155,7 +155,7 @@ class CompileOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """Where the pipeline stages run, and the timeouts of their workers. See engine.py."""
+    """Where engines and their pipeline stages run, and the timeouts of workers. See engine.py."""
 
     workers: Annotated[
         str | None,
@@ -184,6 +184,11 @@ class PipelineOptions:
         int, "lost workers tolerated within --restart-window; one more stops the server"
     ] = _RESTARTS.restarts
     restart_window: Annotated[float, "seconds over which --max-restarts counts"] = _RESTARTS.seconds
+    replicas: Annotated[
+        int | None,
+        "number of engines behind one address, each in a process of Ray's; needs pip install 'orca_jax[ray]' "
+        "(default: one, in this process)",
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,7 +82,7 @@ MAX_ROOMS = 25
 ENDPOINTS = ("server.http", "server.rpc")
 PUTS_TOGETHER = {
     *("server.commands.endpoints", "server.commands.banner", "server.commands.serve", "server.cli"),
-    *("server.ray.app", "server.ray.door", "server.ray.replica"),
+    *("server.ray.app", "server.ray.door", "server.ray.relay", "server.ray.replica", "server.ray.launch"),
 }
 
 MAX_LINES = 400

@@ -29,7 +29,7 @@ SOON = 60.0
 SMALL: dict[str, Any] = {
     "max_batch_size": 8,
     "n_slots": 4096,
-    "max_batch_tokens": 128,
+    "max_batch_tokens": 32,
     "compile_ahead": False,
     "access_log": "off",
 }

@@ -82,6 +82,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ready_timeout": (1.0, 2.5, 1e-3, 1e7),
     "max_restarts": (0, 1, 2, 3),
     "restart_window": (1.0, 2.5, 1e-3, 1e7),
+    "replicas": (1, 2, 3, None),
 }
 
 

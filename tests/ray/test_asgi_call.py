@@ -1,0 +1,160 @@
+"""One HTTP request run on an ASGI application, message by message."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.ray import asgi_call
+from server.ray.asgi_call import HttpCall, responses
+
+CALL = HttpCall(
+    method="POST", path="/a b", query=b"x=1", headers=[(b"k", b"v")], client=("::1", 5), body=b"body"
+)
+START: Message = {"type": "http.response.start", "status": 200, "headers": []}
+
+
+def body(data: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(bounded())
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    message = await receive()
+    assert message["type"] == "http.request" and not message["more_body"]
+    await send(START)
+    await send(body(f"{scope['method']} {scope['path']} ".encode(), more=True))
+    await send(body(message["body"], more=False))
+
+
+def test_it_runs_the_whole_request() -> None:
+    async def test() -> None:
+        messages = [message for part in [p async for p in responses(echo, CALL)] for message in part]
+        assert messages == [START, body(b"POST /a b ", more=True), body(b"body", more=False)]
+
+    run(test)
+
+
+def test_what_is_ready_comes_before_the_rest_is_made() -> None:
+    async def test() -> None:
+        go = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send(START)
+            await send(body(b"first", more=True))
+            await go.wait()
+            await send(body(b"last", more=False))
+
+        parts = responses(app, CALL)
+        assert await anext(parts) == [START, body(b"first", more=True)]
+        go.set()
+        assert [part async for part in parts] == [[body(b"last", more=False)]]
+
+    run(test)
+
+
+def endless(ends: list[str]) -> ASGIApp:
+    """It ends once it hears that its client has left."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send(START)
+        await send(body(b"x", more=True))
+        ends.append((await receive())["type"])
+
+    return app
+
+
+def test_the_application_learns_at_once_that_its_reader_has_left() -> None:
+    async def test() -> None:
+        ends = list[str]()
+        async with aclosing(responses(endless(ends), CALL)) as parts:
+            await anext(parts)
+        assert ends == ["http.disconnect"]
+
+    run(test)
+
+
+def test_a_cancelled_reader_has_left_too() -> None:
+    async def test() -> None:
+        ends = list[str]()
+
+        async def read() -> None:
+            async for _ in responses(endless(ends), CALL):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ends == ["http.disconnect"]
+
+    run(test)
+
+
+def test_an_application_that_ignores_it_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi_call, "_GRACE_SECONDS", 0.05)
+
+    async def test() -> None:
+        cancelled = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send(START)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with aclosing(responses(app, CALL)) as parts:
+            await anext(parts)
+        assert cancelled.is_set()
+
+    run(test)
+
+
+def test_an_error_comes_after_what_was_sent_before_it() -> None:
+    async def test() -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await send(START)
+            raise RuntimeError("broken")
+
+        parts = responses(app, CALL)
+        assert await anext(parts) == [START]
+        with pytest.raises(RuntimeError, match="broken"):
+            await anext(parts)
+
+    run(test)
+
+
+def test_a_slow_reader_holds_the_application_back() -> None:
+    async def test() -> None:
+        chunk, n_sent = b"x" * 300_000, 0
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal n_sent
+            await send(START)
+            for _ in range(20):
+                await send(body(chunk, more=True))
+                n_sent += 1
+            await send(body(b"", more=False))
+
+        parts = responses(app, CALL)
+        n_read = len(await anext(parts)) - 1
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert n_sent - n_read <= 4  # a MiB and the message that passed it
+        async for part in parts:
+            n_read += len(part)
+        assert n_read == 21 and n_sent == 20
+
+    run(test)
