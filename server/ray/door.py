@@ -41,10 +41,11 @@ class Door:
         self._asking = dict[str, asyncio.Task[list[Any]]]()
 
     async def __call__(self, request: Request) -> Response:
-        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._page}.get(request.url.path)
+        options, scope = self._options, request.scope
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # the application's route_prefix
+        own = {"/health": self._health, "/ready": self._ready, "/metrics": self._page}.get(path)
         if own is not None and request.method in ("GET", "HEAD"):
             return await own()
-        options, scope = self._options, request.scope
         self._metrics.began()
         try:
             body = await read_body(
@@ -60,7 +61,7 @@ class Door:
             return Response(status_code=_CLIENT_LEFT)
         call = HttpCall(
             method=scope["method"],
-            path=scope["path"],
+            path=path,
             query=scope["query_string"],
             headers=list(scope["headers"]),
             client=scope.get("client"),

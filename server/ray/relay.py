@@ -53,8 +53,9 @@ class Relay(Response):
                 raise EngineError("the engine ended the response too early; send the request again")
         except (OrcaError, RayError, RayServeException) as error:
             if not self._complete:  # otherwise the client has all of it
-                lost = True
-                await self._end(_meaning(error), scope, receive, send)
+                meaning = _meaning(error)
+                lost = isinstance(meaning, EngineError)
+                await self._end(meaning, scope, receive, send)
         finally:
             if not ended:
                 self._stream.cancel()
