@@ -4,17 +4,20 @@ import os
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
+from orca_jax.config import EngineConfig
 from server.ray.door import Door
+from server.ray.prefix_router import PrefixRouter
 from server.ray.replica import EngineReplica
 from server.ray.scaling import LoadPolicy
-from server.ray.settings import ReplicaOptions, ray_settings
+from server.ray.settings import ReplicaOptions, Router, ray_settings
 from server.settings.serve_settings import ServeSettings
 
 _MOST_AT_DOOR = 4096  # requests at once; an engine's own queue is bounded by max_queue
 _HEALTH_SECONDS = 2.0  # between two questions; after the third bad answer the replica is replaced
 _HUNG_SECONDS = 15.0  # without an answer, which is then a bad one
+_LOAD_SECONDS = 1.0  # between an engine's words to the routers about its load
 CLOSE_SECONDS = 15.0  # beyond drain_timeout: for the engine to close
 _LOOK_SECONDS = 0.5  # how often a replica that is to stop looks whether requests still run
 _LOGGING = {"enable_access_log": False}  # the endpoint writes its own, and Ray's costs time
@@ -47,6 +50,7 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
         health_check_period_s=_HEALTH_SECONDS,
         health_check_timeout_s=_HUNG_SECONDS,
         logging_config=_LOGGING,
+        request_router_config=_router(replicas.router, settings.engine_config()),
     )(EngineReplica)
     door = serve.deployment(
         name=DOOR,
@@ -58,7 +62,7 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         logging_config=_LOGGING,
     )(Door)
-    return door.bind(engine.bind(settings), settings.endpoint)
+    return door.bind(engine.bind(settings), settings.endpoint, keyed=settings.api_keys.required)
 
 
 def _scaling(replicas: ReplicaOptions) -> AutoscalingConfig | None:
@@ -76,4 +80,18 @@ def _scaling(replicas: ReplicaOptions) -> AutoscalingConfig | None:
         policy=AutoscalingPolicy(
             policy_function=LoadPolicy, policy_kwargs={"target_load": replicas.target_load}
         ),
+    )
+
+
+def _router(router: Router, config: EngineConfig) -> RequestRouterConfig:
+    if router == "ray":
+        return RequestRouterConfig()
+    return RequestRouterConfig.model_validate(
+        {
+            "request_router_class": PrefixRouter,
+            "request_router_kwargs": {
+                "places": config.sizes.max_batch_size * config.parallel.pipeline_parallel
+            },
+            "request_routing_stats_period_s": _LOAD_SECONDS,
+        }
     )

@@ -1,6 +1,7 @@
 """The application's ingress: it takes HTTP requests, and passes each to one of the engines."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -12,12 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from orca_jax.errors import QueueFull
 from server.gateway.gateway import Phase
+from server.gateway.side_threads import run_for_request
 from server.http.bodies.errors import NOT_READY_SECONDS, status_response
 from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
 from server.ray.door_metrics import DoorMetrics
 from server.ray.merged_metrics import merged
+from server.ray.prefix_key import prefix_chain
 from server.ray.relay import Relay
 from server.settings.options import EndpointOptions
 
@@ -32,10 +36,12 @@ class Door:
     `/health`, `/ready` and `/metrics` are about all engines, and answered here.
     """
 
-    def __init__(self, engine: DeploymentHandle, options: EndpointOptions) -> None:
+    def __init__(self, engine: DeploymentHandle, options: EndpointOptions, *, keyed: bool) -> None:
+        """`keyed`: clients need API keys, and share no prefixes with each other."""
         self._engine = engine
         self._call = engine.options(stream=True).call
         self._options = options
+        self._keyed = keyed
         self._metrics = DoorMetrics()
         self._name = serve.get_replica_context().replica_id.unique_id
         self._asking = dict[str, asyncio.Task[list[Any]]]()
@@ -51,6 +57,7 @@ class Door:
             body = await read_body(
                 scope, request.receive, max_bytes=options.max_body_bytes, seconds=options.body_timeout
             )
+            prefix = await self._prefix(request, body)
         except HTTPException as error:
             self._metrics.ended(error.status_code)
             return status_response(error.status_code, error.detail, error.headers)
@@ -66,10 +73,20 @@ class Door:
             headers=list(scope["headers"]),
             client=scope.get("client"),
             body=body,
+            prefix=prefix,
         )
         stream = self._call.remote(call)
         assert isinstance(stream, DeploymentResponseGenerator)
         return Relay(stream, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended)
+
+    async def _prefix(self, request: Request, body: bytes) -> tuple[int, ...]:
+        tenant = request.headers.get("authorization", "").encode() if self._keyed else b""
+        try:
+            return await run_for_request(
+                len(body), partial(prefix_chain, request.scope["path"], tenant, body)
+            )
+        except QueueFull:  # any engine will do
+            return ()
 
     async def _health(self) -> Response:
         return JSONResponse({"status": "ok"})

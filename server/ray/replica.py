@@ -64,13 +64,23 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray calls this regularly, where replicas scale: the fullest of what may run out."""
-        return {LOAD: max(engine_load(self._service), batch_load(self._service))}
+        return {LOAD: self._load()}
 
     async def check_health(self) -> None:
         """Ray calls this regularly. Raises EngineError once the engine has failed for good."""
         status = self._gateway.status
         if status.phase is Phase.FAILED:
             raise EngineError(status.reason)
+
+    async def record_routing_stats(self) -> dict[str, float]:
+        """How full the engine is, for the routers; Ray calls this regularly.
+
+        In steps of 5 %, because Ray tells all routers of every change.
+        """
+        return {LOAD: round(20 * self._load()) / 20}
+
+    def _load(self) -> float:
+        return max(engine_load(self._service), batch_load(self._service))
 
     async def __del__(self) -> None:
         """Ray calls this when no request runs any more, or `drain_timeout` after the replica was to stop."""

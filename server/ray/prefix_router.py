@@ -1,0 +1,70 @@
+"""Ray Serve's router for the engines: prefix_choice.py decides, and Ray sends."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from server.ray.asgi_call import HttpCall
+from server.ray.ongoing import Ongoing
+from server.ray.prefix_choice import PrefixChoice
+from server.ray.scaling import LOAD
+
+
+class PrefixRouter(RequestRouter):
+    """Chooses an engine by the `prefix` of an HttpCall. Each door has one, with a memory of its own.
+
+    Without FIFOMixin each request goes where it was chosen to go, not where the first in line was.
+    """
+
+    def initialize_state(self, *, places: int = 32) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`places` are the requests of a full batch."""
+        self._places = places
+        self._choice = PrefixChoice()
+        self._ongoing = Ongoing()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The replicas one by one, the best first. If none accepts the request, Ray asks again later."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        chain = _prefix(pending_request)
+        order = self._choice.order(chain, {name: self._pressure(name, replicas[name]) for name in replicas})
+        self._choice.sent(chain, order[0])
+        self._ongoing.chose(pending_request.metadata.internal_request_id, order[0])
+        return [[replicas[name]] for name in order]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """A replica accepted the request: nearly always the first choice."""
+        self._choice.sent(_prefix(pending_request), replica_id.unique_id)
+        self._ongoing.arrived(pending_request.metadata.internal_request_id, replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """The request has ended, well or not."""
+        self._ongoing.ended(internal_request_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Replicas have come or gone, or have told a new load."""
+        super().update_replicas(replicas)
+        self._keep(replica.replica_id for replica in replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A replica's process is gone."""
+        super().on_replica_actor_died(replica_id)
+        self._keep(self.curr_replicas)
+
+    def _keep(self, replica_ids: Iterable[ReplicaID]) -> None:
+        self._choice.keep({replica_id.unique_id for replica_id in replica_ids})
+
+    def _pressure(self, name: str, replica: RunningReplica) -> float:
+        """How full a replica is. Its own word is late, but has the requests of all doors."""
+        told: dict[str, Any] = replica.routing_stats
+        return max(self._ongoing.count(name) / self._places, told.get(LOAD, 0.0))
+
+
+def _prefix(request: PendingRequest) -> tuple[int, ...]:
+    call = request.args[0] if request.args else None
+    return call.prefix if isinstance(call, HttpCall) else ()

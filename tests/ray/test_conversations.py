@@ -1,0 +1,48 @@
+"""Conversations over three replicas: each turn finds the turns before it in the cache of one engine."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletionMessageParam
+
+from tests.ray.conftest import Serve, Served
+
+N_TURNS = 8
+BLOCK = 16  # tokens
+# At the end of a prompt the tokenizer may join what was the end with what follows.
+_JOINED = 4
+
+
+@pytest.fixture(scope="module")
+def served(run_app: Serve) -> Served:
+    return run_app(num_replicas=3)
+
+
+def converse(client: openai.OpenAI, name: str) -> list[tuple[int, int]]:
+    """Of each turn, the prompt's tokens, and how many of them were cached."""
+    messages = list[ChatCompletionMessageParam]()
+    turns = list[tuple[int, int]]()
+    for turn in range(N_TURNS):
+        text = f"{name} said, in the year {turn} of the king, that the children of the city should go out"
+        messages.append({"role": "user", "content": text})
+        reply = client.chat.completions.create(
+            model="demo", messages=messages, max_tokens=16, temperature=0, extra_body={"ignore_eos": True}
+        )
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
+        usage = reply.usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        turns.append((usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0))
+    return turns
+
+
+@pytest.mark.long
+def test_each_turn_finds_the_one_before(served: Served) -> None:
+    names = ["Abraham", "Deborah", "Solomon", "Jeremiah", "Naomi", "Zechariah"]
+    with served.client() as client, ThreadPoolExecutor(3) as threads:
+        conversations = list(threads.map(lambda name: converse(client, name), names))
+    for turns in conversations:
+        assert turns[0][1] == 0
+        for (before, _), (_, cached) in pairwise(turns):
+            assert cached >= (before - _JOINED) // BLOCK * BLOCK, conversations
