@@ -123,7 +123,7 @@ def _join_ray(replicas: ReplicaOptions, stack: ExitStack) -> None:
 
 def _drain(seconds: float, signals: "_Signals", notes: Notes) -> None:
     notes(f"shutting down; running requests have up to {seconds:g} seconds (signal again to end them now)")
-    signals.raise_next()
+    signals.raise_next(True)
     deadline = time.monotonic() + seconds + 2 * CLOSE_SECONDS
     try:
         serve.delete(_APP, _blocking=False)
@@ -132,6 +132,7 @@ def _drain(seconds: float, signals: "_Signals", notes: Notes) -> None:
     except Stopped:
         notes("requests that still ran were ended")
     else:
+        signals.raise_next(False)  # what ends the processes is not interrupted
         notes("all requests are done")
 
 
@@ -154,9 +155,9 @@ class _Signals:
         while not self._came:
             time.sleep(_LOOK_SECONDS)
 
-    def raise_next(self) -> None:
-        """From now on a signal raises Stopped."""
-        self._raise = True
+    def raise_next(self, on: bool) -> None:
+        """Whether the next signal raises Stopped."""
+        self._raise = on
 
     def _on_signal(self, number: int, _: object) -> None:
         self._came = True

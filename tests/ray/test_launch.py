@@ -1,5 +1,6 @@
 """`orca serve --replicas N` and `serve run`, as processes: from their first line to their end."""
 
+import json
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -16,6 +18,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from bench.server.server_process import ServerProcess
+from server.ray import launch
 from server.ray.app import build_app
 from tests.places import ROOT
 from tests.ray.conftest import SMALL, SOON
@@ -59,33 +62,35 @@ def test_orca_serve_with_replicas_drains_on_sigterm_and_leaves_no_process() -> N
     until(lambda: not descendants("ray"), SOON)
 
 
-def test_a_port_in_use_is_reported_at_once() -> None:
+def test_a_port_in_use_is_reported_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        done = _orca("serve", "--replicas", "2", "--port", port)
-    assert done.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+        port = taken.getsockname()[1]
+        assert launch.main(json.dumps({"replicas": 2, "port": port})) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--replicas", "0"), "num_replicas is 0; it must be at least 1"),
-        (("--replicas", "2", "--record", "a.jsonl"), "each engine would write it"),
-        (("--replicas", "2", "--max-connections", "5"), "max_connections has no effect"),
-        (("--replicas", "two"), "--replicas: invalid int value: 'two'"),
+        ({"replicas": "0"}, "num_replicas is 0; it must be at least 1"),
+        ({"replicas": "2", "record": "a.jsonl"}, "each engine would write it"),
+        ({"replicas": "2", "max_connections": 5}, "max_connections has no effect"),
+        ({"replicas": "2", "n_slots": -1}, "n_slots"),
     ],
 )
-def test_what_replicas_cannot_have_is_a_mistake_in_one_line(flags: tuple[str, ...], message: str) -> None:
-    done = _orca("serve", *flags)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
+def test_what_replicas_cannot_have_is_a_mistake_in_one_line(
+    flags: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main(json.dumps(flags)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("orca: error: ") and said.count("\n") == 1 and message in said
 
 
-def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
+def test_without_ray_the_error_says_what_to_install() -> None:
     code = (
-        "import sys; sys.path[:] = [p for p in sys.path]; import importlib.util as u; find = u.find_spec; "
+        "import sys; import importlib.util as u; find = u.find_spec; "
         "u.find_spec = lambda name, *more: None if name == 'ray' else find(name, *more); "
         "from server.cli import main; sys.exit(main(['serve', '--replicas', '2']))"
     )
@@ -141,8 +146,3 @@ def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
         return httpx2.get(url, timeout=SOON).status_code == 200
     except httpx2.TransportError:
         return False
-
-
-def _orca(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "server.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SOON, check=False)

@@ -16,6 +16,7 @@ from tests.ray.processes import descendants
 from tests.ray.readings import metrics, n_live, until
 
 ENGINE = "ray::ServeReplica:orca:orca-engine"
+WORKER = "orca_jax.launch.worker_process"
 RESTART_SECONDS = 180.0
 N_TOKENS = 400
 
@@ -114,3 +115,18 @@ def test_engines_come_and_go_with_the_load_and_no_request_fails(run_app: Serve) 
     assert len(outcomes) > n_clients
     assert Counter(outcome.error for outcome in outcomes) == {None: len(outcomes)}
     assert {outcome.text for outcome in outcomes} == {expected}
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_that_has_failed_for_good_is_replaced(run_app: Serve) -> None:
+    served = run_app(num_replicas=1, worker_processes=True, max_restarts=0)
+    (first,) = served.get("/ready").json()["engines"]
+    os.kill(descendants(WORKER)[0], signal.SIGKILL)
+
+    def is_replaced() -> bool:
+        engines = served.get("/ready").json()["engines"]
+        return first not in engines and list(engines.values()) == ["ready"]
+
+    until(is_replaced, RESTART_SECONDS)
+    assert stream(served, "a", 8).text
+    assert len(descendants(WORKER)) == 1
