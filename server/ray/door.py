@@ -1,6 +1,7 @@
 """The application's ingress: it takes HTTP requests, and passes each to one of the engines."""
 
 import asyncio
+import logging
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from orca_jax.errors import QueueFull
+from orca_jax.errors import OrcaError, QueueFull
 from server.gateway.gateway import Phase
 from server.gateway.side_threads import run_for_request
-from server.http.bodies.errors import NOT_READY_SECONDS, status_response
+from server.http.bodies.errors import NOT_READY_SECONDS, error_response, status_response
 from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
 from server.ray.door_metrics import DoorMetrics
@@ -25,6 +26,7 @@ from server.ray.prefix_key import prefix_chain
 from server.ray.relay import Relay
 from server.settings.options import EndpointOptions
 
+_LOGGER = logging.getLogger("orca")
 _ALL_SECONDS = 5.0  # for all engines to answer a door's own question
 _SPARE_SECONDS = 30.0  # after request_timeout, at which the engine itself ends a request
 _CLIENT_LEFT = 499
@@ -57,7 +59,7 @@ class Door:
             body = await read_body(
                 scope, request.receive, max_bytes=options.max_body_bytes, seconds=options.body_timeout
             )
-            prefix = await self._prefix(request, body)
+            prefix = await self._prefix(request, path, body)
         except HTTPException as error:
             self._metrics.ended(error.status_code)
             return status_response(error.status_code, error.detail, error.headers)
@@ -66,6 +68,11 @@ class Door:
             if isinstance(error, asyncio.CancelledError):
                 raise
             return Response(status_code=_CLIENT_LEFT)
+        except Exception:  # a defect of ours; Ray's answer to it would be a page of text
+            _LOGGER.exception("a request failed at the door")
+            failure = error_response(OrcaError("the server failed in an unexpected way; its log has more"))
+            self._metrics.ended(failure.status_code)
+            return failure
         call = HttpCall(
             method=scope["method"],
             path=path,
@@ -79,12 +86,10 @@ class Door:
         assert isinstance(stream, DeploymentResponseGenerator)
         return Relay(stream, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended)
 
-    async def _prefix(self, request: Request, body: bytes) -> tuple[int, ...]:
+    async def _prefix(self, request: Request, path: str, body: bytes) -> tuple[int, ...]:
         tenant = request.headers.get("authorization", "").encode() if self._keyed else b""
         try:
-            return await run_for_request(
-                len(body), partial(prefix_chain, request.scope["path"], tenant, body)
-            )
+            return await run_for_request(len(body), partial(prefix_chain, path, tenant, body))
         except QueueFull:  # any engine will do
             return ()
 
