@@ -140,6 +140,16 @@ def cpu_device(*, memory: int, bandwidth: float, matrix_rate: float) -> KnownDev
     )
 
 
+def gpu_like(device: str) -> KnownDevice | None:
+    """The GPU of which JAX or a driver says this, such as "NVIDIA A100-SXM4-80GB"; None if it is not known.
+
+    The name of the model must be in it. Of two with the same, it is the one whose memory is in it as well.
+    """
+    said = device.lower()
+    alike = [name for name in GPUS if name.split("-")[0] in said]
+    return GPUS[max(alike, key=lambda name: sum(part in said for part in name.split("-")))] if alike else None
+
+
 def gpu_named(name: str) -> KnownDevice:
     """Raises ConfigError for an unknown name."""
     if name not in GPUS:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from orca_jax.config import Dtype, ServingConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import Device, IterationShape, floor, operations
-from orca_jax.planning.known_devices import CPU, GPUS
+from orca_jax.planning.known_devices import CPU, GPUS, gpu_like
 from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 
 SLOWDOWN = 2.0  # of an iteration that carries prompt tokens, over the same decodes alone
@@ -24,9 +24,7 @@ def nominal_rates(device: str, itemsize: int) -> Device:
 
     An unknown one counts as an H100. `itemsize` is of the weights, in bytes an element.
     """
-    # a100-40gb and a100-80gb: the name of the model alone must match.
-    known = next((gpu for name, gpu in GPUS.items() if name.split("-")[0] in device.lower()), GPUS["h100"])
-    return known.rates(_DTYPE[itemsize])
+    return (gpu_like(device) or GPUS["h100"]).rates(_DTYPE[itemsize])
 
 
 def with_prefill_tokens(

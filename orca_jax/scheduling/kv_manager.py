@@ -61,7 +61,7 @@ class KVManager:
 
     With `prefix_caching`, `prefixes` finds full blocks by their contents. They stay in the cache after the
     request that computed them, until their room is needed. Blocks of different `namespace`s, such as models,
-    never have the same hash.
+    never have the same hash, nor have those of engines with different `hash_seed`s.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class KVManager:
         self.block_size = block_size
         self.n_rows = n_rows
         self.namespace = namespace
+        self.hash_seed = ""  # to be set before the first request
         self.max_encoder_blocks = max_encoder_blocks
         n_places = max_blocks_per_row + max_encoder_blocks
         self.block_table: npt.NDArray[np.int32] = np.zeros((n_rows, n_places), np.int32)

@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 _Hash = bytes
 
@@ -36,17 +37,39 @@ def chain_hashes(root: _Hash, token_ids: Sequence[int], block_size: int) -> list
     return hashes
 
 
+class BlockListener(Protocol):
+    """Learns which blocks can be found, on the scheduler's thread, which must not wait for it.
+
+    It is told of the blocks that every client may share, and of no others: tokens that belong to an API key
+    or a `cache_salt` stay with those who sent them.
+    """
+
+    def stored(self, block_hash: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
+        """A block can be found; `parent` is the hash of the block before it, None for a first block."""
+        ...
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block that was stored can no longer be found."""
+        ...
+
+    def cleared(self) -> None:
+        """No block can be found any more."""
+        ...
+
+
 class PrefixCache:
     """The blocks that have a hash, and among them those that no request holds, in order of last use.
 
     `n_queries` and `n_hits` count prompt tokens that were looked up and found, `n_evictions` the blocks that
-    were dropped for others. All methods are O(1) for each block.
+    were dropped for others. All methods are O(1) for each block. `listener` is told of changes; see `tell`.
     """
 
     def __init__(self) -> None:
         self.n_queries = 0
         self.n_hits = 0
         self.n_evictions = 0
+        self.listener: BlockListener | None = None
+        self._announced: set[_Hash] = set()  # what the listener knows of
         self._block_of: dict[_Hash, int] = {}
         self._hash_of: dict[int, _Hash] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -70,12 +93,26 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
-    def add(self, block: int, block_hash: _Hash) -> None:
-        """Let requests find this block, which is held; nothing changes if another has the same hash."""
-        if block_hash not in self._block_of:
-            assert block not in self._hash_of, f"block {block} has a hash already"
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def add(self, block: int, block_hash: _Hash) -> bool:
+        """Let requests find this block, which is held; False if another has the same hash already."""
+        if block_hash in self._block_of:
+            return False
+        assert block not in self._hash_of, f"block {block} has a hash already"
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        return True
+
+    def tell(self, listener: BlockListener) -> None:
+        """Tell this listener of every change from now on, and never of blocks that are there already."""
+        self._announced.clear()
+        self.listener = listener
+        listener.cleared()
+
+    def announce(self, block_hash: _Hash, parent: _Hash | None, token_ids: Sequence[int]) -> None:
+        """Tell the listener of a block that was just added and that every client may share."""
+        assert self.listener is not None
+        self._announced.add(block_hash)
+        self.listener.stored(block_hash, parent, token_ids)
 
     def hold(self, block: int) -> None:
         """A request took an idle block."""
@@ -91,8 +128,12 @@ class PrefixCache:
     def evict(self) -> int:
         """Drop the least recently used idle block, and return it for another use."""
         block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
         self.n_evictions += 1
+        if self.listener is not None and block_hash in self._announced:
+            self._announced.remove(block_hash)
+            self.listener.removed(block_hash)
         return block
 
     def clear(self) -> list[int]:
@@ -101,4 +142,7 @@ class PrefixCache:
         self._idle.clear()
         self._block_of.clear()
         self._hash_of.clear()
+        if self.listener is not None:
+            self._announced.clear()
+            self.listener.cleared()
         return idle

@@ -67,13 +67,16 @@ def publish_full_blocks(req: Request, kv: KVManager) -> None:
         if i == len(hashes):
             previous = hashes[-1] if hashes else _root(req.cache_salt, kv)
             hashes.append(next_hash(previous, req.known_ids(i * size, (i + 1) * size)))
-        prefixes.add(int(blocks[i]), hashes[i])
+        added = prefixes.add(int(blocks[i]), hashes[i])
+        if prefixes.listener is not None and added and not any(req.cache_salt):
+            tokens = req.known_ids(i * size, (i + 1) * size)
+            prefixes.announce(hashes[i], hashes[i - 1] if i else None, tokens)
     req.n_found = max(req.n_found, n_full)
     req.full_at = (req.n_found + 1) * size
 
 
 def _root(cache_salt: Sequence[str], kv: KVManager) -> bytes:
-    return root_hash(kv.namespace, *cache_salt)
+    return root_hash(kv.hash_seed, kv.namespace, *cache_salt)
 
 
 def _needs_whole_prompt(req: Request) -> bool:

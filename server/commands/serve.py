@@ -5,12 +5,14 @@ import asyncio
 import logging
 import os
 import sys
+from contextlib import closing
 
 import uvloop
 
 from server.commands import banner, replicas
 from server.commands.endpoints import Endpoints
 from server.commands.notes import Notes
+from server.commands.router_view import RouterView
 from server.commands.served import load_served
 from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
 from server.gateway.gateway import Gateway
@@ -41,21 +43,23 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
     options = settings.endpoint
     stop = StopSignals()
     gateway = Gateway(request_timeout=options.request_timeout)
-    metrics = Metrics(gateway)
+    metrics = Metrics(gateway, settings.routing.metric_names)
     endpoints = Endpoints(
         gateway, options, api_keys=settings.api_keys, admin_keys=settings.admin_keys, metrics=metrics
     )
-    await endpoints.start()  # before reading the weights, so that a port in use is reported at once
-    try:
-        notes(f"loading; {endpoints.http_url}/ready answers 200 when done")
-        llm, model = await stop.unless(in_daemon_thread(lambda: load_served(settings, notes)))
-        metrics.attach(model)
-        gateway.open(model)
-        banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
-        await stop.first.wait()
-        await _drain(gateway, options.drain_timeout, stop, notes)
-    finally:
-        await endpoints.stop()
+    with closing(RouterView(settings)) as view:
+        # Before reading the weights, so that a port in use is reported at once; as for those of the view.
+        await endpoints.start()
+        try:
+            notes(f"loading; {endpoints.http_url}/ready answers 200 when done")
+            llm, model = await stop.unless(in_daemon_thread(lambda: load_served(settings, notes)))
+            await stop.unless(in_daemon_thread(lambda: view.open(llm, model, metrics, notes)))
+            gateway.open(model)
+            banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
+            await stop.first.wait()
+            await _drain(gateway, options.drain_timeout, stop, notes)
+        finally:
+            await endpoints.stop()
     await asyncio.to_thread(llm.close)
     return 0
 

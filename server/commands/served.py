@@ -25,6 +25,7 @@ def load_served(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ServedMode
     llm = load(notes, settings.engine_config())
     try:
         template = load_chat_template(llm.directory, options.chat_template)
+        llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request
         if settings.api_keys.weights:
             llm.service.weigh_owners(settings.api_keys.weights)
         n_output = min(2, llm.service.most_output(1))

@@ -1,10 +1,12 @@
 """An engine's metrics for Prometheus: counters and histograms fed by its timeline, and gauges read on scrape.
 
-The names match other engines' dashboards, with the prefix `orca_`. Every metric has the label `model_name`.
+The names match other engines' dashboards, with the prefix `orca_`, or are vLLM's own (metric_names.py). Every
+metric has the label `model_name`.
 """
 
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from prometheus_client.metrics_core import (
@@ -20,6 +22,7 @@ from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from server.gateway.served_model import CompileCounts, ServedModel
 from server.metrics.engine_load import batch_load, engine_load
 from server.metrics.histogram import Histogram
+from server.metrics.metric_names import MetricName, MetricNames, metric_name
 from server.metrics.worker_metrics import WorkerMetrics
 
 _LABELS = ("model_name",)
@@ -53,8 +56,9 @@ class EngineMetrics:
     observation began are not counted correctly.
     """
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, names: MetricNames = "orca") -> None:
         self._model = model
+        self._names: MetricNames = names
         self._workers = WorkerMetrics(model)
         self._lock = threading.Lock()  # held only briefly: the scheduler waits for it
         self._arrived_before = model.service.timeline.n_arrived
@@ -147,27 +151,34 @@ class EngineMetrics:
             )
             ended = dict(self._n_ended)
             histograms = {name: histogram.read() for name, (_, _, histogram) in self._histograms.items()}
-        label = [self._model.name]
         for name, documentation, count in (*counts, *self._of_scheduler()):
-            counter = CounterMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
-            counter.add_metric(label, count)
+            full = self._name(name)
+            counter = CounterMetricFamily(full.name, documentation, labels=full.labels)
+            counter.add_metric(full.values, count)
             yield counter
+        full = self._name("request_success")
         reasons = CounterMetricFamily(
-            "orca_request_success", "Requests that ended, by reason.", labels=(*_LABELS, "finished_reason")
+            full.name, "Requests that ended, by reason.", labels=(*full.labels, "finished_reason")
         )
+        by_reason: Counter[str] = Counter()
         for reason, count in ended.items():
-            reasons.add_metric([*label, reason.value], count)
+            by_reason[full.reason(reason)] += count
+        for reason, count in by_reason.items():
+            reasons.add_metric((*full.values, reason), count)
         yield reasons
         for name, (documentation, bounds, _) in self._histograms.items():
-            histogram = HistogramMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
-            histogram.add_metric(label, *_cumulative(bounds, *histograms[name]))
+            full = self._name(name)
+            histogram = HistogramMetricFamily(full.name, documentation, labels=full.labels)
+            histogram.add_metric(full.values, *_cumulative(bounds, *histograms[name]))
             yield histogram
         for name, documentation, value in self._gauges():
-            gauge = GaugeMetricFamily(f"orca_{name}", documentation, labels=_LABELS)
-            gauge.add_metric(label, value)
+            full = self._name(name)
+            gauge = GaugeMetricFamily(full.name, documentation, labels=full.labels)
+            gauge.add_metric(full.values, value)
             yield gauge
+        yield self._cache_config()
         if self._model.compiles is not None:
-            yield from _compiles(self._model.compiles(), label)
+            yield from _compiles(self._model.compiles(), [self._model.name])
         yield from self._workers.collect()
 
     def _of_scheduler(self) -> tuple[tuple[str, str, int], ...]:
@@ -209,6 +220,24 @@ class EngineMetrics:
         yield "slots_used", "Slots that hold a token's keys and values.", used
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
+
+    def _cache_config(self) -> Metric:
+        """A gauge that is always 1 and says in its labels how large the K/V cache is, as vLLM's."""
+        kv = self._model.service.scheduler.kv
+        facts = {
+            "block_size": kv.block_size,
+            "num_gpu_blocks": kv.n_blocks,
+            "enable_prefix_caching": kv.prefixes is not None,
+        }
+        full = self._name("cache_config_info")
+        gauge = GaugeMetricFamily(
+            full.name, "The size of the K/V cache in its labels.", labels=(*full.labels, *facts)
+        )
+        gauge.add_metric((*full.values, *map(str, facts.values())), 1)
+        return gauge
+
+    def _name(self, name: str) -> MetricName:
+        return metric_name(name, self._model.name, self._names)
 
     def _histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> Histogram:
         histogram = Histogram(bounds)

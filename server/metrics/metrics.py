@@ -1,7 +1,7 @@
 """The metrics at `/metrics`: the server's, the process's and, once a model is loaded, the engine's."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -20,6 +20,7 @@ import orca_jax
 from server.gateway.gateway import Gateway, Phase
 from server.gateway.served_model import ServedModel
 from server.metrics.engine_metrics import EngineMetrics
+from server.metrics.metric_names import MetricNames
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
@@ -42,9 +43,11 @@ class Metrics(Collector):
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, names: MetricNames = "orca") -> None:
         self._gateway = gateway
+        self._names: MetricNames = names  # of the engine's metrics
         self._engine: EngineMetrics | None = None
+        self._others: tuple[Callable[[], Iterable[Metric]], ...] = ()
         self._loop_state = self._read_loop_state()
         self._rendering: asyncio.Task[bytes] | None = None
         self.registry = CollectorRegistry()
@@ -61,9 +64,13 @@ class Metrics(Collector):
         )
         self.registry.register(self)
 
-    def attach(self, model: ServedModel) -> None:
-        """Observe the model's engine from now on. Call it while no request is live."""
-        self._engine = EngineMetrics(model)
+    def attach(self, model: ServedModel, *others: Callable[[], Iterable[Metric]]) -> None:
+        """Observe the model's engine from now on. Call it while no request is live.
+
+        `others` make more metrics on each scrape, on any thread.
+        """
+        self._engine = EngineMetrics(model, self._names)
+        self._others = others
         model.service.timeline.observer = self._engine
 
     def http_request(self, path: str, method: str, status: int) -> None:
@@ -106,6 +113,8 @@ class Metrics(Collector):
             yield GaugeMetricFamily("orca_asyncio_tasks", "Tasks on the event loop.", state.n_tasks)
         if self._engine is not None:
             yield from self._engine.collect()
+        for collect in self._others:
+            yield from collect()
 
     def _read_loop_state(self) -> _LoopState:
         try:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from server.settings.option import Option, options_of
 from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
+from server.settings.router_options import RouterOptions
 
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ SERVE_OPTIONS = (
     *_ENGINE,
     *options_of(CompileOptions, _ENGINE_GROUP),
     *_PIPELINE,
+    *options_of(RouterOptions, "routers"),
 )
 
 _METAVARS: dict[Callable[[str], Any], str] = {int: "N", float: "X", str: "TEXT"}

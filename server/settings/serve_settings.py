@@ -15,6 +15,7 @@ from server.settings import api_keys, control_secret
 from server.settings.api_keys import ApiKeys
 from server.settings.flags import SERVE_OPTIONS
 from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
+from server.settings.router_options import RouterOptions
 from server.settings.settings_file import did_you_mean, read_settings
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class ServeSettings:
     endpoint: EndpointOptions
     pipeline: PipelineOptions
     compiling: CompileOptions
+    routing: RouterOptions
     api_keys: ApiKeys
     admin_keys: ApiKeys
     control_secret: str = field(default="", repr=False)
@@ -76,6 +78,10 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
     if keys.weights and engine.scheduling_policy != "fair":
         message = f"an API key has a weight, which the scheduling policy {engine.scheduling_policy!r} ignores"
         raise ConfigError(f"{message}; set scheduling_policy to 'fair', or leave the weights out")
+    routing = _only(RouterOptions, values)
+    if keys.required and routing.kv_events is not None:
+        message = "kv_events tells of blocks that all clients share, and each API key has blocks of its own"
+        raise ConfigError(f"{message}; let the router check the keys, or leave kv_events out")
     admin_keys = ApiKeys.read(endpoint.admin_key_file, environ, api_keys.ADMIN_VARIABLE)
     return ServeSettings(
         model=values.get("model"),
@@ -83,6 +89,7 @@ def serve_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Serv
         endpoint=endpoint,
         pipeline=pipeline,
         compiling=_only(CompileOptions, values),
+        routing=routing,
         api_keys=keys,
         admin_keys=admin_keys,
         control_secret=control_secret.read_secret(pipeline.control_secret_file, environ),

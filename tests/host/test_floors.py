@@ -56,7 +56,10 @@ DEVICE_ROOMS["checkpoint"] = {"errors", "config", "request", "families", "model"
 COMPOSITION = ("launch", "llm", "rollout")
 LAZY = {"checkpoint", "launch", "llm"}  # where the face's lazy names are from
 # Imported inside a function, by the one file that may: what is slow to import and few need.
-ON_DEMAND = {"orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store"}
+ON_DEMAND = {
+    "orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store",
+    "server/kv_events/start.py": "server.kv_events.publisher",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     **HOST_ROOMS,

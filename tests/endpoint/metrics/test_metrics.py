@@ -35,6 +35,7 @@ ENGINE = {
     "orca_num_requests_running": "gauge",
     "orca_num_requests_waiting": "gauge",
     "orca_kv_cache_usage_perc": "gauge",
+    "orca_cache_config_info": "gauge",
     "orca_engine_load": "gauge",
     "orca_batch_load": "gauge",
     "orca_slots_total": "gauge",

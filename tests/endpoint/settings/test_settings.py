@@ -19,6 +19,7 @@ from server.errors import UsageError
 from server.settings.flags import MODEL, SERVE_OPTIONS, add_engine_flags, add_serve_flags
 from server.settings.option import options_of
 from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
+from server.settings.router_options import RouterOptions
 from server.settings.serve_settings import ServeSettings, serve_settings
 
 # For each setting four valid values, all different from each other and from the default.
@@ -83,6 +84,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_restarts": (0, 1, 2, 3),
     "restart_window": (1.0, 2.5, 1e-3, 1e7),
     "replicas": (1, 2, 3, None),
+    "metric_names": ("vllm", "orca", "vllm", "orca"),
+    "latency_budget": (0.05, 1.0, 1e-3, None),
+    "predicted_context": (1, 2, 3, None),
+    "kv_events": ("tcp://*:1", "ipc:///a", "tcp://b:2", "tcp://[::]:3"),
+    "kv_events_replay": ("tcp://*:4", "ipc:///c", "tcp://d:5", None),
+    "kv_events_topic": ("kv@pod@model", "a", "b", "c"),
+    "prefix_hash_seed": ("a", "b", "c d", "0"),
 }
 
 
@@ -104,7 +112,7 @@ def refused(*arguments: str, environ: Mapping[str, str] | None = None, file: Pat
 
 
 def flat(of: ServeSettings) -> dict[str, Any]:
-    configs = (of.engine, of.compiling, of.endpoint, of.pipeline)
+    configs = (of.engine, of.compiling, of.endpoint, of.pipeline, of.routing)
     return {"model": of.model} | {name: value for one in configs for name, value in asdict(one).items()}
 
 
@@ -129,7 +137,7 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
 
 
 def test_every_field_is_a_setting() -> None:
-    configs = (EngineOptions, CompileOptions, EndpointOptions, PipelineOptions)
+    configs = (EngineOptions, CompileOptions, EndpointOptions, PipelineOptions, RouterOptions)
     names = {field.name for config in configs for field in fields(config)}
     assert {option.name for option in SERVE_OPTIONS} == names | {"model"} == set(VALUES)
 
@@ -142,7 +150,8 @@ def test_help_states_each_default_once_and_groups_flags(
     stdout = capsys.readouterr().out
     groups = re.split(r"\n\n(?=[a-z ]+:\n)", stdout)
     titles = [group.split(":")[0] for group in groups[1:]]
-    assert titles == ["options", "model and engine", "addresses", "security", "limits", "logging", "workers"]
+    expected = ["options", "model and engine", "addresses", "security", "limits", "logging", "workers"]
+    assert titles == [*expected, "routers"]
     for option in SERVE_OPTIONS:
         start = rf"\n  {'MODEL' if option is MODEL else option.flag}[ ,\n]"
         (group,) = (group for group in groups if re.search(start, group))
@@ -183,8 +192,10 @@ def as_flag(name: str, value: Any) -> str:
 
 
 LAYERS = st.fixed_dictionaries({name: st.sets(st.sampled_from(range(3))) for name in VALUES}).map(
-    # A certificate and its key are set in the same layers: one alone is an error.
-    lambda sources: sources | {"ssl_keyfile": sources["ssl_certfile"]}
+    # A certificate and its key are set in the same layers: one alone is an error. Likewise events' addresses.
+    lambda sources: (
+        sources | {"ssl_keyfile": sources["ssl_certfile"], "kv_events_replay": sources["kv_events"]}
+    )
 )
 
 

@@ -1,0 +1,94 @@
+"""The events between the scheduler's thread, which must not wait, and the thread that publishes them."""
+
+import threading
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LOW_64_BITS = 8  # bytes, at the end of a hash
+_EVENT_BYTES = 200  # of an event in memory, without its tokens
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A block can be found. Hashes are the low 64 bits of the cache's own."""
+
+    block_hash: int
+    parent: int | None
+    token_ids: "array[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A block can no longer be found."""
+
+    block_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """No block can be found."""
+
+
+Event = Stored | Removed | Cleared
+
+
+class EventQueue:
+    """Takes what the prefix cache tells, a `BlockListener`, until the publisher takes it from here.
+
+    It holds at most `max_events` events of `max_bytes`. Once one does not fit, it and all after it are
+    dropped until the next `take`, so that no later event is published as if it followed an earlier one.
+    """
+
+    def __init__(self, *, max_events: int = 100_000, max_bytes: int = 64 << 20) -> None:
+        self._max_events = max_events
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()  # for the rest; held for nothing that takes time
+        self._events: list[Event] = []
+        self._n_bytes = 0
+        self._n_lost = 0  # since the last `take`
+        self._n_dropped = 0
+
+    @property
+    def n_dropped(self) -> int:
+        """Events dropped since the start."""
+        return self._n_dropped
+
+    def stored(self, block_hash: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
+        tokens = array("i", token_ids)
+        self._append(Stored(short_hash(block_hash), None if parent is None else short_hash(parent), tokens))
+
+    def removed(self, block_hash: bytes) -> None:
+        self._append(Removed(short_hash(block_hash)))
+
+    def cleared(self) -> None:
+        self._append(Cleared())
+
+    def take(self) -> tuple[list[Event], bool]:
+        """All events since the last call, and whether others after them were dropped."""
+        with self._lock:
+            taken, lost = self._events, self._n_lost > 0
+            self._events, self._n_bytes, self._n_lost = [], 0, 0
+        return taken, lost
+
+    def _append(self, event: Event) -> None:
+        n_bytes = event_bytes(event)
+        with self._lock:
+            full = len(self._events) >= self._max_events or self._n_bytes + n_bytes > self._max_bytes
+            if self._n_lost or full:
+                self._n_lost += 1
+                self._n_dropped += 1
+                return
+            self._events.append(event)
+            self._n_bytes += n_bytes
+
+
+def short_hash(block_hash: bytes) -> int:
+    """The 64 bits of a block's hash that are published: the last ones, as vLLM does."""
+    return int.from_bytes(block_hash[-_LOW_64_BITS:], "big")
+
+
+def event_bytes(event: Event) -> int:
+    """About how much memory an event takes."""
+    return _EVENT_BYTES + (_TOKEN_BYTES * len(event.token_ids) if isinstance(event, Stored) else 0)
