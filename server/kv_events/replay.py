@@ -88,7 +88,7 @@ class ReplayServer:
             self._send(log)
             left = max(0.0, end - time.monotonic())
             # A client whose queue was full reads meanwhile, and must not wait for the others' requests.
-            if self._socket.poll(1000 * (min(left, _FULL_SECONDS) if self._answers else left)):
+            if self._socket.poll(round(1000 * (min(left, _FULL_SECONDS) if self._answers else left))):
                 self._receive()
             if not left:
                 return

@@ -296,7 +296,7 @@ def test_a_full_queue_shows_as_a_gap_after_which_nothing_is_believed(addresses: 
 )
 def test_the_queue_is_bounded_in_events_and_bytes(events: list[int], max_events: int, max_bytes: int) -> None:
     queue = EventQueue(max_events=max_events, max_bytes=max_bytes)
-    n_kept = n_bytes = 0
+    n_kept = kept = n_bytes = 0
     for n_tokens in events:
         queue.stored(bytes(32), None, range(n_tokens))
         if n_kept >= 0:

@@ -99,7 +99,7 @@ class Subscriber:
 
     def read(self, seconds: float = SECONDS) -> Batch | None:
         """The next batch; None if there is none for `seconds`."""
-        if not self._sub.poll(1000 * seconds):
+        if not self._sub.poll(int(1000 * seconds)):
             return None
         return batch(self._sub.recv_multipart(), self._topic)
 
@@ -111,7 +111,7 @@ class Subscriber:
         dealer.send_multipart([b"", struct.pack(">Q", number)])
         batches = []
         while True:
-            assert dealer.poll(1000 * SECONDS), f"no end after {len(batches)} batches"
+            assert dealer.poll(int(1000 * SECONDS)), f"no end after {len(batches)} batches"
             empty, *frames = dealer.recv_multipart()
             assert empty == b""
             if struct.unpack(">q", frames[1])[0] == END:

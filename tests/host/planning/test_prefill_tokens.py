@@ -62,7 +62,8 @@ def test_the_result_is_within_its_limits(rates: Device, max_batch_tokens: int, e
         ("h200", "h200"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA B200", "b200"),
         ("Tesla T4", "h100"),  # unknown
     ],
