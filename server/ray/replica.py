@@ -10,6 +10,7 @@ from starlette.types import Message
 
 from orca_jax.errors import EngineError
 from server.commands.notes import Notes
+from server.commands.router_view import RouterView
 from server.commands.served import load_served
 from server.gateway.gateway import Gateway, Phase
 from server.http.app import create_app
@@ -34,7 +35,7 @@ class EngineReplica:
         options = settings.endpoint
         self._name = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(request_timeout=options.request_timeout)
-        self._metrics = Metrics(self._gateway)
+        self._metrics = Metrics(self._gateway, settings.routing.metric_names)
         self._app = create_app(
             self._gateway,
             options,
@@ -42,8 +43,10 @@ class EngineReplica:
             admin_keys=settings.admin_keys,
             metrics=self._metrics,
         )
-        self._llm, model = await asyncio.to_thread(load_served, settings, Notes())
-        self._metrics.attach(model)
+        notes = Notes()
+        self._llm, model = await asyncio.to_thread(load_served, settings, notes)
+        view = RouterView(settings)  # without K/V events, so there is nothing to close
+        await asyncio.to_thread(view.open, self._llm, model, self._metrics, notes)
         self._service = model.service
         self._gateway.open(model)
         self._watch = asyncio.create_task(self._gateway.watch(), name="gateway")

@@ -121,6 +121,11 @@ def for_replicas(
         )
     if engine.record is not None:
         raise ConfigError("record is one file, and each engine would write it; leave it out")
+    if settings.routing.kv_events is not None:
+        raise ConfigError(
+            "kv_events is one address, and each engine would bind it; under Ray Serve the router is told "
+            "otherwise, so leave it out"
+        )
     if settings.pipeline.workers is not None and (replicas.num_replicas > 1 or replicas.scales):
         raise ConfigError("workers are those of one engine; leave workers out, or have one replica")
     chat_template = endpoint.chat_template
