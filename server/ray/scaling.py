@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 LOAD = "orca_load"  # of one engine, as its replica reports it
-_ROUNDING = 1e-9  # 1.4 / 0.7 is 2, not 2.0000000000000004
+_ROUNDING = 1e-9  # three loads of 0.1 come to 3 times 0.1, not 3.0000000000000004 times
 
 
 def engines_for(loads: Iterable[float], *, target: float) -> int:

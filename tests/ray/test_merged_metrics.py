@@ -68,3 +68,8 @@ def test_a_metric_of_one_page_only_is_kept() -> None:
     assert text == (
         '# HELP a A.\n# TYPE a gauge\na{replica="x"} 1.0\n# HELP b B.\n# TYPE b gauge\nb{replica="y"} 2.0\n'
     )
+
+
+def test_a_metric_without_samples_is_described_once_too() -> None:
+    text = "# HELP a A.\n# TYPE a gauge\n"
+    assert merged({"x": text, "y": text}) == text

@@ -21,7 +21,8 @@ from server.ray.settings import ReplicaOptions
         ([0.0], 0.7, 1),
         ([0.7], 0.7, 1),
         ([0.71], 0.7, 2),
-        ([0.7, 0.7], 0.7, 2),  # 1.4 / 0.7 is a little above 2 in floating point
+        ([0.1, 0.1, 0.1], 0.1, 3),  # a little above 3 in floating point
+        ([0.7, 0.7], 0.7, 2),
         ([0.1, 0.1, 0.1], 0.7, 1),
         ([0.5, 0.5, 0.5], 0.7, 3),  # 1.5 / 0.7 = 2.14
         ([0.4, 0.4, 0.4], 0.7, 2),
