@@ -22,6 +22,7 @@ from orca_jax.config import (
     OnCompile,
     RestartBound,
 )
+from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.launch.own_model import count_parameters, find_any_model
@@ -190,10 +191,11 @@ class LLM(Operable, BeamSearching):
         on_load: Callable[[int, int], None] | None = None,
         on_program: Callable[[int, int, str], object] | None = None,
         on_event: Callable[[str], None] | None = None,
+        start_workers: StartWorkers | None = None,
     ) -> Self:
-        """Load a model from an EngineConfig."""
+        """Load a model from an EngineConfig. `start_workers` is for worker processes elsewhere than here."""
         llm = cls.__new__(cls)
-        llm._start(config, on_load, on_program, on_event)
+        llm._start(config, on_load, on_program, on_event, start_workers)
         return llm
 
     def _start(
@@ -202,6 +204,7 @@ class LLM(Operable, BeamSearching):
         on_load: Callable[[int, int], None] | None,
         on_program: Callable[[int, int, str], object] | None,
         on_event: Callable[[str], None] | None,
+        start: StartWorkers | None = None,
     ) -> None:
         found = find_any_model(config)
         self.name = found.name
@@ -212,7 +215,7 @@ class LLM(Operable, BeamSearching):
         recorder = None if config.record is None else Recorder(config.record, max_bytes=config.record_bytes)
         self._compiles = CompileCounter()
         built = start_engine(
-            found, config, on_load=on_load, on_program=on_program, on_event=on_event or _ignore
+            found, config, on_load=on_load, on_program=on_program, on_event=on_event, start_workers=start
         )
         if recorder is not None:
             recorder.begin(recording_header(config, built))
@@ -378,10 +381,6 @@ class LLM(Operable, BeamSearching):
         except EngineError:
             if kind is None:  # otherwise the exception in flight says more
                 raise
-
-
-def _ignore(_: str) -> None:
-    pass
 
 
 def _close_both(close_engine: Callable[[], None], compiles: CompileCounter) -> None:

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 
 from bench.stages import BLOCK_SIZE, Built, SplitBench, measure_split, numbers, parse, sizes_of
 from orca_jax.config import Deadlines, EngineConfig, ParallelConfig, RestartBound, ServingConfig, Sizes
-from orca_jax.engine.local_processes import supervised_pipeline
+from orca_jax.engine.local_processes import WorkerProcesses
+from orca_jax.engine.owned_pipeline import owned_pipeline
 from orca_jax.families.presets import PRESETS
 from orca_jax.scheduling.kv_manager import round_up
 
@@ -16,7 +18,7 @@ class StagesInProcesses:
     def __init__(self, preset: str, split: str, rows: int) -> None:
         self.n_stages, tensor = sizes_of(split)
         self.model = PRESETS[preset]
-        self._built = supervised_pipeline(
+        self._built, _ = owned_pipeline(
             preset,
             self.model,
             EngineConfig(
@@ -33,7 +35,7 @@ class StagesInProcesses:
                 restarts=RestartBound(restarts=0),
                 deadlines=Deadlines(iteration_seconds=60, worker_seconds=60, ready_seconds=600),
             ),
-            forward_ahead=not split.endswith("+after"),
+            partial(WorkerProcesses, forward_ahead=not split.endswith("+after")),
             on_event=lambda line: None,
         )
 

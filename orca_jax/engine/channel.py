@@ -1,5 +1,6 @@
 """The engine master's interface to its control lines; grpc_channel.py implements it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -13,6 +14,10 @@ class Arrival(NamedTuple):
 
 class Channel(Protocol):
     """The engine master's lines, one to each worker; they may lose, duplicate, delay and corrupt frames."""
+
+    def follow(self) -> Sequence[str]:
+        """Each stage's worker's control address now; the line to one that has moved joins it there."""
+        ...
 
     def send(self, stage: int, data: bytes) -> None:
         """Send a frame without blocking; drops it if the line is broken, which is also an arrival."""

@@ -16,9 +16,9 @@ _FIRST_NOTICE_SECONDS, _NEXT_NOTICE_SECONDS = 5.0, 30.0
 class ControlChannel:
     """Lines to all workers; the constructor joins them all.
 
-    `addresses[i]` is stage i's address, "host:port", "[v6]:port" or "unix:/absolute/path", and its worker
-    must match `terms[i]`. The constructor waits at most `seconds` for all workers together, and meanwhile
-    calls `on_wait` now and then with the missing ones.
+    `addresses()[i]` is stage i's present address, "host:port", "[v6]:port" or "unix:/absolute/path", and its
+    worker must match `terms[i]`; `addresses` must not block. The constructor waits at most `seconds` for all
+    workers together, and meanwhile calls `on_wait` now and then with the missing ones.
 
     Raises WorkerRefused if a worker has other terms or another secret, WorkerUnreachable if one does not
     answer, and the error that `failure` returns if a worker will never come up. On an error it closes the
@@ -27,7 +27,7 @@ class ControlChannel:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        addresses: Callable[[], Sequence[str]],
         terms: Sequence[JoinTerms],
         *,
         secret: str,
@@ -36,26 +36,19 @@ class ControlChannel:
         failure: Callable[[], OrcaError | None] = lambda: None,
         on_wait: Callable[[str], None] = lambda line: None,
     ) -> None:
-        if len(addresses) != len(terms) or not addresses or len(set(addresses)) != len(addresses):
-            message = (
-                f"there are {len(addresses)} worker addresses, {', '.join(addresses)}, for {len(terms)} "
-            )
+        present = addresses()
+        if len(present) != len(terms) or not present or len(set(present)) != len(present):
+            message = f"there are {len(present)} worker addresses, {', '.join(present)}, for {len(terms)} "
             raise ConfigError(message + "stages; give each stage one address of its own")
-        for address in addresses:
+        for address in present:
             control_address(address)
-        limits = limits or LineLimits()
-        self._inbox = FrameQueue[Arrival](limits.frames, weigh=lambda arrival: len(arrival.data or b""))
-        self._lines = [
-            ControlLine(
-                address,
-                role=MASTER,
-                terms=stage_terms,
-                secret=secret,
-                deliver=self._deliver(stage),
-                limits=limits,
-            )
-            for stage, (address, stage_terms) in enumerate(zip(addresses, terms, strict=True))
-        ]
+        self._present = addresses
+        self._addresses = list(present)
+        self._terms = list(terms)
+        self._secret = secret
+        self._limits = limits or LineLimits()
+        self._inbox = FrameQueue[Arrival](self._limits.frames, weigh=lambda arrival: len(arrival.data or b""))
+        self._lines = [self._line(stage) for stage in range(len(terms))]
         try:
             self._wait_joined(seconds, failure, on_wait)
         except OrcaError:
@@ -68,6 +61,15 @@ class ControlChannel:
         reports = [line.about for line in self._lines]
         assert all(about is not None for about in reports), "the constructor joined them all"
         return [about for about in reports if about is not None]
+
+    def follow(self) -> Sequence[str]:
+        """Each stage's worker's address now; the line to one that has moved joins it there."""
+        for stage, address in enumerate(self._present()):
+            if address != self._addresses[stage]:
+                self._lines[stage].close()
+                self._addresses[stage] = address
+                self._lines[stage] = self._line(stage)
+        return tuple(self._addresses)
 
     def send(self, stage: int, data: bytes) -> None:
         """Send a frame without blocking; drops it while the line is broken."""
@@ -88,8 +90,9 @@ class ControlChannel:
     ) -> None:
         began = time.monotonic()
         notify_at = began + _FIRST_NOTICE_SECONDS
-        waiting = self._lines
-        while waiting := [line for line in waiting if not line.wait_joined(_LOOK_SECONDS / len(waiting))]:
+        pause = _LOOK_SECONDS / len(self._lines)
+        while waiting := [line for line in self._lines if line.about is None and not line.wait_joined(pause)]:
+            self.follow()
             error = failure()
             if error is not None:
                 raise error
@@ -99,6 +102,16 @@ class ControlChannel:
             if now >= notify_at:
                 notify_at = now + _NEXT_NOTICE_SECONDS
                 on_wait("waiting for " + "; ".join(line.missing() for line in waiting))
+
+    def _line(self, stage: int) -> ControlLine:
+        return ControlLine(
+            self._addresses[stage],
+            role=MASTER,
+            terms=self._terms[stage],
+            secret=self._secret,
+            deliver=self._deliver(stage),
+            limits=self._limits,
+        )
 
     def _deliver(self, stage: int) -> Deliver:
         def deliver(data: bytes | None, why: str) -> bool:

@@ -9,10 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orca_jax.config import EngineConfig
-from orca_jax.engine.built_engine import BuiltEngine
-from orca_jax.engine.remote_pipeline import StageWorkers, remote_pipeline
-from orca_jax.families.model_config import ModelConfig
-from orca_jax.planning.stage_layers import check_split
+from orca_jax.engine.remote_pipeline import StageWorkers
 from orca_jax.workers.environment import sets_memory, visible_gpus, worker_environment
 from orca_jax.workers.supervised_process import WorkerCommand
 from orca_jax.workers.supervisor import Supervisor
@@ -28,6 +25,8 @@ class WorkerProcesses:
     They listen on sockets in a directory that only this user can enter, so they need no secret. Raises
     ConfigError if the machine has too few GPUs. `forward_ahead` is as in WorkerOptions.
     """
+
+    same_machine = True
 
     def __init__(
         self, config: EngineConfig, *, on_event: Callable[[str], None], forward_ahead: bool = True
@@ -46,7 +45,7 @@ class WorkerProcesses:
         self._supervisor = Supervisor(
             [
                 WorkerCommand(
-                    _arguments(
+                    worker_arguments(
                         WorkerOptions(
                             stage=stage,
                             engine=config,
@@ -65,7 +64,7 @@ class WorkerProcesses:
             patience_seconds=0.9 * config.deadlines.ready_seconds,
         )
         self.workers = StageWorkers(
-            addresses=tuple(addresses),
+            addresses=lambda: addresses,
             on_suspect=self._supervisor.restart,
             on_ready=self._supervisor.joined,
             failure=self._supervisor.failure,
@@ -86,32 +85,6 @@ class WorkerProcesses:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _arguments(options: WorkerOptions) -> tuple[str, ...]:
+def worker_arguments(options: WorkerOptions) -> tuple[str, ...]:
+    """The command that runs a worker on this machine."""
     return (sys.executable, "-m", _MODULE, options.as_json())
-
-
-def supervised_pipeline(
-    name: str,
-    model: ModelConfig,
-    config: EngineConfig,
-    *,
-    on_event: Callable[[str], None],
-    forward_ahead: bool = True,
-) -> BuiltEngine:
-    """Start the worker processes and bring up their pipeline; the result's `close` ends them.
-
-    Raises as `remote_pipeline` does, after ending all processes.
-    """
-    check_split(model, config.parallel)
-    processes = WorkerProcesses(config, on_event=on_event, forward_ahead=forward_ahead)
-    try:
-        built = remote_pipeline(name, model, config, processes.workers, on_event=on_event)
-    except BaseException:
-        processes.close()
-        raise
-
-    def close() -> None:
-        built.close()
-        processes.close()
-
-    return replace(built, close=close)

@@ -31,14 +31,15 @@ def _no_failure() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageWorkers:
-    """The workers' addresses, and callbacks to their supervisor.
+    """The workers' addresses, and callbacks to their supervisor. None of them may block.
 
-    `addresses` are their control ports, stage 1 first. `on_suspect` is called with a stage whose worker may
-    need a restart, `on_ready` with a stage that is ready for a new epoch. `failure` says why the workers will
-    never come up again.
+    `addresses` returns where their control ports are now, stage 1 first: a worker that comes back may be
+    somewhere else, and until then its last address counts. `on_suspect` is called with a stage whose worker
+    may need a restart, `on_ready` with a stage that is ready for a new epoch. `failure` says why the workers
+    will never come up again.
     """
 
-    addresses: tuple[str, ...]
+    addresses: Callable[[], Sequence[str]]
     secret: str = ""
     on_suspect: Callable[[int], None] = _nothing
     on_ready: Callable[[int], None] = _nothing
@@ -62,7 +63,6 @@ def remote_pipeline(
     they do not come up; both close all lines.
     """
     n_stages = config.parallel.pipeline_parallel
-    assert n_stages == len(workers.addresses)
     check_split(model, config.parallel)
     terms = [
         JoinTerms(
@@ -124,11 +124,11 @@ def _pipeline(
     orders = [
         StartOrder(
             shape=shape,
-            next_address=next_address,
+            next_address="",  # set when it is sent
             worker_seconds=deadlines.worker_seconds,
             ready_seconds=deadlines.ready_seconds,
         )
-        for next_address in (*workers.addresses[1:], "")
+        for _ in range(n_stages)
     ]
     remote = RemoteWorkers(
         channel,

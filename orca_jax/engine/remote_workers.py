@@ -8,6 +8,7 @@ caches.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from orca_jax.config import Deadlines
@@ -28,58 +29,21 @@ from orca_jax.control.frame import (
     encode_frame,
 )
 from orca_jax.control.message_wire import encode_message
-from orca_jax.control.sampled_wire import ExpectedRecords, decode_sampled, expected_records
+from orca_jax.control.sampled_wire import decode_sampled, expected_records
 from orca_jax.control.start_order import StartOrder, encode_start
-from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.engine.channel import Arrival, Channel
-from orca_jax.engine.stage_counters import MAX_TIMES, IterationTimes, RemoteCounters, StageCounters
+from orca_jax.engine.remote_tokens import RemoteTokens
+from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.engine.start_attempt import StartAttempt
 from orca_jax.errors import BadFrame, EngineError, WorkerLost
 from orca_jax.iteration.message import ControlMessage, MakeWords
-from orca_jax.request.sampled import Sampled
-
-
-class RemoteTokens:
-    """PendingTokens of an iteration on remote workers; `number` counts the iterations of its epoch.
-
-    Both methods raise WorkerLost.
-    """
-
-    def __init__(
-        self,
-        workers: "RemoteWorkers",
-        number: int,
-        expected: ExpectedRecords,
-        *,
-        sent: float,
-        words: MakeWords | None,
-    ) -> None:
-        self.number = number
-        self.expected = expected
-        self.sent = sent
-        self.words = words  # None if not needed or already sent
-        self.payload: Tokens | None = None  # as received
-        self.sampled: Sampled | None = None  # decoded from `payload`
-        self._workers = workers
-
-    def is_ready(self) -> bool:
-        """Whether the tokens are here; handles all arrivals and checks the deadline."""
-        if self.sampled is None:
-            self._workers.look()
-        return self.sampled is not None
-
-    def fetch(self) -> Sampled:
-        """Wait for the tokens, at most until the deadline."""
-        while not self.is_ready():
-            self._workers.wait()
-        assert self.sampled is not None
-        return self.sampled
 
 
 class RemoteWorkers:
     """All stages of a pipeline, as the engine master sees them. For use by one thread.
 
-    `orders[i]` is stage i's order at the start of an epoch. `first_epoch` should be above every epoch that
+    `orders[i]` is stage i's order at the start of an epoch; its `next_address` comes from the channel, since
+    a worker may be somewhere else when it comes back. `first_epoch` should be above every epoch that
     these workers know from an earlier master; the current time serves. If a clock was set back, a worker
     reports the epoch it knows, and the master begins a later one. `issue` raises WorkerLost until `recover`
     has started an epoch.
@@ -125,7 +89,6 @@ class RemoteWorkers:
         self._moved = 0.0  # when the oldest iteration in flight became the oldest
         self._received = [-1] * n_stages  # each stage's newest iteration reported as received
         self._done = [-1] * n_stages  # and as done
-        self._received_at = [dict[int, float]() for _ in orders]  # iterations received and not done
 
     def issue(self, message: ControlMessage, words: MakeWords) -> RemoteTokens:
         """Send an iteration to worker 1, and the token masks of its constrained rows directly to worker n.
@@ -218,6 +181,7 @@ class RemoteWorkers:
                     self._on_suspect(stage)
             if now >= attempt.ask_at:
                 attempt.ask_at = now + self._deadlines.retry_seconds
+                self._follow(attempt)
                 for stage, order in enumerate(self.orders):
                     if stage not in attempt.ready:
                         frame = Frame(START, self.epoch, payload=encode_start(order))
@@ -254,12 +218,30 @@ class RemoteWorkers:
         self._n_issued = 0
         self._received = [-1] * self._n_stages
         self._done = [-1] * self._n_stages
-        for received_at in self._received_at:
-            received_at.clear()
+        for counters in self.stages:
+            counters.received_at.clear()
         now = self._clock()
         patience = self._deadlines.ready_seconds if self._moves_weights else self._deadlines.worker_seconds
         self._attempt = StartAttempt(began=now, ask_at=now, suspect_at=now + patience)
         return self._attempt
+
+    def _follow(self, attempt: StartAttempt) -> None:
+        """Give each stage's order the next one's present address.
+
+        A worker takes one order in an epoch, so another address after the first means another epoch.
+        """
+        addresses = tuple(self._channel.follow())
+        if addresses == attempt.addresses:
+            return
+        if attempt.addresses:
+            self.epoch += 1
+            attempt.ready.clear()
+        attempt.addresses = addresses
+        following = (*addresses[1:], "")
+        self.orders = tuple(
+            replace(order, next_address=address)
+            for order, address in zip(self.orders, following, strict=True)
+        )
 
     def _due(self) -> float:
         return max(self._unanswered[0].sent, self._moved) + self._deadlines.iteration_seconds
@@ -361,22 +343,14 @@ class RemoteWorkers:
             self.counters.duplicates += 1
             return
         newest[stage] = iteration
-        counters, received_at = self.stages[stage], self._received_at[stage]
+        counters = self.stages[stage]
         if frame.kind is RECEIVED:
-            counters.received += 1
-            received_at[iteration] = seconds
-            if len(received_at) > MAX_TIMES:  # a worker that reports no DONE although tokens return
-                del received_at[next(iter(received_at))]
+            counters.note_received(iteration, seconds)
             return
         counters.done += 1
         counters.link_bytes += link_bytes
         if stage != self._n_stages - 1:
-            self._note_times(stage, iteration, done=seconds)
-
-    def _note_times(self, stage: int, iteration: int, *, done: float) -> None:
-        received = self._received_at[stage].pop(iteration, math.nan)
-        times = IterationTimes(self.epoch, iteration, stage, received, done)
-        self.stages[stage].times.append(times)
+            counters.note_times(self.epoch, iteration, stage, done=seconds)
 
     def _take_tokens(self, frame: Frame) -> None:
         if frame.stage != self._n_stages - 1:
@@ -393,7 +367,7 @@ class RemoteWorkers:
             self.counters.duplicates += 1
             return
         tokens.sampled, tokens.payload = sampled, frame.payload
-        self._note_times(frame.stage, frame.iteration, done=math.nan)
+        self.stages[frame.stage].note_times(self.epoch, frame.iteration, frame.stage, done=math.nan)
         # Tokens that came out of order stay until all earlier iterations have theirs.
         while self._unanswered and self._unanswered[0].sampled is not None:
             self._unanswered.popleft()

@@ -11,3 +11,4 @@ class StartAttempt:
     ask_at: float
     suspect_at: float  # when to report the stages that are not ready as suspects
     ready: set[int] = field(default_factory=set[int])
+    addresses: tuple[str, ...] = ()  # of the workers that were last asked; none: nobody was

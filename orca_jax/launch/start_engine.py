@@ -7,7 +7,8 @@ from dataclasses import replace
 from orca_jax.checkpoint.load import FoundModel
 from orca_jax.config import EngineConfig
 from orca_jax.engine.built_engine import BuiltEngine
-from orca_jax.engine.local_processes import supervised_pipeline
+from orca_jax.engine.local_processes import WorkerProcesses
+from orca_jax.engine.owned_pipeline import StartWorkers, owned_pipeline
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.engine.remote_pipeline import StageWorkers, remote_pipeline
 from orca_jax.errors import ConfigError
@@ -23,24 +24,32 @@ def start_engine(
     *,
     on_load: Callable[[int, int], None] | None,
     on_program: OnProgram | None,
-    on_event: Callable[[str], None],
+    on_event: Callable[[str], None] | None,
+    start_workers: StartWorkers | None = None,
 ) -> BuiltEngine:
     """Start an engine as `config` describes; `found` is its model. Raises ConfigError or a CheckpointError.
 
-    `on_load` and `on_program` receive the progress in this process, `on_event` events of worker processes.
+    `on_load` and `on_program` receive the progress in this process, `on_event` events of worker processes,
+    which `start_workers` starts where `config` has them, by default on this machine.
     """
+    on_event = on_event or _ignore
     if found.own is not None and not config.parallel.in_this_process:
         raise ConfigError("a model of one's own runs in this process; leave workers and worker_processes out")
     workers = config.parallel.workers
     if workers is not None:
-        remote = StageWorkers(addresses=tuple(workers), secret=config.control_secret)
+        remote = StageWorkers(addresses=lambda: workers, secret=config.control_secret)
         built = remote_pipeline(found.name, found.config, config, remote, on_event=on_event)
         return _with_memory(built, found, same_machine=False)
     if config.parallel.worker_processes:
-        built = supervised_pipeline(found.name, found.config, config, on_event=on_event)
-        return _with_memory(built, found, same_machine=True)
+        start = start_workers or WorkerProcesses
+        built, owned = owned_pipeline(found.name, found.config, config, start, on_event=on_event)
+        return _with_memory(built, found, same_machine=owned.same_machine)
     keep_compiled_programs(config.compiling.compile_cache)
     return loaded_engine(found, config, on_load=on_load, on_program=on_program)
+
+
+def _ignore(_: str) -> None:
+    pass
 
 
 def _with_memory(built: BuiltEngine, found: FoundModel, *, same_machine: bool) -> BuiltEngine:

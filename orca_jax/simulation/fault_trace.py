@@ -82,6 +82,7 @@ class FaultTrace:
     restarts: int = 100
     timing: Timing = field(default_factory=Timing)
     supervised: bool = False  # suspected workers are killed and restarted
+    moves: bool = False  # a restarted worker has another address
     forward_ahead: bool = True
     overlap: bool = True
     scheduling: SchedulingConfig = ORCA
@@ -145,6 +146,7 @@ def random_fault_trace(seed: int) -> FaultTrace:
         restarts=restarts,
         timing=timing,
         supervised=rng.random() < 0.5,
+        moves=seed % 3 == 0,
         forward_ahead=rng.random() < 0.9,
         overlap=rng.random() < 0.8,
     )

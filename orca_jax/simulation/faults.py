@@ -82,6 +82,7 @@ class FaultSimulation:
                 lines=self.lines,
                 timing=trace.timing,
                 forward_ahead=trace.forward_ahead,
+                moves=trace.moves,
             )
             for i in range(trace.n_stages)
         ]
@@ -93,11 +94,11 @@ class FaultSimulation:
             [
                 StartOrder(
                     shape=shape,
-                    next_address=str(i + 1) if i + 1 < trace.n_stages else "",
+                    next_address="",
                     worker_seconds=DEADLINES.worker_seconds,
                     ready_seconds=DEADLINES.ready_seconds,
                 )
-                for i in range(trace.n_stages)
+                for _ in range(trace.n_stages)
             ],
             clock=self.clock.now,
             deadlines=DEADLINES,

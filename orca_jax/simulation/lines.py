@@ -13,7 +13,12 @@ _MAX_RECEIVES = 200_000  # the master's calls of `receive`; serving a few reques
 
 
 class TakesFrames(Protocol):
-    """A stage at the other end of a line."""
+    """A stage at the other end of a line; `address` is its present process's."""
+
+    @property
+    def address(self) -> str:
+        """Where frames reach the process."""
+        ...
 
     def take(self, data: bytes) -> None:
         """Handle a frame."""
@@ -31,6 +36,7 @@ class SimulatedLines:
         self.stages: Sequence[TakesFrames] = []
         self._seconds = seconds
         self._longest_wait = longest_wait
+        self._addresses: Sequence[str] = ()  # where the master's lines go
         self._inbox: deque[Arrival] = deque()
         self._n_receives = 0
         self._damages: dict[tuple[int, bool], deque[tuple[Damage, float]]] = {}
@@ -40,8 +46,13 @@ class SimulatedLines:
         self._damages.setdefault((stage, inbound), deque()).append((damage, seconds))
 
     def to_stage(self, stage: int, data: bytes) -> None:
-        """Carry a frame to a stage, from the master or another stage."""
+        """Carry a frame to a stage's present process, from the master or another stage."""
         self._carry((stage, True), data, self.stages[stage].take)
+
+    def to_address(self, stage: int, address: str, data: bytes) -> None:
+        """Carry a frame to a stage's process at `address`; drops it if the process is not there any more."""
+        if address == self.stages[stage].address:
+            self.to_stage(stage, data)
 
     def to_master(self, stage: int, data: bytes) -> None:
         """Carry a frame from a stage to the master."""
@@ -52,9 +63,14 @@ class SimulatedLines:
         arrival = Arrival(stage, None, "the connection was closed")
         self.clock.call_at(self.clock.now() + self._seconds, lambda: self._inbox.append(arrival))
 
+    def follow(self) -> Sequence[str]:
+        """As in Channel."""
+        self._addresses = [stage.address for stage in self.stages]
+        return self._addresses
+
     def send(self, stage: int, data: bytes) -> None:
         """As in Channel."""
-        self.to_stage(stage, data)
+        self.to_address(stage, self._addresses[stage], data)
 
     def receive(self, timeout: float) -> Arrival | None:
         """As in Channel; returns after every event, because it may be an interruption."""

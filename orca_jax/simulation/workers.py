@@ -199,7 +199,10 @@ class SimulatedStageDevice:
 
 
 class SimulatedStage:
-    """A worker process: a controller and its device, which die, stop, lie and restart on request."""
+    """A worker process: a controller and its device, which die, stop, lie and restart on request.
+
+    If it `moves`, each new process has another address.
+    """
 
     def __init__(
         self,
@@ -209,6 +212,7 @@ class SimulatedStage:
         lines: SimulatedLines,
         timing: Timing,
         forward_ahead: bool = True,
+        moves: bool = False,
     ) -> None:
         self.index = index
         self.timing = timing
@@ -219,13 +223,19 @@ class SimulatedStage:
         self._n_stages = n_stages
         self._lines = lines
         self._forward_ahead = forward_ahead
+        self._moves = moves
         self.clock = lines.clock
-        self._life = 0  # the number of this stage's processes so far
+        self.n_processes = 0  # so far
         self._n_stops = 0  # a stop ends only if no later stop has begun
         self._stopped = False
         self._backlog: list[Callable[[], object]] = []
         self._check_at = math.inf
         self.begin()
+
+    @property
+    def address(self) -> str:
+        """As in TakesFrames."""
+        return f"stage {self.index}, process {self.n_processes if self._moves else 1}"
 
     def begin(self) -> None:
         """Start a new process if the previous one is dead."""
@@ -233,7 +243,7 @@ class SimulatedStage:
             return
         self.alive = True
         self.began = self.clock.now()
-        self._life += 1
+        self.n_processes += 1
         self._stopped = False
         self._backlog.clear()
         self._check_at = math.inf
@@ -274,10 +284,10 @@ class SimulatedStage:
         """Stop the process as by SIGSTOP; its events wait until it continues."""
         self._stopped = True
         self._n_stops += 1
-        stop, life = self._n_stops, self._life
+        stop, life = self._n_stops, self.n_processes
 
         def go_on() -> None:
-            if (stop, life) == (self._n_stops, self._life):
+            if (stop, life) == (self._n_stops, self.n_processes):
                 self._stopped = False
                 backlog, self._backlog = self._backlog, []
                 for action in backlog:
@@ -288,7 +298,7 @@ class SimulatedStage:
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Run `action` after `seconds`, unless the process has died by that time."""
-        life = self._life
+        life = self.n_processes
         self.clock.call_at(self.clock.now() + seconds, lambda: self._do(action, life))
 
     def take(self, data: bytes) -> None:
@@ -321,20 +331,20 @@ class SimulatedStage:
         self.report(encode_frame(lies[which % len(lies)]))
 
     def connect(self, address: str) -> None:
-        """As in Lines; an address is a stage's number."""
+        """As in Lines."""
         self._next_address = address
 
     def forward(self, data: bytes) -> None:
         """As in Lines."""
         assert self._next_address is not None, "`connect` comes first"
-        self._lines.to_stage(int(self._next_address), data)
+        self._lines.to_address(self.index + 1, self._next_address, data)
 
     def report(self, data: bytes) -> None:
         """As in Lines."""
         self._lines.to_master(self.index, data)
 
     def _do(self, action: Callable[[], object], life: int | None = None) -> None:
-        if not self.alive or (life is not None and life != self._life):
+        if not self.alive or (life is not None and life != self.n_processes):
             return
         if self._stopped:
             self._backlog.append(action)

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 import orca_jax
 from orca_jax.config import EngineConfig
+from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
 from server.commands.compile_bar import programs_bar
@@ -82,12 +83,18 @@ class LoadingBars:
         )
 
 
-def load(notes: Notes, config: EngineConfig) -> "LLM":
+def load(notes: Notes, config: EngineConfig, start_workers: StartWorkers | None = None) -> "LLM":
     """Build the LLM and show progress on stderr."""
     if not config.parallel.worker_processes:  # each of those reserves its own memory
         hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)
     with LoadingBars(notes) as bars:
-        llm = orca_jax.LLM.from_config(config, on_load=bars.loaded, on_program=bars.program, on_event=notes)
+        llm = orca_jax.LLM.from_config(
+            config,
+            on_load=bars.loaded,
+            on_program=bars.program,
+            on_event=notes,
+            start_workers=start_workers,
+        )
     if config.compiling.compile_ahead:
         notes(bars.summary(llm.compiles.from_disk))
     return llm

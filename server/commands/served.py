@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.request.sampling_params import SamplingParams
 from server.commands.loading import load
 from server.commands.notes import Notes
@@ -14,15 +15,18 @@ if TYPE_CHECKING:
     from orca_jax import LLM
 
 
-def load_served(settings: ServeSettings, notes: Notes) -> "tuple[LLM, ServedModel]":
+def load_served(
+    settings: ServeSettings, notes: Notes, start_workers: StartWorkers | None = None
+) -> "tuple[LLM, ServedModel]":
     """Load and warm up: compile what is compiled ahead, and run a prefill and a decode iteration.
 
-    The caller closes the LLM. Raises ConfigError or EngineError; then nothing is left running.
+    `start_workers` is as in LLM.from_config. The caller closes the LLM. Raises ConfigError or EngineError;
+    then nothing is left running.
     """
     options = settings.endpoint
     if options.chat_template is not None:
         load_chat_template(None, options.chat_template)  # report a mistake in it before the slow part
-    llm = load(notes, settings.engine_config())
+    llm = load(notes, settings.engine_config(), start_workers)
     try:
         template = load_chat_template(llm.directory, options.chat_template)
         llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request

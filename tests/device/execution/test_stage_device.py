@@ -106,6 +106,9 @@ class PipelineHere:
         assert link is not None
         return link.address
 
+    def follow(self) -> list[str]:
+        return [f"stage {stage}" for stage in range(len(self.stages))]
+
     def send(self, stage: int, data: bytes) -> None:
         self.stages[stage].put(data)
 

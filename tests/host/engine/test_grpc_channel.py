@@ -117,7 +117,9 @@ def join(
     limits: LineLimits = LIMITS,
 ) -> ControlChannel:
     addresses = [worker.address for worker in workers]
-    channel = ControlChannel(addresses, terms[: len(workers)], secret=secret, seconds=seconds, limits=limits)
+    channel = ControlChannel(
+        lambda: addresses, terms[: len(workers)], secret=secret, seconds=seconds, limits=limits
+    )
     ends.callback(channel.close)
     return channel
 
@@ -580,7 +582,7 @@ def test_an_address_that_cannot_be_read(ends: ExitStack, address: str) -> None:
     with pytest.raises(ConfigError, match=message):
         listen(ends, address=address)
     with pytest.raises(ConfigError, match=message):
-        ControlChannel([address], [FIRST], secret=SECRET, seconds=0.0)
+        ControlChannel(lambda: [address], [FIRST], secret=SECRET, seconds=0.0)
 
 
 # Why a worker will never be there
@@ -598,7 +600,7 @@ def test_a_failure_ends_the_wait_and_what_was_joined_is_left(ends: ExitStack) ->
     began = time.monotonic()
     with pytest.raises(EngineError, match="stage 2 cannot start"):
         ControlChannel(
-            [first.address, absent.address],
+            lambda: [first.address, absent.address],
             [FIRST, SECOND],
             secret=SECRET,
             seconds=600.0,
@@ -640,7 +642,11 @@ def test_a_refusal_is_reported_at_once_even_if_other_workers_are_missing(ends: E
         closed_port = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(WorkerRefused, match=r"stage 2 at .* refused the connection: dtype"):
             ControlChannel(
-                [closed_port, other.address], [FIRST, SECOND], secret=SECRET, seconds=10 * SOON, limits=LIMITS
+                lambda: [closed_port, other.address],
+                [FIRST, SECOND],
+                secret=SECRET,
+                seconds=10 * SOON,
+                limits=LIMITS,
             )
 
 
@@ -656,7 +662,7 @@ def test_a_wait_reports_which_worker_it_waits_for(ends: ExitStack, monkeypatch: 
         closed_port = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(EngineError, match="enough"):
             ControlChannel(
-                [first.address, closed_port],
+                lambda: [first.address, closed_port],
                 [FIRST, SECOND],
                 secret=SECRET,
                 seconds=SOON,
@@ -676,7 +682,7 @@ def test_connecting_to_a_closed_port(ends: ExitStack) -> None:
         began = time.monotonic()
         with pytest.raises(WorkerUnreachable, match=rf"stage 2 at 127.0.0.1:{port} was not reached"):
             ControlChannel(
-                [first.address, f"127.0.0.1:{port}"],
+                lambda: [first.address, f"127.0.0.1:{port}"],
                 [FIRST, SECOND],
                 secret=SECRET,
                 seconds=0.5,
@@ -691,7 +697,7 @@ def test_a_server_that_never_answers(ends: ExitStack) -> None:
         port = silent.getsockname()[1]
         with pytest.raises(WorkerUnreachable, match="did not"):
             ControlChannel(
-                [f"127.0.0.1:{port}"],
+                lambda: [f"127.0.0.1:{port}"],
                 [FIRST],
                 secret=SECRET,
                 seconds=1.0,
@@ -765,7 +771,7 @@ def test_a_peer_that_vanished_without_a_word_is_noticed_on_both_sides(
     monkeypatch.setattr(port, "OPTIONS", quick)
     worker = listen(ends)
     relay = Relay(ends, worker.port)
-    channel = ControlChannel([f"127.0.0.1:{relay.port}"], [FIRST], secret=SECRET, limits=LIMITS)
+    channel = ControlChannel(lambda: [f"127.0.0.1:{relay.port}"], [FIRST], secret=SECRET, limits=LIMITS)
     ends.callback(channel.close)
     assert works(channel, worker)
     assert channel.receive(2.0) is None  # an idle line stays
@@ -816,7 +822,7 @@ def test_closing_does_not_wait_for_a_lost_worker() -> None:
     before = set(threading.enumerate())
     worker = ControlPort("127.0.0.1:0", terms=FIRST, secret=SECRET, deliver=lambda data: True)
     worker.open(ABOUT)
-    channel = ControlChannel([worker.address], [FIRST], secret=SECRET, limits=LIMITS)
+    channel = ControlChannel(lambda: [worker.address], [FIRST], secret=SECRET, limits=LIMITS)
     worker.close()
     began = time.monotonic()
     channel.close()
@@ -857,11 +863,52 @@ def test_what_others_can_reach_needs_a_secret(ends: ExitStack) -> None:
         listen(ends, secret="x" * 1025)
 
 
+# A worker that comes back elsewhere
+
+
+def test_the_line_to_a_worker_that_moved_joins_it_there(ends: ExitStack) -> None:
+    first, before, after = listen(ends), listen(ends, SECOND), listen(ends, SECOND)
+    addresses = [first.address, before.address]
+    channel = ControlChannel(lambda: addresses, [FIRST, SECOND], secret=SECRET, seconds=SOON, limits=LIMITS)
+    ends.callback(channel.close)
+    assert channel.follow() == (first.address, before.address)
+    assert works(channel, first) and works(channel, before, 1)
+    addresses[1] = after.address
+    assert works(channel, before, 1), "until it is followed"
+    assert channel.follow() == (first.address, after.address)
+
+    def arrived() -> bool:
+        channel.send(1, b"where are you")
+        return after.receive(0.02) is not None
+
+    eventually(arrived)
+    while after.receive(0.05) is not None:
+        pass
+    assert channel.receive(0.0) is None, "the line was closed, it did not break"
+    assert works(channel, first) and works(channel, after, 1)
+    moved = replace(LIMITS, first_delay=0.01)
+    again = join(ends, before, terms=(SECOND,), limits=moved)  # it was left, so another may have it
+    assert works(again, before)
+
+
+def test_a_worker_may_move_while_it_is_waited_for(ends: ExitStack) -> None:
+    worker, absent = listen(ends), listen(ends, about=None)
+    addresses = iter([absent.address] * 3)
+    began = time.monotonic()
+    channel = ControlChannel(
+        lambda: [next(addresses, worker.address)], [FIRST], secret=SECRET, seconds=10 * SOON, limits=LIMITS
+    )
+    ends.callback(channel.close)
+    assert time.monotonic() - began < SOON
+    assert works(channel, worker)
+    assert [about.device for about in channel.about] == [ABOUT.device]
+
+
 def test_each_stage_needs_its_own_address() -> None:
     with pytest.raises(ConfigError, match="give each stage one address of its own"):
-        ControlChannel(["a:1", "a:1"], [FIRST, SECOND], secret=SECRET)
+        ControlChannel(lambda: ["a:1", "a:1"], [FIRST, SECOND], secret=SECRET)
     with pytest.raises(ConfigError, match="there are 1 worker addresses, a:1, for 2 stages"):
-        ControlChannel(["a:1"], [FIRST, SECOND], secret=SECRET)
+        ControlChannel(lambda: ["a:1"], [FIRST, SECOND], secret=SECRET)
 
 
 def test_a_queue_is_bounded_in_bytes_as_well() -> None:

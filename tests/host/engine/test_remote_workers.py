@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,8 @@ from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.engine.channel import Arrival
 from orca_jax.engine.engine_master import PendingTokens, Workers
 from orca_jax.engine.remote_engine import RemoteEngine
-from orca_jax.engine.remote_workers import RemoteTokens, RemoteWorkers
+from orca_jax.engine.remote_tokens import RemoteTokens
+from orca_jax.engine.remote_workers import RemoteWorkers
 from orca_jax.engine.stage_counters import IterationTimes
 from orca_jax.errors import ConfigError, EngineError, WorkerLost
 from orca_jax.request.request import Request
@@ -72,6 +73,7 @@ class Bench:
         self.arrivals: deque[Arrival] = deque()
         self.on_send: Callable[[int, Frame], None] = lambda stage, frame: None
         self.closed = False
+        self.addresses = ["one:1", "two:2", "three:3"]
         self.suspects: list[int] = []
         self.ready: list[int] = []
         self.failure: EngineError | None = None
@@ -87,6 +89,9 @@ class Bench:
         )
 
     # Channel
+
+    def follow(self) -> list[str]:
+        return self.addresses
 
     def send(self, stage: int, data: bytes) -> None:
         frame = decode_frame(data)
@@ -444,6 +449,67 @@ def test_a_passed_epoch_changes_nothing_where_it_is_this_one_and_is_rubbish_wher
         bench.workers.recover(lambda: False)
 
 
+def next_addresses(sent: Iterable[tuple[int, Frame]], epoch: int) -> dict[int, str]:
+    """What each stage was told in this epoch of where the next one is."""
+    orders = [(stage, frame) for stage, frame in sent if (frame.kind, frame.epoch) == (START, epoch)]
+    return {stage: decode_start(frame.payload).next_address for stage, frame in orders}
+
+
+def test_the_stage_before_a_worker_that_comes_back_elsewhere_is_told_where():
+    bench = Bench().up()
+    bench.addresses[1] = "another:2"
+    bench.workers.look()
+    assert bench.sent == [], "while nothing is lost nobody is told"
+    bench.arrivals.append(Arrival(1, None, "its node is gone"))
+    assert bench.lost().stage == 1
+    bench.all_answer()
+    assert bench.workers.recover(lambda: False) is True
+    assert next_addresses(bench.sent, 2) == {0: "another:2", 1: "three:3", 2: ""}
+    assert (bench.workers.epoch, len(bench.sent)) == (2, 3)
+    assert [order.next_address for order in bench.workers.orders] == ["another:2", "three:3", ""]
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_a_worker_that_moves_while_an_epoch_starts_begins_another(moved: int):
+    """A worker may not take two different orders in one epoch, and one that was ready may be another now."""
+    bench = Bench().up()
+    bench.arrivals.append(Arrival(moved, None, "its process ended"))
+    assert bench.lost().stage == moved
+    began = bench.now
+
+    def answer(stage: int, frame: Frame) -> None:
+        # The first orders reach all but the one that moves, and the answers to them come late as well.
+        if frame.epoch == 3 or stage != moved:
+            bench.say(stage, READY, epoch=frame.epoch)
+        if frame.epoch == 2 and stage == 2:
+            bench.addresses[moved] = "elsewhere:9"
+        if frame.epoch == 3 and stage == 0:
+            bench.say((moved + 1) % 3, READY, epoch=2)
+
+    bench.on_send = answer
+    assert bench.workers.recover(lambda: False) is True
+    there = ["one:1", "two:2", "three:3"]
+    assert next_addresses(bench.sent, 2) == {0: there[1], 1: there[2], 2: ""}
+    there[moved] = "elsewhere:9"
+    assert next_addresses(bench.sent, 3) == {0: there[1], 1: there[2], 2: ""}
+    assert (bench.workers.epoch, bench.workers.counters.stale) == (3, 1)
+    assert bench.now - began == DEADLINES.retry_seconds
+    assert bench.suspects == [moved]
+
+
+def test_workers_that_move_again_and_again_have_no_more_time_for_it():
+    bench = Bench()
+
+    def answer(stage: int, frame: Frame) -> None:
+        if stage == 0:
+            bench.addresses[1] += "0"
+
+    bench.on_send = answer
+    with pytest.raises(WorkerLost, match="was not ready within 10 seconds"):
+        bench.workers.recover(lambda: False)
+    assert (bench.now, bench.workers.epoch) == (110, 10)
+
+
 def test_a_stage_that_is_not_ready_in_time_is_named():
     bench = Bench()
 
@@ -695,7 +761,7 @@ def test_times_are_kept_in_bounded_memory():
     for stage in (0, 1):
         bench.time(stage, DONE, 5000 - stage, 6000.0)
     bench.workers.look()
-    assert len(bench.workers._received_at[1]) < 4096  # pyright: ignore[reportPrivateUsage]
+    assert len(second.received_at) < 4096
 
 
 def test_one_engine_has_one_shape():

@@ -119,7 +119,8 @@ class Player(FaultSimulation):
     def check_rest(self) -> None:
         assert (len(self.pool), self.scheduler.n_rsrv) == (0, 0)
         assert (self.kv.n_free_blocks, self.kv.n_free_rows) == (self.kv.n_blocks, self.kv.n_rows)
-        assert self.workers.epoch <= self.recovery.losses + 1, "each loss begins one epoch"
+        moves = sum(stage.n_processes - 1 for stage in self.stages) if self.trace.moves else 0
+        assert self.workers.epoch <= self.recovery.losses + 1 + moves, "each loss or move begins one epoch"
         if self.failure is None:
             assert not self.refused
             assert self.recovery.n_blamed or self.recovery.losses <= self.trace.restarts
