@@ -3,9 +3,9 @@
 
     python -m orca_jax.launch.worker_process WORKER_OPTIONS
 
-runs a worker; its argument comes from WorkerOptions.as_json. `orca worker` is the same with flags. The
-process exits with status 0 on SIGTERM or Ctrl-C, 2 after a mistake in its options, and 1 when its device
-hangs.
+runs a worker; its argument comes from WorkerOptions.as_json, and its secret, if not in that, from the
+variable ORCA_WORKER_SECRET. `orca worker` is the same with flags. The process exits with status 0 on SIGTERM
+or Ctrl-C, 2 after a mistake in its options, and 1 when its device hangs.
 """
 
 import os
@@ -43,7 +43,7 @@ from orca_jax.sharding.link import ProcessLink
 from orca_jax.sharding.partition import one_stage
 from orca_jax.sharding.transfer_link import TransferLink
 from orca_jax.workers.controller import Controller
-from orca_jax.workers.worker_options import WorkerOptions
+from orca_jax.workers.worker_options import SECRET_VARIABLE, WorkerOptions
 
 OnLoad = Callable[[int, int], None]
 
@@ -274,6 +274,8 @@ def main(arguments: Sequence[str]) -> int:
         if len(arguments) != 1:
             raise ConfigError(f"a worker takes its options as one argument; it got {len(arguments)}")
         options = WorkerOptions.from_json(arguments[0])
+        if secret := os.environ.get(SECRET_VARIABLE):
+            options = replace(options, engine=replace(options.engine, control_secret=secret))
         return run_worker(options, note=_print, loading=lambda: nullcontext(_ignore_progress))
     except OrcaError as error:
         _print(f"orca: error: {' '.join(str(error).split())}")

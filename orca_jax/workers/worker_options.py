@@ -8,6 +8,9 @@ from orca_jax.checks import check_whole
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError
 
+# Where a worker may find its secret instead: everybody on a machine can read a process's arguments.
+SECRET_VARIABLE = "ORCA_WORKER_SECRET"
+
 
 def check_stages(n_stages: int) -> None:
     """Raise ConfigError if a pipeline may not have this many worker processes."""
@@ -46,7 +49,7 @@ class WorkerOptions:
         return self.engine.parallel.pipeline_parallel
 
     def as_json(self) -> str:
-        """JSON for `from_json`; it contains the secret."""
+        """JSON for `from_json`; it contains the secret, if there is one."""
         return json.dumps(asdict(self), default=str)  # `str` for paths
 
     @classmethod

@@ -3,11 +3,13 @@
 import os
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from orca_jax.config import EngineConfig
 from server.ray.door import Door
+from server.ray.placement import replica_placement, stage_needs
 from server.ray.prefix_router import PrefixRouter
 from server.ray.replica import EngineReplica
 from server.ray.scaling import LoadPolicy
@@ -35,7 +37,9 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 
 def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Application:
     """The application of these settings. Raises ConfigError."""
-    settings.engine_config()  # a mistake in it is better found here than by each replica
+    config = settings.engine_config()  # a mistake in it is better found here than by each replica
+    cluster = ray.cluster_resources() if ray.is_initialized() else {}
+    needs = stage_needs(config.parallel, replicas, cluster) if replicas.stage_actors else None
     seconds = settings.endpoint.drain_timeout
     scaling = _scaling(replicas)
     engine = serve.deployment(
@@ -44,13 +48,13 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
         autoscaling_config=scaling,
         # An engine answers 429 itself when its queue is full.
         max_ongoing_requests=_MOST_AT_DOOR,
-        ray_actor_options={"num_cpus": replicas.cpus_per_replica},
+        **replica_placement(config.parallel, replicas, cluster),
         graceful_shutdown_timeout_s=seconds + CLOSE_SECONDS,
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS,
         health_check_timeout_s=_HUNG_SECONDS,
         logging_config=_LOGGING,
-        request_router_config=_router(replicas.router, settings.engine_config()),
+        request_router_config=_router(replicas.router, config),
     )(EngineReplica)
     door = serve.deployment(
         name=DOOR,
@@ -62,7 +66,7 @@ def application(settings: ServeSettings, replicas: ReplicaOptions) -> serve.Appl
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         logging_config=_LOGGING,
     )(Door)
-    return door.bind(engine.bind(settings), settings.endpoint, keyed=settings.api_keys.required)
+    return door.bind(engine.bind(settings, needs), settings.endpoint, keyed=settings.api_keys.required)
 
 
 def _scaling(replicas: ReplicaOptions) -> AutoscalingConfig | None:

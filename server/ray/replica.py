@@ -4,10 +4,13 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from functools import partial
 
 from ray import serve
+from ray.util import get_current_placement_group
 from starlette.types import Message
 
+from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.errors import EngineError
 from server.commands.notes import Notes
 from server.commands.router_view import RouterView
@@ -18,7 +21,9 @@ from server.metrics.access_log import configure_access_log
 from server.metrics.engine_load import batch_load, engine_load
 from server.metrics.metrics import Metrics
 from server.ray.asgi_call import HttpCall, responses
+from server.ray.placement import StageNeeds
 from server.ray.scaling import LOAD
+from server.ray.stage_actors import StageActors
 from server.settings.serve_settings import ServeSettings
 
 
@@ -26,10 +31,10 @@ class EngineReplica:
     """Ray Serve makes one in each replica, and sends it requests once its engine is warm.
 
     An engine that lost worker processes recovers by itself and stays healthy meanwhile; one that has failed
-    for good is unhealthy, and Ray replaces the replica.
+    for good is unhealthy, and Ray replaces the replica. With `stages` they run in actors of their own.
     """
 
-    async def __init__(self, settings: ServeSettings) -> None:
+    async def __init__(self, settings: ServeSettings, stages: StageNeeds | None = None) -> None:
         configure_access_log(settings.endpoint.access_log)
         logging.getLogger("orca").setLevel(logging.INFO)
         options = settings.endpoint
@@ -44,7 +49,8 @@ class EngineReplica:
             metrics=self._metrics,
         )
         notes = Notes()
-        self._llm, model = await asyncio.to_thread(load_served, settings, notes)
+        start = None if stages is None else _stage_actors(stages)
+        self._llm, model = await asyncio.to_thread(load_served, settings, notes, start)
         view = RouterView(settings)  # without K/V events, so there is nothing to close
         await asyncio.to_thread(view.open, self._llm, model, self._metrics, notes)
         self._service = model.service
@@ -94,3 +100,11 @@ class EngineReplica:
         with suppress(asyncio.CancelledError):
             await self._watch
         await asyncio.to_thread(self._llm.close)
+
+
+def _stage_actors(needs: StageNeeds) -> StartWorkers:
+    """What starts the actors of this replica's stages, in the replica's placement group."""
+    group = get_current_placement_group()
+    assert group is not None, "the deployment has one"
+    name = serve.get_replica_context().replica_id.to_full_id_str()
+    return partial(StageActors, needs=needs, group=group, name=name)

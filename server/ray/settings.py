@@ -15,6 +15,7 @@ from server.settings.settings_file import did_you_mean
 
 Router = Literal["prefix", "ray"]
 _SHORTEST_WINDOW, _LONGEST = 10.0, 86_400.0
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,15 @@ class ReplicaOptions:
     )
     doors: Annotated[int, "number of processes that take HTTP requests"] = 1
     cpus_per_replica: Annotated[float, "processor cores that Ray reserves for an engine"] = 1.0
+    gpus_per_replica: Annotated[
+        float | None, "GPUs of an engine; by default one for each device, if the cluster has any"
+    ] = None
+    stage_actors: Annotated[bool, "run each stage in an actor, so that stages may be on several nodes"] = (
+        False
+    )
+    stage_strategy: Annotated[Strategy, "how a placement group spreads the actors of stages over nodes"] = (
+        "PACK"
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "doors"):
@@ -61,6 +71,8 @@ class ReplicaOptions:
             )
         if not self.cpus_per_replica >= 0:
             raise ConfigError(f"cpus_per_replica is {self.cpus_per_replica:g}; it must not be negative")
+        if self.gpus_per_replica is not None and not self.gpus_per_replica >= 0:
+            raise ConfigError(f"gpus_per_replica is {self.gpus_per_replica:g}; it must not be negative")
 
     @property
     def scales(self) -> bool:
@@ -128,9 +140,15 @@ def for_replicas(
         )
     if settings.pipeline.workers is not None and (replicas.num_replicas > 1 or replicas.scales):
         raise ConfigError("workers are those of one engine; leave workers out, or have one replica")
+    pipeline = settings.pipeline
+    if replicas.stage_actors:
+        if pipeline.workers is not None:
+            raise ConfigError("with stage_actors the workers are started here; leave one of both out")
+        pipeline = replace(pipeline, worker_processes=True)
     chat_template = endpoint.chat_template
     return replace(
         settings,
+        pipeline=pipeline,
         model=_absolute(settings.model),
         engine=replace(
             engine,
