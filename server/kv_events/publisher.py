@@ -54,8 +54,8 @@ class Publisher:
         self._socket = self._context.socket(zmq.PUB)
         self._socket.setsockopt(zmq.SNDHWM, _WAITING_MESSAGES)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MILLISECONDS)
+        setting, address = "kv_events", endpoint
         try:
-            setting, address = "kv_events", endpoint
             (self._socket.bind if _is_bound(endpoint) else self._socket.connect)(endpoint)
             if replay_endpoint is not None:
                 setting, address = "kv_events_replay", replay_endpoint

@@ -41,28 +41,28 @@ def test_a_request_counts_the_same_from_its_arrival_to_its_end(
         assert (engine_load(service), batch_load(service)) == (32 / 256, 1 / 4)
         assert gated.waited_for.wait(SOON)
         # 40 and 17 are 57, in blocks 64; they wait, because the engine does not come back.
-        service.submit([2] * 40, SamplingParams(max_tokens=17, ignore_eos=True))
+        second = service.submit([2] * 40, SamplingParams(max_tokens=17, ignore_eos=True))
         assert (service.pool.n_running, service.pool.n_waiting) == (1, 1)
         assert (engine_load(service), batch_load(service)) == (96 / 256, 2 / 4)
         gated.let(1000)
         first.result(SOON)
+        second.result(SOON)
         wait_for_rest(service)
         assert (engine_load(service), batch_load(service)) == (0, 0)
 
 
 def test_a_queue_has_a_load_above_one(gated: GatedEngine) -> None:
     with service_of(gated, ON_DEMAND) as service:
-        for i in range(10):  # each 8 + 56 = 64 slots, a quarter of the engine
-            service.submit([i] * 8, SamplingParams(max_tokens=56, ignore_eos=True))
-        assert (engine_load(service), batch_load(service)) == (10 / 4, 10 / 4)
+        params = SamplingParams(max_tokens=56, ignore_eos=True)
+        held = [service.submit([i] * 8, params) for i in range(10)]  # each 64 slots, a quarter of all
+        assert (engine_load(service), batch_load(service)) == (10 / 4, 10 / 4), held
         gated.let(1000)
 
 
 def test_many_short_requests_fill_the_batch_before_the_slots(gated: GatedEngine) -> None:
     with service_of(gated, ON_DEMAND) as service:
-        for i in range(8):  # each one block of 32
-            service.submit([i], SamplingParams(max_tokens=7, ignore_eos=True))
-        assert (engine_load(service), batch_load(service)) == (8 / 32, 8 / 4)
+        held = [service.submit([i], SamplingParams(max_tokens=7, ignore_eos=True)) for i in range(8)]
+        assert (engine_load(service), batch_load(service)) == (8 / 32, 8 / 4), held  # a block of 32 each
         gated.let(1000)
 
 
@@ -70,8 +70,8 @@ def test_a_beam_search_counts_what_its_beams_do_not_share(gated: GatedEngine) ->
     with service_of(gated, ON_DEMAND) as service:
         # 20 input tokens: 2 full blocks together. To 20 + 13 = 33 tokens each of 3 beams has 3 blocks more.
         search = SamplingParams(max_tokens=13, n=3, use_beam_search=True)
-        service.submit([1] * 20, search)
-        assert (engine_load(service), batch_load(service)) == ((2 + 3 * 3) / 32, 3 / 4)
+        held = service.submit([1] * 20, search)
+        assert (engine_load(service), batch_load(service)) == ((2 + 3 * 3) / 32, 3 / 4), held
         service.close()
 
 
