@@ -32,7 +32,7 @@ def batches(events: Sequence[Event]) -> Iterator[Sequence[Event]]:
 
 def encoded(events: Sequence[Event], *, time: float, block_size: int) -> bytes:
     """The payload of a batch; `time` is in seconds since 1970."""
-    return msgpack.packb([time, list(_maps(events, block_size)), _RANK])
+    return msgpack.Packer().pack([time, list(_maps(events, block_size)), _RANK])
 
 
 def _maps(events: Sequence[Event], block_size: int) -> Iterator[dict[str, Any]]:
