@@ -63,14 +63,16 @@ def _run(settings: ServeSettings, notes: Notes, stack: ExitStack) -> int:
     n_replicas = settings.pipeline.replicas
     assert n_replicas is not None
     replicas = ReplicaOptions(num_replicas=n_replicas)
+    settings = for_replicas(settings, replicas, ("host", "port"))
+    settings.engine_config()  # a mistake in it is better found before Ray starts
     endpoint = settings.endpoint
-    app = application(for_replicas(settings, replicas, ("host", "port")), replicas)
     with bound_socket(endpoint.host, endpoint.port, flag="--port") as listener:  # is it free?
         port = listener.getsockname()[1]
     url = f"http://{in_url(endpoint.host)}:{port}"
     signals = _Signals()
     _join_ray(replicas, stack)
     signals.take()  # Ray has installed a handler of its own
+    app = application(settings, replicas)  # it asks Ray whether there are GPUs
     serve.start(http_options={"host": endpoint.host, "port": port})
     stack.callback(serve.shutdown)
     notes(f"loading; {url}/ready answers 200 when done")
