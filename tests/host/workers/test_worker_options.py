@@ -40,7 +40,7 @@ ENGINE = EngineConfig(
     parallel=ParallelConfig(
         tensor_parallel=2, pipeline_parallel=3, worker_processes=True, link="nccl", coordinator="a:1"
     ),
-    compiling=Compiling(compile_ahead=True, on_compile="error", compile_cache="a folder"),
+    compiling=Compiling(compile_ahead=True, ready_early=True, on_compile="error", compile_cache="a folder"),
     deadlines=Deadlines(
         iteration_seconds=1, worker_seconds=2, ready_seconds=3, retry_seconds=4, look_seconds=5
     ),
