@@ -1,0 +1,62 @@
+"""A worker process that is lost during a request with an encoder's input costs no token."""
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from orca_jax import LLM, SamplingParams
+from orca_jax.config import Deadlines
+from orca_jax.iteration.row import Row
+from orca_jax.scheduling.engine_protocol import Iteration
+from tests.device.model.golden_encoders import load_golden_encoder
+from tests.whole.workers.worker_harness import SOON
+
+SIZES: dict[str, Any] = {"max_batch_size": 8, "max_batch_tokens": 64, "n_slots": 4096}
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+STARTED = re.compile(r"stage (\d): its process \(pid (\d+)\) was started")
+
+
+@pytest.mark.long
+def test_an_encoder_s_requests_lose_nothing_with_a_worker() -> None:
+    """One stage while the encoder's input is in flight, the other when the decoder has begun."""
+    golden = load_golden_encoder("t5-gated")
+    prompts = [list(ids) for ids in golden.inputs]
+    with LLM(golden.directory, **SIZES) as llm:
+        right = [result.token_ids for result in llm.generate(prompts, PARAMS)]
+    pids: dict[int, int] = {}
+    to_kill = [(1, 0), (2, 5)]  # the stage, and how many tokens a request has by then
+    killed = list[tuple[int, int]]()
+
+    def hear(event: str) -> None:
+        started = STARTED.match(event)
+        if started:
+            pids[int(started[1])] = int(started[2])
+
+    with LLM(
+        golden.directory,
+        **SIZES,
+        pipeline_parallel=2,
+        worker_processes=True,
+        deadlines=Deadlines(ready_seconds=SOON, iteration_seconds=SOON / 4, worker_seconds=SOON / 4),
+        on_event=hear,
+    ) as llm:
+        service = llm.service
+        issue = service.scheduler.engine.issue
+
+        def deadly(rows: Sequence[Row]) -> Iteration:
+            iteration = issue(rows)
+            if not killed and any(len(req.output_ids) == n_tokens for req, _ in rows):
+                killed.append((stage, n_tokens))
+                os.kill(pids[stage], signal.SIGKILL)
+            return iteration
+
+        service.scheduler.engine.issue = deadly
+        for i, (stage, n_tokens) in enumerate(to_kill, start=1):
+            killed.clear()
+            assert [result.token_ids for result in llm.generate(prompts, PARAMS)] == right
+            assert killed == [(stage, n_tokens)]
+            assert (service.recovery.losses, service.recovery.n_blamed) == (i, 0)
