@@ -162,7 +162,8 @@ def _server(name: str) -> ServerProcess:
         return ServerProcess(_FLAGS, compile_ahead=True)
     if "RAY_SERVE_ENABLE_HA_PROXY" in variables:  # each has ports of its own
         number = list(SERVERS).index(name)
-        variables = variables | {
+        variables = {
+            **variables,
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(19100 + number),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(19200 + number),
         }
