@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -51,8 +50,11 @@ def liveness(manifest: Mapping[str, Any], host: str, port: int) -> int:
 class Container:
     """A container of a pod as a process; `start` again is what the kubelet does after its end."""
 
-    def __init__(self, manifest: Mapping[str, Any], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, manifest: Mapping[str, Any], environment: Mapping[str, str], folder: Path, log: Path
+    ) -> None:
         self.manifest = manifest
+        self._folder = folder
         self.environment = environment
         self.n_starts = 0
         self._log = log
@@ -70,7 +72,7 @@ class Container:
             self._process = subprocess.Popen(
                 [*self.manifest["command"], *self.manifest.get("args", ())],
                 env=dict(self.environment),
-                cwd=ROOT,
+                cwd=self._folder,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -147,20 +149,20 @@ class Group:
 class LoopbackPods:
     """The groups of a LeaderWorkerSet; a context manager that ends what still runs.
 
-    `mounts` says which folder or file of this machine is mounted in place of a path of the manifest, and
-    `flags` what to add to the command line of each command of `orca`.
+    They write to `folder` only. `mounts` says which folder or file of this machine is mounted in place of a
+    path of the manifest, and `flags` what to add to the command line of each command of `orca`.
     """
 
     def __init__(
         self,
         manifest: Mapping[str, Any],
         n_groups: int,
+        folder: Path,
         *,
         mounts: Mapping[str, Path],
         flags: Mapping[str, Any],
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="orca-pods-")
-        self.folder = Path(self._folder.name)
+        self.folder = folder
         self._mounts, self._flags = mounts, flags
         (self.folder / "bin").mkdir()
         for program in (self.folder / "bin" / name for name in ("orca", "cp")):
@@ -175,7 +177,7 @@ class LoopbackPods:
             for group in range(n_groups)
             for i in range(size)
         }
-        self.programs = self.folder / "programs"  # what an image would have in /opt/programs
+        self.programs = self.folder / "programs"  # what an image would have in /cache
         self.programs.mkdir()
         self.groups = [self._group(group, size, template) for group in range(n_groups)]
 
@@ -200,7 +202,7 @@ class LoopbackPods:
 
     def cache(self, group: int, index: int) -> Path:
         """The folder in the place of a pod's volume for compiled programs."""
-        return self.folder / f"cache-{group}-{index}"
+        return self.folder / self._pod_name(group, index) / "cache"
 
     def _container(self, manifest: Mapping[str, Any], group: int, index: int, size: int) -> Container:
         """With the variables that the controller puts before those of the manifest."""
@@ -211,10 +213,14 @@ class LoopbackPods:
             "LWS_WORKER_INDEX": str(index),
             "HOSTNAME": self._pod_name(group, index),
         }
-        mounts = {mounted: str(path) for mounted, path in self._mounts.items()}
-        mounts["/opt/programs"] = str(self.programs)
-        mounts["/cache"] = str(self.cache(group, index))
-        self.cache(group, index).mkdir(exist_ok=True)
+        # A program is found again at the same path only, so the volume has the same in every pod, as in a
+        # cluster: `cache` in the pod's folder. A container that mounts it elsewhere sees the image's folder.
+        mounts = {mounted: str(path) for mounted, path in self._mounts.items()} | {
+            "/cache": str(self.programs)
+        }
+        mounts |= {m["mountPath"]: "cache" for m in manifest["volumeMounts"] if m["name"] == "cache"}
+        cache = self.cache(group, index)
+        cache.mkdir(parents=True, exist_ok=True)
         for entry in manifest.get("env", ()):
             if "value" not in entry:
                 assert entry["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}, entry
@@ -230,9 +236,7 @@ class LoopbackPods:
             "XLA_FLAGS": xla_flags(),
             "PLAY": json.dumps(play),
         }
-        return Container(
-            manifest, environment, self.folder / f"{variables['HOSTNAME']}-{manifest['name']}.log"
-        )
+        return Container(manifest, environment, cache.parent, cache.with_name(f"{manifest['name']}.log"))
 
     def logs(self) -> str:
         """The end of what each container wrote, for a failure's message."""
@@ -246,4 +250,3 @@ class LoopbackPods:
         for group in self.groups:
             for container in group.containers:
                 container.kill()
-        self._folder.cleanup()

@@ -50,8 +50,10 @@ def known(model: Path) -> list[KnownStream]:
 @pytest.fixture
 def pods(model: Path, tmp_path: Path) -> Iterator[LoopbackPods]:
     (tmp_path / "secret").write_text("0123456789abcdef")
+    (tmp_path / "pods").mkdir()
     mounts = {"/models/checkpoint": model, "/etc/orca/control": tmp_path}
-    with LoopbackPods(leader_worker_set(), N_GROUPS, mounts=mounts, flags={"serve": SERVE_FLAGS}) as pods:
+    flags = {"serve": SERVE_FLAGS}
+    with LoopbackPods(leader_worker_set(), N_GROUPS, tmp_path / "pods", mounts=mounts, flags=flags) as pods:
         yield pods
 
 
