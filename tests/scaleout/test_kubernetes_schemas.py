@@ -11,6 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
+from server import cli
+from server.settings.serve_settings import serve_settings
 from tests.places import ROOT
 from tests.scaleout.manifests import KUBERNETES, manifest_files, objects_of
 from tests.scaleout.published_schemas import VERSIONS, validate
@@ -42,12 +44,12 @@ def rendered(folder: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(done.stdout))
 
 
-def overlay(folder: str, tmp_path: Path) -> list[dict[str, Any]]:
+def overlay(folder: str, tmp_path: Path, more: str = "") -> list[dict[str, Any]]:
     """The objects of a user's kustomization that builds on `folder`; kustomize wants a relative path."""
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     mine = tmp_path / "mine"
     mine.mkdir()
-    (mine / "kustomization.yaml").write_text(OVERLAY.format(base=f"../kubernetes/{folder}"))
+    (mine / "kustomization.yaml").write_text(OVERLAY.format(base=f"../kubernetes/{folder}") + more)
     return rendered(mine)
 
 
@@ -155,6 +157,28 @@ def test_names_and_labels_of_an_overlay_arrive_everywhere(folder: str, tmp_path:
         for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ()))
     }
     assert images == {"registry.example/mine:7"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_llm_d_finds_the_metrics_that_a_pods_label_promises(folder: str, tmp_path: Path) -> None:
+    """A pod that says vllm, or nothing, is read with vLLM's names; an unknown engine is an error."""
+    by_kind = {
+        manifest["kind"]: manifest
+        for manifest in overlay(folder, tmp_path, "components: [../kubernetes/llm-d]\n")
+    }
+    if folder == "groups":
+        template = by_kind["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+        validate(by_kind["LeaderWorkerSet"], VERSIONS[-1])
+        pod = template["leaderTemplate"]
+        assert "llm-d.ai/engine-type" not in template["workerTemplate"]["metadata"]["labels"]
+    else:
+        validate(by_kind["Deployment"], VERSIONS[-1])
+        pod = by_kind["Deployment"]["spec"]["template"]
+    assert pod["metadata"]["labels"]["llm-d.ai/engine-type"] == "vllm"
+    (server,) = pod["spec"]["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in server["env"]}
+    settings = serve_settings(cli.parser().parse_args(["serve"]), variables)
+    assert settings.routing.metric_names == "vllm"
 
 
 def test_the_documents_example_is_the_overlay_that_is_tested() -> None:

@@ -21,7 +21,7 @@ N_GROUPS = 3
 N_STREAMS = 3  # in each group
 N_OUTPUT = 24
 STRUCK = 1  # the group that loses a worker
-SOON = 240.0  # far more than it takes where nothing else runs
+SOON = 480.0  # far more than it takes where nothing else runs
 _LOOK_SECONDS = 0.1
 SERVE_FLAGS = (
     "--max-batch-size",
@@ -96,7 +96,7 @@ async def lose_a_worker(pods: LoopbackPods, known: list[KnownStream]) -> dict[st
             await stack.enter_async_context(RepeatedStreams(group.http_address, known))
             for group in pods.groups
         ]
-        while min(each.n_between for each in streams) == 0:
+        while min(each.n_between for each in streams) == 0 or streams[STRUCK].n_between < N_STREAMS - 1:
             await streams[STRUCK].arrival()
         killed_at = time.monotonic()
         worker.process.kill()
@@ -137,7 +137,7 @@ def longest_silence(streams: RepeatedStreams, begin: float, end: float) -> float
 
 
 @pytest.mark.long
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(600)
 def test_a_group_that_loses_a_worker_recovers_and_the_others_never_notice(
     pods: LoopbackPods, known: list[KnownStream]
 ) -> None:
