@@ -313,7 +313,9 @@ class Gateway:
         """Called on the scheduler's thread, which must not block on writing the log."""
         service = model.service
         if lost is not None:
-            self._on_loop(partial(log_loss, lost, service.pool.n_running))
+            # With a prefix cache, or blocks on demand, they wait again.
+            again = sum(req.row >= 0 or req.n_preempted > 0 for req in service.pool.live())
+            self._on_loop(partial(log_loss, lost, again))
         elif service.recovery.last_recovery_seconds is not None:
             self._on_loop(partial(log_recovery, service.recovery.last_recovery_seconds))
 

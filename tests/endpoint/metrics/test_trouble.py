@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from orca_jax.config import RestartBound
 from orca_jax.errors import EngineError, WorkerLost
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling_config import ORCA, SchedulingConfig
 from orca_jax.service.orca import Orca
 from server.gateway.gateway import Phase
 from server.gateway.trouble_log import LOGGER, log_failure, log_loss, log_recovery
@@ -51,9 +53,15 @@ class Clock:
 
 @contextmanager
 def serving(
-    engine: FragileEngine, *, restarts: int = 5, clock: Clock | None = None, ready: bool = True
+    engine: FragileEngine,
+    *,
+    restarts: int = 5,
+    clock: Clock | None = None,
+    ready: bool = True,
+    scheduling: SchedulingConfig = ORCA,
 ) -> Iterator[Server]:
     """A server whose engine continues "a" as "abcdef"; the test releases each iteration."""
+    config = replace(CONFIG, scheduling=scheduling)
     kv = KVManager(
         n_blocks=CONFIG.n_blocks,
         block_size=CONFIG.block_size,
@@ -63,13 +71,13 @@ def serving(
     service = Orca(
         engine,
         kv,
-        config=CONFIG,
+        config=config,
         model=MODEL,
         tokenizer=LETTERS,
         clock=clock or Clock(),
         restarts=RestartBound(restarts=restarts),
     )
-    with service, serving_model(service, MODEL, CONFIG, tokenizer=LETTERS, ready=ready) as server:
+    with service, serving_model(service, MODEL, config, tokenizer=LETTERS, ready=ready) as server:
         try:
             yield server
         finally:
@@ -299,9 +307,11 @@ def test_grpc_health_follows_losses_and_recoveries() -> None:
         watch.cancel()
 
 
-def test_the_log_has_one_line_for_the_loss_and_one_for_the_recovery() -> None:
+@pytest.mark.parametrize("scheduling", [ORCA, SchedulingConfig(reservation="on-demand")])
+def test_the_log_has_one_line_for_the_loss_and_one_for_the_recovery(scheduling: SchedulingConfig) -> None:
     engine, clock = FragileEngine(), Clock()
-    with log() as lines, serving(engine, clock=clock) as server, ThreadPoolExecutor(2) as threads:
+    started = serving(engine, clock=clock, scheduling=scheduling)
+    with log() as lines, started as server, ThreadPoolExecutor(2) as threads:
         with connected(server) as one, connected(server) as two:
             answers = [threads.submit(client.post, "/v1/completions", json=ABCDEF) for client in (one, two)]
             until(lambda: server.gateway.n_live == 2, "two requests")
