@@ -9,11 +9,11 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from orca_jax.config import EngineConfig
 from server.ray.door import Door
-from server.ray.placement import replica_placement, stage_needs
-from server.ray.prefix_router import PrefixRouter
 from server.ray.replica import EngineReplica
+from server.ray.routing.prefix_router import PrefixRouter
 from server.ray.scaling import LoadPolicy
 from server.ray.settings import ReplicaOptions, Router, ray_settings
+from server.ray.stages.placement import replica_placement, stage_needs
 from server.settings.serve_settings import ServeSettings
 
 _MOST_AT_DOOR = 4096  # requests at once; an engine's own queue is bounded by max_queue

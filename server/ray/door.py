@@ -22,8 +22,8 @@ from server.http.connections.body_limit import read_body
 from server.ray.asgi_call import HttpCall
 from server.ray.door_metrics import DoorMetrics
 from server.ray.merged_metrics import merged
-from server.ray.prefix_key import prefix_chain
 from server.ray.relay import Relay
+from server.ray.routing.prefix_key import prefix_chain
 from server.settings.options import EndpointOptions
 
 _LOGGER = logging.getLogger("orca")

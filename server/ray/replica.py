@@ -21,9 +21,9 @@ from server.metrics.access_log import configure_access_log
 from server.metrics.engine_load import batch_load, engine_load
 from server.metrics.metrics import Metrics
 from server.ray.asgi_call import HttpCall, responses
-from server.ray.placement import StageNeeds
 from server.ray.scaling import LOAD
-from server.ray.stage_actors import StageActors
+from server.ray.stages.placement import StageNeeds
+from server.ray.stages.stage_actors import StageActors
 from server.settings.serve_settings import ServeSettings
 
 

@@ -86,7 +86,7 @@ ENDPOINTS = ("server.http", "server.rpc")
 PUTS_TOGETHER = {
     *("server.commands.endpoints", "server.commands.banner", "server.commands.serve", "server.cli"),
     *("server.ray.app", "server.ray.door", "server.ray.relay", "server.ray.replica", "server.ray.launch"),
-    "server.ray.prefix_key",
+    "server.ray.routing.prefix_key",
 }
 
 MAX_LINES = 400

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from orca_jax.errors import OrcaError
-from server.ray.placement import StageNeeds, replica_placement, stage_needs
 from server.ray.settings import ray_settings
+from server.ray.stages.placement import StageNeeds, replica_placement, stage_needs
 
 GPUS = {"CPU": 64.0, "GPU": 16.0}
 

@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.ray.ongoing import Ongoing
-from server.ray.prefix_choice import PrefixChoice
+from server.ray.routing.ongoing import Ongoing
+from server.ray.routing.prefix_choice import PrefixChoice
 
 ENGINES = ["a", "b", "c"]
 IDLE = dict.fromkeys(ENGINES, 0.0)

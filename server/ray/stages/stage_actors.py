@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from orca_jax.config import EngineConfig
 from orca_jax.engine.remote_pipeline import StageWorkers
 from orca_jax.errors import EngineError
-from server.ray.placement import StageNeeds
-from server.ray.stage_actor import StageActor, StageStatus
+from server.ray.stages.placement import StageNeeds
+from server.ray.stages.stage_actor import StageActor, StageStatus
 
 _LOOK_SECONDS = 0.25  # interval of questions to each actor
 _CLOSE_SECONDS = 8.0  # for the actors to end their workers

@@ -13,7 +13,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from server.ray.prefix_steps import covered_bytes
+from server.ray.routing.prefix_steps import covered_bytes
 
 _MOST_HOLDERS = 8  # engines remembered for one beginning; more have it, and are found by their pressure
 # Two engines count as equally full if they differ by less: their loads are measured, not exact.
