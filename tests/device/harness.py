@@ -68,7 +68,7 @@ def harness(
     """
     sizes = tuple(buckets or default_buckets(serving))
     parts = parts or split_model(model, jax.devices())
-    engine, kv, _, _ = build_engine(
+    engine, kv, *_ = build_engine(
         model,
         [] if workers else place(model, parameters, parts),
         serving,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.commands import serve
+from server.commands import served
 from server.process import interpreter
 
 
@@ -29,5 +29,5 @@ def test_garbage_collection_skips_loaded_objects(as_before: None) -> None:
 
 
 def test_a_server_applies_the_settings_when_its_model_is_loaded() -> None:
-    assert serve.settle is interpreter.settle
-    assert "settle" in serve._load.__code__.co_names
+    assert served.settle is interpreter.settle
+    assert "settle" in served.load_served.__code__.co_names
