@@ -14,27 +14,32 @@ from orca_jax.iteration.shape import EngineShape
 
 LOGGER = logging.getLogger("orca_jax.compile")
 
-_PER_FIRST = 8  # the first buckets are this factor apart
 _STOP_SECONDS = 30.0  # a program that is being compiled cannot be stopped
 
 
 def first_buckets(buckets: Sequence[int], max_rows: int) -> tuple[int, ...]:
-    """The buckets to begin with: one for a decode of `max_rows`, a few larger ones, and the largest.
+    """The buckets to begin with: one for a decode of `max_rows`, and the largest. `buckets` ascend."""
+    decode = next(size for size in buckets if size >= min(max_rows, buckets[-1]))
+    return tuple(sorted({decode, buckets[-1]}))
 
-    `buckets` ascend.
+
+def later_buckets(buckets: Sequence[int], max_rows: int) -> list[int]:
+    """The others, the most useful first.
+
+    First the powers of two above the decodes, which halve the padding of prompts, then the smaller decodes,
+    and then what is between.
     """
-    first = [next(size for size in buckets if size >= min(max_rows, buckets[-1]))]
-    for size in buckets:
-        if size >= _PER_FIRST * first[-1] and _PER_FIRST * size <= 2 * buckets[-1]:
-            first.append(size)
-    return tuple(sorted({*first, buckets[-1]}))
+    first = first_buckets(buckets, max_rows)
+    others = [size for size in buckets if size not in first]
+    halves = [size for size in others if size > first[0] and size.bit_count() == 1]
+    return sorted(others, key=lambda size: (size not in halves, size))
 
 
 class LaterPrograms:
     """The programs of buckets that `workers` do not use yet, compiled on a thread from `start` to `close`.
 
-    Smallest buckets first; the workers use each as soon as all its programs are compiled. If one cannot be
-    compiled, a warning is logged and the engine keeps the buckets that it has.
+    The workers use each bucket as soon as all its programs are compiled. If one cannot be compiled, a warning
+    is logged and the engine keeps the buckets that it has.
     """
 
     def __init__(self, workers: LocalWorkers, shape: EngineShape, buckets: Sequence[int]) -> None:
@@ -43,8 +48,7 @@ class LaterPrograms:
         self._ready = workers.sizes.buckets
         self._programs = [
             (size, all_programs(workers.workers, BatchSizes(shape, (size, buckets[-1]))))
-            for size in buckets
-            if size not in self._ready
+            for size in later_buckets(buckets, shape.max_rows)
         ]
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

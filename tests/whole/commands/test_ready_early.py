@@ -12,7 +12,7 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.config import EngineConfig
 from orca_jax.execution.programs import Program
 from orca_jax.launch import later_programs
-from orca_jax.launch.later_programs import first_buckets
+from orca_jax.launch.later_programs import first_buckets, later_buckets
 
 SOON = 60.0
 SIZES: dict[str, Any] = {"max_batch_size": 4, "n_slots": 512, "max_batch_tokens": 64, "seed": 1}
@@ -20,25 +20,27 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
-    ("buckets", "max_rows", "first"),
+    ("buckets", "max_rows", "first", "later"),
     [
-        ((1, 8, 16, 32, 64, 256, 512, 2048), 32, (32, 256, 2048)),
-        ((1, 8, 16), 4, (8, 16)),
-        ((1, 8, 16), 100, (16,)),
-        ((1, 8, 64, 512, 4096), 1, (1, 8, 64, 512, 4096)),
+        ((1, 8, 16, 32, 48, 64, 96, 128, 2048), 32, (32, 2048), [64, 128, 1, 8, 16, 48, 96]),
+        ((1, 8, 16), 4, (8, 16), [1]),
+        ((1, 8, 16), 100, (16,), [1, 8]),
+        ((1, 8, 64, 100), 1, (1, 100), [8, 64]),
     ],
 )
-def test_the_first_buckets(buckets: tuple[int, ...], max_rows: int, first: tuple[int, ...]) -> None:
+def test_the_order_of_the_buckets(
+    buckets: tuple[int, ...], max_rows: int, first: tuple[int, ...], later: list[int]
+) -> None:
     assert first_buckets(buckets, max_rows) == first
+    assert later_buckets(buckets, max_rows) == later
 
 
 @given(st.sets(st.integers(1, 10_000), min_size=1), st.integers(1, 300))
 def test_the_first_buckets_hold_every_batch(sizes: set[int], max_rows: int) -> None:
     buckets = tuple(sorted(sizes))
     first = first_buckets(buckets, max_rows)
-    assert set(first) <= sizes and list(first) == sorted(first) and first[-1] == buckets[-1]
-    assert len(first) <= 7
-    assert all(size < max_rows for size in sizes if size < min(first))
+    assert first[-1] == buckets[-1] and all(size < max_rows for size in sizes if size < first[0])
+    assert sorted([*first, *later_buckets(buckets, max_rows)]) == list(buckets)
 
 
 def llm_in(folder: Path, **changes: Any) -> LLM:
