@@ -44,8 +44,8 @@ TESTS ?= tests/whole tests/endpoint tests/device tests/host
 test: $(VENV)/.dev ## run the tests: all that guards behaviour, in about nine minutes on two cores
 	$(BIN)/python $(PYTEST) -m "not long" $(TESTS)
 
-test-long: $(VENV)/.dev ## run the long tests: soaks, thousands of seeds, killed processes, whole figures
-	$(BIN)/python $(PYTEST_LONG) -m long tests/whole tests/endpoint tests/device tests/host
+test-long: $(VENV)/.dev ## run the long tests (PART=1/2: half of them): soaks, thousands of seeds, killed processes
+	$(BIN)/python $(PYTEST_LONG) -m long $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
 	@$(HOST_BIN)/python -c 'import importlib.util as u, sys; sys.exit("jax is installed in $(HOST_VENV)" if u.find_spec("jax") else 0)'

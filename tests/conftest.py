@@ -4,7 +4,9 @@ import atexit
 import os
 import shutil
 import tempfile
+import zlib
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.xla_flags import DEVICES, xla_flags
@@ -29,3 +31,20 @@ settings.register_profile(
     "orca", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("orca")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="of N parts of the tests run the K-th, from 1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of other parts. A test is in the same part in every run, whatever else there is."""
+    part = config.getoption("--part")
+    if part is None:
+        return
+    k, n = map(int, part.split("/"))
+    if not 1 <= k <= n:
+        raise pytest.UsageError(f"--part is {part}; it must be K/N with K from 1 to N")
+    own = [item for item in items if zlib.crc32(item.nodeid.encode()) % n == k - 1]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(own)])
+    items[:] = own

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,11 @@ def test_serve_run_takes_the_example(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(path)]
     with (tmp_path / "log").open("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path)
+        # A shell's background jobs ignore Ctrl-C, and so would what they start.
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, cwd=tmp_path, preexec_fn=heed
+        )
         try:
             until(lambda: _answers(f"http://127.0.0.1:{port}/ready", process), START_SECONDS)
             assert stream(f"http://127.0.0.1:{port}", threading.Semaphore(0), 20) == "length"
