@@ -159,15 +159,14 @@ class RemoteWorkers:
         """Start a new epoch, in which every stage has new caches; return False if interrupted.
 
         After an interruption the next call continues with the same epoch. Raises WorkerLost if a stage is not
-        ready within `ready_seconds` or is lost again; the next call then begins another epoch. Raises the
-        error that `failure` returns.
+        ready within `ready_seconds`, counted from the last move of a worker and at most twice as long in all,
+        or is lost again; the next call then begins another epoch. Raises the error that `failure` returns.
         """
         attempt = self._attempt or self._begin()
-        deadline = attempt.began + self._deadlines.ready_seconds
         while len(attempt.ready) < self._n_stages:
             self._raise_failure()
             now = self._clock()
-            if now >= deadline:
+            if now >= attempt.deadline:
                 missing = sorted(set(range(self._n_stages)) - attempt.ready)
                 names = ", ".join(f"stage {stage + 1}" for stage in missing[1:])
                 also = f"; also not ready: {names}" if names else ""
@@ -186,7 +185,7 @@ class RemoteWorkers:
                     if stage not in attempt.ready:
                         frame = Frame(START, self.epoch, payload=encode_start(order))
                         self._channel.send(stage, encode_frame(frame))
-            next_at = min(deadline, attempt.ask_at, attempt.suspect_at)
+            next_at = min(attempt.deadline, attempt.ask_at, attempt.suspect_at)
             limit = min(self._deadlines.look_seconds, next_at - now)
             arrival = self._channel.receive(max(0.0, limit))
             if arrival is not None:
@@ -220,15 +219,21 @@ class RemoteWorkers:
         self._done = [-1] * self._n_stages
         for counters in self.stages:
             counters.received_at.clear()
-        now = self._clock()
-        patience = self._deadlines.ready_seconds if self._moves_weights else self._deadlines.worker_seconds
-        self._attempt = StartAttempt(began=now, ask_at=now, suspect_at=now + patience)
+        now, ready_seconds = self._clock(), self._deadlines.ready_seconds
+        patience = ready_seconds if self._moves_weights else self._deadlines.worker_seconds
+        self._attempt = StartAttempt(
+            deadline=now + ready_seconds,
+            latest=now + 2 * ready_seconds,
+            ask_at=now,
+            suspect_at=now + patience,
+        )
         return self._attempt
 
     def _follow(self, attempt: StartAttempt) -> None:
         """Give each stage's order the next one's present address.
 
-        A worker takes one order in an epoch, so another address after the first means another epoch.
+        A worker takes one order in an epoch, so another address after the first means another epoch, for
+        which all workers begin anew.
         """
         addresses = tuple(self._channel.follow())
         if addresses == attempt.addresses:
@@ -236,6 +241,7 @@ class RemoteWorkers:
         if attempt.addresses:
             self.epoch += 1
             attempt.ready.clear()
+            attempt.deadline = min(self._clock() + self._deadlines.ready_seconds, attempt.latest)
         attempt.addresses = addresses
         following = (*addresses[1:], "")
         self.orders = tuple(

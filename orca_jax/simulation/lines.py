@@ -45,14 +45,15 @@ class SimulatedLines:
         """Damage the next frame to (`inbound`) or from a stage; a delay or duplicate is `seconds` late."""
         self._damages.setdefault((stage, inbound), deque()).append((damage, seconds))
 
-    def to_stage(self, stage: int, data: bytes) -> None:
-        """Carry a frame to a stage's present process, from the master or another stage."""
-        self._carry((stage, True), data, self.stages[stage].take)
-
     def to_address(self, stage: int, address: str, data: bytes) -> None:
-        """Carry a frame to a stage's process at `address`; drops it if the process is not there any more."""
-        if address == self.stages[stage].address:
-            self.to_stage(stage, data)
+        """Carry a frame to a stage's process at `address`; it is lost if none is there when it arrives."""
+        process = self.stages[stage]
+
+        def arrive(data: bytes) -> None:
+            if process.address == address:
+                process.take(data)
+
+        self._carry((stage, True), data, arrive)
 
     def to_master(self, stage: int, data: bytes) -> None:
         """Carry a frame from a stage to the master."""
