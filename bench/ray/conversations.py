@@ -12,7 +12,7 @@ import json
 import platform
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,12 +160,20 @@ def _share(turns: list[tuple[int, int]]) -> float:
 def _converse(client: openai.OpenAI, number: int, n_turns: int) -> list[tuple[int, int]]:
     """Of each turn, the prompt's tokens, and how many of them were in a cache."""
     words = random.Random(number)
+    texts = (" ".join(words.choices(_WORDS, k=20)) for _ in range(n_turns))
+    return cached_by_turn(client, texts, system=_COMMON if number % 2 else None)
+
+
+def cached_by_turn(
+    client: openai.OpenAI, texts: Iterable[str], *, system: str | None = None
+) -> list[tuple[int, int]]:
+    """Say these texts in turn, in one conversation: of each, the prompt's tokens, and those in a cache."""
     messages = list[ChatCompletionMessageParam]()
-    if number % 2:
-        messages.append({"role": "system", "content": _COMMON})
+    if system is not None:
+        messages.append({"role": "system", "content": system})
     turns = list[tuple[int, int]]()
-    for _ in range(n_turns):
-        messages.append({"role": "user", "content": " ".join(words.choices(_WORDS, k=20))})
+    for text in texts:
+        messages.append({"role": "user", "content": text})
         reply = client.chat.completions.create(
             model="demo", messages=messages, max_tokens=16, temperature=0, extra_body={"ignore_eos": True}
         )

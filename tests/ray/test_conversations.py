@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
+from bench.ray.conversations import cached_by_turn
 from tests.ray.conftest import Serve, Served
 
 N_TURNS = 8
@@ -21,20 +21,11 @@ def served(run_app: Serve) -> Served:
 
 
 def converse(client: openai.OpenAI, name: str) -> list[tuple[int, int]]:
-    """Of each turn, the prompt's tokens, and how many of them were cached."""
-    messages = list[ChatCompletionMessageParam]()
-    turns = list[tuple[int, int]]()
-    for turn in range(N_TURNS):
-        text = f"{name} said, in the year {turn} of the king, that the children of the city should go out"
-        messages.append({"role": "user", "content": text})
-        reply = client.chat.completions.create(
-            model="demo", messages=messages, max_tokens=16, temperature=0, extra_body={"ignore_eos": True}
-        )
-        messages.append({"role": "assistant", "content": reply.choices[0].message.content or ""})
-        usage = reply.usage
-        assert usage is not None and usage.prompt_tokens_details is not None
-        turns.append((usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0))
-    return turns
+    texts = (
+        f"{name} said, in the year {turn} of the king, that the children of the city should go out"
+        for turn in range(N_TURNS)
+    )
+    return cached_by_turn(client, texts)
 
 
 @pytest.mark.long
