@@ -1,7 +1,6 @@
 """The commands in deploy/kubernetes/groups and replicas are valid, and fit each other and their probes."""
 
 import json
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from server.commands.worker import worker_options
 from server.settings.flags import read_flags
 from server.settings.options import WorkerFlags
 from server.settings.serve_settings import ServeSettings, serve_settings
+from tests import played_shell
 from tests.scaleout.loopback_pods import liveness
 from tests.scaleout.manifests import KUBERNETES, leader_worker_set, objects_of
 
@@ -34,20 +34,7 @@ PODS = [LEADER, WORKER, REPLICA]
 
 def orca_arguments(container: dict[str, Any], variables: dict[str, str], tmp_path: Path) -> list[str]:
     """What the container's shell runs `orca` with, in its own place."""
-    orca = tmp_path / "orca"
-    orca.write_text('#!/bin/sh\necho "as $$" >&2\nprintf "%s\\n" "$@"\n')
-    orca.chmod(0o755)
-    shell = subprocess.Popen(
-        [*container["command"], *container["args"]],
-        env={**variables, "PATH": f"{tmp_path}:/usr/bin:/bin"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    out, err = shell.communicate(timeout=30)
-    assert shell.returncode == 0, err
-    assert err == f"as {shell.pid}\n", "it is not the shell's process, and would hear of no SIGTERM"
-    return out.splitlines()
+    return played_shell.orca_arguments([*container["command"], *container["args"]], variables, tmp_path)
 
 
 def variables(index: int, size: int) -> dict[str, str]:

@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from server.settings.flags import read_flags
 from server.settings.options import WorkerFlags
 from server.settings.serve_settings import serve_settings
 from tests.places import ROOT
+from tests.played_shell import orca_arguments
 
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
 WORKERS_MD = (ROOT / "docs" / "workers.md").read_text(encoding="utf-8")
@@ -50,22 +50,9 @@ def as_kubelet(text: str, variables: Mapping[str, str]) -> str:
 
 def worker_pod_arguments(ordinal: int, tmp_path: Path, address: str = "10.2.0.9") -> list[str]:
     """The arguments with which the pod of this ordinal runs `orca`, as expanded by its shell."""
-    orca = tmp_path / "orca"
-    orca.write_text('#!/bin/sh\necho "as $$" >&2\nprintf "%s\\n" "$@"\n')
-    orca.chmod(0o755)
     environment = {"HOSTNAME": f"orca-worker-{ordinal}", "POD_IP": address}
     command = [as_kubelet(text, environment) for text in (*WORKER["command"], *WORKER["args"])]
-    shell = subprocess.Popen(
-        command,
-        env={**environment, "PATH": f"{tmp_path}:/usr/bin:/bin"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    out, err = shell.communicate(timeout=30)
-    assert shell.returncode == 0, err
-    assert err == f"as {shell.pid}\n", "the worker is not the shell's process, and would hear of no SIGTERM"
-    return out.splitlines()
+    return orca_arguments(command, environment, tmp_path)
 
 
 def parsed(arguments: list[str], tmp_path: Path) -> argparse.Namespace:
