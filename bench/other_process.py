@@ -1,9 +1,12 @@
 """A child process that answers questions, so that its processor time can be measured separately."""
 
+import asyncio
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from typing import Any, Self
+
+import uvloop
 
 
 class OtherProcess:
@@ -42,3 +45,14 @@ class OtherProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join(10)
+
+
+def answer_each(connection: Connection, answer: Callable[[Any], Coroutine[Any, Any, object]]) -> None:
+    """For an OtherProcess: send what `answer(question)` returns, run on an event loop, until EOFError."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        while True:
+            try:
+                question = connection.recv()
+            except EOFError:
+                return
+            connection.send(runner.run(answer(question)))

@@ -5,10 +5,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import uvloop
-
 from bench.hostile import bodies, connections, generations, rpc
 from bench.hostile.target import Answers, Target
+from bench.other_process import answer_each
 
 Attack = Callable[[Target], Awaitable[None]]
 
@@ -34,13 +33,7 @@ class Order:
 
 def attacker(connection: Connection) -> None:
     """For an OtherProcess: answers each Order with Answers."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        while True:
-            try:
-                order: Order = connection.recv()
-            except EOFError:
-                return
-            connection.send(runner.run(attack(order)))
+    answer_each(connection, attack)
 
 
 async def attack(order: Order) -> Answers:

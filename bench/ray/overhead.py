@@ -22,11 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.other_process import OtherProcess
+from bench.other_process import OtherProcess, answer_each
 from bench.server.http_client import body_of, events_of, post, status_of
 from bench.server.server_process import ServerProcess, cpu_seconds, host_and_port
 
@@ -102,13 +101,7 @@ def main() -> None:
 
 def stream_client(connection: Connection) -> None:
     """For an OtherProcess: answers each Load with the seconds to each first token, and between tokens."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        while True:
-            try:
-                load: Load = connection.recv()
-            except EOFError:
-                return
-            connection.send(runner.run(asyncio.wait_for(_stream_all(load), _SECONDS)))
+    answer_each(connection, lambda load: asyncio.wait_for(_stream_all(load), _SECONDS))
 
 
 class _Stream(asyncio.Protocol):

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 import grpc
-import uvloop
 
+from bench.other_process import answer_each
 from bench.server.http_client import body_of, events_of, post, status_of
 from server.rpc.generation_pb2 import GenerateRequest, SamplingParams, TokenIds
 from server.rpc.generation_pb2_grpc import GenerationStub
@@ -44,14 +44,12 @@ class Loaded:
 
 def client(connection: Connection) -> None:
     """For an OtherProcess: answers each Streams with a Loaded."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        while True:
-            try:
-                streams: Streams = connection.recv()
-            except EOFError:
-                return
-            run = _http if streams.protocol == "HTTP" else _grpc
-            connection.send(runner.run(asyncio.wait_for(run(streams), _SECONDS)))
+    answer_each(connection, _load)
+
+
+async def _load(streams: Streams) -> Loaded:
+    run = _http if streams.protocol == "HTTP" else _grpc
+    return await asyncio.wait_for(run(streams), _SECONDS)
 
 
 class _Stream(asyncio.Protocol):
