@@ -108,7 +108,7 @@ def _play_orca(system: System, workload: Workload, figures: StreamedFigures) -> 
         token=None,
         max_records=KEPT,
     )
-    simulation.timeline.observer = figures
+    simulation.timeline.observers = (figures,)
     simulation.add_each(workload.requests())
     simulation.run()
     assert not simulation.refused, simulation.refused[0]
@@ -117,7 +117,7 @@ def _play_orca(system: System, workload: Workload, figures: StreamedFigures) -> 
 def _play_baseline(system: System, mbs: int, workload: Workload, figures: StreamedFigures) -> None:
     serving, clock = system.serving(), VirtualClock()
     timeline = Timeline(clock.now, max_records=KEPT)
-    timeline.observer = figures
+    timeline.observers = (figures,)
     pool = RequestPool(max_waiting=serving.max_queue, on_arrival=timeline.arrived, on_deliveries=_not_kept)
     n_workers = system.partition.n_stages
     engine = SimulatedEngine(clock, n_workers=n_workers, places=system.places(), token=None)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
-from orca_jax.scheduling.select import select_rows
+from orca_jax.scheduling.select import Held, select_rows
 
 _NONE: Mapping[Request, list[int]] = MappingProxyType({})
 
@@ -17,13 +17,15 @@ class Choice(NamedTuple):
     """The rows of the next iteration, and the new `n_rsrv` once they are issued (Algorithm 1, line 4).
 
     The requests in `preempted` give up their slots first; none of them is in flight. `cached` has the blocks
-    of the prefix cache that a newly admitted request begins with.
+    of the prefix cache that a newly admitted request begins with. `held` is the first request in the order
+    that was not chosen although it was ready, and why; None if there is none.
     """
 
     rows: list[Row]
     n_rsrv: int
     preempted: Collection[Request] = ()
     cached: Mapping[Request, list[int]] = _NONE
+    held: Held | None = None
 
 
 def with_given(increments: list[Row], max_bs: int) -> list[Row]:
@@ -76,7 +78,7 @@ class OrcaPolicy:
         ahead: Collection[Request],
         alone: Request | None = None,
     ) -> Choice:
-        rows, n_rsrv = select_rows(
+        rows, n_rsrv, held = select_rows(
             pool if alone is None else [alone],
             n_rsrv,
             max_bs=self.max_bs,
@@ -85,4 +87,4 @@ class OrcaPolicy:
             block_size=self.block_size,
             ahead=ahead,
         )
-        return Choice(rows, n_rsrv)
+        return Choice(rows, n_rsrv, held=held)

@@ -20,7 +20,7 @@ from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, with_given
 from orca_jax.scheduling.prefix_lookup import publish_completed, publish_full_blocks
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
-from orca_jax.scheduling.select import may_run_ahead, running_ahead, slots_to_reserve
+from orca_jax.scheduling.select import Held, may_run_ahead, running_ahead, slots_to_reserve
 from orca_jax.scheduling.serving_policy import ServingPolicy
 from orca_jax.scheduling.timeline import Timeline
 
@@ -63,6 +63,7 @@ class Scheduler:
         self._caches = kv.prefixes is not None
         self._in_flight: deque[Iteration] = deque()  # line 1
         self.n_rsrv = 0  # line 2
+        self.held: Held | None = None  # which request had to wait at the last choice, and why
         self.overlaps = config.overlap and engine.keeps_tokens
         self._most_in_flight = engine.n_workers + self.overlaps
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
@@ -91,7 +92,7 @@ class Scheduler:
             self.n_preemptions += 1
             req.n_dropped = req.n_computed
             self._preempt(req)
-        rows, self.n_rsrv = choice.rows, choice.n_rsrv
+        rows, self.n_rsrv, self.held = choice.rows, choice.n_rsrv, choice.held
         if rows:  # an empty batch is never issued
             self._issue(choice)  # lines 5 to 8
         elif not self.n_scheduled:
@@ -199,7 +200,7 @@ class Scheduler:
             self._initiated_last = True
             return choice._replace(rows=initiations)
         self._initiated_last = False
-        return Choice(with_given(increments, self.config.max_batch_size), self.n_rsrv)
+        return Choice(with_given(increments, self.config.max_batch_size), self.n_rsrv, held=choice.held)
 
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""

@@ -5,6 +5,7 @@ Comments give the paper's line numbers. The paper's initiation is prefill; its i
 
 import math
 from collections.abc import Collection, Iterable
+from typing import Literal
 
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request, RequestState
@@ -12,6 +13,11 @@ from orca_jax.scheduling.kv_manager import most_blocks, round_up
 from orca_jax.scheduling.request_pool import InArrivalOrder
 
 INITIATION, RUNNING, INCREMENT, _ = RequestState
+
+# Why a request could not join a batch: the batch is full; too few slots are free; the iteration has no room
+# for its tokens; another request computes the beginning of its prompt now, which it can then share.
+Why = Literal["batch", "slots", "tokens", "prefix"]
+Held = tuple[Request, Why]
 
 
 def may_run_ahead(req: Request) -> bool:
@@ -55,7 +61,7 @@ def select(
 
     With the defaults it is exactly the paper's function; `select_rows` describes the parameters.
     """
-    rows, n_rsrv = select_rows(
+    rows, n_rsrv, _ = select_rows(
         pool,
         n_rsrv,
         max_bs=max_bs,
@@ -76,14 +82,15 @@ def select_rows(
     max_batch_tokens: int | None = None,
     block_size: int = 1,
     ahead: Collection[Request] = (),
-) -> tuple[list[Row], int]:
+) -> tuple[list[Row], int, Held | None]:
     """The rows of the next iteration, and the new `n_rsrv` (Algorithm 1, lines 17 to 28). Changes nothing.
 
     Each row computes all tokens that its request has left to compute. Requests in `ahead` may be selected
     although they are RUNNING. `max_batch_tokens` limits the tokens of the batch, an encoder's among them, for
     which slots are reserved too. Reservations are rounded up
     to blocks of `block_size` slots, so that they can be allocated; `n_rsrv` is then a multiple of
-    `block_size`, and `n_slots` is in effect rounded down to one.
+    `block_size`, and `n_slots` is in effect rounded down to one. The third result is the request at which
+    the loop stopped, and why; None if it reached the pool's end.
     """
     batch: list[Row] = []  # line 18
     if not isinstance(pool, InArrivalOrder):  # which is sorted already; sorting would read the whole queue
@@ -91,8 +98,10 @@ def select_rows(
     ready = (req for req in pool if req.state is not RUNNING or req in ahead)  # line 19
     batch_tokens = n_places = 0
     token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
+    held: Held | None = None
     for req in ready:  # line 21
         if n_places == max_bs:  # line 22; `n_places` is the batch's size, in which every beam counts
+            held = req, "batch"
             break
         # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
         n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
@@ -102,12 +111,14 @@ def select_rows(
             batch_tokens += req.n_to_encode
         # Break, as in line 25, so that no later request overtakes this one.
         if batch_tokens > token_limit or n_places > max_bs:
+            held = req, "batch" if n_places > max_bs else "tokens"
             break
         # A request that already has a row resumes after a fault and still holds its reservation.
         if req.state is INITIATION and req.row < 0:  # line 23
             new_n_rsrv = n_rsrv + slots_to_reserve(req, block_size)  # line 24
             if new_n_rsrv > n_slots:  # line 25
+                held = req, "slots"
                 break
             n_rsrv = new_n_rsrv  # line 26
         batch.append((req, n_tokens))  # line 27
-    return batch, n_rsrv  # line 28
+    return batch, n_rsrv, held  # line 28

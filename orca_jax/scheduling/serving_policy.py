@@ -17,7 +17,7 @@ from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import cached_blocks, next_block_hash
-from orca_jax.scheduling.select import slots_to_reserve
+from orca_jax.scheduling.select import Held, slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 _WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves free for requests that grow
@@ -29,7 +29,7 @@ class _Plan:
 
     `free` counts the blocks that are left, and is below 0 while blocks are owed to requests that must grow;
     `coming` those of the requests in `held_back`, which are in flight and will be preempted after that.
-    `taken` counts the blocks that the rows take, `n_places` the places of the batch.
+    `taken` counts the blocks that the rows take, `n_places` the places of the batch. `held` is as in Choice.
     """
 
     free: int
@@ -41,6 +41,7 @@ class _Plan:
     held_back: set[Request] = field(default_factory=set[Request])
     cached: dict[Request, list[int]] = field(default_factory=dict[Request, list[int]])
     revived: set[int] = field(default_factory=set[int])  # all blocks in `cached`
+    held: Held | None = None
 
     def add(self, req: Request, n_tokens: int) -> None:
         """Add a row."""
@@ -165,7 +166,7 @@ class ServingPolicy:
 
     def _choice(self, plan: _Plan) -> Choice:
         n_held = self._kv.n_blocks - self._kv.n_free_blocks + plan.taken
-        return Choice(plan.rows, n_held * self._kv.block_size, plan.preempted, plan.cached)
+        return Choice(plan.rows, n_held * self._kv.block_size, plan.preempted, plan.cached, plan.held)
 
     def _plan_alone(self, req: Request, admitted: Sequence[Request]) -> _Plan:
         """A row for this request; the others, none of which is in flight, make room for it."""
@@ -258,14 +259,19 @@ class ServingPolicy:
             if plan.gives_up(req):
                 continue
             if plan.n_places + req.n_places > self._max_bs:
+                plan.held = req, "batch"
                 return True
             room -= req.n_to_encode
             n_tokens = self._n_tokens(req.n_to_compute, room)
             if not n_tokens:
+                plan.held = req, "tokens"
                 return False
             plan.add(req, n_tokens)
             room -= n_tokens
         if plan.free <= 0 or plan.preempted or plan.held_back:
+            for first in waiting:
+                plan.held = first, "slots"
+                break
             return True
         return self._admit(plan, room, admitted, waiting)
 
@@ -286,6 +292,7 @@ class ServingPolicy:
         for req in waiting:
             most = min(self._max_bs - plan.n_places, self._max_admitted - n_admitted, n_free_rows)
             if req.n_places > most:
+                plan.held = req, "batch"
                 return True
             cached = cached_blocks(req, kv)
             if computing is None:
@@ -293,12 +300,15 @@ class ServingPolicy:
                 computing = {next_block_hash(other, other.n_computed // kv.block_size, kv) for other in begun}
             next_hash = next_block_hash(req, len(cached), kv)
             if next_hash is not None and next_hash in computing:
+                plan.held = req, "prefix"
                 return True  # another request computes this block now; in the next iteration it is cached
             n_tokens = self._n_tokens(req.n_tokens - len(cached) * kv.block_size, room - req.n_to_encode)
             if not n_tokens:
+                plan.held = req, "tokens"
                 return not room
             n_new = self._n_new_blocks(req, cached, plan.revived)
             if n_new + (self._watermark if n_admitted else 0) > plan.free:
+                plan.held = req, "slots"
                 return True
             plan.free -= n_new
             plan.taken += n_new

@@ -1,7 +1,8 @@
 """The timeline: when each request and each iteration started and ended.
 
 The scheduler writes the records; times are in seconds of the given clock. Memory is bounded, because only the
-newest records are kept. For statistics over all of them, set a TimelineObserver.
+newest records are kept. For statistics over all of them, add a TimelineObserver; a TimelineWatcher sees each
+event with its requests.
 """
 
 from array import array
@@ -40,6 +41,7 @@ class RequestRecord:
     finished: float | None = None
     finish_reason: FinishReason | None = None
     n_cached: int = 0
+    arrival: int = 0  # its number in the pool
 
     @property
     def n_output(self) -> int:
@@ -116,6 +118,29 @@ class TimelineObserver(Protocol):
         ...
 
 
+class TimelineWatcher(Protocol):
+    """Is called for each event with its requests; as short as a TimelineObserver, and fails like it.
+
+    All methods but `arrived` are called on the scheduler's thread.
+    """
+
+    def arrived(self, request: Request, at: float) -> None:
+        """A request enters the pool at `at` seconds. Called on its user's thread, under the pool's lock."""
+        ...
+
+    def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
+        """An iteration is about to be issued: slots are allocated, and no state has changed for it yet."""
+        ...
+
+    def returned(self, record: IterationRecord) -> None:
+        """An iteration returned from the engine."""
+        ...
+
+    def ended(self, record: RequestRecord, request: Request) -> None:
+        """A request ended, for any reason."""
+        ...
+
+
 class Timeline:
     """Records of the `max_records` newest iterations and finished requests (None: all), oldest first.
 
@@ -132,7 +157,8 @@ class Timeline:
     ) -> None:
         self.iterations: deque[IterationRecord] = deque(maxlen=max_records)
         self.requests: deque[RequestRecord] = deque(maxlen=max_records)
-        self.observer: TimelineObserver | None = None
+        self.observers: tuple[TimelineObserver, ...] = ()
+        self.watchers: tuple[TimelineWatcher, ...] = ()
         self.n_arrived = 0  # requests so far
         self._clock = clock
         self._bucket_sizes = bucket_sizes
@@ -145,7 +171,11 @@ class Timeline:
     def arrived(self, request: Request) -> None:
         """A request entered the pool. Pass this method to `RequestPool` as `on_arrival`."""
         self.n_arrived += 1
-        self._live[request.arrival] = RequestRecord(request.request_id, request.n_input, self._clock())
+        now = self._clock()
+        record = RequestRecord(request.request_id, request.n_input, now, arrival=request.arrival)
+        self._live[request.arrival] = record
+        for watcher in self.watchers:
+            watcher.arrived(request, now)
 
     def use_buckets(self, sizes: Sequence[int]) -> None:
         """From now on batches are padded to these sizes, ascending."""
@@ -175,21 +205,26 @@ class Timeline:
             if request_record.scheduled is None:  # else a later prompt chunk, or it resumes after a fault
                 request_record.scheduled = now
                 request_record.n_cached = req.n_cached
+        for watcher in self.watchers:
+            watcher.issued(record, rows)
         return record
 
     def returned(self, record: IterationRecord) -> None:
         """Record that the iteration has returned."""
         record.returned = self._clock()
-        if self.observer is not None:
-            self.observer.returned(record)
+        for observer in self.observers:
+            observer.returned(record)
+        for watcher in self.watchers:
+            watcher.returned(record)
 
     def delivered(self, deliveries: Sequence[Delivery]) -> None:
         """Record tokens and ends that are about to be delivered."""
         now = self._clock()
-        observed = self.observer is not None
+        observed = bool(self.observers)
         gaps = _times()
         first: list[RequestRecord] = []
         ended: list[RequestRecord] = []
+        of: list[Request] = []
         for request, token_id, finish_reason in deliveries:
             record = self._live[request.arrival]
             if token_id is not None:
@@ -204,12 +239,20 @@ class Timeline:
                 record.finished = now
                 record.finish_reason = finish_reason
                 ended.append(self._live.pop(request.arrival))
+                of.append(request)
         self._finished(ended, now)
-        if self.observer is not None:
+        for observer in self.observers:
             if gaps or first:
-                self.observer.delivered(gaps, first)
+                observer.delivered(gaps, first)
             for record in ended:
-                self.observer.ended(record)
+                observer.ended(record)
+        for watcher in self.watchers:
+            for record, request in zip(ended, of, strict=True):
+                watcher.ended(record, request)
+
+    def live(self) -> dict[int, RequestRecord]:
+        """A copy of the live requests' records by arrival number. May be called from any thread."""
+        return self._live.copy()
 
     def recent_finish_interval(self) -> float | None:
         """Mean seconds between the ends of the last 64 requests; None before two have ended.

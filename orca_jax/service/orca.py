@@ -43,7 +43,7 @@ from orca_jax.service.given_output import GivenOutput, check_given, scoring, spl
 from orca_jax.service.interludes import Interludes
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle, no_stream
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
-from orca_jax.service.recorded_turns import RecordedPool, RecordedTimeline
+from orca_jax.service.recorded_turns import RecordedPool, TimelineRecorder
 from orca_jax.service.recorder import Recorder
 
 SCHEDULER_THREAD = "orca-scheduler"  # its name
@@ -83,11 +83,10 @@ class Orca:
         self._failure: EngineError | None = None
         self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
         self._recorder = recorder
-        timeline, pool = Timeline, RequestPool
+        pool = RequestPool
         if recorder is not None:
-            timeline = partial(RecordedTimeline, recorder)
             pool = partial(RecordedPool, recorder, disturbance=self._disturbance)
-        self.timeline = timeline(clock, bucket_sizes=bucket_sizes)
+        self.timeline = Timeline(clock, bucket_sizes=bucket_sizes)
         self._queue = waiting_queue(config.scheduling)
         self.pool = pool(
             max_waiting=config.max_queue,
@@ -99,6 +98,8 @@ class Orca:
             clock=clock,
         )
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
+        if recorder is not None:
+            self.timeline.watchers = (TimelineRecorder(recorder, self.scheduler),)
         self.recovery = Recovery(self.scheduler, bound=restarts or RestartBound(), clock=clock)
         self.interludes = Interludes(
             self.scheduler, self.recovery, wake=self.pool.wake, stopped=self._stopped

@@ -1,4 +1,4 @@
-"""The pool and the timeline of a service that is recorded.
+"""The pool of a service that is recorded, and what watches its timeline.
 
 While a service is recorded, its scheduler learns of arrivals, and of ends that users ask for, only when a
 turn of its loop begins. So a turn depends on nothing but what came before it, and can be repeated.
@@ -9,11 +9,11 @@ from typing import Any
 
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request
-from orca_jax.scheduling.request_pool import Delivery, InArrivalOrder, RequestPool
-from orca_jax.scheduling.timeline import IterationRecord, Timeline
+from orca_jax.scheduling.request_pool import InArrivalOrder, RequestPool
+from orca_jax.scheduling.scheduler import Scheduler
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.service.iteration_lines import IterationLines
 from orca_jax.service.recorder import Recorder
-
-_Journal = tuple[int, list[tuple[int, int]]]
 
 
 class RecordedPool(RequestPool):
@@ -75,29 +75,24 @@ class RecordedPool(RequestPool):
         self._unseen.clear()
 
 
-class RecordedTimeline(Timeline):
-    """Records iterations and ends too."""
+class TimelineRecorder:
+    """A TimelineWatcher that records iterations and ends. The pool above records arrivals."""
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float], **arguments: Any) -> None:
-        super().__init__(clock, **arguments)
+    def __init__(self, recorder: Recorder, scheduler: Scheduler) -> None:
         self._recorder = recorder
-        self._in_flight: dict[int, _Journal] = {}  # turn and rows of each iteration, by its number
+        self._lines = IterationLines(scheduler)
 
-    def issued(self, rows: Sequence[Row]) -> IterationRecord:
-        record = super().issued(rows)
-        self._in_flight[record.number] = self._recorder.turn, [(req.arrival, n) for req, n in rows]
-        return record
+    def arrived(self, request: Request, at: float) -> None:
+        pass
+
+    def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
+        self._lines.begin(record, rows)["turn"] = self._recorder.turn
 
     def returned(self, record: IterationRecord) -> None:
-        super().returned(record)
-        turn, rows = self._in_flight.pop(record.number)
-        for lost in [number for number in self._in_flight if number < record.number]:
-            del self._in_flight[lost]
-        assert record.returned is not None
-        self._recorder.returned(record.number, turn, record.issued, record.returned, rows)
+        line = self._lines.end(record)
+        assert line is not None, "the recording began with the first iteration"
+        self._recorder.returned(line)
 
-    def delivered(self, deliveries: Sequence[Delivery]) -> None:
-        super().delivered(deliveries)
-        for request, _, reason in deliveries:
-            if reason is not None:
-                self._recorder.finished(request, reason, self._clock())
+    def ended(self, record: RequestRecord, request: Request) -> None:
+        assert record.finished is not None and record.finish_reason is not None
+        self._recorder.finished(request, record.finish_reason, record.finished)

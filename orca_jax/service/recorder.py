@@ -84,12 +84,9 @@ class Recorder:
         """The scheduler learns in this turn that a request is to end."""
         self._put({"ends": request.arrival, "turn": self.turn, "reason": reason})
 
-    def returned(
-        self, number: int, turn: int, issued: float, returned: float, rows: list[tuple[int, int]]
-    ) -> None:
-        """An iteration of these rows (arrival number, tokens), issued in `turn`, has returned in this one."""
-        line = {"iteration": number, "turn": turn, "issued": issued, "returned_in": self.turn}
-        self._put({**line, "returned": returned, "rows": rows}, 2 * len(rows))
+    def returned(self, line: dict[str, Any]) -> None:
+        """An iteration has returned in this turn; `line` is that of IterationLines, with its `turn`."""
+        self._put({**line, "returned_in": self.turn}, 2 * len(line["rows"]) + len(line["prefill"]))
 
     def finished(self, request: Request, reason: FinishReason, at: float) -> None:
         """A request has ended, for any reason."""
@@ -164,6 +161,7 @@ class Recorder:
         if request is not None:
             given = {field.name: getattr(request.sampling, field.name) for field in fields(SamplingParams)}
             line["id"] = request.request_id
+            line["n_input"] = request.n_input
             line["prompt"] = request.prompt_ids
             if request.given_ids:
                 line["given"] = request.given_ids

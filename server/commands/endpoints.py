@@ -55,6 +55,12 @@ class Endpoints:
         return f"{scheme}://{in_url(self._options.host)}:{self.http_port}"
 
     @property
+    def pages(self) -> str:
+        """The addresses of the pages for people, as a text."""
+        url = self.http_url
+        return f"{url}/ to try prompts, {url}/live to watch the scheduler" if self._options.pages else "off"
+
+    @property
     def grpc_address(self) -> str | None:
         return None if self.grpc_port is None else f"{in_url(self._options.host)}:{self.grpc_port}"
 

@@ -14,6 +14,7 @@ from server.http.connections.body_limit import BodyLimit
 from server.http.generation import chat, completions
 from server.http.observation import Observation
 from server.http.openapi import describe
+from server.http.pages import pages_router
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
@@ -42,6 +43,7 @@ def create_app(
         summary="A serving engine for language models",
         description=_DESCRIPTION,
         version=orca_jax.__version__,
+        docs_url=None,  # FastAPI's viewers load code from another host; see pages.py
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -52,6 +54,8 @@ def create_app(
         app.include_router(routes.router)
     if admin_keys.required:
         app.include_router(admin.router)
+    if options.pages:
+        app.include_router(pages_router())
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
     limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)

@@ -4,13 +4,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import Unauthorized
 from server.http.bodies.errors import error_response
+from server.http.pages import PAGES, STATIC
 from server.process.addresses import owner_at
 from server.settings.api_keys import ApiKeys
 
 # Every other path needs a key, so that a new route is never open by mistake.
-OPEN_PATHS = frozenset(
-    ("/health", "/ready", "/version", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json")
-)
+OPEN_PATHS = frozenset(("/health", "/ready", "/version", "/metrics", "/openapi.json", *PAGES))
 ADMIN = "/admin/"  # the paths below it need an admin key, which opens no other path
 
 
@@ -26,7 +25,7 @@ class Authentication:
         self._admin_keys = admin_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not _is_open(scope["path"]):
             is_admin = self._admin_keys.required and scope["path"].startswith(ADMIN)
             keys = self._admin_keys if is_admin else self._api_keys
             try:
@@ -38,6 +37,10 @@ class Authentication:
             scope["state"]["tenant"] = key or ""
             scope["state"]["owner"] = key or owner_at(client[0] if client else "")
         await self._app(scope, receive, send)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(STATIC)
 
 
 def _authorization(scope: Scope) -> str | None:

@@ -71,7 +71,8 @@ class Metrics(Collector):
         """
         self._engine = EngineMetrics(model, self._names)
         self._others = others
-        model.service.timeline.observer = self._engine
+        timeline = model.service.timeline
+        timeline.observers = (*timeline.observers, self._engine)
 
     def http_request(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request. `path` is its route's template, so that clients cannot create labels."""

@@ -324,6 +324,9 @@ class EndpointOptions:
         "maximum open gRPC streams of the health and reflection services, which need no key",
         Bounds(0, 1 << 16),
     ] = 64
+    pages: Annotated[
+        bool, "serve the pages for people: the playground at /, the live view at /live, /docs"
+    ] = True
     access_log: Annotated[AccessLog, "log each request on stderr, as text or JSON", "logging"] = "text"
 
     def __post_init__(self) -> None:

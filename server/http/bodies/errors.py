@@ -99,7 +99,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == 404:
-        message = f"there is nothing at {request.method} {request.url.path}; GET /docs shows what there is"
+        message = (
+            f"there is nothing at {request.method} {request.url.path}; GET /openapi.json shows what there is"
+        )
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{request.url.path} does not take {request.method}, but {allowed}"

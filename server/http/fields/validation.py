@@ -24,7 +24,7 @@ def fault(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str | None
     if first["type"] == "missing":
         return param, f"{name} is missing" + ("" if param else "; send a JSON object")
     if first["type"] == "extra_forbidden":
-        return param, f"{name} is not known here; leave it out (GET /docs shows what there is)"
+        return param, f"{name} is not known here; leave it out (GET /openapi.json shows what there is)"
     value = f"{name} is {shown(_value_at(body, path))}"
     if not first["msg"].startswith(_PYDANTIC):  # the message is a complete sentence
         return param, f"{value}; {first['msg'].removeprefix('Value error, ')}"

@@ -164,7 +164,7 @@ def test_a_float_without_a_fraction_is_an_integer(client: httpx2.Client) -> None
             "/tokenize",
             {"prompt": "a", "colour": 1},
             "colour",
-            "colour is not known here; leave it out (GET /docs shows what there is)",
+            "colour is not known here; leave it out (GET /openapi.json shows what there is)",
         ),
         ("/detokenize", {}, "tokens", "tokens is missing"),
         (

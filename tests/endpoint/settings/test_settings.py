@@ -75,6 +75,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "keep_alive_timeout": (1.0, 2.5, 1e-3, 1e7),
     "max_watch_streams": (0, 1, 2, 3),
     "access_log": ("json", "off", "text", "json"),
+    "pages": (False, True, False, True),
     "workers": ("a:1", "a:1,b:2", "unix:/a", None),
     "worker_processes": (True, False, True, False),
     "control_secret_file": (None, None, None, None),  # the file is read as well

@@ -60,8 +60,8 @@ def test_algorithm_1_reserves_and_counts_the_encoder_s_tokens() -> None:
     pool = [_request(6, arrival=0), _request(9, arrival=1)]
     select = partial(select_rows, max_bs=4, block_size=4)
     # 8 slots for 5 tokens each; 8 and 12 for the encoder's.
-    assert select(pool, 0, n_slots=36) == ([(pool[0], 1), (pool[1], 1)], 36)
-    assert select(pool, 0, n_slots=35) == ([(pool[0], 1)], 16)
+    assert select(pool, 0, n_slots=36) == ([(pool[0], 1), (pool[1], 1)], 36, None)
+    assert select(pool, 0, n_slots=35) == ([(pool[0], 1)], 16, (pool[1], "slots"))
     assert len(select(pool, 0, n_slots=36, max_batch_tokens=17)[0]) == 2
     assert len(select(pool, 0, n_slots=36, max_batch_tokens=16)[0]) == 1
 

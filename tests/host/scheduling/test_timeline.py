@@ -183,7 +183,8 @@ class Listener:
 
 def test_an_observer_hears_of_all_once_and_in_order(clock: Clock):
     timeline = Timeline(clock)
-    listener = timeline.observer = Listener(clock)
+    listener = Listener(clock)
+    timeline.observers = (listener,)
     a, b = make_request("A"), make_request("B")
     timeline.arrived(a)
     clock.now = 1.0

@@ -1,0 +1,64 @@
+"""What the scheduler did in an iteration, as a line of JSON: for a recording, and for the live view."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from orca_jax.iteration.row import Row
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.scheduler import Scheduler
+from orca_jax.scheduling.timeline import IterationRecord
+
+ALL_WAITING = -1  # instead of an arrival number
+
+
+class IterationLines:
+    """Makes a line for each iteration of a scheduler, on its thread. docs/serving.md describes the lines.
+
+    It takes some tens of microseconds for a full batch, so only use it while somebody wants the lines.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._in_flight: dict[int, dict[str, Any]] = {}  # by the iteration's number
+
+    def begin(self, record: IterationRecord, rows: Sequence[Row]) -> dict[str, Any]:
+        """The line of an iteration that is about to be issued. More may be put into it."""
+        scheduler = self._scheduler
+        line: dict[str, Any] = {
+            "iteration": record.number,
+            "issued": record.issued,
+            "rows": [(req.arrival, n) for req, n in rows],
+            "bucket": record.bucket,
+            "prefill": [i for i, is_prompt in enumerate(record.initiation) if is_prompt],
+            "slots": _slots(scheduler),
+            "waiting": scheduler.pool.n_waiting,
+            "held": _held(scheduler),
+        }
+        self._in_flight[record.number] = line
+        return line
+
+    def end(self, record: IterationRecord) -> dict[str, Any] | None:
+        """The same line when its iteration has returned; None if it was issued before the first `begin`."""
+        line = self._in_flight.pop(record.number, None)
+        for lost in [number for number in self._in_flight if number < record.number]:
+            del self._in_flight[lost]
+        if line is not None:
+            line["returned"] = record.returned
+        return line
+
+
+def _slots(scheduler: Scheduler) -> tuple[int, int, int]:
+    """Slots that requests hold, those of them with keys and values, and those of the prefix cache alone."""
+    kv: KVManager = scheduler.kv
+    n_held = (kv.n_blocks - kv.n_free_blocks) * kv.block_size
+    admitted = scheduler.pool.admitted()
+    n_empty = sum([max(0, kv.slots_of[req.row] - req.n_computed) for req in admitted if req.row >= 0])
+    n_cached = 0 if kv.prefixes is None else kv.prefixes.n_idle * kv.block_size
+    return n_held, max(0, n_held - n_empty), n_cached
+
+
+def _held(scheduler: Scheduler) -> tuple[int, str] | None:
+    """The first request that had to wait, by its arrival number, and why."""
+    if scheduler.gate != "open" and scheduler.pool.n_waiting:
+        return ALL_WAITING, "gate"
+    return None if scheduler.held is None else (scheduler.held[0].arrival, scheduler.held[1])
