@@ -41,6 +41,18 @@ class RequestIdTaken(OrcaError):
     """The request id belongs to a request that is still live."""
 
 
+class NotPermitted(OrcaError):
+    """The server does not do this for anybody who has only an API key."""
+
+
+class UnknownRecording(OrcaError):
+    """The server has no recording of that name."""
+
+
+class TooManyViewers(OrcaError):
+    """As many people watch the live view as it has places for."""
+
+
 class TooManyConnections(OrcaError):
     """The server has reached its limit of open connections."""
 
@@ -63,6 +75,9 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     InvalidRequest: Meaning(400, "invalid_request_error", None, grpc.StatusCode.INVALID_ARGUMENT),
     Unauthorized: Meaning(401, "invalid_request_error", "invalid_api_key", grpc.StatusCode.UNAUTHENTICATED),
     UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
+    NotPermitted: Meaning(403, "invalid_request_error", "not_permitted", grpc.StatusCode.PERMISSION_DENIED),
+    UnknownRecording: Meaning(404, "invalid_request_error", "unknown_recording", grpc.StatusCode.NOT_FOUND),
+    TooManyViewers: Meaning(429, "rate_limit_error", "too_many_viewers", grpc.StatusCode.RESOURCE_EXHAUSTED),
     RequestIdTaken: Meaning(409, "invalid_request_error", "request_id", grpc.StatusCode.ALREADY_EXISTS),
     CheckpointError: Meaning(400, "invalid_request_error", "weights", grpc.StatusCode.INVALID_ARGUMENT),
     ConfigError: Meaning(400, "invalid_request_error", None, grpc.StatusCode.INVALID_ARGUMENT),

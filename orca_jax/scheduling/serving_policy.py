@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.row import Row
@@ -269,7 +270,7 @@ class ServingPolicy:
             plan.add(req, n_tokens)
             room -= n_tokens
         if plan.free <= 0 or plan.preempted or plan.held_back:
-            for first in waiting:
+            for first in chain(plan.preempted, waiting):
                 plan.held = first, "slots"
                 break
             return True

@@ -160,8 +160,8 @@ class Timeline:
         self.observers: tuple[TimelineObserver, ...] = ()
         self.watchers: tuple[TimelineWatcher, ...] = ()
         self.n_arrived = 0  # requests so far
-        self._clock = clock
-        self._bucket_sizes = bucket_sizes
+        self.now = clock
+        self.bucket_sizes = bucket_sizes
         # By arrival number, because an id can be reused before the end of its request is delivered.
         self._live: dict[int, RequestRecord] = {}
         self._n_issued = 0
@@ -171,7 +171,7 @@ class Timeline:
     def arrived(self, request: Request) -> None:
         """A request entered the pool. Pass this method to `RequestPool` as `on_arrival`."""
         self.n_arrived += 1
-        now = self._clock()
+        now = self.now()
         record = RequestRecord(request.request_id, request.n_input, now, arrival=request.arrival)
         self._live[request.arrival] = record
         for watcher in self.watchers:
@@ -179,11 +179,11 @@ class Timeline:
 
     def use_buckets(self, sizes: Sequence[int]) -> None:
         """From now on batches are padded to these sizes, ascending."""
-        self._bucket_sizes = sizes
+        self.bucket_sizes = sizes
 
     def issued(self, rows: Sequence[Row]) -> IterationRecord:
         """Record an iteration, before the scheduler updates its requests' state for it."""
-        now = self._clock()
+        now = self.now()
         input_lengths = tuple([n for _, n in rows])
         n_tokens = sum(input_lengths)
         # Request.in_initiation, inlined for speed.
@@ -196,7 +196,7 @@ class Timeline:
             request_ids=tuple([req.request_id for req, _ in rows]),
             initiation=initiation,
             input_lengths=input_lengths,
-            bucket=bucket_for(n_tokens, self._bucket_sizes) if self._bucket_sizes else n_tokens,
+            bucket=bucket_for(n_tokens, self.bucket_sizes) if self.bucket_sizes else n_tokens,
         )
         self._n_issued += 1
         self.iterations.append(record)
@@ -211,7 +211,7 @@ class Timeline:
 
     def returned(self, record: IterationRecord) -> None:
         """Record that the iteration has returned."""
-        record.returned = self._clock()
+        record.returned = self.now()
         for observer in self.observers:
             observer.returned(record)
         for watcher in self.watchers:
@@ -219,7 +219,7 @@ class Timeline:
 
     def delivered(self, deliveries: Sequence[Delivery]) -> None:
         """Record tokens and ends that are about to be delivered."""
-        now = self._clock()
+        now = self.now()
         observed = bool(self.observers)
         gaps = _times()
         first: list[RequestRecord] = []

@@ -16,6 +16,7 @@ from server.process.freed_memory import give_back
 from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.web.live_view import LiveView
 
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5  # for complete answers to reach their clients
@@ -36,13 +37,22 @@ class Endpoints:
         api_keys: ApiKeys,
         admin_keys: ApiKeys | None = None,
         metrics: Metrics,
+        live_view: LiveView | None = None,
     ) -> None:
         options = with_room(options)
         self.http_port = options.port
         self.grpc_port = options.grpc_port
         self._gateway = gateway
         self._options = options
-        app = create_app(gateway, options, api_keys=api_keys, admin_keys=admin_keys, metrics=metrics)
+        self._live_view = live_view
+        app = create_app(
+            gateway,
+            options,
+            api_keys=api_keys,
+            admin_keys=admin_keys,
+            metrics=metrics,
+            live_view=live_view,
+        )
         self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
         self._rpc = None
         if options.grpc_port is not None:
@@ -93,6 +103,8 @@ class Endpoints:
 
     async def stop(self) -> None:
         """Stop both servers and their tasks, within seconds even if clients are slow."""
+        if self._live_view is not None:
+            await self._live_view.feed.close()
         self._http.should_exit = True
         if self._rpc is not None:
             await self._rpc.stop(_STOP_SECONDS)

@@ -19,6 +19,7 @@ from server.gateway.gateway import Gateway
 from server.metrics.access_log import configure_access_log
 from server.metrics.metrics import Metrics
 from server.settings.serve_settings import ServeSettings, serve_settings
+from server.web.live_view import LiveView
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +46,12 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
     gateway = Gateway(request_timeout=options.request_timeout)
     metrics = Metrics(gateway, settings.routing.metric_names)
     endpoints = Endpoints(
-        gateway, options, api_keys=settings.api_keys, admin_keys=settings.admin_keys, metrics=metrics
+        gateway,
+        options,
+        api_keys=settings.api_keys,
+        admin_keys=settings.admin_keys,
+        metrics=metrics,
+        live_view=LiveView.of(gateway, settings),
     )
     with closing(RouterView(settings)) as view:
         # Before reading the weights, so that a port in use is reported at once; as for those of the view.

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp
 
 import orca_jax
 from server.gateway.gateway import Gateway
-from server.http import admin, models, status, tokenization
+from server.http import admin, live, models, status, tokenization
 from server.http.authentication import Authentication
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit
@@ -18,6 +18,7 @@ from server.http.pages import pages_router
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.web.live_view import LiveView
 
 _DESCRIPTION = (
     "OpenAI's API for an engine with continuous batching: iteration-level scheduling and selective batching "
@@ -32,10 +33,11 @@ def create_app(
     api_keys: ApiKeys,
     admin_keys: ApiKeys | None = None,
     metrics: Metrics,
+    live_view: LiveView | None = None,
 ) -> ASGIApp:
     """The endpoint as an ASGI application, without ASGI lifespan events.
 
-    Without `admin_keys` there are no routes under /admin.
+    Without `admin_keys` there are no routes under /admin, and without `live_view` none under /live/.
     """
     admin_keys = admin_keys or ApiKeys()
     app = FastAPI(
@@ -56,6 +58,9 @@ def create_app(
         app.include_router(admin.router)
     if options.pages:
         app.include_router(pages_router())
+    if options.pages and live_view is not None:
+        app.state.live = live_view
+        app.include_router(live.router)
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
     limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)

@@ -25,6 +25,7 @@ from server.ray.scaling import LOAD
 from server.ray.stages.placement import StageNeeds
 from server.ray.stages.stage_actors import StageActors
 from server.settings.serve_settings import ServeSettings
+from server.web.live_view import LiveView
 
 
 class EngineReplica:
@@ -47,6 +48,7 @@ class EngineReplica:
             api_keys=settings.api_keys,
             admin_keys=settings.admin_keys,
             metrics=self._metrics,
+            live_view=LiveView.of(self._gateway, settings),
         )
         notes = Notes()
         start = None if stages is None else _stage_actors(stages)

@@ -84,6 +84,10 @@ class ApiKeys:
         """Whether requests need a key."""
         return bool(self._digests)
 
+    @property
+    def n_keys(self) -> int:
+        return len(self._digests)
+
     def __bool__(self) -> bool:
         return self.required
 

@@ -34,6 +34,8 @@ from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.web.feed import LiveFeed
+from server.web.live_view import LiveView
 from tests.endpoint.obedient import obedient
 from tests.host.engines import LETTERS, SOON, PacedEngine, at_rest, counting, orca, simulated
 
@@ -97,6 +99,7 @@ def serving(
     tokenizer: bool = True,
     chat_template: str | None = TEMPLATE,
     ready: bool = True,
+    recording: Path | None = None,
 ) -> Iterator[Server]:
     """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
@@ -121,6 +124,7 @@ def serving(
             controls=None if memory is None else EngineControls(service, memory),
             admin_keys=admin_keys,
             ready=ready,
+            recording=recording,
         ) as server,
     ):
         yield server
@@ -139,6 +143,7 @@ def serving_model(
     controls: EngineControls | None = None,
     admin_keys: ApiKeys | None = None,
     ready: bool = True,
+    recording: Path | None = None,
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
     served = ServedModel(
@@ -152,6 +157,7 @@ def serving_model(
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
     assert endpoint.port == 0 and endpoint.grpc_port in (0, None), "tests take free ports"
+    is_shared = keys is not None and keys.n_keys > 1
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name=ENDPOINT_THREAD)
     thread.start()
@@ -168,6 +174,7 @@ def serving_model(
             api_keys=keys or ApiKeys.read(None, {}),
             admin_keys=admin_keys,
             metrics=metrics,
+            live_view=LiveView(LiveFeed(gateway, shows_ids=not is_shared), recording, is_shared),
         )
         await endpoints.start()
         metrics.attach(served)

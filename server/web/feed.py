@@ -1,0 +1,206 @@
+"""The live view's feed: one pump makes each message once, for as long as somebody watches.
+
+It is sampled, bounded, and free while nobody watches. A viewer that stops reading is dropped. docs/pages.md
+describes the messages.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orca_jax
+from server.errors import TooManyViewers
+from server.gateway.gateway import Gateway, ServerStatus
+from server.gateway.served_model import ServedModel
+from server.web.stage_times import StageTimes
+from server.web.watch import Line, Watch
+
+_PERIOD = 0.05  # seconds between two messages
+_HEARTBEAT = 10.0  # seconds of silence, after which a comment shows that the connection lives
+_MOST_VIEWERS = 64
+_MOST_UNREAD = 1 << 20  # bytes that wait for one viewer
+_MOST_REQUESTS = 1024  # live requests that a new viewer is told of
+
+
+class Viewer:
+    """An async iterator of messages, which ends when the feed drops the viewer or closes."""
+
+    def __init__(self) -> None:
+        self._unread = deque[bytes]()
+        self._n_bytes = 0
+        self._woken = asyncio.Event()
+        self.ended = False
+
+    def put(self, message: bytes) -> bool:
+        """Add a message; False if too much is unread, and the viewer has ended."""
+        if self._n_bytes + len(message) > _MOST_UNREAD:
+            self._unread.clear()
+            self.end()
+            return False
+        self._unread.append(message)
+        self._n_bytes += len(message)
+        self._woken.set()
+        return True
+
+    def end(self) -> None:
+        """End after what is unread."""
+        self.ended = True
+        self._woken.set()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            if self._unread:
+                message = b"".join(self._unread)
+                self._unread.clear()
+                self._n_bytes = 0
+                yield message
+            elif self.ended:
+                return
+            else:
+                self._woken.clear()
+                await self._woken.wait()
+
+
+class LiveFeed:
+    """All viewers of one server. Use it on the gateway's event loop.
+
+    `shows_ids` False leaves the requests' ids out, because the viewers may not be the ones who chose them.
+    """
+
+    def __init__(self, gateway: Gateway, *, shows_ids: bool = True) -> None:
+        self._gateway = gateway
+        self._shows_ids = shows_ids
+        self._viewers: list[Viewer] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._model: ServedModel | None = None  # what is watched
+        self._watch: Watch | None = None
+        self._stage_times: StageTimes | None = None
+        self._status: ServerStatus | None = None  # what the viewers know
+
+    @property
+    def n_viewers(self) -> int:
+        return len(self._viewers)
+
+    def join(self) -> Viewer:
+        """A new viewer, who must `leave`. Raises TooManyViewers."""
+        if len(self._viewers) >= _MOST_VIEWERS:
+            raise TooManyViewers(f"{_MOST_VIEWERS} people watch already; try again later")
+        self._flush()
+        self._look_for_model()
+        viewer = Viewer()
+        viewer.put(self._hello())
+        self._viewers.append(viewer)
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._run(), name="live feed")
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """The viewer is gone."""
+        viewer.end()
+        if viewer in self._viewers:
+            self._viewers.remove(viewer)
+        if not self._viewers:
+            self._rest()
+
+    async def close(self) -> None:
+        """End all viewers' streams."""
+        pump = self._pump
+        for viewer in list(self._viewers):
+            self.leave(viewer)
+        if pump is not None:
+            await asyncio.wait([pump])
+
+    def _rest(self) -> None:
+        """Nobody watches: cost nothing."""
+        if self._pump is not None:
+            self._pump.cancel()
+            self._pump = None
+        if self._watch is not None:
+            self._watch.stop()
+        self._model = self._watch = self._stage_times = self._status = None
+
+    async def _run(self) -> None:
+        silent = 0.0
+        while True:
+            await asyncio.sleep(_PERIOD)
+            silent = 0.0 if self._flush() else silent + _PERIOD
+            if self._look_for_model():
+                self._send(self._hello())
+            if silent > _HEARTBEAT:
+                self._send(b": nothing happens\n\n")
+                silent = 0.0
+
+    def _look_for_model(self) -> bool:
+        """Watch the model as soon as there is one; whether that was now."""
+        model = self._gateway.served
+        if model is None or model is self._model:
+            return False
+        self._model = model
+        self._watch = Watch(model.service, shows_ids=self._shows_ids)
+        self._watch.start()
+        self._stage_times = StageTimes(model.service.scheduler.engine)
+        return True
+
+    def _flush(self) -> bool:
+        """Send what has happened; False if nothing has."""
+        lines: list[Line] = []
+        if self._watch is not None and self._stage_times is not None:
+            lines = self._watch.take() + self._stage_times.lines(self._now())
+        status = self._gateway.status
+        if self._status is not None and status != self._status:
+            lines.append({"status": status.phase, "reason": status.reason, "time": self._now()})
+        self._status = status
+        if lines:
+            self._send(_event("lines", lines))
+        return bool(lines)
+
+    def _send(self, message: bytes) -> None:
+        for viewer in list(self._viewers):
+            if not viewer.put(message):
+                self._viewers.remove(viewer)
+        if not self._viewers:
+            self._rest()
+
+    def _now(self) -> float:
+        """Seconds on the timeline's clock."""
+        assert self._model is not None or self._watch is None
+        return 0.0 if self._model is None else self._model.service.timeline.now()
+
+    def _hello(self) -> bytes:
+        status = self._gateway.status
+        hello: Line = {
+            "orca_live": 1,
+            "version": orca_jax.__version__,
+            "now": self._now(),
+            "shows_ids": self._shows_ids,
+            "status": status.phase,
+            "reason": status.reason,
+            **_sizes(self._model),
+            "requests": [] if self._watch is None else self._watch.live_requests(_MOST_REQUESTS),
+        }
+        return _event("hello", hello)
+
+
+def _sizes(model: ServedModel | None) -> Line:
+    """What is served, and the sizes of its engine; all None while it loads."""
+    if model is None:
+        names = ("model", "policy", "scheduling_policy", "n_workers", "max_batch_size", "n_slots")
+        return dict.fromkeys((*names, "block_size", "max_batch_tokens", "buckets"))
+    serving = model.serving
+    return {
+        "model": model.name,
+        "policy": serving.scheduling.policy,
+        "scheduling_policy": serving.scheduling.order,
+        "n_workers": model.service.scheduler.engine.n_workers,
+        "max_batch_size": serving.max_batch_size,
+        "n_slots": serving.n_slots,
+        "block_size": serving.block_size,
+        "max_batch_tokens": serving.max_batch_tokens,
+        "buckets": list(model.service.timeline.bucket_sizes),
+    }
+
+
+def _event(name: str, data: Any) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,146 @@
+"""Which request had to wait when a batch was chosen, and why."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orca_jax.config import ServingConfig
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from orca_jax.scheduling_config import SchedulingConfig
+from orca_jax.service.iteration_lines import IterationLines
+from orca_jax.simulation.simulation import Simulation
+
+ORCA = SchedulingConfig(policy="orca", chunked_prefill=False, prefix_caching=False, reservation="full")
+SERVING = SchedulingConfig()
+
+
+class Watched:
+    """A TimelineWatcher that keeps the lines of all iterations."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._lines = IterationLines(simulation.scheduler)
+        simulation.timeline.watchers = (self,)
+
+    def arrived(self, request: Request, at: float) -> None:
+        pass
+
+    def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
+        self._lines.begin(record, rows)
+
+    def returned(self, record: IterationRecord) -> None:
+        line = self._lines.end(record)
+        assert line is not None and line["returned"] == record.returned
+        self.lines.append(line)
+
+    def ended(self, record: RequestRecord, request: Request) -> None:
+        pass
+
+
+def run(
+    config: ServingConfig, prompts: Sequence[Sequence[int]], n_output: int, **more: Any
+) -> list[dict[str, Any]]:
+    """The lines of these requests, all of which arrive at 0."""
+    simulation = Simulation(config, **more)
+    watched = Watched(simulation)
+    for i, prompt in enumerate(prompts):
+        request = Request(
+            request_id=str(i),
+            prompt_ids=tuple(prompt),
+            max_tokens=len(prompt) + n_output,
+            sampling=SamplingParams(),
+            seed=i,
+        )
+        simulation.add_at(0.0, request)
+    simulation.run()
+    return watched.lines
+
+
+def config(scheduling: SchedulingConfig, **sizes: int) -> ServingConfig:
+    usual: dict[str, Any] = {"max_batch_size": 8, "n_slots": 64, "max_batch_tokens": 64, "block_size": 4}
+    return ServingConfig(**{**usual, **sizes}, overlap=False, scheduling=scheduling)
+
+
+@pytest.mark.parametrize("scheduling", [ORCA, SERVING])
+def test_the_batch_is_full(scheduling: SchedulingConfig) -> None:
+    lines = run(config(scheduling, max_batch_size=2), [[1], [2], [3], [4]], n_output=2)
+    assert [line["rows"] for line in lines] == [[(0, 1), (1, 1)]] * 2 + [[(2, 1), (3, 1)]] * 2
+    assert [line["held"] for line in lines] == [(2, "batch")] * 2 + [None] * 2
+    assert [line["waiting"] for line in lines] == [2, 2, 0, 0]
+    assert [line["prefill"] for line in lines] == [[0, 1], [], [0, 1], []]
+
+
+def test_too_few_slots_for_the_whole_request() -> None:
+    # 8 slots are promised to each, 20 exist.
+    lines = run(config(ORCA, n_slots=20), [[1, 2, 3, 4]] * 3, n_output=3)
+    assert [line["held"] for line in lines] == [(2, "slots")] * 3 + [None] * 3
+    assert [line["slots"] for line in lines[:4]] == [(16, 0, 0), (16, 8, 0), (16, 10, 0), (8, 0, 0)]
+
+
+def test_too_few_slots_for_the_prompt() -> None:
+    prompts = [list(range(10 * i, 10 * i + 8)) for i in range(3)]
+    lines = run(config(SERVING, n_slots=20), prompts, n_output=1)
+    assert [(line["rows"], line["held"]) for line in lines] == [
+        ([(0, 8), (1, 8)], (2, "slots")),
+        ([(2, 8)], None),
+    ]
+
+
+@pytest.mark.parametrize(("scheduling", "first"), [(ORCA, [(0, 6)]), (SERVING, [(0, 6), (1, 2)])])
+def test_no_room_for_more_tokens(scheduling: SchedulingConfig, first: list[tuple[int, int]]) -> None:
+    prompts = [list(range(10 * i, 10 * i + 6)) for i in range(3)]
+    lines = run(config(scheduling, max_batch_tokens=8), prompts, n_output=1)
+    assert lines[0]["rows"] == first
+    assert lines[0]["held"] == (len(first), "tokens")
+
+
+def test_another_request_computes_the_same_prefix() -> None:
+    prompt = list(range(10))
+    lines = run(config(SERVING), [prompt, prompt], n_output=1)
+    assert [(line["rows"], line["held"]) for line in lines] == [
+        ([(0, 10)], (1, "prefix")),
+        ([(1, 2)], None),
+    ]
+    assert lines[1]["slots"] == (12, 8, 0), "the shared blocks count once"
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=9),
+    n_output=st.integers(1, 5),
+    sizes=st.fixed_dictionaries(
+        {"max_batch_size": st.integers(1, 4), "n_slots": st.integers(4, 10).map(lambda n: 4 * n)}
+    ),
+    max_batch_tokens=st.integers(9, 20),
+    scheduling=st.sampled_from([ORCA, SERVING]),
+)
+@settings(max_examples=150, deadline=None)
+def test_whoever_waits_is_told_of(
+    prompts: list[list[int]],
+    n_output: int,
+    sizes: dict[str, int],
+    max_batch_tokens: int,
+    scheduling: SchedulingConfig,
+) -> None:
+    lines = run(config(scheduling, **sizes, max_batch_tokens=max_batch_tokens), prompts, n_output)
+    for line in lines:
+        chosen = {arrival for arrival, _ in line["rows"]}
+        n_reserved, n_used, n_cached = line["slots"]
+        assert 0 <= n_used <= n_reserved <= sizes["n_slots"] - n_cached
+        if line["waiting"]:
+            assert line["held"] is not None, line
+        if line["held"] is None:
+            continue
+        arrival, why = line["held"]
+        assert arrival not in chosen
+        if why == "batch":
+            assert len(chosen) == sizes["max_batch_size"] or scheduling is SERVING
+        if why == "prefix":
+            assert scheduling is SERVING and prompts[arrival][:1] in [
+                prompts[other][:1] for other in range(arrival)
+            ]
