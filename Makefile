@@ -20,7 +20,7 @@ PIP_BUILD := --build-constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-long test-ray host-test check format wheel clean
+.PHONY: help demo serve test test-long test-ray test-browser host-test check format wheel clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where 
 test-ray: $(RAY_VENV)/.ray ## run the tests of what needs Ray, ZeroMQ or Kubernetes's schemas, and check its types
 	$(RAY_BIN)/pyright --pythonpath $(RAY_BIN)/python -p tests/ray
 	$(RAY_BIN)/python -m pytest tests/scaleout tests/ray
+
+test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium, and check their types
+	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/browser
+	$(BIN)/python -m pytest tests/browser
 
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -89,6 +93,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.pip
 	@echo "Installing the package and its development tools into $(VENV)"
 	$(BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e '.[dev]'
 	@touch $(VENV)/.package $@
+
+$(VENV)/.browser: $(VENV)/.dev
+	@echo "Installing what drives a browser into $(VENV)"
+	$(BIN)/python $(PIP_INSTALL) --group browser
+	@touch $@
 
 $(RAY_VENV)/.ray: pyproject.toml $(RAY_VENV)/.pip
 	@echo "Installing the package with Ray and ZeroMQ into $(RAY_VENV)"
