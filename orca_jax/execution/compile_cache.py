@@ -10,8 +10,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from orca_jax.config import COMPILE_CACHE
 from orca_jax.errors import ConfigError
 from orca_jax.native.compiler import keep_libraries
+from orca_jax.workers.environment import compile_cache_folder
 
-_VARIABLE = "JAX_COMPILATION_CACHE_DIR"  # JAX's own
 _AUTOTUNING = "xla_gpu_per_fusion_autotune_cache_dir"  # XLA's measurements of a GPU's kernels
 
 
@@ -20,21 +20,16 @@ def keep_compiled_programs(
 ) -> Path | None:
     """Enable JAX's persistent cache for all programs of this process, including small ones and autotuning.
 
-    Programs are stored in `folder`; if that is COMPILE_CACHE and the variable JAX_COMPILATION_CACHE_DIR is
-    set, in the folder that it names; None disables the cache. `stage` is (index from 0, number of stages) if
-    stages have processes of their own. Each then has a subfolder, because JAX writes files in place and
-    processes that start together would read each other's incomplete files. Returns the folder, or None.
-    Raises ConfigError.
+    Programs are stored in the `compile_cache_folder`; None disables the cache. `stage` is (index from 0,
+    number of stages) if stages have processes of their own. Each then has a subfolder, because JAX writes
+    files in place and processes that start together would read each other's incomplete files. Returns the
+    folder, or None. Raises ConfigError.
     """
-    if folder is not None and str(folder) == COMPILE_CACHE:
-        folder = os.environ.get(_VARIABLE) or folder
+    path = compile_cache_folder(folder, os.environ)
     before = _in_use()
-    jax.config.update("jax_enable_compilation_cache", folder is not None)
-    path = None
-    keep_libraries(None)
-    if folder is not None:
-        path = Path(folder).expanduser()
-        keep_libraries(path / "native")
+    jax.config.update("jax_enable_compilation_cache", path is not None)
+    keep_libraries(path)
+    if path is not None:
         if stage is not None and stage[1] > 1:
             path /= f"stage-{stage[0] + 1}-of-{stage[1]}"
         try:

@@ -17,6 +17,7 @@ from orca_jax.launch.local_engine import build_engine, chosen_sizes
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.launch.own_model import own_stages
 from orca_jax.launch.stage_weights import load_stages
+from orca_jax.native.operations import build_all_ahead
 from orca_jax.planning.stage_layers import split_summary
 from orca_jax.sharding.device_group import default_dtype, device_name
 from orca_jax.sharding.partition import split_model
@@ -35,9 +36,10 @@ def loaded_engine(
     CheckpointError.
     """
     devices = jax.devices()
+    dtype = config.dtype or default_dtype(devices[0])
     if devices[0].platform == "cpu":
         keep_large_buffers()
-    dtype = config.dtype or default_dtype(devices[0])
+        build_all_ahead(found.config.head_size, config.sizes.block_size, dtype)
     parts = split_model(found.config, devices, config.parallel)
     if found.own is None:
         model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)

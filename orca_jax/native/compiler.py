@@ -1,6 +1,7 @@
 """The machine's C compiler builds the CPU's operations, each once per process for given sizes.
 
-`keep_libraries` names a folder where what was built is kept, so that the next process need not build it.
+`keep_libraries` names a folder where what was built is kept, so that the next process need not build it. This
+file knows no JAX: building may begin while JAX is imported, which takes as long.
 """
 
 import ctypes
@@ -9,10 +10,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from functools import cache
+from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
-
-import jax
 
 from orca_jax.native import library_cache
 
@@ -34,8 +34,11 @@ _PROCESSOR = ("-march=native", "-mprefer-vector-width=512")
 _CPUINFO = ("vendor_id", "cpu family", "model", "stepping", "flags")
 _CPUINFO += ("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
 
-_building = threading.Lock()  # a name can be registered once
+Key = tuple[str, tuple[tuple[str, int], ...]]
+
+_lock = threading.Lock()  # for the next two
 _kept_in: Path | None = None
+_builds: dict[Key, "Future[ctypes.CDLL]"] = {}  # done or under way
 
 
 class NotBuilt(Exception):
@@ -43,30 +46,47 @@ class NotBuilt(Exception):
 
 
 def keep_libraries(folder: Path | None) -> None:
-    """Keep what is built from now on in `folder`, and look there first; None: keep nothing, look nowhere.
+    """Keep what is built from now on in a folder in `folder`, and look there first; None: keep nothing.
 
     What lies there is run, so only those who may run code as this user should be able to write to it.
     """
     global _kept_in
-    with _building:
-        _kept_in = folder
+    with _lock:
+        _kept_in = None if folder is None else folder / "native"
 
 
-def target(operation: str, **sizes: int) -> str:
-    """The name of a custom call of `operation`, a C file and its function, with these names set in it.
+def library(operation: str, **sizes: int) -> ctypes.CDLL:
+    """The library of `operation`, a C file and its function, with these names set in it.
 
     The first call in a process loads the library that was kept, or builds it. Raises NotBuilt.
     """
-    with _building:
-        return _registered(operation, tuple(sizes.items()))
+    build, is_new = _build((operation, tuple(sizes.items())))
+    if is_new:
+        _run((operation, tuple(sizes.items())), build)
+    return build.result()
 
 
-@cache
-def _registered(operation: str, sizes: tuple[tuple[str, int], ...]) -> str:
-    library = _library(operation, sizes)
-    name = "_".join(("orca", operation, *(str(value) for _, value in sizes)))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, operation)), platform="cpu")
-    return name
+def build_ahead(operation: str, **sizes: int) -> None:
+    """Begin on a thread what `library` needs; it then waits for that, and raises what went wrong."""
+    key = (operation, tuple(sizes.items()))
+    build, is_new = _build(key)
+    if is_new:
+        threading.Thread(target=_run, args=(key, build), name=f"build {operation}", daemon=True).start()
+
+
+def _build(key: Key) -> tuple["Future[ctypes.CDLL]", bool]:
+    with _lock:
+        is_new = key not in _builds
+        return _builds.setdefault(key, Future()), is_new
+
+
+def _run(key: Key, build: "Future[ctypes.CDLL]") -> None:
+    try:
+        build.set_result(_library(*key))
+    except BaseException as error:
+        with _lock:
+            del _builds[key]  # what is missing may be there at the next call
+        build.set_exception(error)
 
 
 def _library(operation: str, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
@@ -85,7 +105,7 @@ def _library(operation: str, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
             except OSError:  # it was linked to what this machine no longer has
                 path.unlink()
         source = str(_SOURCES / f"{operation}.c")
-        include = f"-I{jax.ffi.include_dir()}"
+        include = f"-I{_include_dir()}"
         error = _error_of([compiler, *_FLAGS, *_PROCESSOR, include, *defined, source, "-o", str(path)])
         if not path.exists():
             raise NotBuilt(f"{compiler} could not build it: {error}")
@@ -101,10 +121,18 @@ def _library(operation: str, sizes: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
 def _file_name(operation: str, compiler: str, defined: list[str]) -> str:
     """What a library is kept as: other source, headers, compiler, flags or processor, and it is another."""
     files = [_SOURCES / f"{operation}.c", *sorted(_SOURCES.glob("*.h"))]
-    files.append(Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h")
+    files.append(_include_dir() / "xla" / "ffi" / "api" / "c_api.h")
     texts = [compiler, _version_of(compiler), *_FLAGS, *_PROCESSOR, *defined, _processor()]
     parts = [*(file.read_bytes() for file in files), *map(str.encode, texts)]
     return library_cache.file_name(operation, parts)
+
+
+def _include_dir() -> Path:
+    """jax.ffi.include_dir(), found without JAX."""
+    spec = find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        raise NotBuilt("jaxlib is not installed")
+    return Path(spec.submodule_search_locations[0]) / "include"
 
 
 def _version_of(compiler: str) -> str:

@@ -6,18 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.native.compiler import target
+from orca_jax.native.custom_call import target
+from orca_jax.native.operations import BITS, linear_sizes
 
 _WIDTH = 16  # the input is a multiple of this, and the output at least this (linear.c)
-_BITS = {"float32": 32, "bfloat16": 16}
-DTYPES = tuple(_BITS)
+DTYPES = tuple(BITS)
 
 
 def linear_target(x_dtype: Any, weight_dtype: Any) -> str:
     """The name of the custom call for these DTYPES. Raises NotBuilt."""
-    return target(
-        "linear", X_BITS=_BITS[np.dtype(x_dtype).name], WEIGHT_BITS=_BITS[np.dtype(weight_dtype).name]
-    )
+    return target("linear", **linear_sizes(np.dtype(x_dtype).name, np.dtype(weight_dtype).name))
 
 
 def has_form(x: jax.Array, weight: jax.Array) -> bool:

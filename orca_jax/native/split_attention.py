@@ -4,17 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.native.compiler import target
+from orca_jax.native.custom_call import target
+from orca_jax.native.operations import BITS, attention_sizes
 
 _WIDTH, _STRIP = 16, 8  # as in split_attention.c
-_BITS = {"float32": 32, "bfloat16": 16}
 _STORED = {"uint16": "bfloat16"}  # a cache may hold the bits
 _ALL_KEYS = 2**31 - 1  # a window that no row exceeds
 
 
 def unsupported(head_size: int, block_size: int, dtype: str, n_heads: int, n_kv_heads: int) -> str | None:
     """Why the native attention cannot run such a model, or None if it can."""
-    if dtype not in _BITS:
+    if dtype not in BITS:
         return f"the native attention is for float32 and bfloat16, and keys and values are {dtype}"
     if head_size % _WIDTH or not 0 < head_size <= 256:
         return f"the native attention is for heads of 16 to 256 in steps of {_WIDTH}, not of {head_size}"
@@ -27,8 +27,7 @@ def unsupported(head_size: int, block_size: int, dtype: str, n_heads: int, n_kv_
 
 def attention_target(head_size: int, block_size: int, q_dtype: str, kv_dtype: str) -> str:
     """The name of the custom call; each dtype is float32 or bfloat16. Raises NotBuilt."""
-    bits = {"Q_BITS": _BITS[q_dtype], "KV_BITS": _BITS[kv_dtype]}
-    return target("split_attention", HEAD_SIZE=head_size, BLOCK_SIZE=block_size, **bits)
+    return target("split_attention", **attention_sizes(head_size, block_size, q_dtype, kv_dtype))
 
 
 def native_split_attention(
@@ -70,7 +69,7 @@ def native_split_attention(
     reason = unsupported(head_size, block_size, kv_dtype, group * n_kv_heads, keys.shape[1])
     assert reason is None, reason
     assert 0 < group <= n_slices and keys.shape == values.shape and keys.shape[1] == n_kv_heads
-    assert keys.dtype == values.dtype and q.dtype.name in _BITS
+    assert keys.dtype == values.dtype and q.dtype.name in BITS
     assert block_table.dtype == row_start.dtype == kv_length.dtype == jnp.int32
     assert block_table.shape[0] == kv_length.shape[0] == row_start.shape[0] - 1
     assert (window is None or window > 0) and (soft_cap is None or soft_cap > 0)

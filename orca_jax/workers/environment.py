@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
-from orca_jax.config import ParallelConfig
+from orca_jax.config import COMPILE_CACHE, ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 
@@ -14,6 +15,7 @@ _JAX_HOST_DEVICES = "JAX_NUM_CPU_DEVICES"  # overrides the flag
 _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _MEMORY_SHARES = (_MEMORY_SHARE, "XLA_CLIENT_MEM_FRACTION")  # XLA rejects having both set
 _JAX_FRACTION = 0.75  # JAX's default
+_COMPILE_CACHE = "JAX_COMPILATION_CACHE_DIR"  # JAX's own
 _GPU_FILE = re.compile(r"(?:.*/)?nvidia[0-9]+")
 _INDEX = re.compile(r"[0-9]+")
 
@@ -42,6 +44,16 @@ def visible_gpus(environ: Mapping[str, str], device_files: Sequence[str]) -> tup
             break
         visible.append(name)
     return tuple(visible) if len(set(visible)) == len(visible) else ()
+
+
+def compile_cache_folder(folder: str | Path | None, environ: Mapping[str, str]) -> Path | None:
+    """Where compiled programs are kept: in `folder`, or nowhere if it is None.
+
+    If it is COMPILE_CACHE and JAX_COMPILATION_CACHE_DIR is set, in the folder that the variable names.
+    """
+    if folder is not None and str(folder) == COMPILE_CACHE:
+        folder = environ.get(_COMPILE_CACHE) or folder
+    return None if folder is None else Path(folder).expanduser()
 
 
 def hold_memory(environ: MutableMapping[str, str], fraction: float) -> None:

@@ -13,6 +13,7 @@ from orca_jax.config import EngineConfig
 from orca_jax.engine.owned_pipeline import StartWorkers
 from orca_jax.planning.known_devices import MEMORY_FRACTION
 from orca_jax.workers.environment import hold_memory
+from server.commands import operations_ahead
 from server.commands.compile_bar import programs_bar
 from server.commands.notes import Notes
 
@@ -87,6 +88,7 @@ def load(notes: Notes, config: EngineConfig, start_workers: StartWorkers | None 
     """Build the LLM and show progress on stderr."""
     if not config.parallel.worker_processes:  # each of those reserves its own memory
         hold_memory(os.environ, config.sizes.memory_fraction or MEMORY_FRACTION)
+    operations_ahead.begin(config)
     with LoadingBars(notes) as bars:
         llm = orca_jax.LLM.from_config(
             config,

@@ -69,6 +69,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 KNOWS_JAX = {*DEVICE_ROOMS, *COMPOSITION}
+# Files of such rooms that know no JAX, and begin their work while it is imported.
+WITHOUT_JAX = {"orca_jax.native.compiler", "orca_jax.native.library_cache", "orca_jax.native.operations"}
 HOST_LIBRARIES = {"numpy", "tokenizers"}
 LIBRARIES_OF = {  # that one or two files of the JAX-free rooms may know besides
     "grammar.grammar": "llguidance",
@@ -180,6 +182,8 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
     lazy = lazy_face or ON_DEMAND.get(path) == item.target
     if item.inside not in (None, "TYPE_CHECKING") and not lazy:
         return f"import of {item.target} inside {item.inside}"
+    if here in WITHOUT_JAX and _is_device(item.target):
+        return f"{here} imports {item.target}, and is to know no JAX"
     if top == "server":
         return (
             f"the server imports {item.target}" if _is_device(item.target) else _why_not_in_server(here, item)
@@ -221,6 +225,8 @@ def _why_not_in_server(here: str, item: Import) -> str | None:
 def _is_device(target: str) -> bool:
     """Does importing it bring JAX in (the package's face does not: LLM is lazy there)?"""
     top = target.split(".")[0]
+    if target in WITHOUT_JAX:
+        return False
     return top in JAX or (top == "orca_jax" and room_of(target) in KNOWS_JAX)
 
 
@@ -295,6 +301,7 @@ def test_rooms_without_jax_import_where_there_is_none() -> None:
         ("orca_jax/engine/grpc_channel.py", "import grpc", "no library of the rooms without JAX"),
         ("orca_jax/__init__.py", "import jax", "__init__ is a room without JAX"),
         ("orca_jax/families/presets.py", "import jax", "families is a room without JAX"),
+        ("orca_jax/native/compiler.py", "import jax", "is to know no JAX"),
         ("server/cli.py", "import jax", "the server imports jax"),
         ("server/cli.py", "from orca_jax.sharding import worker", "the server imports orca_jax.sharding"),
         ("tests/host/test_x.py", "from orca_jax.model.gpt import forward", "a host test imports"),

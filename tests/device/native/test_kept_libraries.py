@@ -23,8 +23,8 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Where libraries are kept during a test."""
     before = compiler._kept_in
     compiler.keep_libraries(tmp_path / "kept")
-    yield tmp_path / "kept"
-    compiler.keep_libraries(before)
+    yield tmp_path / "kept" / "native"
+    compiler._kept_in = before
 
 
 class Compiler:
@@ -148,6 +148,7 @@ def test_a_library_that_cannot_be_loaded_is_rebuilt(folder: Path, cc: Compiler) 
 
 
 def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path: Path, folder: Path, cc: Compiler) -> None:
+    folder.parent.mkdir()
     folder.write_text("a file")
     build()
     build()

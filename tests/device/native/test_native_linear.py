@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from orca_jax.execution import matmul_backend
 from orca_jax.execution.matmul_backend import choose_products
 from orca_jax.model.layers import matmul
-from orca_jax.native import compiler, linear
+from orca_jax.native import compiler, custom_call, linear
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.linear import has_form, native_linear
 from tests.device.native.native_form import needs_native, other_lanes
@@ -180,7 +180,7 @@ def test_an_unsupported_dtype_is_reported_and_runs_in_xla(monkeypatch: pytest.Mo
 def test_a_processor_without_avx_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_PROCESSOR", ())
     with pytest.raises(NotBuilt, match=r"no C compiler was found|needs a processor with AVX-512"):
-        compiler.target("linear", THAT_NOTHING_ELSE_HAS_SET=1)
+        custom_call.target("linear", THAT_NOTHING_ELSE_HAS_SET=1)
 
 
 def test_a_gpu_uses_xlas_products_without_a_message() -> None:

@@ -170,4 +170,6 @@ def test_the_openapi_document_says_where_a_key_is_needed() -> None:
         "/v1/models/{model_id}",
         "/tokenize",
         "/detokenize",
+        "/live/events",
+        "/live/files/{name}",
     }
