@@ -10,6 +10,11 @@ def linear_sizes(x_dtype: str, weight_dtype: str) -> dict[str, int]:
     return {"X_BITS": BITS[x_dtype], "WEIGHT_BITS": BITS[weight_dtype]}
 
 
+def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
+    """The names that grouped.c needs."""
+    return linear_sizes(x_dtype, weight_dtype) | ({"FEW": 0} if steady else {})
+
+
 def attention_sizes(head_size: int, block_size: int, q_dtype: str, kv_dtype: str) -> dict[str, int]:
     """The names that split_attention.c needs."""
     bits = {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
