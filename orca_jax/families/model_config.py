@@ -268,6 +268,11 @@ class ModelConfig:
         return tuple({layer.feed_forward: None for layer in every})
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any of its layers has experts."""
+        return any(each.experts is not None for each in self.feed_forwards)
+
+    @property
     def ffn_sizes(self) -> tuple[int, ...]:
         """The different widths of the feed-forward layers, the encoder's among them."""
         return tuple({each.size: None for each in self.feed_forwards})

@@ -21,9 +21,11 @@ def attention_sizes(head_size: int, block_size: int, q_dtype: str, kv_dtype: str
     return {"HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, **bits}
 
 
-def build_all_ahead(head_size: int, block_size: int, dtype: str) -> None:
+def build_all_ahead(head_size: int, block_size: int, dtype: str, *, experts: bool) -> None:
     """Begin to build, side by side, what a CPU uses for a model of this dtype; nothing for other dtypes."""
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype))
+    if experts:
+        build_ahead("grouped", **grouped_sizes(dtype, dtype))
