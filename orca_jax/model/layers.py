@@ -47,9 +47,28 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Arr
 
     Group i has `sizes[i]` rows, [X] int32. Rows after the last group give zeros, whatever is in them.
     """
+    return lax.platform_dependent(x, weight, sizes, cpu=_one_by_one, default=_ragged)
+
+
+def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     in_group = jnp.arange(x.shape[0]) < sizes.sum()
     found = lax.ragged_dot_general(x, weight, sizes, _BY_GROUP)
     return jnp.where(in_group[:, None], found, 0)
+
+
+def _one_by_one(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """On a CPU ragged_dot holds x once for each group; this holds it once, and leaves empty groups out."""
+    ends, row = jnp.cumsum(sizes), jnp.arange(x.shape[0])
+
+    def add(i: jax.Array, y: jax.Array) -> jax.Array:
+        mine = (row >= ends[i] - sizes[i]) & (row < ends[i])
+
+        def multiply(y: jax.Array) -> jax.Array:
+            return jnp.where(mine[:, None], _rows_first(x, weight[i]), y)
+
+        return lax.cond(sizes[i] > 0, multiply, lambda y: y, y)
+
+    return lax.fori_loop(0, len(sizes), add, jnp.zeros((x.shape[0], weight.shape[1]), x.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,7 +279,11 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         return model.layers[layer].feed_forward.experts
 
     alike = [
-        (of_layer(layer_parameters(model, group[0]), experts_of(group[0])), model.layers[group[0]], len(group))
+        (
+            of_layer(layer_parameters(model, group[0]), experts_of(group[0])),
+            model.layers[group[0]],
+            len(group),
+        )
         for group in ([*group] for _, group in groupby(layers, lambda i: model.layers[i]))
     ]
     read = () if model.encoder is None else model.encoder.layers
