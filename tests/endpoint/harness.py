@@ -34,6 +34,7 @@ from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.tracing.tracing import Tracing
 from server.web.feed import LiveFeed
 from server.web.live_view import LiveView
 from tests.endpoint.obedient import obedient
@@ -100,6 +101,7 @@ def serving(
     chat_template: str | None = TEMPLATE,
     ready: bool = True,
     recording: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[Server]:
     """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
@@ -125,6 +127,7 @@ def serving(
             admin_keys=admin_keys,
             ready=ready,
             recording=recording,
+            tracing=tracing,
         ) as server,
     ):
         yield server
@@ -144,6 +147,7 @@ def serving_model(
     admin_keys: ApiKeys | None = None,
     ready: bool = True,
     recording: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
     served = ServedModel(
@@ -175,9 +179,12 @@ def serving_model(
             admin_keys=admin_keys,
             metrics=metrics,
             live_view=LiveView(LiveFeed(gateway, shows_ids=not is_shared), recording, is_shared),
+            tracing=tracing,
         )
         await endpoints.start()
         metrics.attach(served)
+        if tracing is not None:
+            tracing.start(served)
         if ready:
             gateway.open(served)
         return gateway, endpoints
