@@ -30,7 +30,7 @@ def _times() -> "array[float]":
 
 @dataclass(slots=True)
 class Interruption:
-    """A running request lost its keys and values at `at`. `resumed` is when it ran again; None before that."""
+    """A running request lost its keys and values `at` a time; `resumed` is when it ran again, None before."""
 
     at: float
     cause: Cause

@@ -59,9 +59,7 @@ class Endpoints:
         self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
         self._rpc = None
         if options.grpc_port is not None:
-            self._rpc = create_server(
-                gateway, options, api_keys=api_keys, metrics=metrics, tracing=tracing
-            )
+            self._rpc = create_server(gateway, options, api_keys=api_keys, metrics=metrics, tracing=tracing)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

@@ -67,6 +67,4 @@ def create_app(
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
     limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
-    return Observation(
-        authenticated, access_log=options.access_log, metrics=metrics, tracing=tracing
-    )
+    return Observation(authenticated, access_log=options.access_log, metrics=metrics, tracing=tracing)

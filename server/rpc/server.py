@@ -91,9 +91,7 @@ def create_server(
     The limit on open calls equals the limit on connections. The request pool's queue allows far fewer
     accepted requests, and a call that is not accepted ends at once.
     """
-    calls = Calls(
-        gateway, api_keys=api_keys, access_log=options.access_log, metrics=metrics, tracing=tracing
-    )
+    calls = Calls(gateway, api_keys=api_keys, access_log=options.access_log, metrics=metrics, tracing=tracing)
     server = grpc.aio.server(
         interceptors=[
             KeyCheck(SERVICE, api_keys, calls),

@@ -353,7 +353,9 @@ class EndpointOptions:
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
         url = self.otlp_traces_endpoint
         if url is not None and not url.startswith(("http://", "https://")):
-            message = f"otlp_traces_endpoint is {url!r}; it must be a URL that begins with http:// or https://"
+            message = (
+                f"otlp_traces_endpoint is {url!r}; it must be a URL that begins with http:// or https://"
+            )
             raise ConfigError(message)
         if self.access_log not in get_args(AccessLog):
             allowed = ", ".join(get_args(AccessLog))

@@ -65,7 +65,10 @@ class SpanWriter:
     def _write_choice(self, index: int, choice: Choice, record: RequestRecord, call: Context) -> None:
         assert record.finished is not None
         span = self._tracer.start_span(
-            f"choice {index}", call, attributes=of_choice(choice, record), start_time=choice.ns(record.arrived)
+            f"choice {index}",
+            call,
+            attributes=of_choice(choice, record),
+            start_time=choice.ns(record.arrived),
         )
         for interruption in record.interruptions:
             span.add_event(interruption.cause, timestamp=choice.ns(interruption.at))

@@ -1,4 +1,4 @@
-"""The spans of clients' requests: names, values against the timeline, and their place in the caller's trace."""
+"""The spans of clients' requests: names, values as in the timeline, their place in the caller's trace."""
 
 import threading
 import time
@@ -28,7 +28,6 @@ from tests.endpoint.tracing.traced import (
     PARENT,
     TRACE,
     UNSAMPLED,
-    Spans,
     attributes,
     records,
     seconds,
@@ -190,7 +189,12 @@ def test_what_the_caller_does_not_sample_has_no_span():
     "headers",
     [
         [("traceparent", "rubbish")],
-        [("traceparent", CALLER.replace("0af76519", "00000000").replace("16cd43dd8448eb211c80319c", "0" * 24))],
+        [
+            (
+                "traceparent",
+                CALLER.replace("0af76519", "00000000").replace("16cd43dd8448eb211c80319c", "0" * 24),
+            )
+        ],
         [("traceparent", "ff" + CALLER[2:])],
         [("traceparent", CALLER), ("traceparent", CALLER)],
         [("traceparent", "0" * 20_000)],
@@ -253,7 +257,9 @@ def test_a_client_that_leaves_is_no_error_and_its_choices_are_complete():
         assert attributes(call)["gen_ai.response.finish_reasons"] == ("cancelled",)
         choice = spans.inside(call)["choice 0"]
         assert choice.status.status_code is StatusCode.UNSET
-        assert seconds(choice) == pytest.approx(records(server)[0].finished - records(server)[0].arrived, abs=1e-6)  # pyright: ignore[reportOptionalOperand]
+        (record,) = records(server)
+        assert record.finished is not None
+        assert seconds(choice) == pytest.approx(record.finished - record.arrived, abs=1e-6)
 
 
 def test_a_failed_engine_is_an_error():
@@ -280,9 +286,7 @@ def test_preemptions_are_events_with_the_timelines_times():
         for choice in spans.inside(call).values():
             assert choice.start_time is not None
             arrived = next(
-                r.arrived
-                for r in records(server)
-                if r.request_id == attributes(choice)["gen_ai.request.id"]
+                r.arrived for r in records(server) if r.request_id == attributes(choice)["gen_ai.request.id"]
             )
             expected = [
                 (name, at - arrived)
