@@ -77,6 +77,15 @@ class Server:
         return at_rest(self.service) and self.gateway.n_live == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Compiles:
+    """What an engine without a device has compiled."""
+
+    programs: int = 0
+    from_disk: int = 0
+    seconds: float = 0.0
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> None:
     """Wait for `condition`; fail the test, naming `what`, if it is not true within `seconds`."""
     deadline = time.monotonic() + seconds
@@ -158,6 +167,7 @@ def serving_model(
         tokenizer=tokenizer,
         chat_template=None if chat_template is None else ChatTemplate(chat_template),
         controls=controls,
+        compiles=Compiles,
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
     assert endpoint.port == 0 and endpoint.grpc_port in (0, None), "tests take free ports"
