@@ -1,5 +1,6 @@
 """Makes the spans of a call: its own, one for each choice, and the choice's queue, prefill and decode."""
 
+import logging
 import threading
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ from server.tracing.attributes import (
 )
 from server.tracing.call import Call, Choice
 
+_LOGGER = logging.getLogger("orca.traces")
 _FAILURES = (FinishReason.ERROR, FinishReason.TIMEOUT)
 
 
@@ -61,6 +63,8 @@ class SpanWriter:
         closing = threading.Thread(target=self._provider.shutdown, name="orca-traces-end", daemon=True)
         closing.start()
         closing.join(seconds)
+        if closing.is_alive():
+            _LOGGER.warning("the collector did not take the last traces within %.1f seconds", seconds)
 
     def _write_choice(self, index: int, choice: Choice, record: RequestRecord, call: Context) -> None:
         assert record.finished is not None

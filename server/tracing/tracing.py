@@ -14,7 +14,7 @@ from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from server.gateway.served_model import ServedModel
 from server.tracing.call import AttributeValue, Call, Choice
 
-_LOGGER = logging.getLogger(__name__)
+_LOGGER = logging.getLogger("orca.traces")
 _MOST_CALLS = 4096  # that have ended and are not written yet
 _IDLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.05  # between two looks whether a call's last request has ended
