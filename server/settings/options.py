@@ -118,8 +118,8 @@ class EngineOptions:
     ] = None
     scheduling_policy: Annotated[
         QueueOrder,
-        "order of waiting requests: by arrival, by `priority` (lower first), or equal shares of the tokens "
-        "for each API key",
+        "order of waiting requests: by arrival, by `priority` (lower first), equal shares of the tokens for "
+        "each API key, or among the first 16 the longest cached beginning first",
     ] = "fcfs"
     attention: AttentionFlag = None
     command_buffer_collectives: CommandBufferCollectivesFlag = False
