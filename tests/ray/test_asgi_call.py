@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.ray import asgi_call
 from server.gateway.gateway import Gateway
 from server.http.observation import Observation
 from server.metrics.metrics import Metrics
+from server.ray import asgi_call
 from server.ray.asgi_call import HttpCall, responses
 from server.tracing.call import Call
 from server.tracing.tracing import Tracing

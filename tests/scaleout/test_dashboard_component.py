@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 from tests.places import ROOT
-from tests.scaleout.test_kubernetes_schemas import rendered
 from tests.scaleout.published_schemas import VERSIONS, validate
+from tests.scaleout.test_kubernetes_schemas import rendered
 
 
 def test_a_kustomization_with_the_component_has_the_dashboard(tmp_path: Path) -> None:
