@@ -473,7 +473,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
     ),
     "qwen3-moe-dense-among-sparse-biases": _mixture(
-        *("qwen3_moe", (83, 28, 3, 4, 2, 32), (6, 2)),
+        *("qwen3_moe", (113, 28, 3, 4, 2, 32), (6, 2)),
         head_dim=6,
         moe_intermediate_size=18,
         mlp_only_layers=[1],
