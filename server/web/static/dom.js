@@ -20,6 +20,13 @@ export function icon(name) {
   return svg;
 }
 
+let nIds = 0;
+
+/** An id that no other element has. */
+export function newId() {
+  return `e${++nIds}`;
+}
+
 /** Forget what `parent` holds and put `children` there. */
 export function replace(parent, ...children) {
   parent.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
