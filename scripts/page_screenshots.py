@@ -47,7 +47,7 @@ def chat(page: Page) -> None:
 
 def docs(page: Page) -> None:
     """The first routes, with the fields of one open."""
-    page.get_by_role("navigation", name="Routes").wait_for()
+    page.get_by_role("navigation", name="Routes").get_by_role("link").first.wait_for()
 
 
 def live(page: Page) -> None:
@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=FIGURES)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with ServerProcess() as server, sync_playwright() as playwright:
+    with ServerProcess(compile_ahead=True) as server, sync_playwright() as playwright:
         server.wait_until_ready()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         for name in arguments.pages or PAGES:

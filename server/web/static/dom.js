@@ -20,6 +20,12 @@ export function icon(name) {
   return svg;
 }
 
+/** An element with `text`, in which what stands between backticks is code. */
+export function withCode(tag, text, properties = {}) {
+  const parts = text.split("`").map((part, i) => (i % 2 ? element("code", {}, part) : part));
+  return element(tag, properties, ...parts);
+}
+
 let nIds = 0;
 
 /** An id that no other element has. */

@@ -21,10 +21,15 @@ export function bodySchema(document, path, method = "post") {
   return schema ? resolved(document, schema).schema : null;
 }
 
+/** Whether the server accepts a property: some of OpenAI's it only knows in order to refuse them by name. */
+export function isBuilt(property) {
+  return !property.description?.startsWith(NOT_BUILT);
+}
+
 /** The fields of an object's schema that the server accepts, in its order. */
 export function fieldsOf(document, schema) {
   return Object.entries(schema.properties ?? {})
-    .filter(([, property]) => !property.description?.startsWith(NOT_BUILT))
+    .filter(([, property]) => isBuilt(property))
     .map(([name, property]) => fieldOf(document, name, property, schema.required?.includes(name) ?? false));
 }
 

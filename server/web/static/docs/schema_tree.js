@@ -1,0 +1,81 @@
+// A schema as a list of properties; what is nested opens on demand, so that a schema may refer to itself.
+
+import { element, withCode } from "../dom.js";
+import { alternatives, isBuilt, resolved } from "../schema.js";
+
+/** The properties of `schema`, or a line that says what it is. */
+export function schemaTree(document, schema) {
+  const { schema: own } = resolved(document, schema);
+  const properties = Object.entries(own.properties ?? {});
+  if (!properties.length) return element("p", { class: "quiet small" }, typeName(document, schema));
+  const built = properties.filter(([, property]) => isBuilt(property));
+  const refused = properties.filter(([, property]) => !isBuilt(property));
+  const rows = ([name, property]) => propertyRow(document, name, property, own.required?.includes(name) ?? false);
+  const list = element("ul", { class: "properties" }, ...built.map(rows));
+  if (!refused.length) return list;
+  const rest = element("ul", { class: "properties" }, ...refused.map(rows));
+  return element("div", {}, list, element("details", { class: "refused" }, element("summary", {}, `${refused.length} fields that are not built yet`), rest));
+}
+
+function propertyRow(document, name, property, required) {
+  const row = element(
+    "li",
+    { class: "property" },
+    element(
+      "div",
+      { class: "property-head" },
+      element("code", { class: "property-name" }, name),
+      element("span", { class: "quiet small" }, typeName(document, property)),
+      required ? element("span", { class: "tag accent" }, "required") : null,
+      ...limits(property).map((limit) => element("span", { class: "tag" }, limit)),
+    ),
+    property.description ? withCode("p", property.description, { class: "quiet small" }) : null,
+  );
+  for (const [label, schema] of nested(document, property)) row.append(expandable(document, label, schema));
+  return row;
+}
+
+// Made when it is opened.
+function expandable(document, label, schema) {
+  const details = element("details", { class: "nested" }, element("summary", {}, label));
+  details.addEventListener("toggle", () => details.append(schemaTree(document, schema)), { once: true });
+  return details;
+}
+
+// The objects that a property holds, by their names.
+function nested(document, property) {
+  const found = [];
+  for (const one of property.anyOf ?? property.oneOf ?? [property]) {
+    const { schema, name } = resolved(document, one);
+    if (schema.properties) found.push([name ?? schema.title ?? "object", schema]);
+    if (schema.items) found.push(...nested(document, schema.items));
+  }
+  return found;
+}
+
+/** A type in words: "integer", "list of text or text", a schema's name. */
+export function typeName(document, property) {
+  const { schema, name } = resolved(document, property);
+  if (schema.enum) return schema.enum.map((one) => JSON.stringify(one)).join(" or ");
+  if (schema.const !== undefined) return JSON.stringify(schema.const);
+  if (name) return name;
+  if (schema.anyOf || schema.oneOf) {
+    const parts = (schema.anyOf ?? schema.oneOf).filter((one) => one.type !== "null");
+    return parts.map((one) => typeName(document, one)).join(" or ") || "null";
+  }
+  if (schema.type === "array") return `list of ${typeName(document, schema.items ?? {})}`;
+  return { string: "text", undefined: "any JSON" }[schema.type] ?? schema.type;
+}
+
+function limits(property) {
+  const bounds = alternatives({ components: { schemas: {} } }, property).length === 1 ? { ...property.anyOf?.[0], ...property } : property;
+  const said = [];
+  if (bounds.minimum !== undefined) said.push(`≥ ${bounds.minimum}`);
+  if (bounds.maximum !== undefined) said.push(`≤ ${bounds.maximum}`);
+  if (bounds.minLength !== undefined || bounds.maxLength !== undefined)
+    said.push(`${bounds.minLength ?? 0} to ${bounds.maxLength ?? "any number of"} characters`);
+  if (bounds.minItems !== undefined || bounds.maxItems !== undefined)
+    said.push(`${bounds.minItems ?? 0} to ${bounds.maxItems ?? "any number of"} items`);
+  if (bounds.default !== undefined && bounds.default !== null) said.push(`default ${JSON.stringify(bounds.default)}`);
+  return said;
+}
