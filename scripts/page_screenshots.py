@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/figures/pages, in light and dark, wide and narrow, from a server of the demo model.
+"""Takes the pictures of docs/figures/pages, light and dark, wide and narrow, from a server of the demo model.
 
     python -m scripts.page_screenshots [--out DIRECTORY] [PAGE ...]
 

@@ -2,6 +2,8 @@
 
 const NOT_BUILT = "Not built yet"; // how the server describes what it refuses
 
+const LIMITLESS = 2 ** 30; // a bound that only keeps numbers from overflowing
+
 /** The document. Throws an Error with the server's message. */
 export async function openapi() {
   const response = await fetch("/openapi.json");
@@ -37,6 +39,13 @@ export function fieldsOf(document, schema) {
 export function alternatives(document, schema) {
   const all = schema.anyOf ?? schema.oneOf ?? [schema];
   return all.map((one) => resolved(document, one).schema).filter((one) => one.type !== "null");
+}
+
+/** From a number to a number, in words; "" where there is no bound that says anything. */
+export function range({ minimum, maximum }) {
+  const [low, high] = [minimum, maximum].map((bound) => (Math.abs(bound) < LIMITLESS ? String(bound).replace(/^-/, "−") : ""));
+  if (low && high) return `${low} – ${high}`;
+  return low ? `from ${low}` : high && `to ${high}`;
 }
 
 /** A field: how to ask for it (`kind`), and the texts that tell of it. */

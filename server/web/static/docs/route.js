@@ -20,10 +20,10 @@ export function routeSection(document, route) {
       operation.security ? element("span", { class: "tag" }, "needs a key") : null,
     ),
     ...description.map((paragraph) => withCode("p", paragraph)),
+    tryIt(document, route),
     parameters(document, operation),
     requestBody(document, operation),
     responses(document, operation),
-    tryIt(document, route),
   );
 }
 

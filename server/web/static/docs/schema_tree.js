@@ -1,16 +1,17 @@
 // A schema as a list of properties; what is nested opens on demand, so that a schema may refer to itself.
 
 import { element, withCode } from "../dom.js";
-import { alternatives, isBuilt, resolved } from "../schema.js";
+import { isBuilt, range, resolved } from "../schema.js";
 
 /** The properties of `schema`, or a line that says what it is. */
 export function schemaTree(document, schema) {
   const { schema: own } = resolved(document, schema);
-  const properties = Object.entries(own.properties ?? {});
+  const isRequired = ([name]) => own.required?.includes(name) ?? false;
+  const properties = Object.entries(own.properties ?? {}).sort((one, other) => isRequired(other) - isRequired(one));
   if (!properties.length) return element("p", { class: "quiet small" }, typeName(document, schema));
   const built = properties.filter(([, property]) => isBuilt(property));
   const refused = properties.filter(([, property]) => !isBuilt(property));
-  const rows = ([name, property]) => propertyRow(document, name, property, own.required?.includes(name) ?? false);
+  const rows = ([name, property]) => propertyRow(document, name, property, isRequired([name]));
   const list = element("ul", { class: "properties" }, ...built.map(rows));
   if (!refused.length) return list;
   const rest = element("ul", { class: "properties" }, ...refused.map(rows));
@@ -68,14 +69,12 @@ export function typeName(document, property) {
 }
 
 function limits(property) {
-  const bounds = alternatives({ components: { schemas: {} } }, property).length === 1 ? { ...property.anyOf?.[0], ...property } : property;
-  const said = [];
-  if (bounds.minimum !== undefined) said.push(`≥ ${bounds.minimum}`);
-  if (bounds.maximum !== undefined) said.push(`≤ ${bounds.maximum}`);
-  if (bounds.minLength !== undefined || bounds.maxLength !== undefined)
-    said.push(`${bounds.minLength ?? 0} to ${bounds.maxLength ?? "any number of"} characters`);
-  if (bounds.minItems !== undefined || bounds.maxItems !== undefined)
-    said.push(`${bounds.minItems ?? 0} to ${bounds.maxItems ?? "any number of"} items`);
-  if (bounds.default !== undefined && bounds.default !== null) said.push(`default ${JSON.stringify(bounds.default)}`);
-  return said;
+  const said = [range(property), within(property.minLength, property.maxLength, "characters"), within(property.minItems, property.maxItems, "items")];
+  if (property.default !== undefined && property.default !== null) said.push(`default ${JSON.stringify(property.default)}`);
+  return said.filter(Boolean);
+}
+
+function within(least, most, what) {
+  if (most === undefined) return least ? `at least ${least} ${what}` : "";
+  return least ? `${least} to ${most} ${what}` : `at most ${most} ${what}`;
 }

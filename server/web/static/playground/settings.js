@@ -1,7 +1,7 @@
 // The form of a request's parameters, made from the server's own schema: a new parameter shows without a change.
 
-import { element, replace } from "../dom.js";
-import { bodySchema, fieldsOf } from "../schema.js";
+import { element, newId, replace } from "../dom.js";
+import { bodySchema, fieldsOf, range } from "../schema.js";
 import { parseNumber } from "./json.js";
 
 // The page itself fills these in, or shows them elsewhere.
@@ -9,8 +9,6 @@ const OWN = new Set("prompt messages model stream stream_options seed logprobs t
 // An answer of a conversation is one.
 const OWN_IN_CHAT = new Set(["n", "best_of", "use_beam_search", "length_penalty", "early_stopping"]);
 const FIRST = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "stop"];
-const LIMITLESS = 2 ** 30; // a bound that only keeps numbers from overflowing says nothing to a reader
-
 /** A value that cannot be sent; the message says which. */
 export class BadValue extends Error {}
 
@@ -29,12 +27,12 @@ export class Settings {
     this.element = element(
       "div",
       { class: "settings-form" },
-      ...first.map((field) => this.#row(field, path, texts[field.name])),
+      ...first.map((field) => this.#row(field, texts[field.name])),
       element(
         "details",
         { class: "more" },
         element("summary", {}, `${rest.length} more parameters`),
-        element("div", { class: "settings-form" }, ...rest.map((field) => this.#row(field, path))),
+        element("div", { class: "settings-form" }, ...rest.map((field) => this.#row(field))),
       ),
     );
   }
@@ -50,17 +48,17 @@ export class Settings {
     return body;
   }
 
-  #row(field, path, text) {
-    const id = `${path.split("/").at(-2)}-${field.name}`;
+  #row(field, text) {
+    const id = newId();
     const input = inputOf(field, id, text);
     this.#inputs.set(field.name, { field, input });
     const label = element("label", { for: id }, element("code", {}, field.name));
-    const range = element("span", { class: "range" }, rangeOf(field));
+    const bounds = element("span", { class: "range" }, range(field));
     const isSwitch = field.kind === "boolean";
     return element(
       "div",
       { class: "setting", "data-name": field.name },
-      element("div", { class: "setting-head" }, label, isSwitch ? input : range),
+      element("div", { class: "setting-head" }, label, isSwitch ? input : bounds),
       isSwitch ? null : input,
       element("p", { id: `${id}-about`, class: "about" }, field.description),
     );
@@ -118,13 +116,6 @@ function jsonOf(field, text) {
   const type = Array.isArray(value) ? "array" : typeof value;
   const allowed = field.jsonTypes.some((one) => one === type || (type === "number" && one === "integer"));
   return field.mayBeText && !allowed ? text : value;
-}
-
-function rangeOf({ kind, minimum, maximum }) {
-  if (kind !== "integer" && kind !== "number") return "";
-  const [low, high] = [minimum, maximum].map((value) => (Math.abs(value) < LIMITLESS ? String(value).replace(/^-/, "−") : ""));
-  if (low && high) return `${low} – ${high}`;
-  return low ? `from ${low}` : high && `to ${high}`;
 }
 
 /** The switch and number that ask for log-probabilities, in the form that a route wants. */

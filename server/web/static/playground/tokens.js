@@ -27,6 +27,7 @@ export function appendToken(group, text, tokens) {
     role: "button",
     tabindex: group.childElementCount ? "-1" : "0",
     "data-likely": likelihood(last.logprob),
+    "aria-label": text.trim() ? null : spoken(text),
   });
   span.textContent = text;
   span.tokens = tokens;
@@ -138,6 +139,12 @@ function place(token) {
 function visible(text) {
   const shown = text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ | $/g, "␣");
   return shown || "(no text)";
+}
+
+/** What a screen reader says of a text that has nothing to read. */
+function spoken(text) {
+  if (text.includes("\n")) return "line break";
+  return text ? "space" : "no text";
 }
 
 function percent(logprob) {
