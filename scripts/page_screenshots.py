@@ -18,6 +18,7 @@ CHROMIUM = "/usr/bin/chromium"
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "pages"
 # What is taken of each page: the theme and the width in pixels.
 VIEWS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
+FEWER = {"chat": (VIEWS[0], VIEWS[3])}
 
 
 def playground(page: Page) -> None:
@@ -89,7 +90,7 @@ def main() -> int:
         server.wait_until_ready()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         for name in arguments.pages or PAGES:
-            for theme, width in VIEWS:
+            for theme, width in FEWER.get(name, VIEWS):
                 take(browser, server.url, name, theme, width, arguments.out)
         browser.close()
     return 0
