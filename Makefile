@@ -68,8 +68,8 @@ format: $(VENV)/.dev ## format, and mend what lint can mend by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-wheel: $(VENV)/.pip ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps $(PIP_BUILD) --wheel-dir dist .
+wheel: $(VENV)/.dev ## build the source archive, and the wheel from it, into dist/
+	$(BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt
 
 clean: ## remove environments, caches and builds
 	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) build dist .pytest_cache .ruff_cache .hypothesis
