@@ -72,10 +72,10 @@ wheel: $(VENV)/.dev ## build the source archive, and the wheel from it, into dis
 	$(BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt
 
 docs: $(VENV)/.docs ## build the documentation site into site/; warnings are errors
-	PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet --strict --clean
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet --strict --clean
 
 docs-serve: $(VENV)/.docs ## show the documentation site on port 8002
-	PYTHONPATH=. $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8002
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8002
 
 clean: ## remove environments, caches and builds
 	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) build dist site .pytest_cache .ruff_cache .hypothesis
