@@ -6,7 +6,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 _LOADING = {
-    **dict.fromkeys(("script", "img", "iframe", "embed", "source", "video", "audio", "track", "input"), "src"),
+    **dict.fromkeys(
+        ("script", "img", "iframe", "embed", "source", "video", "audio", "track", "input"), "src"
+    ),
     "link": "href",
     "object": "data",
 }

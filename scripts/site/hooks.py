@@ -76,7 +76,8 @@ def _ask_a_server() -> tuple[dict[str, Any], str]:
 
 
 def _python_page() -> str:
-    names = sorted((name for name in orca_jax.__all__ if name != "__version__"), key=str.lower)
+    first = ("LLM", "SamplingParams", "FunctionModel")
+    names = [*first, *(name for name in orca_jax.__all__ if name not in (*first, "__version__"))]
     return "# Python\n\n" + "\n".join(f"::: orca_jax.{name}\n" for name in names)
 
 

@@ -13,8 +13,8 @@ def http_page(document: dict[str, Any]) -> str:
     schemas: dict[str, Any] = document["components"]["schemas"]
     parts = ["# HTTP\n", f"{cell(document['info']['description'])}\n"]
     parts.append(
-        "A server has the same as `/openapi.json`, and for people at `/docs`. The routes under `/admin` exist "
-        "where `ORCA_ADMIN_KEYS` is set.\n"
+        "A server has the same as `/openapi.json`, and for people at `/docs`. The routes under `/admin` "
+        "exist where `ORCA_ADMIN_KEYS` is set.\n"
     )
     for path, methods in document["paths"].items():
         for method, operation in methods.items():

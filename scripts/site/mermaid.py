@@ -14,7 +14,7 @@ _MEMBER = "package/dist/mermaid.min.js"
 
 
 def mermaid_script(folder: Path) -> bytes:
-    """The script, from `folder` if it is there, else from npm's registry. Raises if it is not the known one."""
+    """The script, kept in `folder`, at first from npm's registry. Raises ValueError if it is another."""
     kept = folder / f"mermaid-{VERSION}.min.js"
     if not kept.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,14 @@ def _download() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         # npm comes as a wheel, so that the machine needs no Node.js of its own.
         arguments = ["pack", "--silent", f"mermaid@{VERSION}"]
-        npm(arguments, return_completed_process=True, cwd=folder, check=True, timeout=300, stdout=subprocess.DEVNULL)
+        npm(
+            arguments,
+            return_completed_process=True,
+            cwd=folder,
+            check=True,
+            timeout=300,
+            stdout=subprocess.DEVNULL,
+        )
         with tarfile.open(Path(folder) / f"mermaid-{VERSION}.tgz") as archive:
             member = archive.extractfile(_MEMBER)
             assert member is not None

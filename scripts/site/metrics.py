@@ -15,7 +15,10 @@ def metrics_page(scraped: str) -> str:
             others.append(code(family.name))
         elif not family.name.endswith("_created"):
             labels = dict.fromkeys(
-                label for sample in family.samples for label in sample.labels if label not in ("le", "model_name")
+                label
+                for sample in family.samples
+                for label in sample.labels
+                if label not in ("le", "model_name")
             )
             name = family.name + "_total" if family.type == "counter" else family.name
             row = (code(name), family.type, ", ".join(map(code, labels)), cell(family.documentation))

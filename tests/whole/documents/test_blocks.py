@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from scripts.site.commands import command_parsers
 from server.cli import parser
 from tests.documents import DOCUMENTS, Block, blocks, orca_arguments, relative
 from tests.places import ROOT
@@ -60,6 +61,8 @@ def test_orca_takes_the_arguments_in_sentences() -> None:
             words = _INTEGER_FLAGS.sub(r"\g<1>2", line).replace(" ...", "").split()
             arguments = orca_arguments(words)
             assert arguments is not None
+            if arguments[-1].startswith("--"):  # `orca serve --record`, without its value
+                assert arguments.pop() in command_parsers()[arguments[0]].format_help()
             if len(arguments) > 1:
                 parser().parse_args(arguments)
 
