@@ -1,1 +1,1 @@
-"""The documentation site: pages that are made from the code, and what the build checks. Start with hooks.py."""
+"""The documentation site: pages made from the code, and checks. Start with hooks.py."""
