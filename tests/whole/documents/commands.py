@@ -32,21 +32,23 @@ def prepare(folder: Path) -> None:
     (folder / "keys.txt").write_text("a-key-of-the-documents\n", encoding="utf-8")
 
 
-def variables() -> dict[str, str]:
-    """The environment: this checkout's code, the installed `orca`, and free ports unless a flag names one."""
+def variables(code: Path) -> dict[str, str]:
+    """The environment: the code of a checkout, the installed `orca`, and free ports unless a flag names one."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     ports = {"ORCA_PORT": "0", "ORCA_GRPC_PORT": "0"}
     wide = {"COLUMNS": "130"}  # tables as in the documents
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **ports, **wide}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(code), **ports, **wide}
 
 
-def run(command: list[str] | str, folder: Path, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str] | str, folder: Path, *, code: Path = ROOT, seconds: float = 120.0
+) -> subprocess.CompletedProcess[str]:
     """Run a command's words, or a line in a shell, to its end."""
     return subprocess.run(
         command,
         shell=isinstance(command, str),
         cwd=folder,
-        env=variables(),
+        env=variables(code),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -55,11 +57,16 @@ def run(command: list[str] | str, folder: Path, seconds: float = 120.0) -> subpr
 
 
 @contextmanager
-def serving(command: list[str], folder: Path, seconds: float = 150.0) -> Iterator[str]:
+def serving(command: list[str], folder: Path, *, code: Path = ROOT, seconds: float = 150.0) -> Iterator[str]:
     """Run a server's command until the block ends; gives its URL once it is ready. It must end well."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
-            command, cwd=folder, env=variables(), stdin=subprocess.DEVNULL, stderr=log, start_new_session=True
+            command,
+            cwd=folder,
+            env=variables(code),
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             yield _ready(process, log.fileno(), seconds)
