@@ -33,7 +33,7 @@ def prepare(folder: Path) -> None:
 
 
 def variables(code: Path) -> dict[str, str]:
-    """The environment: the code of a checkout, the installed `orca`, and free ports unless a flag names one."""
+    """The environment: a checkout's code, the installed `orca`, free ports unless a flag names one."""
     path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     ports = {"ORCA_PORT": "0", "ORCA_GRPC_PORT": "0"}
     wide = {"COLUMNS": "130"}  # tables as in the documents
@@ -41,7 +41,7 @@ def variables(code: Path) -> dict[str, str]:
 
 
 def run(
-    command: list[str] | str, folder: Path, *, code: Path = ROOT, seconds: float = 120.0
+    command: list[str] | str, folder: Path, *, code: Path = ROOT, seconds: float = 300.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a command's words, or a line in a shell, to its end."""
     return subprocess.run(
@@ -57,7 +57,7 @@ def run(
 
 
 @contextmanager
-def serving(command: list[str], folder: Path, *, code: Path = ROOT, seconds: float = 150.0) -> Iterator[str]:
+def serving(command: list[str], folder: Path, *, code: Path = ROOT, seconds: float = 300.0) -> Iterator[str]:
     """Run a server's command until the block ends; gives its URL once it is ready. It must end well."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(

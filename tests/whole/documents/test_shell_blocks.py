@@ -60,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("block, words", COMMANDS)
 def test_it_runs(block: Block, words: list[str], folder: Path) -> None:
     command = ["orca", *arguments(words)]
@@ -72,6 +73,7 @@ def test_it_runs(block: Block, words: list[str], folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("block", [one for one in blocks("console") if "$ orca" in one.text], ids=str)
 def test_it_prints_what_the_document_shows(block: Block, folder: Path) -> None:
     command, _, shown = block.text.replace("\\\n", " ").partition("\n")
