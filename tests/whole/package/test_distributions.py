@@ -78,7 +78,7 @@ def test_what_the_wheel_says_of_itself(wheel: zipfile.ZipFile) -> None:
     assert said.license_expression == "Apache-2.0" and said.description_content_type == "text/markdown"
     assert said.description == (ROOT / "README.md").read_text(encoding="utf-8")
     assert said.classifiers and not set(said.classifiers) - classifiers
-    assert said.provides_extra and {"cuda", "ray"} <= set(said.provides_extra)
+    assert said.provides_extra and {"cuda", "otel", "ray"} <= set(said.provides_extra)
     (points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert "orca = server.cli:main" in wheel.read(points).decode()
 
