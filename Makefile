@@ -71,8 +71,9 @@ format: $(VENV)/.dev ## format, and mend what lint can mend by itself
 wheel: $(VENV)/.dev ## build the source archive, and the wheel from it, into dist/
 	$(BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt
 
+# Not --quiet, which hides warnings from --strict too.
 docs: $(VENV)/.docs ## build the documentation site into site/; warnings are errors
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet --strict --clean
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --clean
 
 docs-serve: $(VENV)/.docs ## show the documentation site on port 8002
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8002
