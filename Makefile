@@ -20,7 +20,7 @@ PIP_BUILD := --build-constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-long test-ray test-browser host-test check format wheel clean
+.PHONY: help demo serve test test-long test-ray test-browser host-test check format wheel docs docs-serve clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,11 +68,18 @@ format: $(VENV)/.dev ## format, and mend what lint can mend by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-wheel: $(VENV)/.pip ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps $(PIP_BUILD) --wheel-dir dist .
+wheel: $(VENV)/.dev ## build the source archive, and the wheel from it, into dist/
+	$(BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt
+
+# Not --quiet, which hides warnings from --strict too.
+docs: $(VENV)/.docs ## build the documentation site into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --clean
+
+docs-serve: $(VENV)/.docs ## show the documentation site on port 8002
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8002
 
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/bin/python:
@@ -85,7 +92,7 @@ clean: ## remove environments, caches and builds
 	@touch $@
 
 $(VENV)/.package: pyproject.toml $(VENV)/.pip
-	@echo "Installing the package into $(VENV)"
+	@echo "Installing the package into $(VENV): 800 MB, half a minute on a fast line"
 	$(BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e .
 	@touch $@
 
@@ -97,6 +104,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.pip
 $(VENV)/.browser: $(VENV)/.dev
 	@echo "Installing what drives a browser into $(VENV)"
 	$(BIN)/python $(PIP_INSTALL) --group browser
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "Installing what builds the documentation into $(VENV)"
+	$(BIN)/python $(PIP_INSTALL) --group docs
 	@touch $@
 
 $(RAY_VENV)/.ray: pyproject.toml $(RAY_VENV)/.pip
