@@ -134,6 +134,10 @@ class Scheduler:
         self._deliver(ended[::-1])
         return suspicion
 
+    def waiting_again(self) -> list[Request]:
+        """The live requests that lost their slots and wait to be admitted again, in no order."""
+        return list(self._preempted)
+
     def begun(self) -> list[Request]:
         """The live requests that have begun, those that hold slots first."""
         waiting = [req for req in self._preempted if req.output_ids]
@@ -198,16 +202,22 @@ class Scheduler:
         # Initiations may go first: the requests with increments arrived earlier and have already run.
         if initiations and not (increments and self._initiated_last):
             self._initiated_last = True
-            return choice._replace(rows=initiations)
+            held = (increments[0][0], "phase") if increments else choice.held
+            return choice._replace(rows=initiations, held=held)
         self._initiated_last = False
-        return Choice(with_given(increments, self.config.max_batch_size), self.n_rsrv, held=choice.held)
+        held = (initiations[0][0], "phase") if initiations else choice.held
+        return Choice(with_given(increments, self.config.max_batch_size), self.n_rsrv, held=held)
 
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
         if any(other is not req for it in self._in_flight for other, _ in it.rows):
             return Choice([], self.n_rsrv)
         ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
-        return self._choose([req], req) if ready else Choice([], self.n_rsrv)
+        if not ready:
+            return Choice([], self.n_rsrv)
+        other = next((other for other in self.pool.in_arrival_order() if other is not req), None)
+        choice = self._choose([req], req)
+        return choice if other is None else choice._replace(held=(other, "alone"))
 
     def _choose(self, ahead: Collection[Request] = (), alone: Request | None = None) -> Choice:
         pool: Iterable[Request] = self.pool.in_arrival_order() if self.gate == "open" else self.begun()
