@@ -88,6 +88,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> No
 def serving(
     token: Callable[[Request, int], int] = counting,
     *,
+    name: str = "test",
     engine: Engine | None = None,
     seconds: float = 0.0,
     config: ServingConfig = CONFIG,
@@ -103,7 +104,7 @@ def serving(
 ) -> Iterator[Server]:
     """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
-    The model is called "test". With `ready` False the gateway stays closed until
+    With `ready` False the gateway stays closed until
     `server.call(lambda: server.gateway.open(server.model))`. With `memory` an operator with one of
     `admin_keys` may change it.
     """
@@ -117,6 +118,7 @@ def serving(
             service,
             model,
             config,
+            name=name,
             tokenizer=LETTERS if tokenizer else None,
             chat_template=chat_template,
             options=options,
@@ -136,6 +138,7 @@ def serving_model(
     model: ModelConfig,
     config: ServingConfig,
     *,
+    name: str = "test",
     tokenizer: Tokenizer | None = None,
     chat_template: str | None = None,
     options: EndpointOptions | None = None,
@@ -147,7 +150,7 @@ def serving_model(
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
     served = ServedModel(
-        name="test",
+        name=name,
         service=service,
         config=model,
         serving=config,
