@@ -1,0 +1,178 @@
+// A column for each iteration, a cell for each of its requests, and the padding up to the bucket.
+
+import { Chart } from "./chart.js";
+import { count, duration } from "./format.js";
+import { CHUNK, DECODE, PREFILL } from "./request.js";
+
+const COLOURS = { [PREFILL]: "prefill", [CHUNK]: "chunk", [DECODE]: "decode" };
+const ON = { [PREFILL]: "onPrefill", [CHUNK]: "onChunk", [DECODE]: "onDecode" };
+const WORDS = { [PREFILL]: "prefill", [CHUNK]: "later chunk of the prompt", [DECODE]: "decode" };
+const TOP = 8;
+const BOTTOM = 6; // the strip of the chosen request
+const CELLS = 2.5; // pixels of a column from which on it shows its cells
+const LABEL = 13; // pixels that a number needs in a cell
+
+export class IterationsChart extends Chart {
+  isLinear = false;
+
+  paint(context) {
+    const shown = this.#shown();
+    this.most = Math.max(8, ...shown.map((one) => one.bucket));
+    if (this.perPixel * CELLS > this.#meanWidth(shown)) this.#paintSums(context, shown);
+    else for (const one of shown) this.#paintCells(context, one);
+  }
+
+  frame() {
+    if (!this.most) return;
+    let last = Infinity;
+    for (const level of this.#levels()) {
+      const y = this.#y(level);
+      if (Math.abs(last - y) < 15) continue;
+      this.level(y, count(level));
+      last = y;
+    }
+  }
+
+  at(x, y) {
+    const one = this.#iterationAt(this.time(x));
+    if (!one) return null;
+    const nPadding = one.bucket - one.nTokens;
+    const lines = [
+      `${duration(one.returned - one.issued)} from issue to return`,
+      `${one.requests.length} of ${count(this.model.sizes.max_batch_size ?? one.requests.length)} requests`,
+      `${count(one.nTokens)} tokens, bucket of ${count(one.bucket)}${nPadding ? `, ${count(nPadding)} padding` : ""}`,
+    ];
+    if (one.waiting) lines.push(`${one.waiting} waiting`);
+    const found = { title: `Iteration ${count(one.number)}`, lines, request: null };
+    let below = 0;
+    one.requests.forEach((number, i) => {
+      const isHere = y <= this.#y(below) && y > this.#y(below + one.tokens[i]);
+      below += one.tokens[i];
+      if (!isHere) return;
+      found.request = number;
+      lines.unshift(`#${number} ${WORDS[one.phases[i]]}: ${count(one.tokens[i])} ${one.tokens[i] === 1 ? "token" : "tokens"}`);
+    });
+    return found;
+  }
+
+  #paintCells(context, one) {
+    const [x, width] = this.#column(one);
+    const wide = width > 5 ? width - 1 : width;
+    const chosen = this.choice.number;
+    let below = 0;
+    for (let i = 0; i < one.requests.length; i++) {
+      const bottom = Math.round(this.#y(below));
+      const top = Math.round(this.#y((below += one.tokens[i])));
+      const high = Math.max(1, bottom - top - (bottom - top > 2 ? 1 : 0));
+      const isChosen = one.requests[i] === chosen;
+      context.globalAlpha = chosen === null || isChosen ? 1 : 0.35;
+      context.fillStyle = this.colours[COLOURS[one.phases[i]]];
+      context.fillRect(x, top, wide, high);
+      if (one.phases[i] === CHUNK && wide > 4) {
+        context.fillStyle = this.colours.hatch(context, "onChunk", 6);
+        context.globalAlpha *= 0.35;
+        context.fillRect(x, top, wide, high);
+      }
+      if (high >= LABEL && wide > 8 + 6.5 * (1 + String(one.requests[i]).length)) {
+        context.globalAlpha = chosen === null || isChosen ? 1 : 0.6;
+        context.fillStyle = this.colours[ON[one.phases[i]]];
+        context.textAlign = "center";
+        context.fillText(`#${one.requests[i]}`, x + wide / 2, top + high / 2 + 0.5);
+      }
+      if (isChosen) this.#strip(context, x, wide);
+    }
+    context.globalAlpha = chosen === null ? 1 : 0.5;
+    if (one.bucket > one.nTokens) this.#padding(context, x, wide, one.nTokens, one.bucket);
+    context.globalAlpha = 1;
+  }
+
+  // Too narrow for cells: for each pixel the largest iteration, its tokens by phase.
+  #paintSums(context, shown) {
+    let largest = null;
+    let isChosen = false;
+    let at = -1;
+    const put = () => {
+      if (!largest) return;
+      const sums = [0, 0, 0];
+      largest.phases.forEach((phase, i) => (sums[phase] += largest.tokens[i]));
+      let below = 0;
+      for (const phase of [DECODE, PREFILL, CHUNK]) {
+        if (!sums[phase]) continue;
+        const bottom = Math.round(this.#y(below));
+        const top = Math.round(this.#y((below += sums[phase])));
+        context.fillStyle = this.colours[COLOURS[phase]];
+        context.fillRect(at, top, this.step, Math.max(1, bottom - top));
+      }
+      this.#padding(context, at, this.step, largest.nTokens, largest.bucket);
+      if (isChosen) this.#strip(context, at, this.step);
+    };
+    const own = this.choice.number;
+    this.step = Math.max(1, Math.round(this.#meanWidth(shown) / this.perPixel));
+    for (const one of shown) {
+      const x = this.left + Math.floor((this.x(one.issued) - this.left) / this.step) * this.step;
+      if (x !== at) {
+        put();
+        [largest, at, isChosen] = [one, x, false];
+      } else if (one.bucket > largest.bucket) largest = one;
+      isChosen ||= own !== null && one.requests.includes(own);
+    }
+    put();
+  }
+
+  #padding(context, x, width, from, to) {
+    const top = Math.round(this.#y(to));
+    context.fillStyle = this.colours.padding;
+    context.fillRect(x, top, width, Math.round(this.#y(from)) - top);
+  }
+
+  #strip(context, x, width) {
+    context.fillStyle = this.colours.accent;
+    context.globalAlpha = 1;
+    context.fillRect(x, this.height - 4, Math.max(1, width), 3);
+  }
+
+  // With one batch in flight more than workers, an iteration begins to compute when the one before it returns.
+  #start(one, before) {
+    return before ? Math.max(one.issued, before.returned) : one.issued;
+  }
+
+  #column(one) {
+    const x = Math.round(this.x(one.from));
+    return [x, Math.max(1, Math.round(this.x(one.returned)) - x)];
+  }
+
+  #shown() {
+    const { iterations } = this.model;
+    const shown = [];
+    for (let i = iterations.search((one) => one.returned >= this.view.from); i < iterations.length; i++) {
+      const one = iterations.at(i);
+      one.from ??= this.#start(one, iterations.at(i - 1));
+      if (one.from > this.view.to) break;
+      shown.push(one);
+    }
+    return shown;
+  }
+
+  #iterationAt(time) {
+    const { iterations } = this.model;
+    const one = iterations.at(iterations.search((other) => other.returned >= time));
+    return one && (one.from ?? one.issued) <= time + 2 * this.perPixel ? one : null;
+  }
+
+  #meanWidth(shown) {
+    if (!shown.length) return 1;
+    return shown.reduce((sum, one) => sum + one.returned - one.from, 0) / shown.length;
+  }
+
+  #y(tokens) {
+    const share = tokens / this.most;
+    return this.height - BOTTOM - (this.isLinear ? share : Math.sqrt(share)) * (this.height - BOTTOM - TOP);
+  }
+
+  #levels() {
+    const powers = [];
+    for (let level = 1; level < this.most; level *= 2) powers.unshift(level);
+    if (this.isLinear) return [this.most, this.most / 2, 0].map(Math.round);
+    return [this.most, ...powers];
+  }
+}
