@@ -54,7 +54,9 @@ export class Chart {
     context.clearRect(0, 0, this.width, this.height);
     context.font = `11px ${getComputedStyle(this.canvas).fontFamily}`;
     context.textBaseline = "middle";
+    this.prepare();
     this.grid();
+    this.levels();
     context.save();
     context.beginPath();
     context.rect(this.left, 0, this.right - this.left, this.height);
@@ -73,6 +75,12 @@ export class Chart {
     context.fillStyle = this.colours.line;
     for (const time of this.ticks().times) context.fillRect(Math.round(this.x(origin + time)), 0, 1, this.height);
   }
+
+  /** What the parts below need to know. */
+  prepare() {}
+
+  /** The vertical axis. */
+  levels() {}
 
   paint() {}
 

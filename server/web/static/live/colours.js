@@ -34,10 +34,10 @@ export class Colours {
     const scale = 2; // sharp on dense screens
     const tile = new OffscreenCanvas(gap * scale, gap * scale);
     const context = tile.getContext("2d");
-    context.globalAlpha = 0.22;
+    context.globalAlpha = 0.18;
     context.fillStyle = colour;
     context.fillRect(0, 0, tile.width, tile.height);
-    context.globalAlpha = 0.75;
+    context.globalAlpha = 0.55;
     context.strokeStyle = colour;
     context.lineWidth = scale;
     context.lineCap = "square";

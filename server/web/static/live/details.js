@@ -3,7 +3,7 @@
 import { element, replace } from "../dom.js";
 import { count, duration, plural } from "./format.js";
 import { CHUNK, DECODE, PREFILL } from "./request.js";
-import { inFull, inShort, waitReasons } from "./why.js";
+import { inFull, inShort, summedReasons } from "./why.js";
 
 const MOST_ROWS = 60;
 const MOST_WAITS = 12;
@@ -82,7 +82,7 @@ export class Details {
 
   #showWaits(request) {
     const end = request.finished ?? this.model.last;
-    const parts = request.waits.flatMap(([from, to]) => waitReasons(this.model, request, from, to ?? end));
+    const parts = request.waits.flatMap(([from, to]) => summedReasons(this.model, request, from, to ?? end));
     const items = parts.slice(-MOST_WAITS).map((part) =>
       element(
         "li",

@@ -15,17 +15,25 @@ const LABEL = 13; // pixels that a number needs in a cell
 export class IterationsChart extends Chart {
   isLinear = false;
 
+  #inView = [];
+  #isDimmed = false;
+
+  prepare() {
+    const { number } = this.choice;
+    this.#inView = this.#shown();
+    this.#isDimmed = number !== null && this.#inView.some((one) => one.requests.includes(number));
+    this.most = this.#inView.reduce((most, one) => Math.max(most, one.bucket), 8);
+  }
+
   paint(context) {
-    const shown = this.#shown();
-    this.most = Math.max(8, ...shown.map((one) => one.bucket));
+    const shown = this.#inView;
     if (this.perPixel * CELLS > this.#meanWidth(shown)) this.#paintSums(context, shown);
     else for (const one of shown) this.#paintCells(context, one);
   }
 
-  frame() {
-    if (!this.most) return;
+  levels() {
     let last = Infinity;
-    for (const level of this.#levels()) {
+    for (const level of this.#powers()) {
       const y = this.#y(level);
       if (Math.abs(last - y) < 15) continue;
       this.level(y, count(level));
@@ -59,13 +67,14 @@ export class IterationsChart extends Chart {
     const [x, width] = this.#column(one);
     const wide = width > 5 ? width - 1 : width;
     const chosen = this.choice.number;
+    const dim = this.#isDimmed ? 0.3 : 1;
     let below = 0;
     for (let i = 0; i < one.requests.length; i++) {
       const bottom = Math.round(this.#y(below));
       const top = Math.round(this.#y((below += one.tokens[i])));
       const high = Math.max(1, bottom - top - (bottom - top > 2 ? 1 : 0));
       const isChosen = one.requests[i] === chosen;
-      context.globalAlpha = chosen === null || isChosen ? 1 : 0.35;
+      context.globalAlpha = isChosen ? 1 : dim;
       context.fillStyle = this.colours[COLOURS[one.phases[i]]];
       context.fillRect(x, top, wide, high);
       if (one.phases[i] === CHUNK && wide > 4) {
@@ -74,14 +83,14 @@ export class IterationsChart extends Chart {
         context.fillRect(x, top, wide, high);
       }
       if (high >= LABEL && wide > 8 + 6.5 * (1 + String(one.requests[i]).length)) {
-        context.globalAlpha = chosen === null || isChosen ? 1 : 0.6;
+        context.globalAlpha = isChosen ? 1 : Math.max(dim, 0.6);
         context.fillStyle = this.colours[ON[one.phases[i]]];
         context.textAlign = "center";
         context.fillText(`#${one.requests[i]}`, x + wide / 2, top + high / 2 + 0.5);
       }
       if (isChosen) this.#strip(context, x, wide);
     }
-    context.globalAlpha = chosen === null ? 1 : 0.5;
+    context.globalAlpha = Math.max(dim, 0.5);
     if (one.bucket > one.nTokens) this.#padding(context, x, wide, one.nTokens, one.bucket);
     context.globalAlpha = 1;
   }
@@ -169,7 +178,7 @@ export class IterationsChart extends Chart {
     return this.height - BOTTOM - (this.isLinear ? share : Math.sqrt(share)) * (this.height - BOTTOM - TOP);
   }
 
-  #levels() {
+  #powers() {
     const powers = [];
     for (let level = 1; level < this.most; level *= 2) powers.unshift(level);
     if (this.isLinear) return [this.most, this.most / 2, 0].map(Math.round);

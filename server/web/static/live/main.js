@@ -134,7 +134,10 @@ connectControls(
   {
     choose,
     fit: () => view.fit(model),
-    follow: (isOn) => view.follow(isOn),
+    follow(isOn) {
+      list.follow();
+      view.follow(isOn);
+    },
     filter(which) {
       list.filter = which;
       frames.changed(true);

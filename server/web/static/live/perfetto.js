@@ -4,7 +4,7 @@
 
 import { CHUNK, DECODE, PREFILL } from "./request.js";
 import { stageSpans } from "./spans.js";
-import { inShort, waitReasons } from "./why.js";
+import { inShort, summedReasons } from "./why.js";
 
 const ITERATIONS = 1;
 const STAGES = 2;
@@ -81,7 +81,7 @@ function* requests(model) {
 function parts(model, request, end) {
   const found = [];
   for (const [from, to] of request.waits)
-    for (const part of waitReasons(model, request, from, to ?? end))
+    for (const part of summedReasons(model, request, from, to ?? end))
       found.push({ name: `waits: ${inShort(model, request, part)}`, from: part.from, to: part.to });
   let last = null;
   for (const row of request.rows) {

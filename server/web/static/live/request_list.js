@@ -10,6 +10,8 @@ const MOST = 200;
 export class RequestList {
   #items = new Map(); // by number: { item, text }
   #shown = [];
+  #keptAt = 0;
+  #isScrolled = false;
 
   /** `list` is the list's element, `holder` scrolls it; `choose(number or null)`. */
   constructor({ list, holder, note, model, view, choice, chart, changed, choose }) {
@@ -20,12 +22,18 @@ export class RequestList {
       if (item) choose(Number(item.dataset.number));
     });
     holder.addEventListener("scroll", () => {
+      if (holder.scrollTop !== this.#keptAt) this.#isScrolled = true; // by the user
       chart.scrolled = holder.scrollTop;
       changed();
     });
   }
 
   filter = "all";
+
+  /** Show the newest again. */
+  follow() {
+    this.#isScrolled = false;
+  }
 
   /** Show the requests of the view as they are now. */
   update() {
@@ -40,13 +48,24 @@ export class RequestList {
       inView.push(request);
     }
     const shown = inView.slice(-MOST);
-    const wasAtEnd = holder.scrollTop + holder.clientHeight >= holder.scrollHeight - ROW;
     this.#show(shown);
-    if (wasAtEnd && view.follows && holder.scrollHeight > holder.clientHeight) holder.scrollTop = holder.scrollHeight;
+    if (view.follows && !this.#isScrolled) this.#keepUp(shown);
     this.chart.scrolled = holder.scrollTop;
     this.chart.requests = shown;
     const more = inView.length > MOST ? `, the ${MOST} newest of them shown` : "";
     this.#say(shown.length ? `${plural(inView.length, "request")} in view${more}` : "No request in view");
+  }
+
+  // The newest of those that run, and the first of those that wait.
+  #keepUp(shown) {
+    const { holder } = this;
+    const nShown = Math.floor(holder.clientHeight / ROW);
+    const firstWaiting = shown.findIndex((request) => request.isWaiting);
+    const last = firstWaiting < 0 ? shown.length : Math.min(shown.length, firstWaiting + Math.ceil(nShown / 3));
+    const top = Math.max(0, last * ROW - holder.clientHeight);
+    if (holder.scrollTop === top) return;
+    holder.scrollTop = top;
+    this.#keptAt = holder.scrollTop;
   }
 
   #show(shown) {

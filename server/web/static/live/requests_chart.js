@@ -3,7 +3,7 @@
 import { Chart } from "./chart.js";
 import { count, duration, plural } from "./format.js";
 import { CHUNK, DECODE, PREFILL } from "./request.js";
-import { inFull, inShort, waitReasons } from "./why.js";
+import { inFull, inShort, summedReasons, waitReasons } from "./why.js";
 
 export const ROW = 26;
 const BAR = 14;
@@ -74,7 +74,8 @@ export class RequestsChart extends Chart {
 
   #wait(context, request, from, to, middle) {
     const top = Math.round(middle - BAR / 2);
-    for (const part of waitReasons(this.model, request, from, to)) {
+    const { view } = this;
+    for (const part of summedReasons(this.model, request, Math.max(from, view.from), Math.min(to, view.to))) {
       const x = Math.round(this.x(part.from));
       const width = Math.max(1, Math.round(this.x(part.to)) - x);
       if (x > this.right || x + width < this.left) continue;

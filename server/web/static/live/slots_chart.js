@@ -7,31 +7,38 @@ const TOP = 10;
 const WHOLE = 0.4; // of all slots in use, from which on the axis shows all
 
 export class SlotsChart extends Chart {
-  paint(context) {
+  prepare() {
     const { view } = this;
     const { iterations, sizes } = this.model;
     this.total = sizes.n_slots ?? 0;
-    const first = Math.max(0, iterations.search((one) => one.issued > view.from) - 1);
+    this.first = Math.max(0, iterations.search((one) => one.issued > view.from) - 1);
     let most = 0;
-    let end = first;
+    let end = this.first;
     for (; end < iterations.length && iterations.at(end).issued <= view.to; end++) {
       const { slots } = iterations.at(end);
       most = Math.max(most, slots[0] + slots[2]);
     }
     this.most = most > WHOLE * this.total ? Math.max(this.total, most) : niceStep(Math.max(8, most * 1.1));
+    this.end = end;
+  }
+
+  paint(context) {
+    const { first, end } = this;
     // Once for each layer, so that a long view has three shapes and not thousands.
     const layers = [
-      [this.colours.hatch(context, "cached", 5), ([held, , cached]) => held + cached, ([held]) => held],
+      [this.colours.hatch(context, "cached", 9), ([held, , cached]) => held + cached, ([held]) => held],
       [this.colours.hatch(context, "reserved"), ([held]) => held, ([, used]) => used],
       [this.colours.used, ([, used]) => used, () => 0],
     ];
     for (const [fill, upper, lower] of layers) this.#area(context, fill, first, end, upper, lower);
   }
 
-  frame(context) {
-    if (!this.most) return;
+  levels() {
     for (const share of [1, 0.5]) this.level(this.#y(share * this.most), short(share * this.most));
     this.level(this.height - 1, "0");
+  }
+
+  frame(context) {
     if (!this.total || this.most < this.total) return;
     context.strokeStyle = this.colours.quiet;
     context.setLineDash([4, 3]);

@@ -67,7 +67,9 @@ export class StagesChart extends Chart {
   #bar(context, stage, from, to, gap = 0) {
     const x = Math.round(from);
     const width = Math.round(to) - x;
-    context.fillRect(x, stage * ROW + 2 + (ROW - BAR) / 2, Math.max(1, width > 4 ? width - gap : width), BAR);
+    const top = stage * ROW + 2 + (ROW - BAR) / 2;
+    context.fillRect(x, top, Math.max(1, width), BAR);
+    if (gap && width > 4) context.clearRect(x + width - 1, top, 1, BAR); // between two iterations
   }
 
   // The parts of the view in which some request was live.

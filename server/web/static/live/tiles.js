@@ -1,6 +1,6 @@
 // The numbers over the charts, of the part of the time that is in view.
 
-import { count, percent } from "./format.js";
+import { count, duration, percent } from "./format.js";
 import { DECODE } from "./request.js";
 
 export class Tiles {
@@ -60,6 +60,6 @@ export function numbersOf(model, view) {
     iterations: rate(n),
     batch: n ? (nRows / n).toFixed(1) + (model.sizes.max_batch_size ? ` / ${model.sizes.max_batch_size}` : "") : "–",
     padding: percent(nBucket - nTokens, nBucket),
-    first: firsts.length ? `${count(Math.round(firsts[firsts.length >> 1] * 1000))} ms` : "–",
+    first: firsts.length ? duration(firsts[firsts.length >> 1]) : "–",
   };
 }

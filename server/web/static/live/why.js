@@ -16,6 +16,7 @@ export const WHY = {
   failed: ["failed", "the engine has failed"],
 };
 const ALL = -1;
+const OTHERS = "others";
 
 /** The parts of [from, to] with their reasons: { from, to, why, first }; `first` is the request at the head. */
 export function reasons(model, from, to) {
@@ -36,6 +37,27 @@ export function waitReasons(model, request, from, to) {
   return reasons(model, from, to).map((part) => (part.first === request.number ? { ...part, first: null } : part));
 }
 
+/** The same with one part for all the time behind other requests: `first` is OTHERS, `why` the longest reason. */
+export function summedReasons(model, request, from, to) {
+  const parts = [];
+  let shares = null; // seconds by reason of the part that is being put together
+  for (const part of waitReasons(model, request, from, to)) {
+    const last = parts.at(-1);
+    const goesOn = shares !== null && part.first !== null;
+    if (goesOn) {
+      if (part.first !== last.first) last.first = OTHERS;
+      last.to = part.to;
+    } else {
+      parts.push({ ...part });
+      shares = part.first === null ? null : new Map();
+    }
+    if (!shares) continue;
+    shares.set(part.why, (shares.get(part.why) ?? 0) + part.to - part.from);
+    parts.at(-1).why = [...shares].reduce((most, one) => (one[1] > most[1] ? one : most))[0];
+  }
+  return parts;
+}
+
 /** Why it waits now, or null. */
 export function whyNow(model, request) {
   if (!request.isWaiting) return null;
@@ -47,6 +69,7 @@ export function whyNow(model, request) {
 export function inShort(model, request, { why, first }) {
   const short = WHY[why]?.[0] ?? why;
   if (first === null) return short;
+  if (first === OTHERS) return `behind others: ${short}`;
   return `${goesByPriority(model, request, first) ? "priority, " : ""}behind #${first}: ${short}`;
 }
 
@@ -54,6 +77,7 @@ export function inShort(model, request, { why, first }) {
 export function inFull(model, request, { why, first }) {
   const full = WHY[why]?.[1] ?? why;
   if (first === null) return full;
+  if (first === OTHERS) return `the requests before it wait, most of the time because ${full}`;
   const reason = goesByPriority(model, request, first) ? "has a higher priority" : "is before it";
   return `request #${first} ${reason} and waits: ${full}`;
 }
