@@ -20,6 +20,19 @@ export function icon(name) {
   return svg;
 }
 
+/** An element with `text`, in which what stands between backticks is code. */
+export function withCode(tag, text, properties = {}) {
+  const parts = text.split("`").map((part, i) => (i % 2 ? element("code", {}, part) : part));
+  return element(tag, properties, ...parts);
+}
+
+let nIds = 0;
+
+/** An id that no other element has. */
+export function newId() {
+  return `e${++nIds}`;
+}
+
 /** Forget what `parent` holds and put `children` there. */
 export function replace(parent, ...children) {
   parent.replaceChildren(...children.filter((child) => child !== null && child !== undefined));
