@@ -100,8 +100,10 @@ export class IterationsChart extends Chart {
     let largest = null;
     let isChosen = false;
     let at = -1;
+    let end = -1;
     const put = () => {
       if (!largest) return;
+      const width = Math.max(1, Math.round(end) - at); // nothing is left open before the next column
       const sums = [0, 0, 0];
       largest.phases.forEach((phase, i) => (sums[phase] += largest.tokens[i]));
       let below = 0;
@@ -110,19 +112,19 @@ export class IterationsChart extends Chart {
         const bottom = Math.round(this.#y(below));
         const top = Math.round(this.#y((below += sums[phase])));
         context.fillStyle = this.colours[COLOURS[phase]];
-        context.fillRect(at, top, this.step, Math.max(1, bottom - top));
+        context.fillRect(at, top, width, Math.max(1, bottom - top));
       }
-      this.#padding(context, at, this.step, largest.nTokens, largest.bucket);
-      if (isChosen) this.#strip(context, at, this.step);
+      this.#padding(context, at, width, largest.nTokens, largest.bucket);
+      if (isChosen) this.#strip(context, at, width);
     };
     const own = this.choice.number;
-    this.step = Math.max(1, Math.round(this.#meanWidth(shown) / this.perPixel));
     for (const one of shown) {
-      const x = this.left + Math.floor((this.x(one.issued) - this.left) / this.step) * this.step;
+      const x = Math.round(this.x(one.from));
       if (x !== at) {
         put();
         [largest, at, isChosen] = [one, x, false];
       } else if (one.bucket > largest.bucket) largest = one;
+      end = this.x(one.returned);
       isChosen ||= own !== null && one.requests.includes(own);
     }
     put();

@@ -9,7 +9,7 @@ import { Feed } from "./feed.js";
 import { readInto } from "./file.js";
 import { Frames } from "./frames.js";
 import { IterationsChart } from "./iterations_chart.js";
-import { LiveModel } from "./model.js";
+import { limitsOf, LiveModel } from "./model.js";
 import { Pointer } from "./pointer.js";
 import { publish } from "./published.js";
 import { RequestList } from "./request_list.js";
@@ -23,7 +23,8 @@ import { Tiles } from "./tiles.js";
 import { View } from "./view.js";
 
 const get = (id) => document.getElementById(id);
-const model = new LiveModel();
+const query = new URLSearchParams(location.search);
+const model = new LiveModel(limitsOf(query.get("keep")));
 const choice = { number: null };
 const frames = new Frames(draw, describe);
 const changed = () => frames.changed();
@@ -165,7 +166,7 @@ connectControls(
 addEventListener("orca-key", () => model.source === "feed" && !state.isPaused && feed.start());
 publish({ model, view, frames });
 
-const name = new URLSearchParams(location.search).get("file");
+const name = query.get("file");
 if (name) show(() => served(name));
 else if (name === null) feed.start();
 else {

@@ -6,7 +6,16 @@ import { Queue } from "./queue.js";
 import { LiveRequest } from "./request.js";
 
 export const LIMITS = { iterations: 20000, cells: 400000, requests: 2000, stages: 40000, moments: 5000 };
+const KEEP = [100, 200000];
 const FULL_HELLO = 1024; // live requests of a hello that may not be all
+
+/** The limits where the newest `keep` iterations are kept, a text of digits; the usual ones for anything else. */
+export function limitsOf(keep) {
+  if (!/^\d{1,9}$/.test(keep ?? "")) return LIMITS;
+  const iterations = Math.min(KEEP[1], Math.max(KEEP[0], Number(keep)));
+  const times = iterations / LIMITS.iterations;
+  return { ...LIMITS, iterations, cells: LIMITS.cells * times, requests: Math.max(500, LIMITS.requests * times) };
+}
 
 const nothing = () => ({ iterations: 0, skipped: 0, unseen: 0, lost: 0, forgotten: 0, forgottenRequests: 0 });
 

@@ -2,7 +2,7 @@
 
 import { savedLines } from "./file.js";
 import { traceOf } from "./perfetto.js";
-import { inFull, inShort, whyNow } from "./why.js";
+import { inFull, inShort, waitReasons, whyNow } from "./why.js";
 
 const PHASES = ["prefill", "chunk", "decode"];
 
@@ -34,7 +34,7 @@ function request(model, one) {
   return {
     ...{ number, id, arrived, nInput, maxTokens, priority, nCached, nOutput, nPreempted },
     ...{ scheduled, firstToken, finished, reason, state },
-    waits: structuredClone(one.waits),
+    waits: one.waits.map(([from, to]) => ({ from, to, reasons: waitReasons(model, one, from, to ?? model.last) })),
     why: why && { short: inShort(model, one, why), full: inFull(model, one, why) },
     iterations: [...one.rows].map((row) => row.number),
   };

@@ -40,7 +40,7 @@ export class StateLine {
   #now() {
     const { status, source } = this.model;
     if (source === "file") return [status.phase, SAYS[status.phase] ?? status.phase, status.reason ?? ""];
-    if (this.isPaused) return ["paused", "view paused", "what happens meanwhile is not shown"];
+    if (this.isPaused) return ["paused", "view paused", ""];
     if (!this.connection.connected) {
       const words = this.connection.stopped ? "not connected" : this.model.iterations.length ? "reconnecting" : "connecting";
       return ["unreachable", words, this.connection.text];

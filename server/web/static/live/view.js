@@ -72,7 +72,7 @@ export class View {
     const n = Math.min(200, model.iterations.length);
     const first = model.iterations.at(model.iterations.length - n);
     const each = (model.last - first.issued) / n;
-    const span = Math.min(20, Math.max(1, 250 * each));
+    const span = Math.min(20, Math.max(0.5, 140 * each));
     if (span > this.span * 1.5 || span < this.span / 1.5) this.#set(this.to - span, this.to);
   }
 
