@@ -64,7 +64,7 @@ def live(page: Page) -> None:
             page.wait_for_timeout(100)
         page.get_by_role("button", name="Pause").click()
     if page.viewport_size and page.viewport_size["width"] > 800:
-        page.get_by_role("option").nth(-8).click()
+        page.locator("#list > li").nth(-8).click()
         canvas = page.locator("#iterations").bounding_box()
         assert canvas is not None
         page.mouse.move(canvas["x"] + 0.45 * canvas["width"], canvas["y"] + 0.8 * canvas["height"])

@@ -7,6 +7,8 @@ const RIGHT = 10;
 const TICK = 90; // pixels between two ticks of time, at least
 
 export class Chart {
+  #said = "";
+
   /** `parts` has the page's model, view, colours and choice. */
   constructor(canvas, parts) {
     this.canvas = canvas;
@@ -74,6 +76,12 @@ export class Chart {
     const origin = this.model.origin ?? 0;
     context.fillStyle = this.colours.line;
     for (const time of this.ticks().times) context.fillRect(Math.round(this.x(origin + time)), 0, 1, this.height);
+  }
+
+  /** The chart in words. */
+  describe(text) {
+    if (text !== this.#said) this.canvas.setAttribute("aria-label", text);
+    this.#said = text;
   }
 
   /** What the parts below need to know. */

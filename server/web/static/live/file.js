@@ -19,7 +19,11 @@ export async function readInto(model, stream, tell = () => {}) {
     if (isFirst && !("orca_recording" in line || "orca_live" in line))
       throw new Error("this is neither a recording of orca serve --record nor a file that this page saved");
     isFirst = false;
-    model.line(line);
+    try {
+      model.line(line);
+    } catch (error) {
+      throw new Error(`line ${n} is not a line of a recording: ${error.message}`);
+    }
     if (performance.now() - since > TURN) {
       tell(n);
       await new Promise((resolve) => setTimeout(resolve));

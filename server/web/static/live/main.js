@@ -68,6 +68,7 @@ function draw() {
   const height = `${charts.stages.wantedHeight}px`;
   if (charts.stages.canvas.style.height !== height) charts.stages.canvas.style.height = height;
   for (const chart of Object.values(charts)) chart.draw();
+  for (const name of ["iterations", "slots", "stages"]) charts[name].describe(labelOf(name));
   pointer.update();
 }
 
@@ -78,7 +79,6 @@ function describe() {
   tables.update();
   tiles.update();
   state.update();
-  for (const name of ["iterations", "slots", "stages"]) charts[name].canvas.setAttribute("aria-label", labelOf(name));
   const isFile = model.source === "file";
   for (const id of ["pause", "follow"]) get(id).hidden = isFile;
   get("back").hidden = !isFile;

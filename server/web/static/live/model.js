@@ -102,6 +102,7 @@ export class LiveModel {
   }
 
   #arrived(line) {
+    if (![line.arrived, line.time, line.n_input].every(Number.isFinite)) throw new Error("it lacks fields");
     const request = new LiveRequest(line);
     if (this.requests.size >= this.limits.requests) this.#forgetRequest();
     this.requests.set(request.number, request);
@@ -115,6 +116,8 @@ export class LiveModel {
 
   #iteration(line) {
     const { iteration: number, issued, returned, bucket, slots, waiting, held = null } = line;
+    const isWhole = Array.isArray(line.rows) && Array.isArray(line.prefill) && slots?.length === 3;
+    if (!isWhole || ![number, issued, returned, bucket].every(Number.isFinite)) throw new Error("it lacks fields");
     const n = line.rows.length;
     const made = { number, issued, returned, bucket, slots, waiting, held, nTokens: 0 };
     made.requests = new Array(n);
