@@ -59,7 +59,7 @@ export class View {
   /** Show all that a model has. */
   fit(model) {
     if (model.origin === null) return;
-    const from = model.iterations.at(0)?.issued ?? model.origin;
+    const from = model.counts.forgotten ? model.iterations.at(0).issued : model.origin;
     const margin = Math.max(LEAST, (model.last - from) * 0.02);
     this.follows = false;
     this.isChosen = true;
