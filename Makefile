@@ -57,7 +57,7 @@ test-ray: $(RAY_VENV)/.ray ## run the tests of what needs Ray, ZeroMQ or Kuberne
 
 test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium, and check their types
 	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/browser
-	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python $(PYTEST) tests/browser
 
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .

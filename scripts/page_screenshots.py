@@ -25,6 +25,7 @@ FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures" / "pages"
 FLAGS = ("--max-batch-size=8", "--max-batch-tokens=256", "--prefill-tokens=64", "--n-slots=2048")
 # What is taken of each page: the theme and the width in pixels.
 VIEWS = (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390))
+FEWER = {"chat": (VIEWS[0], VIEWS[3])}
 
 
 def playground(page: Page) -> None:
@@ -137,7 +138,7 @@ def main() -> int:
         server.wait_until_ready()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         for name in arguments.pages or PAGES:
-            for theme, width in VIEWS:
+            for theme, width in FEWER.get(name, VIEWS):
                 take(browser, server.url, name, theme, width, arguments.out)
         browser.close()
     return 0

@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request
+from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, expect
 
 CHROMIUM = Path("/usr/bin/chromium")
-SOON = 10_000  # milliseconds that nothing here takes
+SOON = 30_000  # milliseconds that nothing here takes
 _FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -33,6 +33,8 @@ _FLAGS = (
 _TELL_VIOLATIONS = """addEventListener("securitypolicyviolation", (event) =>
     console.error(`policy: ${event.violatedDirective} blocked ${event.blockedURI}`))"""
 
+expect.set_options(timeout=SOON)
+
 
 def launch(playwright: Playwright) -> Browser:
     """Chromium; the test is skipped where there is none, and fails in CI."""
@@ -41,7 +43,7 @@ def launch(playwright: Playwright) -> Browser:
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    return playwright.chromium.launch(executable_path=CHROMIUM, args=[*_FLAGS], timeout=6 * SOON)
+    return playwright.chromium.launch(executable_path=CHROMIUM, args=[*_FLAGS], timeout=2 * SOON)
 
 
 @dataclass

@@ -67,5 +67,5 @@ class Playground:
         """What a copy button has put on the clipboard."""
         self.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         self.pane().get_by_role("button", name=label).click()
-        expect(self.pane().get_by_role("button", name=label)).to_have_text("Copied")
+        expect(self.page.locator("body > [role=status]")).to_have_text(f"{label}: copied")
         return self.page.evaluate("navigator.clipboard.readText()")

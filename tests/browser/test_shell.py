@@ -8,7 +8,7 @@ from tests.browser.chromium import serious_faults, watched
 from tests.endpoint.harness import Server
 
 # What is there once a page has shown what it fetches.
-READY = {"/": "#model-card dl", "/docs": ".route", "/live": "main"}
+READY = {"/": "#model-card dl", "/docs": ".route", "/live": ".header"}
 
 
 def test_the_pages_link_to_each_other(page: Page) -> None:
