@@ -76,15 +76,22 @@ def live(page: Page) -> None:
 def traffic(url: str) -> Iterator[None]:
     """Prompts of many lengths, some of which are abandoned, for as long as the context is open."""
     ended = threading.Event()
-    words = "In the beginning God created the heaven and the earth, and the earth was without form".split()
+    words = tuple(["In", "the", "beginning", "God", "created", "the", "heaven", "and", "the", "earth"])
 
     def user(number: int) -> None:
         rng = random.Random(number)
         while not ended.wait(rng.random() * 0.4):
             prompt = " ".join(rng.choices(words, k=rng.choice([4, 10, 30, 90, 160])))
-            body = {"prompt": prompt, "max_tokens": rng.choice([8, 24, 60, 120]), "ignore_eos": True, "stream": True}
+            body = {
+                "prompt": prompt,
+                "max_tokens": rng.choice([8, 24, 60, 120]),
+                "ignore_eos": True,
+                "stream": True,
+            }
             data = json.dumps(body).encode()
-            request = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
+            request = urllib.request.Request(
+                f"{url}/v1/completions", data, {"Content-Type": "application/json"}
+            )
             with urllib.request.urlopen(request, timeout=60) as response:
                 for i, _ in enumerate(response):
                     if ended.is_set() or (number % 5 == 4 and i > 40):

@@ -1,4 +1,4 @@
-"""What the tests of /live share: servers whose engine needs no device, and what the page shows, read from it."""
+"""What the tests of /live share: servers whose engine needs no device, and what the page shows."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, FilePayload, Page
 
 from orca_jax.config import ServingConfig
 from orca_jax.scheduling.timeline import Timeline
@@ -81,7 +81,12 @@ def mixed(n: int) -> list[tuple[str, int]]:
 
 @contextmanager
 def live_page(
-    browser: Browser, *, config: ServingConfig = CHUNKED, seconds: float = 0.002, path: str = "/live", **more: Any
+    browser: Browser,
+    *,
+    config: ServingConfig = CHUNKED,
+    seconds: float = 0.002,
+    path: str = "/live",
+    **more: Any,
 ) -> Iterator[tuple[Server, Page]]:
     """A server with these sizes, whose iterations take `seconds`, and its live page."""
     with serving(counting, seconds=seconds, config=config) as server:
@@ -119,7 +124,7 @@ def shown_cells(page: Page) -> list[dict[str, Any]]:
     ]
 
 
-def as_file(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def as_file(lines: Sequence[dict[str, Any]]) -> FilePayload:
     """A file to open, for playwright."""
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
     return {"name": "saved.jsonl", "mimeType": "application/jsonl", "buffer": text.encode()}

@@ -144,7 +144,9 @@ def test_what_passes_during_a_pause_of_the_view_is_counted(browser: Browser) -> 
         shown = until_ended(page, 2)
         assert [request["number"] for request in shown] == [0, 2]
         assert read(page, "counts")["unseen"] == n_unseen > 0
-        expect(page.locator("#notice")).to_contain_text(f"{n_unseen} iterations passed while the page was not")
+        expect(page.locator("#notice")).to_contain_text(
+            f"{n_unseen} iterations passed while the page was not"
+        )
 
 
 def test_it_connects_again(browser: Browser) -> None:

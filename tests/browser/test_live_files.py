@@ -28,7 +28,6 @@ from tests.browser.live_page import (
 from tests.endpoint.harness import MODEL, Server, serving, serving_model
 from tests.host.engines import LETTERS, PacedEngine, orca
 
-
 HOSTILE = '<img src=x onerror="window.hacked=1">'
 
 
@@ -43,7 +42,9 @@ def recorded(path: Path) -> Iterator[Server]:
     """A server that is recorded."""
     recorder = Recorder(path, max_bytes=1 << 24)
     engine = PacedEngine(seconds=0.002)
-    recorder.begin({"model": "test", "n_workers": 1, "serving": {"n_slots": CHUNKED.n_slots, "max_batch_size": 4}})
+    recorder.begin(
+        {"model": "test", "n_workers": 1, "serving": {"n_slots": CHUNKED.n_slots, "max_batch_size": 4}}
+    )
     kv = orca(engine, config=CHUNKED, model=MODEL).scheduler.kv
     service = Orca(
         engine, kv, config=CHUNKED, model=MODEL, tokenizer=LETTERS, bucket_sizes=BUCKETS, recorder=recorder
@@ -110,23 +111,37 @@ def opened(page: Page, lines: list[dict[str, Any]]) -> None:
 def two_stages() -> list[dict[str, Any]]:
     """Two stages, two iterations in flight, a gap, an iteration that was lost, and a worker's loss."""
 
-    def iteration(number: int, issued: float, returned: float, rows: list[list[int]], **more: Any) -> dict[str, Any]:
+    def iteration(
+        number: int, issued: float, returned: float, rows: list[list[int]], **more: Any
+    ) -> dict[str, Any]:
         line = {"iteration": number, "issued": issued, "returned": returned, "rows": rows, "bucket": 8}
         usual = {"prefill": [], "starts": [], "partial": [], "slots": [32, 9, 0], "waiting": 0, "held": None}
         return line | usual | {"preempted": []} | more
 
     return [
-        {"orca_live": 1, "model": "two", "n_workers": 2, "n_slots": 64, "now": 10.0, "status": "ready", "requests": []},
+        {
+            "orca_live": 1,
+            "model": "two",
+            "n_workers": 2,
+            "n_slots": 64,
+            "now": 10.0,
+            "status": "ready",
+            "requests": [],
+        },
         {"arrived": 0, "time": 10.0, "id": "first", "n_input": 5, "max_tokens": 8, "priority": 0},
         {"arrived": 1, "time": 10.1, "id": "second", "n_input": 2, "max_tokens": 8, "priority": 0},
-        iteration(0, 10.2, 10.6, [[0, 4]], prefill=[0], starts=[0], partial=[0], waiting=1, held=[1, "slots"]),
+        iteration(
+            0, 10.2, 10.6, [[0, 4]], prefill=[0], starts=[0], partial=[0], waiting=1, held=[1, "slots"]
+        ),
         iteration(1, 10.4, 10.8, [[0, 1], [1, 2]], prefill=[0, 1], starts=[4, 0]),
         {"stages": [[0, 0, 10.2, 10.4], [0, 1, 10.4, 10.6], [1, 0, 10.4, 10.6], [1, 1, 10.5, 10.8]]},
         {"skipped": 2},
         iteration(4, 11.0, 11.2, [[0, 1], [1, 1]]),
         {"status": "recovering", "reason": "stage 2 was lost", "time": 11.5},
         {"status": "ready", "reason": None, "time": 12.0},
-        iteration(6, 12.0, 12.2, [[0, 6]], prefill=[0], starts=[0], preempted=[1], waiting=1, held=[1, "batch"]),
+        iteration(
+            6, 12.0, 12.2, [[0, 6]], prefill=[0], starts=[0], preempted=[1], waiting=1, held=[1, "batch"]
+        ),
         {"finished": 0, "time": 12.2, "reason": "length", "n_output": 3, "n_cached": 0},
         {"finished": 1, "time": 12.4, "reason": "cancelled", "n_output": 2, "n_cached": 0},
     ]
@@ -167,9 +182,7 @@ def check_trace(trace: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
             tracks[event["pid"], event["tid"]].append(event)
         if event["ph"] == "C":
             assert all(isinstance(value, int) for value in event["args"].values())
-    named = {
-        (event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"
-    }
+    named = {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert set(tracks) <= named
     for events in tracks.values():  # in a track a span is inside another or apart from it
         open_ends: list[int] = []
@@ -287,7 +300,8 @@ def test_a_file_is_dropped_on_the_page(browser: Browser, server: Server) -> None
         drop = """(text) => {
             const data = new DataTransfer();
             data.items.add(new File([text], "dropped.jsonl"));
-            document.querySelector("#charts").dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true }));
+            const event = new DragEvent("drop", { dataTransfer: data, bubbles: true });
+            document.querySelector("#charts").dispatchEvent(event);
         }"""
         page.evaluate(drop, text)
         expect(page.locator("#list > li")).to_have_count(2)

@@ -56,5 +56,5 @@ def test_memory_and_frames_over_ten_thousand_iterations(browser: Browser) -> Non
         assert counts["iterations"] - counts["forgotten"] == len(read(page, "iterations")) == KEEP
         assert late < early + (2 << 20), f"{early:,} bytes became {late:,}"
         median, slow = statistics.median(intervals), statistics.quantiles(intervals, n=100)[98]
-        print(f"heap {early:,} then {late:,} bytes; frames every {median:.1f} ms, 99 of 100 within {slow:.1f} ms")
+        print(f"heap {early:,} then {late:,} bytes; frames: {median:.1f} ms, 99 of 100 in {slow:.1f}")
         assert median < 34 and slow < 250

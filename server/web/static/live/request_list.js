@@ -3,7 +3,7 @@
 import { element } from "../dom.js";
 import { plural } from "./format.js";
 import { ROW, title } from "./requests_chart.js";
-import { inShort, whyNow } from "./why.js";
+import { inFull, inShort, whyNow } from "./why.js";
 
 const MOST = 200;
 
@@ -87,7 +87,7 @@ export class RequestList {
     const name = element("span", { class: "request-name" }, `#${request.number}`);
     const state = element("span", { class: "request-state" });
     const properties = { role: "option", id: `request-${request.number}`, "data-number": request.number };
-    const item = element("li", { ...properties, title: title(request) }, name, state);
+    const item = element("li", properties, name, state);
     return { item, state, text: "" };
   }
 
@@ -98,6 +98,7 @@ export class RequestList {
     if (text !== shown.text) {
       shown.text = text;
       shown.state.textContent = text;
+      shown.item.title = why ? `${title(request)} waits: ${inFull(this.model, request, why)}` : title(request);
       shown.item.dataset.state = request.isWaiting ? "waiting" : request.isLive ? "running" : "ended";
     }
     const isChosen = String(request.number === this.choice.number);
