@@ -76,7 +76,7 @@ def live(page: Page) -> None:
 def traffic(url: str) -> Iterator[None]:
     """Prompts of many lengths, some of which are abandoned, for as long as the context is open."""
     ended = threading.Event()
-    words = tuple(["In", "the", "beginning", "God", "created", "the", "heaven", "and", "the", "earth"])
+    words = ("In", "the", "beginning", "God", "created", "the", "heaven", "and", "the", "earth")
 
     def user(number: int) -> None:
         rng = random.Random(number)
