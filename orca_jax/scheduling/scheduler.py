@@ -16,7 +16,7 @@ from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, with_given
+from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, one_phase
 from orca_jax.scheduling.prefix_lookup import publish_completed, publish_full_blocks
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
@@ -197,16 +197,10 @@ class Scheduler:
             choice = self._choose(running_ahead(self._in_flight[0].rows))
         if not self.config.deterministic:
             return choice
-        initiations = [row for row in choice.rows if row[0].in_initiation]
-        increments = [row for row in choice.rows if not row[0].in_initiation]
-        # Initiations may go first: the requests with increments arrived earlier and have already run.
-        if initiations and not (increments and self._initiated_last):
-            self._initiated_last = True
-            held = (increments[0][0], "phase") if increments else choice.held
-            return choice._replace(rows=initiations, held=held)
-        self._initiated_last = False
-        held = (initiations[0][0], "phase") if initiations else choice.held
-        return Choice(with_given(increments, self.config.max_batch_size), self.n_rsrv, held=held)
+        choice, self._initiated_last = one_phase(
+            choice, self.n_rsrv, max_bs=self.config.max_batch_size, initiated_last=self._initiated_last
+        )
+        return choice
 
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
