@@ -16,7 +16,7 @@ from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, with_given
+from orca_jax.scheduling.policy import Choice, OrcaPolicy, Policy, one_phase
 from orca_jax.scheduling.prefix_lookup import publish_completed, publish_full_blocks
 from orca_jax.scheduling.quarantine import Quarantine, Suspicion
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
@@ -134,6 +134,10 @@ class Scheduler:
         self._deliver(ended[::-1])
         return suspicion
 
+    def waiting_again(self) -> list[Request]:
+        """The live requests that lost their slots and wait to be admitted again, in no order."""
+        return list(self._preempted)
+
     def begun(self) -> list[Request]:
         """The live requests that have begun, those that hold slots first."""
         waiting = [req for req in self._preempted if req.output_ids]
@@ -193,21 +197,21 @@ class Scheduler:
             choice = self._choose(running_ahead(self._in_flight[0].rows))
         if not self.config.deterministic:
             return choice
-        initiations = [row for row in choice.rows if row[0].in_initiation]
-        increments = [row for row in choice.rows if not row[0].in_initiation]
-        # Initiations may go first: the requests with increments arrived earlier and have already run.
-        if initiations and not (increments and self._initiated_last):
-            self._initiated_last = True
-            return choice._replace(rows=initiations)
-        self._initiated_last = False
-        return Choice(with_given(increments, self.config.max_batch_size), self.n_rsrv, held=choice.held)
+        choice, self._initiated_last = one_phase(
+            choice, self.n_rsrv, max_bs=self.config.max_batch_size, initiated_last=self._initiated_last
+        )
+        return choice
 
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
         if any(other is not req for it in self._in_flight for other, _ in it.rows):
             return Choice([], self.n_rsrv)
         ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
-        return self._choose([req], req) if ready else Choice([], self.n_rsrv)
+        if not ready:
+            return Choice([], self.n_rsrv)
+        other = next((other for other in self.pool.in_arrival_order() if other is not req), None)
+        choice = self._choose([req], req)
+        return choice if other is None else choice._replace(held=(other, "alone"))
 
     def _choose(self, ahead: Collection[Request] = (), alone: Request | None = None) -> Choice:
         pool: Iterable[Request] = self.pool.in_arrival_order() if self.gate == "open" else self.begun()
