@@ -277,7 +277,9 @@ class _Vocabulary:
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> "_Vocabulary":
         eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         tokens = [b"" if i in eos_token_ids else tokenizer.token_bytes(i) for i in range(vocab_size)]
-        special = {i: name.encode() for i, name in tokenizer.special_names() if i < vocab_size and not tokens[i]}
+        special = {
+            i: name.encode() for i, name in tokenizer.special_names() if i < vocab_size and not tokens[i]
+        }
         special = {i: name for i, name in special.items() if i not in eos_token_ids}
         for i, name in special.items():
             tokens[i] = name

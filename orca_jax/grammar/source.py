@@ -86,7 +86,11 @@ class GrammarText:
     @property
     def limits(self) -> LLParserLimits:
         """llguidance's limits for it."""
-        return _LARK_LIMITS if self.field in ("guided_regex", "guided_choice", "guided_grammar") else _JSON_LIMITS
+        return (
+            _LARK_LIMITS
+            if self.field in ("guided_regex", "guided_choice", "guided_grammar")
+            else _JSON_LIMITS
+        )
 
     @property
     def grammars(self) -> str:

@@ -12,7 +12,7 @@ from orca_jax.request.beam_search import BeamSearch, begin_search, check_beams
 from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopStrings
-from orca_jax.request.token_text import TokenText
+from orca_jax.request.token_text import TextDecoder, TokenText
 from orca_jax.request.tokenizer import TextStream, Tokenizer
 
 
@@ -29,7 +29,7 @@ class OutputRules:
     _stops: StopStrings | None
     _tokenizer: Tokenizer | None
     _forced: Mapping[int, int]  # the model's forced tokens, by their indices in the output
-    _shown: Mapping[int, TokenText]  # special tokens that are part of the text
+    shown: Mapping[int, TokenText]  # special tokens that are part of the text
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
@@ -45,8 +45,21 @@ class OutputRules:
             self._stops or (),
             min_tokens=self.sampling.min_tokens,
             continuing=self._tokenizer.have_text(prompt_ids),
-            shown=self._shown,
+            shown=self.shown,
         )
+
+    def follow_text(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether an output after this prompt continues a text; see `Tokenizer.have_text`."""
+        return self._tokenizer is None or self._tokenizer.have_text(prompt_ids)
+
+    def text_decoder(self, *, continuing: bool) -> TextDecoder | None:
+        """What decodes the tokens of an output, as `text_stream` does; None if the model has no tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.text_decoder(continuing=continuing)
+
+    def token_text(self, token_id: int) -> TokenText | None:
+        """What a token contributes to the text; None for one without text."""
+        shown = self.shown.get(token_id)
+        return shown if shown or self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def search(self) -> BeamSearch | None:
         """The beam search of a new request; None if it asks for none."""
