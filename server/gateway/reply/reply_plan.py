@@ -15,6 +15,7 @@ from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
 from server.gateway.reply.parser import Read
 from server.gateway.reply.reasoning_format import ReasoningFormat, plain_text
 from server.gateway.served_model import ServedModel
+from server.gateway.tool_formats.gpt_oss import GPT_OSS, GPT_OSS_REASONING, MARKERS, harmony
 from server.gateway.tool_formats.tool_format import ToolFormat
 
 
@@ -94,7 +95,8 @@ def _special(
     """The markers that are special tokens, and their ids."""
     tokenizer = model.tokenizer
     assert tokenizer is not None, "a prompt has been encoded"
-    markers = () if calls is None else calls.markers
+    markers = MARKERS if GPT_OSS_REASONING is reasoning else ()
+    markers += () if calls is None else calls.markers
     markers += () if reasoning is None else reasoning.markers
     return {marker: i for marker in markers if (i := tokenizer.special_id(marker)) is not None}
 
@@ -104,6 +106,8 @@ def _may_be_loose(wish: ToolWish) -> bool:
 
 
 def _read(calls: ToolFormat | None, reasoning: ReasoningFormat | None, thinking: Thinking) -> Read:
+    if calls is GPT_OSS or reasoning is GPT_OSS_REASONING:
+        return harmony(has_reasoning=reasoning is not None)
     read = plain_text if calls is None else calls.read
     if reasoning is None:
         return read
@@ -128,14 +132,21 @@ class _Forms:
     def _lark(self, schemas: Sequence[Mapping[str, Any]]) -> str | None:
         grammar = ReplyGrammar(Special(self.special), self.reasoning, self.thinking)
         has_body = self.sampling.grammar is not None
+        wish = self.wish
+        if self.calls is GPT_OSS or self.reasoning is GPT_OSS_REASONING:
+            if self.calls is None and not has_body:
+                return None
+            check_schemas("tools", *map(dict, schemas))
+            tools = [] if self.calls is None else wish.tools
+            return grammar.of_messages(tools, schemas, must_call=wish.must_call, has_body=has_body)
         if self.calls is None:
             return grammar.of_body() if has_body else None
         check_schemas("tools", *map(dict, schemas))
         return grammar.of_calls(
             self.calls,
-            self.wish.tools,
+            wish.tools,
             schemas,
-            must_call=self.wish.must_call,
-            parallel=self.wish.parallel,
-            has_body=has_body and not self.wish.must_call,
+            must_call=wish.must_call,
+            parallel=wish.parallel,
+            has_body=has_body,
         )

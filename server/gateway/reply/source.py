@@ -13,6 +13,7 @@ Reading = Generator[None, None, None]
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[\w.:/-]*")
+_NO_ANGLE = re.compile(r"[^<]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 MAX_WORD = 512  # characters of a function's name, or of a key where a call may begin
@@ -67,6 +68,10 @@ class Source:
     def word(self) -> Generator[None, None, str]:
         """Consume letters, digits and `_.:/-`, of which there are at most MAX_WORD."""
         return (yield from self._run(_WORD, MAX_WORD))
+
+    def until_angle(self) -> Generator[None, None, str]:
+        """Consume characters other than `<`, of which there are at most MAX_WORD."""
+        return (yield from self._run(_NO_ANGLE, MAX_WORD))
 
     def pass_text(
         self, markers: StopStrings, to: Callable[[str], object]
