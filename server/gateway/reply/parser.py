@@ -27,6 +27,11 @@ class ReplyParser:
         return self._reply.n_calls
 
     @property
+    def n_pending(self) -> int:
+        """Characters that are not read yet."""
+        return self._source.n_pending
+
+    @property
     def reasoning_spans(self) -> list[tuple[int, int | None]]:
         """Where the output is reasoning, its markers included: from and to these characters; None: to its end."""
         return self._reply.reasoning_spans

@@ -34,6 +34,11 @@ class Source:
         self._text = self._text[self._at :] + text
         self._at = 0
 
+    @property
+    def n_pending(self) -> int:
+        """Characters that are not consumed yet."""
+        return len(self._text) - self._at
+
     def record(self, before: str = "") -> None:
         """Keep what is consumed from here on, after `before`."""
         self._record = [before]
@@ -60,6 +65,15 @@ class Source:
             if self.ended or not any(option.startswith(rest) for option in options):
                 return None
             yield
+
+    def close(self, *options: str) -> Generator[None, None, str | None]:
+        """As `marker`, but where the output ends within one, its beginning is consumed."""
+        found = yield from self.marker(*options)
+        if found is None and self.ended:
+            rest = self._text[self._at :]
+            if any(option.startswith(rest) for option in options):
+                self._consume(len(rest))
+        return found
 
     def space(self) -> Reading:
         """Consume white space."""

@@ -16,13 +16,15 @@ def read(source: Source, reply: Reply) -> Reading:
     """Text, and calls in either form."""
     while (yield from source.pass_text(_OPEN, reply.text)) is not None:
         source.record(OPEN)
+        after_call = False
         while True:
             yield from source.space()
-            mark = yield from source.marker(CALL, CLOSE)
-            if mark is None:
+            mark = yield from source.close(CALL, CLOSE)
+            if mark is None and not (after_call and source.ended):
                 reply.text(source.recorded())
             if mark != CALL or not (yield from _call(source, reply)):
                 break
+            after_call = True
             source.record()
         source.recorded()
 
@@ -39,9 +41,9 @@ def _call(source: Source, reply: Reply) -> Generator[None, None, bool]:
     if is_call:
         yield from source.space()
         if in_block:
-            yield from source.marker("```")
+            yield from source.close("```")
             yield from source.space()
-        yield from source.marker(CALL_END)
+        yield from source.close(CALL_END)
     return is_call
 
 

@@ -26,7 +26,7 @@ def read(source: Source, reply: Reply) -> Reading:
             return
         if fence is not None:
             yield from source.space()
-            yield from source.marker("```")
+            yield from source.close("```")
 
 
 GEMMA = ToolFormat(
