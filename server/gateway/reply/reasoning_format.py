@@ -62,9 +62,7 @@ def plain_text(source: Source, reply: Reply) -> Reading:
 
 
 THINK = ReasoningFormat(name="think", open="<think>", close="</think>", signs=("</think>",))
-MISTRAL_REASONING = ReasoningFormat(
-    name="mistral", open="[THINK]", close="[/THINK]", signs=("[THINK]",)
-)
+MISTRAL_REASONING = ReasoningFormat(name="mistral", open="[THINK]", close="[/THINK]", signs=("[THINK]",))
 GRANITE = ReasoningFormat(
     name="granite",
     open="Here is my thought process:",

@@ -1,8 +1,8 @@
 """OpenAI's harmony, which gpt-oss writes: every part of a reply is a message with a channel.
 
-    <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant
-    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>
-    <|channel|>final<|message|>TEXT<|return|>
+<|channel|>analysis<|message|>REASONING<|end|><|start|>assistant
+<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>
+<|channel|>final<|message|>TEXT<|return|>
 """
 
 import re

@@ -42,7 +42,9 @@ def reply_formats(templates: Templates | None, tools: str = AUTO, reasoning: str
     )
     names = [each.name for each in formats if each is not None]
     if len(set(names)) == 2 and GPT_OSS.name in names:
-        message = f"tool_format is {names[0]!r} and reasoning_format is {names[1]!r}; gpt_oss goes with itself"
+        message = (
+            f"tool_format is {names[0]!r} and reasoning_format is {names[1]!r}; gpt_oss goes with itself"
+        )
         raise ConfigError(f"{message}, or with none")
     return formats
 

@@ -24,7 +24,9 @@ from tests.host.engines import orca, simulated
 USER: Any = {"role": "user", "content": "Hi"}
 THINKS = "{# a reply has <think> and </think> #}{% for m in messages %}{{ m.content }}|{% endfor %}"
 OPENS = THINKS + "<think>\n"
-SWITCH = THINKS + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+SWITCH = (
+    THINKS + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
 TOOL = {"type": "function", "function": {"name": "note", "parameters": {"type": "object", "properties": {}}}}
 THOUGHT = "<think>\nBecause é.\n</think>\n\nYes.\n"
 
@@ -35,7 +37,9 @@ def said(text: str, template: str = THINKS, **more: Any) -> Any:
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(**{"model": "test", "messages": [USER], "max_tokens": 200, **fields})
+    return client.chat.completions.create(
+        **{"model": "test", "messages": [USER], "max_tokens": 200, **fields}
+    )
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, str, str, Any]:
@@ -54,7 +58,13 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, str, str, Any]:
     ("text", "template", "reasoning", "content", "n_reasoning"),
     [
         (THOUGHT, THINKS, "Because é.", "Yes.\n", len("<think>\nBecause é.\n</think>".encode())),
-        (THOUGHT.removeprefix("<think>\n"), OPENS, "Because é.", "Yes.\n", len("Because é.\n</think>".encode())),
+        (
+            THOUGHT.removeprefix("<think>\n"),
+            OPENS,
+            "Because é.",
+            "Yes.\n",
+            len("Because é.\n</think>".encode()),
+        ),
         ("Yes.", THINKS, None, "Yes.", 0),
         ("No end", OPENS, "No end", "", len("No end") + 1),
     ],
@@ -78,7 +88,10 @@ def test_the_operator_can_turn_it_off_or_on() -> None:
         assert answer.choices[0].message.content == THOUGHT
         assert answer.usage.completion_tokens_details is None
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with said("[THINK]Hm.[/THINK]Yes.", plain, reasoning_format="mistral") as server, client_of(server) as client:
+    with (
+        said("[THINK]Hm.[/THINK]Yes.", plain, reasoning_format="mistral") as server,
+        client_of(server) as client,
+    ):
         assert ask(client).choices[0].message.reasoning_content == "Hm."
 
 
@@ -89,7 +102,10 @@ def test_effort_is_a_variable_of_the_template() -> None:
         prompts.append(bytes(request.prompt_ids).decode())
         return 256
 
-    with serving(token, chat_template=THINKS + "{{ reasoning_effort }}") as server, client_of(server) as client:
+    with (
+        serving(token, chat_template=THINKS + "{{ reasoning_effort }}") as server,
+        client_of(server) as client,
+    ):
         ask(client, reasoning_effort="low")
     with serving(token, chat_template=SWITCH) as server, client_of(server) as client:
         ask(client, reasoning_effort="none")
@@ -103,9 +119,12 @@ def test_effort_is_a_variable_of_the_template() -> None:
 def test_a_schema_is_for_what_comes_after_the_reasoning() -> None:
     form: Any = {
         "type": "json_schema",
-        "json_schema": {"name": "a", "schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
+        "json_schema": {
+            "name": "a",
+            "schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]},
+        },
     }
-    for text, template in (("Hm {.\n</think>\n{\"a\":1}", OPENS), ("<think>Hm.</think>{\"a\":1}", THINKS)):
+    for text, template in (('Hm {.\n</think>\n{"a":1}', OPENS), ('<think>Hm.</think>{"a":1}', THINKS)):
         with said(text, template) as server, client_of(server) as client:
             message = ask(client, response_format=form).choices[0].message
             assert message.reasoning_content.startswith("Hm") and json.loads(message.content) == {"a": 1}
@@ -119,7 +138,9 @@ def test_reasoning_comes_before_a_call_that_is_forced() -> None:
     template = OPENS + '{# <tool_call> "arguments" #}{{ "" if tools }}'
     with said(text, template) as server, client_of(server) as client:
         for choice in ("auto", "required"):
-            message = ask(client, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False).choices[0].message
+            message = (
+                ask(client, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False).choices[0].message
+            )
             assert message.reasoning_content == "Hm <tool_call>."
             assert message.tool_calls[0].function.name == "note" and message.content is None
 
@@ -152,7 +173,9 @@ def test_markers_may_be_special_tokens() -> None:
         answer = ask(client, tools=[TOOL], logprobs=True)
         message = answer.choices[0].message
         assert (message.reasoning_content, message.content) == ("Hm.", "So.")
-        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("note", "{}")]
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+            ("note", "{}")
+        ]
         assert answer.usage.completion_tokens_details.reasoning_tokens == 5
         assert len(answer.choices[0].logprobs.content) == len(output) - 1, "but for the end"
         with connected(server) as http:  # elsewhere they have no text

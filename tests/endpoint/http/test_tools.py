@@ -23,7 +23,10 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "place": {"enum": ["Rome", "Oslo"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["place", "days"],
 }
 
@@ -131,7 +134,9 @@ def test_a_call_is_forced_whatever_the_model_prefers(client: OpenAI, choice: Any
         assert arguments["place"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
     else:
         assert arguments == {}
-    content, ((name, text),), reason = put_together(streamed(client, tool_choice=choice, parallel_tool_calls=False))
+    content, ((name, text),), reason = put_together(
+        streamed(client, tool_choice=choice, parallel_tool_calls=False)
+    )
     assert (content, name in names, reason) == ("", True, "tool_calls") and isinstance(json.loads(text), dict)
 
 
@@ -163,13 +168,20 @@ def test_logprobs_and_usage_count_every_token() -> None:
         choice = ask(client, logprobs=True).choices[0]
         assert "".join(each.token for each in choice.logprobs.content) == CALL
         chunks = streamed(client, logprobs=True, stream_options={"include_usage": True})
-        placed = [each for chunk in chunks for one in chunk.choices if one.logprobs for each in one.logprobs.content]
+        placed = [
+            each for chunk in chunks for one in chunk.choices if one.logprobs for each in one.logprobs.content
+        ]
         assert "".join(each.token for each in placed) == CALL
         assert chunks[-1].usage.completion_tokens == len(CALL) + 1, "and the end"
 
 
 def test_response_format_is_for_replies_without_calls() -> None:
-    schema = {"type": "object", "properties": {"ok": {"const": True}}, "required": ["ok"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"const": True}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
     form: Any = {"type": "json_schema", "json_schema": {"name": "ok", "schema": schema}}
     with said('{"ok": true}') as server, client_of(server) as client:
         assert json.loads(ask(client, response_format=form).choices[0].message.content) == {"ok": True}
@@ -214,7 +226,10 @@ def test_a_conversation_goes_on_with_the_tools_result() -> None:
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
         ]
-        assert ask(client, messages=messages, tools=[tool("now")], max_tokens=2).choices[0].message.content == "yy"
+        assert (
+            ask(client, messages=messages, tools=[tool("now")], max_tokens=2).choices[0].message.content
+            == "yy"
+        )
     assert prompts[0].endswith(f"Hi\n{NOW}\n<tool_response>\nnoon\n</tool_response>")
     assert prompts[0].startswith("<tools>\n")
 
@@ -293,9 +308,14 @@ def test_without_a_known_format_calls_are_text() -> None:
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_call_is_forced_in_every_format(name: str) -> None:
-    token = writing("<|channel|>commentary ") if name == "gpt_oss" else by_seed  # else it would think for ever
+    token = (
+        writing("<|channel|>commentary ") if name == "gpt_oss" else by_seed
+    )  # else it would think for ever
     with serving(token, chat_template=DEMO, tool_format=name) as server, client_of(server) as client:
-        fields: Any = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "max_tokens": 200}
+        fields: Any = {
+            "tool_choice": {"type": "function", "function": {"name": "weather"}},
+            "max_tokens": 200,
+        }
         (call,) = ask(client, **fields).choices[0].message.tool_calls
         assert json.loads(call.function.arguments)["place"] in ("Rome", "Oslo")
         content, ((called, arguments),), reason = put_together(streamed(client, **fields))

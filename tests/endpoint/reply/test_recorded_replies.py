@@ -28,7 +28,9 @@ from tests.endpoint.harness import DATA
 FOLDER = DATA / "replies"
 OFFERED = frozenset({"get_weather", "get_stock_fundamentals", "note"})
 CASES: list[tuple[str, dict[str, Any]]] = [
-    (path.stem, case) for path in sorted(FOLDER.glob("*.json")) for case in json.loads(path.read_text("utf-8"))
+    (path.stem, case)
+    for path in sorted(FOLDER.glob("*.json"))
+    for case in json.loads(path.read_text("utf-8"))
 ]
 
 
@@ -114,7 +116,18 @@ def fragments() -> list[str]:
     return [
         *sorted(marks),
         *('{"name": "note", "arguments": ', '{"text": "a"}', "}", "{", "[", "]", '"', "\\", ", ", "; ", ":"),
-        *(" ", "\n", "note", "function", "```json", "```", "to=functions.note", "assistant", "analysis", "é<"),
+        *(
+            " ",
+            "\n",
+            "note",
+            "function",
+            "```json",
+            "```",
+            "to=functions.note",
+            "assistant",
+            "analysis",
+            "é<",
+        ),
         *('{"name": "note", "parameters": {}}', '"arguments"', "final", "<", "<tool", "```tool_code"),
     ]
 
