@@ -57,7 +57,7 @@ def test_structured_output(model: ChatOpenAI, method: Any) -> None:
 
 
 class FirstForced(ChatOpenAI):
-    """A model that must call a tool until it has a result, which a model that knows tools would do by itself."""
+    """A model that must call a tool until it has a result; one that knows tools would by itself."""
 
     def bind_tools(self, tools: Any, **more: Any) -> Any:
         must = super().bind_tools(tools, **{**more, "tool_choice": "required", "parallel_tool_calls": False})

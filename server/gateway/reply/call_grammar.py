@@ -1,7 +1,7 @@
 """The grammar of a reply with tool calls or reasoning, in llguidance's Lark.
 
-A call follows its function's schema from its marker on. What comes before a marker is any text, up to the first
-marker: a lazy lexeme of llguidance, or text before a special token, which no text contains.
+A call follows its function's schema from its marker on. What comes before a marker is any text, up to the
+first marker: a lazy lexeme of llguidance, or text before a special token, which no text contains.
 """
 
 import json
@@ -50,7 +50,7 @@ class Special:
 
 
 class ReplyGrammar:
-    """Makes the grammar of one request's replies: reasoning, if the format is given, and then calls or text."""
+    """Makes the grammar of one request's replies: reasoning, if there is some, and then calls or text."""
 
     def __init__(
         self, special: Special, reasoning: ReasoningFormat | None = None, thinking: Thinking = Thinking.NONE
@@ -76,7 +76,8 @@ class ReplyGrammar:
     ) -> str:
         """Calls of `tools`, whose arguments follow `schemas`.
 
-        Without `must_call` the reply may have text, or with `has_body` be what the request's own grammar allows.
+        Without `must_call` the reply may have text, or with `has_body` be what the request's own grammar
+        allows.
         """
         self._rules += [f"args_{i}: {json_rule(dict(schema))}" for i, schema in enumerate(schemas)]
         shape = form.shape

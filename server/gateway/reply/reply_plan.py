@@ -1,4 +1,4 @@
-"""How the replies to a request are generated and read: decided once, from its tools, the model and the prompt."""
+"""How the replies to a request are generated and read, from its tools, the model and the prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from server.gateway.tool_formats.tool_format import ToolFormat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyPlan:
-    """`form` is how the outputs are generated; `loose_form` if no grammar can be made of the tools' schemas, None
+    """`form` is how the outputs are generated; `loose_form` if no grammar can be made of the tools' schemas,
+    None
     if they must be followed. `read` reads an output, in which the functions `offered` may be called.
     """
 
@@ -45,7 +46,8 @@ def plan_reply(
 ) -> ReplyPlan:
     """The plan for replies to `prompt`, a conversation as the chat template renders it.
 
-    Raises a leaf of InvalidRequest that names `tools` or `tool_choice`. Its cost grows with the tools' schemas.
+    Raises a leaf of InvalidRequest that names `tools` or `tool_choice`. Its cost grows with the tools'
+    schemas.
     """
     tools, reasoning = model.tool_format, model.reasoning_format
     calls = tools if wish.tools else None
@@ -74,7 +76,7 @@ def plan_reply(
 async def reply_rules(
     gateway: Gateway, model: ServedModel, sampling: SamplingParams, plan: ReplyPlan
 ) -> OutputRules:
-    """The rules for outputs with these parameters and this plan. Raises a leaf of InvalidRequest, or QueueFull."""
+    """The rules for outputs of this plan. Raises a leaf of InvalidRequest, or QueueFull."""
     try:
         return await gateway.compiler.rules(model, sampling, plan.form)
     except InvalidSamplingParameter as error:

@@ -55,7 +55,7 @@ class Source:
         return self._text.startswith(character, self._at)
 
     def marker(self, *options: str) -> Generator[None, None, str | None]:
-        """Consume the one of `options` that the text goes on with; None, and nothing is consumed, if none is."""
+        """Consume the one of `options` that comes next; None, and nothing is consumed, if none does."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             found = next((option for option in options if rest.startswith(option)), None)
@@ -90,7 +90,8 @@ class Source:
     def pass_text(
         self, markers: StopStrings, to: Callable[[str], object]
     ) -> Generator[None, None, str | None]:
-        """Consume the text before the first of `markers`, which goes to `to`, and the marker, which is returned;
+        """Consume the text before the first of `markers`, which goes to `to`, and the marker, which is
+        returned;
         None if the output ends without one.
         """
         search, held = StopSearch(markers), ""
@@ -121,7 +122,8 @@ class Source:
         return None if (yield from self.marker('"')) is None else text
 
     def json_object(self, to: Callable[[str], object]) -> Generator[None, None, bool]:
-        """Consume what begins like a JSON object up to the brace that closes it, in fragments for `to`; False if
+        """Consume what begins like a JSON object up to the brace that closes it, in fragments for `to`; False
+        if
         it does not begin, or if the output ends before.
         """
         depth, in_string, escaped = 0, False, False

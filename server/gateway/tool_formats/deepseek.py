@@ -1,4 +1,4 @@
-"""DeepSeek's forms. V3 and R1: `function<sep>NAME` and the arguments in a block of code; V3.1: `NAME<sep>{...}`."""
+"""DeepSeek's forms. V3, R1: `function<sep>NAME` and arguments in a block of code; V3.1: `NAME<sep>{...}`."""
 
 from collections.abc import Generator
 

@@ -1,4 +1,4 @@
-"""Mistral's forms: `[TOOL_CALLS]` and a JSON list of calls, or in newer models `[TOOL_CALLS]name[ARGS]{...}`."""
+"""Mistral's forms: `[TOOL_CALLS]` and a JSON list of calls, or, newer, `[TOOL_CALLS]name[ARGS]{...}`."""
 
 from collections.abc import Generator
 

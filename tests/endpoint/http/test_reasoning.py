@@ -1,4 +1,4 @@
-"""Reasoning apart from content, in chats of a model whose chat template or operator says how it is written."""
+"""Reasoning apart from content, in chats of a model whose chat template says how it is written."""
 
 import json
 from typing import Any
@@ -146,7 +146,7 @@ def test_reasoning_comes_before_a_call_that_is_forced() -> None:
 
 
 def test_markers_may_be_special_tokens() -> None:
-    """As Mistral's and gpt-oss's are: they have no text elsewhere, and only a format's grammar allows them."""
+    """As Mistral's are: they have no text elsewhere, and only a format's grammar allows them."""
     library = tokenizers.Tokenizer(models.BPE(BYTE_OF_CHARACTER, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -55,7 +55,7 @@ def streamed(client: OpenAI, **fields: Any) -> list[Any]:
 
 
 def put_together(chunks: list[Any]) -> tuple[str, list[list[str]], str]:
-    """The content, the calls and the finish reason of choice 0, as a client that knows OpenAI's API does it."""
+    """The content, the calls and the finish reason of choice 0, as a client puts them together."""
     content, calls, reason = "", list[list[str]](), ""
     for chunk in chunks:
         for choice in chunk.choices:

@@ -1,4 +1,4 @@
-"""Tool calls of the demo model at temperature 1, forced by grammar: every call parses and keeps to its schema."""
+"""Forced tool calls of the demo model at temperature 1: every call parses and keeps to its schema."""
 
 import json
 import random
@@ -70,7 +70,7 @@ def check_calls(llm: LLM, seeds: range) -> int:
             events += parser.feed(character)
         reply = whole_reply(events + parser.finish())
         if result.finish_reason is FinishReason.LENGTH:
-            assert not reply.calls and reply.content == result.text or len(reply.calls) == 1
+            assert (not reply.calls and reply.content == result.text) or len(reply.calls) == 1
             continue
         n_complete += 1
         (call,) = reply.calls
