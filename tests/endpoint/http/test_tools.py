@@ -307,12 +307,12 @@ def test_without_a_known_format_calls_are_text() -> None:
 
 
 def test_tools_that_the_template_would_drop_are_refused() -> None:
-    with serving(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") as server:
-        with (
-            client_of(server) as client,
-            pytest.raises(openai.BadRequestError, match="does not show") as caught,
-        ):
-            ask(client)
+    with (
+        serving(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") as server,
+        client_of(server) as client,
+        pytest.raises(openai.BadRequestError, match="does not show") as caught,
+    ):
+        ask(client)
     assert caught.value.param == "tools"
 
 
