@@ -185,10 +185,12 @@ class Choices:
             scored.set()
         return shown
 
-    def events(self, index: int, piece: Piece) -> list[ReplyEvent]:
+    async def events(self, index: int, piece: Piece) -> list[ReplyEvent]:
         """What the next piece of choice `index` adds to a chat's reply; nothing where replies are text."""
         readers = self.tally.readers
-        return readers[index].take(piece) if readers else []
+        if not readers:
+            return []
+        return await run_for_response(len(piece.text), partial(readers[index].take, piece))
 
     def _new_outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput]:
         """An output for each live request; none if responses have only the text."""
@@ -228,7 +230,7 @@ class Choices:
         for index, piece in enumerate(request.pieces(), first):
             shown, tokens = await self.take(index, piece)
             self.tally.take(index, shown)
-            events = self.events(index, piece)
+            events = await self.events(index, piece)
             choices.append(CompleteChoice(shown.text, tokens, piece.score, events))
         return choices
 
@@ -242,7 +244,7 @@ class Choices:
             tokens += shown_tokens
             self.tally.take(index, shown)
             text.append(shown.text)
-            events += self.events(index, piece)
+            events += await self.events(index, piece)
         return CompleteChoice("".join(text), tokens, score, events)
 
     async def _end_if_client_leaves(self, receive: Receive, requests: Sequence[LiveRequest]) -> None:
