@@ -207,7 +207,7 @@ async def create_chat_completion(
         response_id=response_id,
         owner=owner,
         facts=facts,
-        plan=plan,
+        plan=None if plan.is_plain else plan,
     )
     return await answer(
         body,
