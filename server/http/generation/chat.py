@@ -1,33 +1,31 @@
 """`POST /v1/chat/completions`: the model replies to a conversation."""
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from orca_jax.errors import InvalidRequest, NotSupported
+from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
-from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
-from server.http.fields.generation import FinishReason, GenerationRequest, Usage, ranged, renamed_fields
+from server.http.fields.generation import FinishReason, GenerationRequest, Usage
 from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
 from server.http.fields.not_built import NotBuilt
+from server.http.fields.sampling import ranged
 from server.http.fields.token_names import TokenNames
 from server.http.generation.answer import (
     GENERATION_ERRORS,
     accept,
     answer,
-    check,
     check_number,
     new_response_id,
 )
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import CHAT_CHUNK
-from server.http.generation.conversation import text_of
+from server.http.generation.reply import ReplyRequest, prepared
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 
 
@@ -67,8 +65,11 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
         """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
 
+        Without room for a token `check` rejects the prompt, which these parameters must not forestall.
         Raises a subclass of InvalidRequest.
         """
+        if longest < 1:
+            longest = max(self.min_tokens or 0, 1)
         wanted, n_top = self.wanted_tokens, self.top_logprobs
         if n_top and not self.logprobs:
             message = f"top_logprobs is {n_top} without logprobs; set logprobs to true, or leave it out"
@@ -133,38 +134,28 @@ async def create_chat_completion(
     facts: FactsOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
-    model = accept(body, gateway, facts)
-    if model.has_encoder:
-        message = "this model reads a prompt with its encoder and knows no conversations; use /v1/completions"
-        raise NotSupported(message, param="messages")
-    service = model.service
-    n_bytes = len(await request.body())
+    body.check_stream_options()
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
 
-    def read() -> tuple[SamplingParams, list[int]]:
-        body.sampling(
-            model.defaults, longest=service.most_output(1)
-        )  # reject invalid parameters before the expensive work
+    def conversation() -> ChatCompletionRequest:
         check_number(1, body.n_choices, options, model)
-        text = text_of(model, body, use_tools=body.tool_choice != "none")
-        # The chat template writes the special tokens, so by default the tokenizer does not add any.
-        prompt = model.encode(text, param="messages", add_special_tokens=bool(body.add_special_tokens))
-        longest = service.most_output(len(prompt))
-        if longest < 1:  # `check` below rejects the prompt
-            longest = max(body.min_tokens or 0, 1)
-        return body.sampling(model.defaults, longest=longest), prompt
+        return body
 
-    with renamed_fields(**body.client_names):
-        sampling, prompt = await run_for_request(n_bytes, read)
-        rules = await gateway.compiler.rules(model, sampling)
-        checked = await run_for_request(
-            n_bytes, partial(check, model, [prompt], rules, body.scheduling, tenant)
-        )
+    asked = ReplyRequest(
+        conversation=conversation,
+        sampling=lambda longest: body.sampling(model.defaults, longest=longest),
+        scheduling=body.scheduling,
+        use_tools=body.tool_choice != "none",
+        names=body.client_names,
+    )
+    n_bytes = len(await request.body())
+    checked, rules = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
     extras = None
     if body.logprobs:
         extras = OutputExtras(names=TokenNames(model.tokenizer), write_logprobs=chat_logprobs)
     response_id = new_response_id("chatcmpl")
     choices = Choices(
-        gateway, checked, rules, extras=extras, response_id=response_id, owner=owner, facts=facts
+        gateway, [checked], rules, extras=extras, response_id=response_id, owner=owner, facts=facts
     )
     return await answer(
         body,
