@@ -15,6 +15,8 @@ from server.http.generation import chat, completions
 from server.http.observation import Observation
 from server.http.openapi import describe
 from server.http.pages import pages_router
+from server.http.responses import responses, stored
+from server.http.responses.store import ResponseStore
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
@@ -52,7 +54,12 @@ def create_app(
     app.state.gateway = gateway
     app.state.options = options
     app.state.metrics = metrics
-    for routes in (completions, chat, models, tokenization, status):
+    app.state.responses = ResponseStore(
+        max_responses=options.max_stored_responses,
+        max_bytes=options.max_stored_bytes,
+        seconds=options.stored_response_seconds,
+    )
+    for routes in (completions, chat, responses, stored, models, tokenization, status):
         app.include_router(routes.router)
     if admin_keys.required:
         app.include_router(admin.router)

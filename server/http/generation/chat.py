@@ -25,7 +25,7 @@ from server.http.generation.answer import (
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import CHAT_CHUNK
-from server.http.generation.reply import ReplyRequest, prepared
+from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 
 

@@ -16,7 +16,7 @@ from server.http.fields.token_places import n_characters
 from server.http.generation.choices import Choices
 from server.http.generation.chunks import DONE, ChunkWriter, error_event
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
 
 _Write = Callable[[bytes], Awaitable[None]]
 
@@ -36,7 +36,7 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(_HEADERS)
+        self.init_headers(HEADERS)
         self._choices = choices
         self._is_plain = choices.extras is None  # only text
         self._chunks = chunks
