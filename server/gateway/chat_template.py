@@ -83,7 +83,7 @@ class ChatTemplate:
         except Exception as error:  # Python's compiler has limits of its own, and many exceptions for them
             raise CorruptFile(f"{origin} is not a usable template: {_describe(error)}") from error
         self._template = compiled.template
-        self._variables = compiled.variables - {*_FIELDS}
+        self.variables = compiled.variables - {*_FIELDS}  # that it reads besides
         self._special_tokens = dict(special_tokens or {})
         self._max_seconds = max_seconds
         self.reads_parts = compiled.reads_parts  # of a message's content; else it must be one text
@@ -134,8 +134,8 @@ class ChatTemplate:
             if name in _RESERVED:
                 message = f"chat_template_kwargs has {name}, which is a field of the request; give it there"
                 raise BadTemplateVariable(message, name)
-            if name not in self._variables:
-                known = ", ".join(sorted(self._variables - self._special_tokens.keys())[:20]) or "none"
+            if name not in self.variables:
+                known = ", ".join(sorted(self.variables - self._special_tokens.keys())[:20]) or "none"
                 message = f"chat_template_kwargs has {name[:80]!r}, which the model's chat template does not "
                 raise BadTemplateVariable(f"{message}read; its variables: {known}", name[:80])
 

@@ -12,6 +12,7 @@ from server.http.authentication import Authentication
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit
 from server.http.generation import chat, completions
+from server.http.messages import messages
 from server.http.observation import Observation
 from server.http.openapi import describe
 from server.http.pages import pages_router
@@ -59,7 +60,7 @@ def create_app(
         max_bytes=options.max_stored_bytes,
         seconds=options.stored_response_seconds,
     )
-    for routes in (completions, chat, responses, stored, models, tokenization, status):
+    for routes in (completions, chat, responses, stored, messages, models, tokenization, status):
         app.include_router(routes.router)
     if admin_keys.required:
         app.include_router(admin.router)

@@ -1,10 +1,12 @@
 """The outermost middleware: it gives each request an id, and logs and counts it when it ends."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.http.bodies.error_forms import is_anthropic
 from server.http.request_id import HEADER, request_id
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
@@ -30,7 +32,8 @@ class Observation:
         state["request_id"] = request_id(scope["headers"])
         facts: dict[str, Any] = {}
         state["facts"] = facts
-        exchange = _Exchange(receive, send, state["request_id"])
+        id_headers = (HEADER, b"request-id") if is_anthropic(scope["path"]) else (HEADER,)
+        exchange = _Exchange(receive, send, state["request_id"], id_headers)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
@@ -60,9 +63,21 @@ class Observation:
 class _Exchange:
     """Watches one request's ASGI messages. It adds one function call per chunk of a stream."""
 
-    __slots__ = ("_receive", "_send", "began", "complete", "left", "n_bytes", "request_id", "status")
+    __slots__ = (
+        "_id_headers",
+        "_receive",
+        "_send",
+        "began",
+        "complete",
+        "left",
+        "n_bytes",
+        "request_id",
+        "status",
+    )
 
-    def __init__(self, receive: Receive, send: Send, request_id: str) -> None:
+    def __init__(self, receive: Receive, send: Send, request_id: str, id_headers: Sequence[bytes]) -> None:
+        """`id_headers` are the names under which the response has the request id."""
+        self._id_headers = id_headers
         self._receive = receive
         self._send = send
         self.request_id = request_id
@@ -84,5 +99,6 @@ class _Exchange:
             self.complete = not message.get("more_body", False)
         else:
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (HEADER, self.request_id.encode("ascii"))]
+            own = [(name, self.request_id.encode("ascii")) for name in self._id_headers]
+            message["headers"] = [*message.get("headers", ()), *own]
         await self._send(message)

@@ -55,6 +55,11 @@ def new_response_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
+def new_id(prefix: str) -> str:
+    """A unique id in the form of the newer protocols, such as `msg_...`."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
 # The cost of these grows with the prompts' length, so call them in `run_for_request`.
 
 

@@ -3,7 +3,6 @@
 `kept` gives each the form that the store, GET input_items and the next request see.
 """
 
-import uuid
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -11,14 +10,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, WrapValidator
 
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import FirstFault, Strict
+from server.http.generation.answer import new_id
 
 Item = dict[str, Any]  # an item as it is kept
 _Status = Literal["in_progress", "completed", "incomplete"]
-
-
-def new_id(prefix: str) -> str:
-    """A unique id of an item or a response."""
-    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 class InputPart(Strict):

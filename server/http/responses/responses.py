@@ -17,7 +17,7 @@ from server.http.fields.conversation import ConversationFields
 from server.http.fields.logprobs import chat_logprobs
 from server.http.fields.token_names import TokenNames
 from server.http.fields.token_places import PlacedToken
-from server.http.generation.answer import GENERATION_ERRORS, accept
+from server.http.generation.answer import GENERATION_ERRORS, accept, new_id
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices
 from server.http.generation.prepared_reply import ReplyRequest, prepared
@@ -25,7 +25,7 @@ from server.http.generation.reply_stream import Reply, ReplyStream
 from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
 from server.http.responses.conversation import messages_of
 from server.http.responses.fields import ResponseRequest
-from server.http.responses.items import Item, kept_items, new_id
+from server.http.responses.items import Item, kept_items
 from server.http.responses.objects import ResponseObject
 from server.http.responses.store import ResponseStore, StoredResponse
 from server.http.responses.stored import StoreOf

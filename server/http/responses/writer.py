@@ -16,8 +16,9 @@ from server.gateway.reply.events import (
     Text,
 )
 from server.http.fields.token_places import PlacedToken
+from server.http.generation.answer import new_id
 from server.http.generation.reply_stream import Event, ReplyEnd, text_size
-from server.http.responses.items import Item, new_id
+from server.http.responses.items import Item
 
 _TokenLogprobs = list[dict[str, Any]]
 # Stores a whole response of about so many characters; False if it is not stored.
