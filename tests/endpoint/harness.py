@@ -31,6 +31,7 @@ from server.commands.endpoints import Endpoints
 from server.gateway.chat_template import ChatTemplate
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
+from server.gateway.tool_formats.table import AUTO, reply_formats
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
@@ -98,6 +99,8 @@ def serving(
     admin_keys: ApiKeys | None = None,
     tokenizer: bool = True,
     chat_template: str | None = TEMPLATE,
+    tool_format: str = AUTO,
+    reasoning_format: str = AUTO,
     ready: bool = True,
     recording: Path | None = None,
 ) -> Iterator[Server]:
@@ -119,6 +122,8 @@ def serving(
             config,
             tokenizer=LETTERS if tokenizer else None,
             chat_template=chat_template,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
             options=options,
             keys=keys,
             controls=None if memory is None else EngineControls(service, memory),
@@ -138,6 +143,8 @@ def serving_model(
     *,
     tokenizer: Tokenizer | None = None,
     chat_template: str | None = None,
+    tool_format: str = AUTO,
+    reasoning_format: str = AUTO,
     options: EndpointOptions | None = None,
     keys: ApiKeys | None = None,
     controls: EngineControls | None = None,
@@ -146,13 +153,17 @@ def serving_model(
     recording: Path | None = None,
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
+    templates = None if chat_template is None else ChatTemplate(chat_template)
+    formats = reply_formats(templates, tool_format, reasoning_format)
     served = ServedModel(
         name="test",
         service=service,
         config=model,
         serving=config,
         tokenizer=tokenizer,
-        chat_template=None if chat_template is None else ChatTemplate(chat_template),
+        chat_template=templates,
+        tool_format=formats.tools,
+        reasoning_format=formats.reasoning,
         controls=controls,
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")

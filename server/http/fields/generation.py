@@ -14,7 +14,7 @@ from server.http.fields.response_format import ResponseFormat
 from server.http.fields.sampling import SchedulingFields, SharedSamplingFields, Texts, listed, ranged
 from server.http.fields.strict import Strict
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 _GRAMMAR: dict[str, Any] = {"minLength": 1, "maxLength": 1 << 16}
 
 # Where a message names fields: "top_k is 7; ...", "seed and n are both given; ...". The rest may quote the
@@ -154,13 +154,22 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Of the output's tokens, those that are reasoning or its markers."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
-    """Token counts. A prompt counts once, however many choices it has."""
+    """Token counts. A prompt counts once, however many choices it has. Null fields are left out."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | None, Field(description="of a model whose format of reasoning is known")
+    ] = None
 
 
 @contextmanager
@@ -177,3 +186,25 @@ def renamed_fields(**names: str) -> Iterator[None]:
         if (param, message) == (error.param, str(error)):
             raise
         raise type(error)(message, param=param) from error
+
+
+@contextmanager
+def renamed_tool_fields(**names: str) -> Iterator[None]:
+    """Rename the fields of `tools` and `tool_choice` in any InvalidRequest raised inside.
+
+    `check_tools` and `tool_wish` name those of chat: `tools.0.function.NAME`. `names` are those of another
+    protocol, where they differ: it has `tools.0.NAME`.
+    """
+
+    def renamed(path: str) -> str:
+        head, _, name = path.partition("function.")
+        return f"{head}{names.get(name, name)}" if name else path
+
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None or "function." not in error.param:
+            raise
+        raise type(error)(
+            str(error).replace(error.param, renamed(error.param)), param=renamed(error.param)
+        ) from error

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from server.gateway.reply.events import Text
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.generation import FinishReason, GenerationRequest, Usage
@@ -15,6 +16,7 @@ from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.sampling import ranged
 from server.http.fields.token_names import TokenNames
+from server.http.fields.tools import ToolChoice, check_tools, tool_wish
 from server.http.generation.answer import (
     GENERATION_ERRORS,
     accept,
@@ -22,6 +24,7 @@ from server.http.generation.answer import (
     check_number,
     new_response_id,
 )
+from server.http.generation.chat_reply import message_of
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import CHAT_CHUNK
@@ -38,14 +41,23 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         ranged("with logprobs: also return this many of the most likely tokens", 0, MAX_TOP_LOGPROBS),
     ] = None
 
-    tool_choice: Annotated[str | dict[str, Any] | None, NotBuilt("none", "auto")] = None
-    parallel_tool_calls: Annotated[bool | None, NotBuilt(True, False)] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ToolChoice | None,
+        Field(
+            description="default auto: the model may call tools; required: it must; or one that it must call"
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="whether a reply may have several calls; default true")
+    ] = None
     functions: Annotated[list[Any] | None, NotBuilt([])] = None
     function_call: Annotated[str | dict[str, Any] | None, NotBuilt("none", "auto")] = None
     modalities: Annotated[list[str] | None, NotBuilt(["text"])] = None
     audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
     prediction: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    reasoning_effort: Annotated[str | None, NotBuilt("none")] = None
+    reasoning_effort: Annotated[
+        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+    ] = None
     verbosity: Annotated[str | None, NotBuilt("medium")] = None
     web_search_options: Annotated[dict[str, Any] | None, NotBuilt()] = None
     moderation: Annotated[dict[str, Any] | None, NotBuilt()] = None
@@ -83,12 +95,29 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         )
 
 
+class AnswerFunction(BaseModel):
+    """What is called. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(BaseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnswerFunction
+
+
 class AnswerMessage(BaseModel):
-    """The model's reply."""
+    """The model's reply. `content` is null if it is nothing but tool calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: Annotated[str | None, Field(description="left out if there is none")] = None
+    tool_calls: Annotated[list[AnswerCall] | None, Field(description="left out if there are none")] = None
 
 
 class ChatChoice(BaseModel):
@@ -145,17 +174,29 @@ async def create_chat_completion(
         conversation=conversation,
         sampling=lambda longest: body.sampling(model.defaults, longest=longest),
         scheduling=body.scheduling,
+        wish=lambda tools: tool_wish(
+            check_tools(tools), body.tool_choice, parallel=body.parallel_tool_calls is not False
+        ),
         use_tools=body.tool_choice != "none",
+        effort=body.reasoning_effort,
         names=body.client_names,
     )
     n_bytes = len(await request.body())
-    checked, rules = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
     extras = None
     if body.logprobs:
-        extras = OutputExtras(names=TokenNames(model.tokenizer), write_logprobs=chat_logprobs)
+        names = TokenNames(model.tokenizer)
+        extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=chat_logprobs)
     response_id = new_response_id("chatcmpl")
     choices = Choices(
-        gateway, [checked], rules, extras=extras, response_id=response_id, owner=owner, facts=facts
+        gateway,
+        [ready.prompt],
+        ready.rules,
+        extras=extras,
+        response_id=response_id,
+        owner=owner,
+        facts=facts,
+        plan=ready.plan,
     )
     return await answer(
         body,
@@ -174,11 +215,11 @@ def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str,
         scored(
             {
                 "index": i,
-                "message": {"role": "assistant", "content": text, "refusal": None},
+                "message": message_of(events if choices.tally.readers else [Text(text)]),
                 "logprobs": choices.logprobs(tokens),
                 "finish_reason": choices.tally.finish_reason(i),
             },
             score,
         )
-        for i, (text, tokens, score) in enumerate(complete)
+        for i, (text, tokens, score, events) in enumerate(complete)
     ]

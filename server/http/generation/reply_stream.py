@@ -71,6 +71,7 @@ class Reply:
     def __init__(self, choices: Choices, writer: ReplyWriter) -> None:
         self.choices = choices
         self.writer = writer
+        self._tokens: list[PlacedToken] = []  # whose text the reader holds back
 
     async def complete(self, receive: Receive) -> None:
         """Generate the whole reply, which the writer then has.
@@ -93,7 +94,7 @@ class Reply:
         while (piece := await self._next_piece(request, emit)) is not None:
             shown, tokens = await self.choices.take(0, piece)
             self.choices.tally.take(0, shown)
-            await self._emit_parts((Text(shown.text),) if shown.text else (), tokens, emit)
+            await self._emit_parts(self._parts(shown), tokens, emit)
         await emit(await writer.end(self._end(request)))
 
     async def _next_piece(self, request: LiveRequest, emit: _Emit) -> Piece | None:
@@ -105,19 +106,22 @@ class Reply:
                 if self.writer.ping is not None:
                     await emit([self.writer.ping])
 
+    def _parts(self, piece: Piece) -> Sequence[ReplyEvent]:
+        if self.choices.tally.readers:
+            return self.choices.events(0, piece)
+        return (Text(piece.text),) if piece.text else ()
+
     async def _emit_parts(
         self, parts: Sequence[ReplyEvent], tokens: Sequence[PlacedToken], emit: _Emit
     ) -> None:
-        """Log-probabilities come with the first content of a piece."""
-        if tokens and not parts:
+        """Log-probabilities come with the content of their tokens; those of other parts are dropped."""
+        self._tokens += tokens
+        if self._tokens and not parts and not self.choices.tally.readers:
             parts = (Text(""),)
         events = list[Event]()
         for part in parts:
-            if isinstance(part, Text):
-                events += self.writer.take(part, tokens)
-                tokens = ()
-            else:
-                events += self.writer.take(part, ())
+            events += self.writer.take(part, self._tokens if isinstance(part, Text) else ())
+            self._tokens = []
         if events:
             await emit(events)
 
@@ -131,7 +135,7 @@ class Reply:
             tally.n_input,
             tally.n_cached,
             tally.n_output,
-            0,
+            sum(reader.n_reasoning_tokens for reader in tally.readers),
             tally.weights_versions[0],
         )
 

@@ -50,11 +50,11 @@ def _variables(thinking: Thinking | None, model: ServedModel, *, has_tools: bool
     templates = model.chat_template
     if thinking is None or templates is None:  # without one every conversation is refused
         return None
-    known = templates.choose(None, has_tools=has_tools).variables
-    switch = next((name for name in _SWITCHES if name in known), None)
+    template = templates.choose(None, has_tools=has_tools)
+    switch = next((name for name in _SWITCHES if template.reads(name)), None)
     wanted = thinking.type != "disabled"
     if switch is None:
-        if wanted:
+        if wanted and model.reasoning_format is None:  # with one it always reasons
             message = f"thinking is {thinking.type!r}, but the chat template of {model.name} has no choice; "
             raise NotSupported(f"{message}leave it out", param="thinking")
         return None

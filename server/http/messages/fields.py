@@ -1,5 +1,6 @@
 """The fields of POST /v1/messages and /v1/messages/count_tokens."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -7,10 +8,14 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
+from server.gateway.reply.offered_tools import ToolWish
+from server.http.fields.generation import renamed_tool_fields
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.sampling import SchedulingFields, SharedSamplingFields
 from server.http.fields.sampling import Texts as StopTexts
 from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.tools import NamedFunction, check_tools, tool_wish
+from server.http.fields.tools import ToolChoice as ChatToolChoice
 from server.http.messages.blocks import CacheControl, InputMessage, Texts
 
 LEAST_BUDGET = 1024
@@ -62,9 +67,11 @@ AnyTool = Annotated[
 class ToolChoice(Strict):
     """`tool_choice`."""
 
-    type: Annotated[Literal["auto", "any", "tool", "none"], NotBuilt("auto", "none")]
+    type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str | None, Field(description="with type tool")] = None
-    disable_parallel_tool_use: Annotated[bool | None, NotBuilt(False)] = None
+    disable_parallel_tool_use: Annotated[
+        bool | None, Field(description="whether a reply may have at most one call")
+    ] = None
 
 
 class Thinking(Strict):
@@ -90,7 +97,9 @@ class OutputConfig(Strict):
     """`output_config`."""
 
     format: OutputFormat | None = None
-    effort: Annotated[str | None, NotBuilt()] = None
+    effort: Annotated[
+        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+    ] = None
 
 
 class Metadata(Strict):
@@ -118,9 +127,27 @@ class PromptFields(Strict):
     workspace_id: Annotated[str | None, NotBuilt()] = None
 
     @property
+    def client_names(self) -> dict[str, str]:
+        """The client's names for the prompt and what it depends on; see `renamed_fields`."""
+        return {"prompt": "messages", "reasoning_effort": "output_config.effort"}
+
+    @property
     def uses_tools(self) -> bool:
         """Whether the prompt has the tools."""
         return self.tool_choice is None or self.tool_choice.type != "none"
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
+
+    def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
+        """Which of the `tools` may and must be called. Raises InvalidRequest."""
+        given = self.tool_choice or ToolChoice(type="auto")
+        choice: Any = {"any": "required"}.get(given.type, given.type)
+        if given.type == "tool":
+            choice = ChatToolChoice(type="function", function=NamedFunction(name=given.name or ""))
+        with renamed_tool_fields(parameters="input_schema"):
+            return tool_wish(check_tools(tools), choice, parallel=not given.disable_parallel_tool_use)
 
     def check(self) -> None:
         """Raise InvalidRequest, which names the field, for what the types cannot say."""
@@ -159,7 +186,11 @@ class MessageRequest(PromptFields, SharedSamplingFields, SchedulingFields):
     @property
     def client_names(self) -> dict[str, str]:
         """The client's names for fields of `SamplingParams` and for the prompt; see `renamed_fields`."""
-        return {"stop": "stop_sequences", "guided_json": "output_config.format.schema", "prompt": "messages"}
+        return {
+            **super().client_names,
+            "stop": "stop_sequences",
+            "guided_json": "output_config.format.schema",
+        }
 
     @property
     def user(self) -> str | None:

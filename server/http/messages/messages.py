@@ -13,9 +13,10 @@ from server.http.bodies.error_forms import MESSAGES, MessagesErrorBody
 from server.http.bodies.errors import error_responses
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
+from server.http.fields.generation import renamed_fields
 from server.http.generation.answer import accept, new_id
 from server.http.generation.choices import Choices
-from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_ids
+from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_of
 from server.http.generation.reply_stream import Reply, ReplyStream
 from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
 from server.http.messages.conversation import conversation_of
@@ -78,16 +79,25 @@ async def create_message(
         conversation=lambda: conversation_of(body, model),
         sampling=lambda longest: body.sampling(model.defaults, longest=longest),
         scheduling=body.scheduling,
+        wish=body.wish,
         use_tools=body.uses_tools,
+        effort=body.effort,
         names=body.client_names,
     )
     n_bytes = len(await request.body())
-    checked, rules = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
     message_id = new_id("msg")
     choices = Choices(
-        gateway, [checked], rules, extras=None, response_id=message_id, owner=owner, facts=facts
+        gateway,
+        [ready.prompt],
+        ready.rules,
+        extras=None,
+        response_id=message_id,
+        owner=owner,
+        facts=facts,
+        plan=ready.plan,
     )
-    writer = MessageWriter(message_id, model.name, n_input=checked.n_input, max_tokens=body.max_tokens)
+    writer = MessageWriter(message_id, model.name, n_input=ready.prompt.n_input, max_tokens=body.max_tokens)
     reply = Reply(choices, writer)
     if body.stream:
         return ReplyStream(reply)
@@ -104,6 +114,10 @@ async def count_tokens(body: CountTokensRequest, request: Request, gateway: Gate
     model = gateway.model(body.model)
 
     def count() -> int:
-        return len(prompt_ids(model, conversation_of(body, model), use_tools=body.uses_tools))
+        with renamed_fields(**body.client_names):
+            conversation = conversation_of(body, model)
+            body.wish(conversation.tools or ())  # check the tools
+            _, prompt = prompt_of(model, conversation, use_tools=body.uses_tools, effort=body.effort)
+        return len(prompt)
 
     return TokenCount(input_tokens=await run_for_request(len(await request.body()), count))

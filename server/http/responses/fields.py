@@ -1,15 +1,19 @@
 """The fields of POST /v1/responses."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, with_defaults
+from server.gateway.reply.offered_tools import ToolWish
+from server.http.fields.generation import renamed_tool_fields
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.sampling import SchedulingFields, SharedSamplingFields, ranged
 from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.tools import AllowedTools, NamedFunction, ToolChoice, check_tools, tool_wish
 from server.http.responses.items import Input
 
 LOGPROBS = "message.output_text.logprobs"
@@ -55,20 +59,18 @@ class TextConfig(Strict):
 class FunctionTool(Strict):
     """A function that the model may call."""
 
-    type: Annotated[str, NotBuilt("function")]
-    name: Annotated[str | None, Field(min_length=1)] = None
+    type: Literal["function"]
+    name: str
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, Field(description="the JSON schema of its arguments")] = None
-    strict: bool | None = None
+    strict: Annotated[bool | None, Field(description="whether arguments must follow their schema")] = None
 
     defer_loading: Annotated[bool | None, NotBuilt(False)] = None
     allowed_callers: Annotated[list[str] | None, NotBuilt(["direct"])] = None
     output_schema: Annotated[dict[str, Any] | None, NotBuilt()] = None
 
-    def for_chat(self, index: int) -> dict[str, Any]:
+    def for_chat(self) -> dict[str, Any]:
         """As the chat template sees it."""
-        if self.name is None:
-            raise InvalidRequest(f"tools.{index}.name is missing", param=f"tools.{index}.name")
         function = {
             "name": self.name,
             "description": self.description,
@@ -79,17 +81,46 @@ class FunctionTool(Strict):
         return {"type": "function", "function": given}
 
 
-class NamedTool(Strict):
-    """`tool_choice`: a call of this function."""
+class HostedTool(Strict):
+    """A tool that OpenAI runs itself."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: Annotated[str, NotBuilt("function")]
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "hosted"
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_tool_kind),
+]
+
+
+class NamedTool(Strict):
+    """A function of `tools`."""
+
+    type: Literal["function"]
     name: str
+
+
+class AllowedToolNames(Strict):
+    """`tool_choice`: only these may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], FirstFault()]
 
 
 class ReasoningConfig(Strict):
     """`reasoning`."""
 
-    effort: Annotated[str | None, NotBuilt("none")] = None
+    effort: Annotated[
+        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+    ] = None
     summary: Annotated[str | None, NotBuilt()] = None
     generate_summary: Annotated[str | None, NotBuilt()] = None
     context: Annotated[str | None, NotBuilt("auto")] = None
@@ -122,11 +153,16 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
         int | None, ranged("default: as many as the model has room for", 1, 1 << 30)
     ] = None
     text: TextConfig | None = None
-    tools: Annotated[list[FunctionTool], FirstFault()] | None = None
+    tools: Annotated[list[ResponseTool], FirstFault()] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | None, NotBuilt("none", "auto")
+        Literal["none", "auto", "required"] | NamedTool | AllowedToolNames | None,
+        Field(
+            description="default auto: the model may call tools; required: it must; or one that it must call"
+        ),
     ] = None
-    parallel_tool_calls: Annotated[bool | None, NotBuilt(True)] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="whether a reply may have several calls; default true")
+    ] = None
     reasoning: ReasoningConfig | None = None
     metadata: Annotated[
         dict[str, str] | None,
@@ -162,6 +198,7 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
             "guided_json_object": "text.format",
             "prompt": "input",
             "messages": "input",
+            "reasoning_effort": "reasoning.effort",
         }
 
     @property
@@ -171,6 +208,18 @@ class ResponseRequest(SharedSamplingFields, SchedulingFields):
     @property
     def format(self) -> TextFormat | None:
         return None if self.text is None else self.text.format
+
+    def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
+        """Which of the `tools` may and must be called. Raises InvalidRequest."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice = ToolChoice(type="function", function=NamedFunction(name=choice.name))
+        elif isinstance(choice, AllowedToolNames):
+            named = [{"function": {"name": tool.name}} for tool in choice.tools]
+            allowed = AllowedTools(mode=choice.mode, tools=named)
+            choice = ToolChoice(type="allowed_tools", allowed_tools=allowed)
+        with renamed_tool_fields():
+            return tool_wish(check_tools(tools), choice, parallel=self.parallel_tool_calls is not False)
 
     def check(self) -> None:
         """Raise a subclass of InvalidRequest, which names the field, for what the types cannot say."""

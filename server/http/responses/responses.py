@@ -24,7 +24,7 @@ from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.reply_stream import Reply, ReplyStream
 from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
 from server.http.responses.conversation import messages_of
-from server.http.responses.fields import ResponseRequest
+from server.http.responses.fields import FunctionTool, ResponseRequest
 from server.http.responses.items import Item, kept_items
 from server.http.responses.objects import ResponseObject
 from server.http.responses.store import ResponseStore, StoredResponse
@@ -57,26 +57,32 @@ async def create_response(
         conversation=exchange.conversation,
         sampling=lambda longest: body.sampling(model.defaults, longest=longest),
         scheduling=body.scheduling,
+        wish=body.wish,
         use_tools=body.tool_choice != "none",
+        effort=None if body.reasoning is None else body.reasoning.effort,
         names=body.client_names,
     )
     n_bytes = n_body + exchange.n_earlier_bytes
-    checked, rules = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
     names = TokenNames(model.tokenizer)
 
     def write_logprobs(tokens: Sequence[PlacedToken]) -> list[dict[str, Any]]:
         return _without_nulls(chat_logprobs(tokens, names)["content"])
 
+    extras = None
+    if body.with_logprobs:
+        extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=chat_logprobs)
     choices = Choices(
         gateway,
-        [checked],
-        rules,
-        extras=OutputExtras(names=names, write_logprobs=chat_logprobs) if body.with_logprobs else None,
+        [ready.prompt],
+        ready.rules,
+        extras=extras,
         response_id=exchange.response_id,
         owner=owner,
         facts=facts,
+        plan=ready.plan,
     )
-    head = _head(body, model, exchange, rules.sampling)
+    head = _head(body, model, exchange, ready.rules.sampling)
     writer = ResponseWriter(head, n_body, write_logprobs, exchange.keep)
     reply = Reply(choices, writer)
     if body.stream:
@@ -121,7 +127,7 @@ class _Exchange:
         if self.stores:
             self._check_size()
         messages = messages_of(self._body.instructions, self._items, len(earlier))
-        tools = [tool.for_chat(i) for i, tool in enumerate(self._body.tools or ())]
+        tools = [tool.for_chat() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
         return ConversationFields(messages=messages, tools=tools or None)
 
     async def keep(self, response: dict[str, Any], n: int) -> bool:
