@@ -80,9 +80,9 @@ async def prepared(
     def read() -> tuple[SamplingParams, list[int], ReplyPlan]:
         asked.sampling(service.most_output(1))  # reject invalid parameters before the expensive work
         conversation = asked.conversation()
+        wish = asked.wish(conversation.tools or ())
         text, prompt = prompt_of(model, conversation, use_tools=asked.use_tools, effort=asked.effort)
         sampling = asked.sampling(service.most_output(len(prompt)))
-        wish = asked.wish(conversation.tools or ())
         return sampling, prompt, plan_reply(model, text, sampling, wish)
 
     with renamed_fields(**asked.names):

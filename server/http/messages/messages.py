@@ -116,7 +116,7 @@ async def count_tokens(body: CountTokensRequest, request: Request, gateway: Gate
     def count() -> int:
         with renamed_fields(**body.client_names):
             conversation = conversation_of(body, model)
-            body.wish(conversation.tools or ())  # check the tools
+            body.wish(conversation.tools or ())  # it names the tools' fields
             _, prompt = prompt_of(model, conversation, use_tools=body.uses_tools, effort=body.effort)
         return len(prompt)
 
