@@ -99,10 +99,13 @@ class Reply:
 
     async def _next_piece(self, request: LiveRequest, emit: _Emit) -> Piece | None:
         while True:
+            waiting = asyncio.timeout(PING_SECONDS)
             try:
-                async with asyncio.timeout(PING_SECONDS):
+                async with waiting:
                     return await anext(request, None)
             except TimeoutError:
+                if not waiting.expired():  # it is the request's own
+                    raise
                 if self.writer.ping is not None:
                     await emit([self.writer.ping])
 
