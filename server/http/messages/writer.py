@@ -60,6 +60,8 @@ class MessageWriter:
 
     def take(self, event: ReplyEvent, tokens: Sequence[PlacedToken]) -> list[Event]:
         """The events for more of the reply. The protocol has no log-probabilities."""
+        if isinstance(event, Text | Reasoning) and not event.text:
+            return []
         match event:
             case Text(text):
                 begin = self._in({"type": "text", "text": ""})

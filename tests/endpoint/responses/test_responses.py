@@ -46,7 +46,9 @@ def plain(server: Server) -> Iterator[httpx2.Client]:
 
 def ask(client: OpenAI, given: Any = "Hi", **fields: Any) -> Any:
     seed = {"extra_body": {"seed": 2}}
-    return client.responses.create(**{"model": "test", "input": given, "max_output_tokens": 4, **seed, **fields})
+    return client.responses.create(
+        **{"model": "test", "input": given, "max_output_tokens": 4, **seed, **fields}
+    )
 
 
 def test_a_response(client: OpenAI) -> None:
@@ -106,11 +108,11 @@ def test_a_response_goes_on_from_a_stored_one() -> None:
 
         found = client.responses.retrieve(third.id)
         assert found.to_dict() == third.to_dict()
-        newest = client.responses.input_items.list(third.id, limit=2)
-        texts = [item.content[0].text for item in newest.data]  # pyright: ignore
+        newest: Any = client.responses.input_items.list(third.id, limit=2)
+        texts = [item.content[0].text for item in newest.data]
         assert (texts, newest.has_more) == (["Three", "Yes."], True)
-        every = list(client.responses.input_items.list(third.id, limit=2, order="asc"))
-        assert [item.content[0].text for item in every] == ["One", "Yes.", "Two", "Yes.", "Three"]  # pyright: ignore
+        every: list[Any] = list(client.responses.input_items.list(third.id, limit=2, order="asc"))
+        assert [item.content[0].text for item in every] == ["One", "Yes.", "Two", "Yes.", "Three"]
 
         client.responses.delete(first.id)
         for gone in (
@@ -279,7 +281,10 @@ PART = {"role": "user", "content": [{"type": "input_image", "image_url": "data:.
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 3}}}},
+            "text.format.schema",
+        ),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"metadata": {str(i): "v" for i in range(17)}}, "metadata"),
