@@ -158,7 +158,7 @@ def _json(sampling: SamplingParams) -> GrammarText:
 
 
 def check_schemas(field: str, *schemas: dict[str, Any]) -> None:
-    """Raise InvalidSamplingParameter, which names `field`, for what is too expensive in all of them together."""
+    """Raise InvalidSamplingParameter, which names `field`, for what is too expensive in all together."""
     if any("x-guidance" in schema for schema in schemas):
         refuse(field, "it has x-guidance, which is not supported")
     n_patterns, n_pattern_properties, multiple_of = 0, 0, 0

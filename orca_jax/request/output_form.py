@@ -1,4 +1,4 @@
-"""What an output's text is made of, besides what its sampling parameters say: the form of a chat model's reply."""
+"""The form of an output, besides what its sampling parameters say: that of a chat model's reply."""
 
 from dataclasses import dataclass
 

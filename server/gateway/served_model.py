@@ -42,8 +42,8 @@ class ServedModel:
 
     `defaults` apply to requests that leave a parameter out. Without a tokenizer prompts must be token ids,
     and output text is empty. With `controls` an operator may replace the weights, and responses have their
-    version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are how a chat's replies have
-    tool calls and reasoning, None if they are text like any other.
+    version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are how a chat's replies
+    have tool calls and reasoning, None if they are text like any other.
     """
 
     name: str

@@ -21,6 +21,7 @@ from server.http.responses.store import ResponseStore
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.tracing.tracing import Tracing
 from server.web.live_view import LiveView
 
 _DESCRIPTION = (
@@ -37,6 +38,7 @@ def create_app(
     admin_keys: ApiKeys | None = None,
     metrics: Metrics,
     live_view: LiveView | None = None,
+    tracing: Tracing | None = None,
 ) -> ASGIApp:
     """The endpoint as an ASGI application, without ASGI lifespan events.
 
@@ -73,4 +75,4 @@ def create_app(
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
     limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
-    return Observation(authenticated, access_log=options.access_log, metrics=metrics)
+    return Observation(authenticated, access_log=options.access_log, metrics=metrics, tracing=tracing)

@@ -35,6 +35,7 @@ from server.gateway.tool_formats.table import AUTO, reply_formats
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.tracing.tracing import Tracing
 from server.web.feed import LiveFeed
 from server.web.live_view import LiveView
 from tests.endpoint.obedient import obedient
@@ -77,6 +78,15 @@ class Server:
         return at_rest(self.service) and self.gateway.n_live == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Compiles:
+    """What an engine without a device has compiled."""
+
+    programs: int = 0
+    from_disk: int = 0
+    seconds: float = 0.0
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> None:
     """Wait for `condition`; fail the test, naming `what`, if it is not true within `seconds`."""
     deadline = time.monotonic() + seconds
@@ -103,6 +113,7 @@ def serving(
     reasoning_format: str = AUTO,
     ready: bool = True,
     recording: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[Server]:
     """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
@@ -130,6 +141,7 @@ def serving(
             admin_keys=admin_keys,
             ready=ready,
             recording=recording,
+            tracing=tracing,
         ) as server,
     ):
         yield server
@@ -151,6 +163,7 @@ def serving_model(
     admin_keys: ApiKeys | None = None,
     ready: bool = True,
     recording: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
     templates = None if chat_template is None else ChatTemplate(chat_template)
@@ -165,6 +178,7 @@ def serving_model(
         tool_format=formats.tools,
         reasoning_format=formats.reasoning,
         controls=controls,
+        compiles=Compiles,
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
     assert endpoint.port == 0 and endpoint.grpc_port in (0, None), "tests take free ports"
@@ -186,9 +200,12 @@ def serving_model(
             admin_keys=admin_keys,
             metrics=metrics,
             live_view=LiveView(LiveFeed(gateway, shows_ids=not is_shared), recording, is_shared),
+            tracing=tracing,
         )
         await endpoints.start()
         metrics.attach(served)
+        if tracing is not None:
+            tracing.start(served)
         if ready:
             gateway.open(served)
         return gateway, endpoints

@@ -1,7 +1,7 @@
 """The grammar of a reply with tool calls or reasoning, in llguidance's Lark.
 
-A call follows its function's schema from its marker on. What comes before a marker is any text, up to the first
-marker: a lazy lexeme of llguidance, or text before a special token, which no text contains.
+A call follows its function's schema from its marker on. What comes before a marker is any text, up to the
+first marker: a lazy lexeme of llguidance, or text before a special token, which no text contains.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any
 from orca_jax.grammar.source import json_rule
 from server.gateway.reply.offered_tools import OfferedTool
 from server.gateway.reply.reasoning_format import ReasoningFormat
+from server.gateway.tool_formats.gpt_oss import CHANNEL, END, GPT_OSS, MESSAGE, START
 from server.gateway.tool_formats.tool_format import ToolFormat
 
 _ANY = r"(.|\n)*"
@@ -49,7 +50,7 @@ class Special:
 
 
 class ReplyGrammar:
-    """Makes the grammar of one request's replies: reasoning, if the format is given, and then calls or text."""
+    """Makes the grammar of one request's replies: reasoning, if there is some, and then calls or text."""
 
     def __init__(
         self, special: Special, reasoning: ReasoningFormat | None = None, thinking: Thinking = Thinking.NONE
@@ -75,7 +76,8 @@ class ReplyGrammar:
     ) -> str:
         """Calls of `tools`, whose arguments follow `schemas`.
 
-        Without `must_call` the reply may have text, or with `has_body` be what the request's own grammar allows.
+        Without `must_call` the reply may have text, or with `has_body` be what the request's own grammar
+        allows.
         """
         self._rules += [f"args_{i}: {json_rule(dict(schema))}" for i, schema in enumerate(schemas)]
         shape = form.shape
@@ -101,6 +103,27 @@ class ReplyGrammar:
         if form.is_whole:
             return self._with_start(self._text_or_calls(rf'\s*\{{\s*"name"{_ANY}'))
         return self._with_start(self._text_and_calls(marker, parallel=parallel))
+
+    def of_messages(
+        self,
+        tools: Sequence[OfferedTool],
+        schemas: Sequence[Mapping[str, Any]],
+        *,
+        must_call: bool,
+        has_body: bool,
+    ) -> str:
+        """Harmony's messages: reasoning and text, and at the end one call or the answer."""
+        lark, shape = self._special.lark, GPT_OSS.shape
+        self._rules += [f"args_{i}: {json_rule(dict(schema))}" for i, schema in enumerate(schemas)]
+        heads = [lark(f"{CHANNEL}{channel}{MESSAGE}") for channel in ("analysis", "commentary")]
+        self._rules.append(self._special.until("text", "TEXT", END))
+        self._rules.append(f"before: ({' | '.join(heads)}) text {lark(f'{START}assistant')}")
+        ends = [
+            f"{lark(f'{shape.before}{tool.name}{shape.between}')} args_{i}" for i, tool in enumerate(tools)
+        ]
+        if not must_call:
+            ends.append(f"{lark(f'{CHANNEL}final{MESSAGE}')} {'@body' if has_body else 'TEXT'}")
+        return self._with_start(f"before* ({' | '.join(ends)})")
 
     def _call_rule(self, name: str, calls: Sequence[tuple[str, str]], after: str) -> None:
         lark = self._special.lark

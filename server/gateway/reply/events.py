@@ -5,8 +5,8 @@
         events = parser.feed(piece.text)
     events = parser.finish()
 
-Texts come in fragments of any size. A call begins once its function is known, and its arguments, the text of a
-JSON object, follow in fragments; calls do not overlap. The events of an output do not depend on how it is
+Texts come in fragments of any size. A call begins once its function is known, and its arguments, the text of
+a JSON object, follow in fragments; calls do not overlap. The events of an output do not depend on how it is
 cut into pieces, but for the size of the fragments.
 """
 

@@ -12,8 +12,8 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 class OfferedTool:
     """A function. `parameters` is the JSON schema of its arguments, None if it has none.
 
-    With `strict` its schema is always enforced. Without, a reply that need not call it may do without the schema
-    if no grammar can be made of it: then its arguments are any JSON object.
+    With `strict` its schema is always enforced. Without, a reply that need not call it may do without the
+    schema if no grammar can be made of it: then its arguments are any JSON object.
     """
 
     name: str
@@ -22,7 +22,7 @@ class OfferedTool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema that arguments follow: that of the parameters, and no others unless it speaks of them."""
+        """The schema that arguments follow. Unless it speaks of further properties it has none."""
         if self.parameters is None:
             return {**_ANY_OBJECT, "additionalProperties": False}
         schema = {**_ANY_OBJECT, **self.parameters}
@@ -48,7 +48,8 @@ _MORE |= {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolWish:
-    """The `tools` that may be called; with `must_call` the reply is a call, and with `parallel` it may have more
+    """The `tools` that may be called; with `must_call` the reply is a call, and with `parallel` it may have
+    more
     than one.
     """
 

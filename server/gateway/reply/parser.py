@@ -10,7 +10,8 @@ Read = Callable[[Source, Reply], Reading]
 
 
 class ReplyParser:
-    """Turns an output's text into events as it arrives. Takes time in proportion to the text, and keeps no more
+    """Turns an output's text into events as it arrives. Takes time in proportion to the text, and keeps no
+    more
     than a possible beginning of a marker and the text of the call that is being read.
     """
 
@@ -27,8 +28,13 @@ class ReplyParser:
         return self._reply.n_calls
 
     @property
+    def n_pending(self) -> int:
+        """Characters that are not read yet."""
+        return self._source.n_pending
+
+    @property
     def reasoning_spans(self) -> list[tuple[int, int | None]]:
-        """Where the output is reasoning, its markers included: from and to these characters; None: to its end."""
+        """Where the output is reasoning, markers included: from and to which character; None: to the end."""
         return self._reply.reasoning_spans
 
     def feed(self, text: str) -> list[ReplyEvent]:

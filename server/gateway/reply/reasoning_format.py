@@ -1,6 +1,5 @@
 """How models write their reasoning: between two markers, at the beginning of the reply."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from server.gateway.reply.parser import Read
@@ -62,14 +61,11 @@ def plain_text(source: Source, reply: Reply) -> Reading:
     yield from source.rest(reply.text)
 
 
-_FORMATS = (
-    ReasoningFormat(name="think", open="<think>", close="</think>", signs=("</think>",)),
-    ReasoningFormat(name="mistral", open="[THINK]", close="[/THINK]", signs=("[THINK]",)),
-    ReasoningFormat(
-        name="granite",
-        open="Here is my thought process:",
-        close="Here is my response:",
-        signs=("Here is my thought process:", "Here is my response:"),
-    ),
+THINK = ReasoningFormat(name="think", open="<think>", close="</think>", signs=("</think>",))
+MISTRAL_REASONING = ReasoningFormat(name="mistral", open="[THINK]", close="[/THINK]", signs=("[THINK]",))
+GRANITE = ReasoningFormat(
+    name="granite",
+    open="Here is my thought process:",
+    close="Here is my response:",
+    signs=("Here is my thought process:", "Here is my response:"),
 )
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = {each.name: each for each in _FORMATS}

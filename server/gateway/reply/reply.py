@@ -78,6 +78,7 @@ class Reply:
         self._arguments = []
         index = self._n_begun - 1
         self._events.append(CallEnd(index) if is_call else CallCut(index, raw))
+        self._strips = is_call  # a call that was cut is text
         self.n_calls += is_call
         return is_call
 

@@ -1,4 +1,4 @@
-"""How the replies to a request are generated and read: decided once, from its tools, the model and the prompt."""
+"""How the replies to a request are generated and read, from its tools, the model and the prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,14 @@ from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
 from server.gateway.reply.parser import Read
 from server.gateway.reply.reasoning_format import ReasoningFormat, plain_text
 from server.gateway.served_model import ServedModel
+from server.gateway.tool_formats.gpt_oss import GPT_OSS, GPT_OSS_REASONING, MARKERS, harmony
 from server.gateway.tool_formats.tool_format import ToolFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyPlan:
-    """`form` is how the outputs are generated; `loose_form` if no grammar can be made of the tools' schemas, None
+    """`form` is how the outputs are generated; `loose_form` if no grammar can be made of the tools' schemas,
+    None
     if they must be followed. `read` reads an output, in which the functions `offered` may be called.
     """
 
@@ -44,7 +46,8 @@ def plan_reply(
 ) -> ReplyPlan:
     """The plan for replies to `prompt`, a conversation as the chat template renders it.
 
-    Raises a leaf of InvalidRequest that names `tools` or `tool_choice`. Its cost grows with the tools' schemas.
+    Raises a leaf of InvalidRequest that names `tools` or `tool_choice`. Its cost grows with the tools'
+    schemas.
     """
     tools, reasoning = model.tool_format, model.reasoning_format
     calls = tools if wish.tools else None
@@ -73,7 +76,7 @@ def plan_reply(
 async def reply_rules(
     gateway: Gateway, model: ServedModel, sampling: SamplingParams, plan: ReplyPlan
 ) -> OutputRules:
-    """The rules for outputs with these parameters and this plan. Raises a leaf of InvalidRequest, or QueueFull."""
+    """The rules for outputs of this plan. Raises a leaf of InvalidRequest, or QueueFull."""
     try:
         return await gateway.compiler.rules(model, sampling, plan.form)
     except InvalidSamplingParameter as error:
@@ -94,7 +97,8 @@ def _special(
     """The markers that are special tokens, and their ids."""
     tokenizer = model.tokenizer
     assert tokenizer is not None, "a prompt has been encoded"
-    markers = () if calls is None else calls.markers
+    markers = MARKERS if GPT_OSS_REASONING is reasoning else ()
+    markers += () if calls is None else calls.markers
     markers += () if reasoning is None else reasoning.markers
     return {marker: i for marker in markers if (i := tokenizer.special_id(marker)) is not None}
 
@@ -104,6 +108,8 @@ def _may_be_loose(wish: ToolWish) -> bool:
 
 
 def _read(calls: ToolFormat | None, reasoning: ReasoningFormat | None, thinking: Thinking) -> Read:
+    if calls is GPT_OSS or reasoning is GPT_OSS_REASONING:
+        return harmony(has_reasoning=reasoning is not None)
     read = plain_text if calls is None else calls.read
     if reasoning is None:
         return read
@@ -128,14 +134,21 @@ class _Forms:
     def _lark(self, schemas: Sequence[Mapping[str, Any]]) -> str | None:
         grammar = ReplyGrammar(Special(self.special), self.reasoning, self.thinking)
         has_body = self.sampling.grammar is not None
+        wish = self.wish
+        if self.calls is GPT_OSS or self.reasoning is GPT_OSS_REASONING:
+            if self.calls is None and not has_body:
+                return None
+            check_schemas("tools", *map(dict, schemas))
+            tools = [] if self.calls is None else wish.tools
+            return grammar.of_messages(tools, schemas, must_call=wish.must_call, has_body=has_body)
         if self.calls is None:
             return grammar.of_body() if has_body else None
         check_schemas("tools", *map(dict, schemas))
         return grammar.of_calls(
             self.calls,
-            self.wish.tools,
+            wish.tools,
             schemas,
-            must_call=self.wish.must_call,
-            parallel=self.wish.parallel,
-            has_body=has_body and not self.wish.must_call,
+            must_call=wish.must_call,
+            parallel=wish.parallel,
+            has_body=has_body,
         )

@@ -13,6 +13,7 @@ Reading = Generator[None, None, None]
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[\w.:/-]*")
+_NO_ANGLE = re.compile(r"[^<]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _STRUCTURE = re.compile(r'["{}\[\]]')
 MAX_WORD = 512  # characters of a function's name, or of a key where a call may begin
@@ -33,6 +34,11 @@ class Source:
         self._text = self._text[self._at :] + text
         self._at = 0
 
+    @property
+    def n_pending(self) -> int:
+        """Characters that are not consumed yet."""
+        return len(self._text) - self._at
+
     def record(self, before: str = "") -> None:
         """Keep what is consumed from here on, after `before`."""
         self._record = [before]
@@ -49,7 +55,7 @@ class Source:
         return self._text.startswith(character, self._at)
 
     def marker(self, *options: str) -> Generator[None, None, str | None]:
-        """Consume the one of `options` that the text goes on with; None, and nothing is consumed, if none is."""
+        """Consume the one of `options` that comes next; None, and nothing is consumed, if none does."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             found = next((option for option in options if rest.startswith(option)), None)
@@ -60,6 +66,15 @@ class Source:
                 return None
             yield
 
+    def close(self, *options: str) -> Generator[None, None, str | None]:
+        """As `marker`, but where the output ends within one, its beginning is consumed."""
+        found = yield from self.marker(*options)
+        if found is None and self.ended:
+            rest = self._text[self._at :]
+            if any(option.startswith(rest) for option in options):
+                self._consume(len(rest))
+        return found
+
     def space(self) -> Reading:
         """Consume white space."""
         yield from self._run(_SPACE, None)
@@ -68,10 +83,15 @@ class Source:
         """Consume letters, digits and `_.:/-`, of which there are at most MAX_WORD."""
         return (yield from self._run(_WORD, MAX_WORD))
 
+    def until_angle(self) -> Generator[None, None, str]:
+        """Consume characters other than `<`, of which there are at most MAX_WORD."""
+        return (yield from self._run(_NO_ANGLE, MAX_WORD))
+
     def pass_text(
         self, markers: StopStrings, to: Callable[[str], object]
     ) -> Generator[None, None, str | None]:
-        """Consume the text before the first of `markers`, which goes to `to`, and the marker, which is returned;
+        """Consume the text before the first of `markers`, which goes to `to`, and the marker, which is
+        returned;
         None if the output ends without one.
         """
         search, held = StopSearch(markers), ""
@@ -102,7 +122,8 @@ class Source:
         return None if (yield from self.marker('"')) is None else text
 
     def json_object(self, to: Callable[[str], object]) -> Generator[None, None, bool]:
-        """Consume what begins like a JSON object up to the brace that closes it, in fragments for `to`; False if
+        """Consume what begins like a JSON object up to the brace that closes it, in fragments for `to`; False
+        if
         it does not begin, or if the output ends before.
         """
         depth, in_string, escaped = 0, False, False

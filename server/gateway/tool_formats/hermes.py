@@ -15,7 +15,7 @@ def read(source: Source, reply: Reply) -> Reading:
         source.record(OPEN)
         if (yield from json_call(source, reply)):
             yield from source.space()
-            yield from source.marker(CLOSE)
+            yield from source.close(CLOSE)
 
 
 HERMES = ToolFormat(

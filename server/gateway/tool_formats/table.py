@@ -5,14 +5,25 @@ from typing import NamedTuple, TypeVar
 
 from orca_jax.errors import ConfigError
 from server.gateway.chat_template import Templates
-from server.gateway.reply.reasoning_format import REASONING_FORMATS, ReasoningFormat
+from server.gateway.reply.reasoning_format import GRANITE, MISTRAL_REASONING, THINK, ReasoningFormat
+from server.gateway.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from server.gateway.tool_formats.gemma import GEMMA
+from server.gateway.tool_formats.gpt_oss import GPT_OSS, GPT_OSS_REASONING
 from server.gateway.tool_formats.hermes import HERMES
+from server.gateway.tool_formats.llama3 import LLAMA3
+from server.gateway.tool_formats.mistral import MISTRAL, MISTRAL_V11
 from server.gateway.tool_formats.tool_format import ToolFormat
 
 F = TypeVar("F", ToolFormat, ReasoningFormat)
 
 AUTO, NONE = "auto", "none"
-TOOL_FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in (HERMES,)}
+TOOL_FORMATS: Mapping[str, ToolFormat] = {
+    each.name: each
+    for each in (HERMES, LLAMA3, MISTRAL, MISTRAL_V11, GEMMA, GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V31)
+}
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
+    each.name: each for each in (THINK, MISTRAL_REASONING, GRANITE, GPT_OSS_REASONING)
+}
 
 
 class ReplyFormats(NamedTuple):
@@ -25,10 +36,17 @@ class ReplyFormats(NamedTuple):
 def reply_formats(templates: Templates | None, tools: str = AUTO, reasoning: str = AUTO) -> ReplyFormats:
     """The formats with these names, `auto` being those of the model's chat templates. Raises ConfigError."""
     sources = [] if templates is None else templates.sources
-    return ReplyFormats(
+    formats = ReplyFormats(
         _chosen("tool_format", TOOL_FORMATS, tools, sources),
         _chosen("reasoning_format", REASONING_FORMATS, reasoning, sources),
     )
+    names = [each.name for each in formats if each is not None]
+    if len(set(names)) == 2 and GPT_OSS.name in names:
+        message = (
+            f"tool_format is {names[0]!r} and reasoning_format is {names[1]!r}; gpt_oss goes with itself"
+        )
+        raise ConfigError(f"{message}, or with none")
+    return formats
 
 
 def _chosen(field: str, formats: Mapping[str, F], name: str, sources: Sequence[str]) -> F | None:

@@ -22,11 +22,12 @@ class CallShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
-    """A format: its name, how its calls are written and read, and the `markers` that are special tokens in some
+    """A format: its name, how its calls are written and read, and the `markers` that are special tokens in
+    some
     tokenizers.
 
-    A chat template has this format if it has all of `signs`, and none of `not_signs`. Where calls have no marker
-    (`is_whole`) a reply is either text or calls.
+    A chat template has this format if it has all of `signs`, and none of `not_signs`. Where calls have no
+    marker (`is_whole`) a reply is either text or calls.
     """
 
     name: str

@@ -38,7 +38,8 @@ class TokenPlaces:
     A token without text, such as a special token, is released with the next token that has text. So no token
     after a stop string is released, nor an end-of-sequence token. But if the output ends because of its
     length, all remaining tokens are. Without a tokenizer there is no text to wait for, and every token is
-    released at once. With `continuing` the output follows other text, and `shown` are special tokens with text, as in TextStream.
+    released at once. With `continuing` the output follows other text, and `shown` are special tokens with
+    text, as in TextStream.
     """
 
     def __init__(

@@ -17,9 +17,10 @@ from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_pla
 class OutputExtras:
     """What a request asked for besides output text.
 
-    `shown` has the text of special tokens that are part of the output text. `write_logprobs` writes log-probabilities, None if they were not requested. `prompts` are the prompts'
-    texts if they are to be echoed before the output. With `only_prompts` nothing else is shown: the one token
-    that was generated is left out.
+    `shown` has the text of special tokens that are part of the output text. `write_logprobs` writes
+    log-probabilities, None if they were not requested. `prompts` are the prompts' texts if they are to be
+    echoed before the output. With `only_prompts` nothing else is shown: the one token that was generated is
+    left out.
     """
 
     names: TokenNames

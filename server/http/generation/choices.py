@@ -186,7 +186,7 @@ class Choices:
         return shown
 
     def events(self, index: int, piece: Piece) -> list[ReplyEvent]:
-        """What the next piece of choice `index` of a chat adds to the reply; nothing where replies are text."""
+        """What the next piece of choice `index` adds to a chat's reply; nothing where replies are text."""
         readers = self.tally.readers
         return readers[index].take(piece) if readers else []
 

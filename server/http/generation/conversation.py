@@ -40,7 +40,7 @@ def rendered(
     use_tools: bool = True,
     reasoning_effort: str | None = None,
 ) -> str:
-    """The text of a conversation. Raises InvalidRequest and its subclass BadConversation, and NotSupported."""
+    """The text of a conversation. Raises InvalidRequest, of which BadConversation and NotSupported."""
     conversation.check_conversation()
     tools = (conversation.tools or None) if use_tools else None
     template = templates.choose(conversation.chat_template, has_tools=tools is not None)
@@ -57,7 +57,8 @@ def rendered(
 
 
 def _effort(template: ChatTemplate, effort: str | None) -> dict[str, Any]:
-    """The template's variables for this effort: of its own name, or for "none" the one that turns reasoning off.
+    """The template's variables for this effort: of its own name, or for "none" the one that turns reasoning
+    off.
 
     Raises NotSupported if there is none, but a model without reasoning makes no effort anyway.
     """
