@@ -10,6 +10,7 @@ from server.http.bodies.errors import error_responses
 
 _OF_BODIES = (400, 408, 413, 415)
 _SCHEME = "bearer"
+_OWN_HEADER = "x-api-key"  # of Anthropic's protocol
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
@@ -21,11 +22,16 @@ def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
             form = MessagesErrorBody if is_anthropic(path) else ErrorBody
             is_keyed = (keyed and path not in OPEN_PATHS) or path.startswith(ADMIN)
             _correct(operation, form.__name__, keyed=is_keyed)
+            if is_keyed and form is MessagesErrorBody:
+                operation["security"].append({_OWN_HEADER: []})
     schemas = document["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     if keyed or any(path.startswith(ADMIN) for path in document["paths"]):
-        document["components"]["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+        schemes: dict[str, Any] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+        if keyed:
+            schemes[_OWN_HEADER] = {"type": "apiKey", "in": "header", "name": _OWN_HEADER}
+        document["components"]["securitySchemes"] = schemes
     return document
 
 

@@ -85,10 +85,14 @@ class Door:
         )
         stream = self._call.remote(call)
         assert isinstance(stream, DeploymentResponseGenerator)
-        return Relay(stream, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended)
+        return Relay(
+            stream, path=path, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended
+        )
 
     async def _prefix(self, request: Request, path: str, body: bytes) -> tuple[int, ...]:
-        tenant = request.headers.get("authorization", "").encode() if self._keyed else b""
+        headers = request.headers
+        key = headers.get("x-api-key") or headers.get("authorization", "")
+        tenant = key.encode() if self._keyed else b""
         try:
             return await run_for_request(len(body), partial(prefix_chain, path, tenant, body))
         except QueueFull:  # any engine will do

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed
 from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse, meaning
@@ -97,13 +98,19 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message, path = error.detail, request.url.path
+    message, path, headers = error.detail, request.url.path, error.headers
     if error.status_code == 404:
         message = f"there is nothing at {request.method} {path}; GET /openapi.json shows what there is"
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{path} does not take {request.method}, but {allowed}"
-    return status_response(error.status_code, message, error.headers, path=path)
+        allowed = ", ".join(_allowed(request))
+        message, headers = f"{path} does not take {request.method}, but {allowed}", {"Allow": allowed}
+    return status_response(error.status_code, message, headers, path=path)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods of all routes of the request's path; Starlette names only those of the first."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:

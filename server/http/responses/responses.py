@@ -20,6 +20,7 @@ from server.http.fields.token_places import PlacedToken
 from server.http.generation.answer import GENERATION_ERRORS, accept, new_id
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices
+from server.http.generation.chunks import RESPONSES
 from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.reply_stream import Reply, ReplyStream
 from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
@@ -35,7 +36,7 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
 
 @router.post(
-    "/v1/responses",
+    RESPONSES,
     response_class=Response,
     responses={200: {"model": ResponseObject, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
 )
