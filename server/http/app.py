@@ -3,6 +3,7 @@
 from functools import cache, partial
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 import orca_jax
@@ -62,8 +63,12 @@ def create_app(
         max_bytes=options.max_stored_bytes,
         seconds=options.stored_response_seconds,
     )
+    app.state.methods = dict[str, set[str]]()  # of each path, for 405
     for routes in (completions, chat, responses, stored, messages, models, tokenization, status):
         app.include_router(routes.router)
+        for route in routes.router.routes:
+            if isinstance(route, APIRoute):
+                app.state.methods.setdefault(route.path, set()).update(route.methods or ())
     if admin_keys.required:
         app.include_router(admin.router)
     if options.pages:

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
 
 from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed
 from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse, meaning
@@ -102,15 +101,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         message = f"there is nothing at {request.method} {path}; GET /openapi.json shows what there is"
     elif error.status_code == 405:
-        allowed = ", ".join(_allowed(request))
-        message, headers = f"{path} does not take {request.method}, but {allowed}", {"Allow": allowed}
+        route = getattr(request.scope.get("route"), "path", "")
+        # Starlette names only the methods of the first route of the path.
+        methods = request.app.state.methods.get(route, (error.headers or {}).get("Allow", "").split(", "))
+        headers = {"Allow": ", ".join(sorted(methods))}
+        message = f"{path} does not take {request.method}, but {headers['Allow']}"
     return status_response(error.status_code, message, headers, path=path)
-
-
-def _allowed(request: Request) -> list[str]:
-    """The methods of all routes of the request's path; Starlette names only those of the first."""
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
-    return sorted({method for route in routes for method in getattr(route, "methods", None) or ()})
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
