@@ -44,10 +44,11 @@ class Loaded:
 
 def client(connection: Connection) -> None:
     """For an OtherProcess: answers each Streams with a Loaded."""
-    answer_each(connection, _load)
+    answer_each(connection, load)
 
 
-async def _load(streams: Streams) -> Loaded:
+async def load(streams: Streams) -> Loaded:
+    """Run the streams to their ends."""
     run = _http if streams.protocol == "HTTP" else _grpc
     return await asyncio.wait_for(run(streams), _SECONDS)
 

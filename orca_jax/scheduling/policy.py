@@ -39,6 +39,21 @@ def with_given(increments: list[Row], max_bs: int) -> list[Row]:
     return increments
 
 
+def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool) -> tuple[Choice, bool]:
+    """The rows of one phase, for a deterministic engine, and whether they are prefills; the phases alternate.
+
+    `n_rsrv` is that before the choice, which increments leave as it is.
+    """
+    initiations = [row for row in choice.rows if row[0].in_initiation]
+    increments = [row for row in choice.rows if not row[0].in_initiation]
+    # Initiations may go first: the requests with increments arrived earlier and have already run.
+    if initiations and not (increments and initiated_last):
+        held = (increments[0][0], "phase") if increments else choice.held
+        return choice._replace(rows=initiations, held=held), True
+    held = (initiations[0][0], "phase") if initiations else choice.held
+    return Choice(with_given(increments, max_bs), n_rsrv, held=held), False
+
+
 class Policy(Protocol):
     """Which requests run in the next iteration, and how many tokens of each."""
 

@@ -15,8 +15,9 @@ from orca_jax.scheduling.request_pool import InArrivalOrder
 INITIATION, RUNNING, INCREMENT, _ = RequestState
 
 # Why a request could not join a batch: the batch is full; too few slots are free; the iteration has no room
-# for its tokens; another request computes the beginning of its prompt now, which it can then share.
-Why = Literal["batch", "slots", "tokens", "prefix"]
+# for its tokens; another request computes the beginning of its prompt now, which it can then share; a request
+# that may have cost a worker runs alone; a deterministic engine's iteration is of the other phase.
+Why = Literal["batch", "slots", "tokens", "prefix", "alone", "phase"]
 Held = tuple[Request, Why]
 
 

@@ -18,7 +18,7 @@ from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
 from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
-from orca_jax.scheduling.select import Held, slots_to_reserve
+from orca_jax.scheduling.select import Held, Why, slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 _WINDOW = 16  # the requests among which the longest cached beginning goes first
@@ -49,6 +49,10 @@ class _Plan:
         """Add a row."""
         self.rows.append((req, n_tokens))
         self.n_places += req.n_places
+
+    def hold(self, req: Request, why: Why) -> None:
+        """The request has to wait; the first one counts."""
+        self.held = self.held or (req, why)
 
     def gives_up(self, req: Request) -> bool:
         """Whether the request must not run in this iteration."""
@@ -222,6 +226,7 @@ class ServingPolicy:
             if n_new:
                 later = (other for other in reversed(order[place[req] + 1 :]) if not plan.gives_up(other))
                 if not plan.make_room(n_new, later, self._kv):
+                    plan.hold(req, "slots")
                     continue
             plan.add(req, 1)
 
@@ -263,18 +268,18 @@ class ServingPolicy:
             if plan.gives_up(req):
                 continue
             if plan.n_places + req.n_places > self._max_bs:
-                plan.held = req, "batch"
+                plan.hold(req, "batch")
                 return True
             room -= req.n_to_encode
             n_tokens = self._n_tokens(req.n_to_compute, room)
             if not n_tokens:
-                plan.held = req, "tokens"
+                plan.hold(req, "tokens")
                 return False
             plan.add(req, n_tokens)
             room -= n_tokens
         if plan.free <= 0 or plan.preempted or plan.held_back:
             for first in chain(plan.preempted, waiting):
-                plan.held = first, "slots"
+                plan.hold(first, "slots")
                 break
             return True
         return self._admit(plan, room, admitted, waiting)
@@ -296,7 +301,7 @@ class ServingPolicy:
         for req in waiting:
             most = min(self._max_bs - plan.n_places, self._max_admitted - n_admitted, n_free_rows)
             if req.n_places > most:
-                plan.held = req, "batch"
+                plan.hold(req, "batch")
                 return True
             cached = cached_blocks(req, kv)
             if computing is None:
@@ -304,15 +309,15 @@ class ServingPolicy:
                 computing = {next_block_hash(other, other.n_computed // kv.block_size, kv) for other in begun}
             next_hash = next_block_hash(req, len(cached), kv)
             if next_hash is not None and next_hash in computing:
-                plan.held = req, "prefix"
+                plan.hold(req, "prefix")
                 return True  # another request computes this block now; in the next iteration it is cached
             n_tokens = self._n_tokens(req.n_tokens - len(cached) * kv.block_size, room - req.n_to_encode)
             if not n_tokens:
-                plan.held = req, "tokens"
+                plan.hold(req, "tokens")
                 return not room
             n_new = self._n_new_blocks(req, cached, plan.revived)
             if n_new + (self._watermark if n_admitted else 0) > plan.free:
-                plan.held = req, "slots"
+                plan.hold(req, "slots")
                 return True
             plan.free -= n_new
             plan.taken += n_new

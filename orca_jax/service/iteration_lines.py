@@ -24,15 +24,19 @@ class IterationLines:
     def begin(self, record: IterationRecord, rows: Sequence[Row]) -> dict[str, Any]:
         """The line of an iteration that is about to be issued. More may be put into it."""
         scheduler = self._scheduler
+        prefill = [i for i, is_prompt in enumerate(record.initiation) if is_prompt]
         line: dict[str, Any] = {
             "iteration": record.number,
             "issued": record.issued,
             "rows": [(req.arrival, n) for req, n in rows],
             "bucket": record.bucket,
-            "prefill": [i for i, is_prompt in enumerate(record.initiation) if is_prompt],
+            "prefill": prefill,
+            "starts": [rows[i][0].n_computed for i in prefill],
+            "partial": [i for i in prefill if rows[i][1] < rows[i][0].n_to_compute],
             "slots": _slots(scheduler),
             "waiting": scheduler.pool.n_waiting,
             "held": _held(scheduler),
+            "preempted": [req.arrival for req in scheduler.waiting_again],
         }
         self._in_flight[record.number] = line
         return line

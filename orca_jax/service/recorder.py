@@ -86,7 +86,7 @@ class Recorder:
 
     def returned(self, line: dict[str, Any]) -> None:
         """An iteration has returned in this turn; `line` is that of IterationLines, with its `turn`."""
-        self._put({**line, "returned_in": self.turn}, 2 * len(line["rows"]) + len(line["prefill"]))
+        self._put({**line, "returned_in": self.turn}, 2 * len(line["rows"]) + 2 * len(line["prefill"]))
 
     def finished(self, request: Request, reason: FinishReason, at: float) -> None:
         """A request has ended, for any reason."""

@@ -64,6 +64,11 @@ class ServedModel:
         """Whether an encoder reads the prompt, so that the output does not continue it."""
         return self.config.encoder is not None
 
+    @property
+    def can_chat(self) -> bool:
+        """Whether it can read a conversation."""
+        return self.chat_template is not None and self.tokenizer is not None and not self.has_encoder
+
     def require_tokenizer(self, param: str) -> Tokenizer:
         """The tokenizer. Raises InvalidPrompt for the field `param` if the model has none."""
         if self.tokenizer is None:

@@ -13,13 +13,17 @@ router = APIRouter(prefix="/v1/models", tags=["models"], responses=error_respons
 
 
 class Model(BaseModel):
-    """A model. `created` is in seconds since 1970; `max_model_len` is tokens, input and output together."""
+    """A model. `created` is in seconds since 1970; `max_model_len` is tokens, input and output together.
+
+    `inputs` are the forms in which it takes its input: messages if it can chat.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "orca_jax"
     max_model_len: int
+    inputs: list[Literal["text", "token_ids", "messages"]]
 
 
 class Models(BaseModel):
@@ -43,4 +47,13 @@ async def get_model(gateway: GatewayOf, model_id: str) -> Model:
 
 
 def _model(model: ServedModel) -> Model:
-    return Model(id=model.name, created=model.created, max_model_len=model.service.most_output(0))
+    return Model(
+        id=model.name,
+        created=model.created,
+        max_model_len=model.service.most_output(0),
+        inputs=[
+            *(["text"] if model.tokenizer is not None else []),
+            "token_ids",
+            *(["messages"] if model.can_chat else []),
+        ],
+    )

@@ -6,6 +6,7 @@ describes the messages.
 
 import asyncio
 import json
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -72,6 +73,7 @@ class LiveFeed:
     def __init__(self, gateway: Gateway, *, shows_ids: bool = True) -> None:
         self._gateway = gateway
         self._shows_ids = shows_ids
+        self._run_id = secrets.token_hex(8)  # numbers of requests and iterations begin again with another run
         self._viewers: list[Viewer] = []
         self._pump: asyncio.Task[None] | None = None
         self._model: ServedModel | None = None  # what is watched
@@ -173,6 +175,7 @@ class LiveFeed:
         hello: Line = {
             "orca_live": 1,
             "version": orca_jax.__version__,
+            "run": self._run_id,
             "now": self._now(),
             "shows_ids": self._shows_ids,
             "status": status.phase,

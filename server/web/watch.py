@@ -62,6 +62,8 @@ class Watch:
                 "n_computed": request.n_computed,
                 "n_output": len(record.token_times),
                 "admitted": request.row >= 0,
+                "scheduled": record.scheduled,
+                "first_token": record.token_times[0] if record.token_times else None,
             }
             for request in live
             if (record := records.get(request.arrival)) is not None
@@ -77,7 +79,7 @@ class Watch:
 
     def returned(self, record: IterationRecord) -> None:
         line = self._iterations.end(record)
-        if line is not None and not self._put(line, 2 * len(line["rows"]) + len(line["prefill"])):
+        if line is not None and not self._put(line, 2 * len(line["rows"]) + 2 * len(line["prefill"])):
             self._n_skipped += 1
 
     def ended(self, record: RequestRecord, request: Request) -> None:

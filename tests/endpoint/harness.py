@@ -99,6 +99,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> No
 def serving(
     token: Callable[[Request, int], int] = counting,
     *,
+    name: str = "test",
     engine: Engine | None = None,
     seconds: float = 0.0,
     config: ServingConfig = CONFIG,
@@ -117,7 +118,7 @@ def serving(
 ) -> Iterator[Server]:
     """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
-    The model is called "test". With `ready` False the gateway stays closed until
+    With `ready` False the gateway stays closed until
     `server.call(lambda: server.gateway.open(server.model))`. With `memory` an operator with one of
     `admin_keys` may change it.
     """
@@ -131,6 +132,7 @@ def serving(
             service,
             model,
             config,
+            name=name,
             tokenizer=LETTERS if tokenizer else None,
             chat_template=chat_template,
             tool_format=tool_format,
@@ -153,6 +155,7 @@ def serving_model(
     model: ModelConfig,
     config: ServingConfig,
     *,
+    name: str = "test",
     tokenizer: Tokenizer | None = None,
     chat_template: str | None = None,
     tool_format: str = AUTO,
@@ -169,7 +172,7 @@ def serving_model(
     templates = None if chat_template is None else ChatTemplate(chat_template)
     formats = reply_formats(templates, tool_format, reasoning_format)
     served = ServedModel(
-        name="test",
+        name=name,
         service=service,
         config=model,
         serving=config,

@@ -30,6 +30,11 @@ def text_of(
     if templates is None:
         message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
         raise NotSupported(f"{message}--chat-template FILE", param="messages")
+    if use_tools and conversation.tools:
+        template = templates.choose(conversation.chat_template, has_tools=True)
+        if not template.reads("tools"):
+            message = "the model's chat template does not show tools to the model; leave tools out, or set "
+            raise NotSupported(message + 'tool_choice to "none"', param="tools")
     return rendered(templates, conversation, use_tools=use_tools, reasoning_effort=reasoning_effort)
 
 

@@ -107,9 +107,14 @@ def test_the_models(server: Server, client: httpx2.Client) -> None:
         "created": server.model.created,
         "owned_by": "orca_jax",
         "max_model_len": 512,
+        "inputs": ["text", "token_ids", "messages"],
     }
     assert client.get("/v1/models").json() == {"object": "list", "data": [model]}
     assert client.get("/v1/models/test").json() == model
+    with serving(chat_template=None) as other, connected(other) as client:
+        assert client.get("/v1/models/test").json()["inputs"] == ["text", "token_ids"]
+    with serving(tokenizer=False) as other, connected(other) as client:
+        assert client.get("/v1/models/test").json()["inputs"] == ["token_ids"]
 
 
 @pytest.mark.parametrize("name", ["other", "org/name", "test/", "TEST", "%20", "t%65st%00"])

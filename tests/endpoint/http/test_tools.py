@@ -306,6 +306,16 @@ def test_without_a_known_format_calls_are_text() -> None:
         assert caught.value.param == "tool_choice"
 
 
+def test_tools_that_the_template_would_drop_are_refused() -> None:
+    with (
+        serving(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}") as server,
+        client_of(server) as client,
+        pytest.raises(openai.BadRequestError, match="does not show") as caught,
+    ):
+        ask(client)
+    assert caught.value.param == "tools"
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_a_call_is_forced_in_every_format(name: str) -> None:
     token = (

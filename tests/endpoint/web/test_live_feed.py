@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from orca_jax.config import ServingConfig
+from server.errors import TooManyViewers
 from server.settings.api_keys import ApiKeys
 from server.web import feed as feed_module
 from server.web import watch as watch_module
@@ -120,6 +121,7 @@ def test_a_new_viewer_learns_of_live_requests() -> None:
             1,
             False,
         )
+        assert 0 < first["scheduled"] < first["first_token"] and second["scheduled"] is None
         assert first["n_computed"] >= 3 and second["n_computed"] == 0
         assert all("arrived" not in line for line in lines)
 
@@ -180,6 +182,23 @@ def test_too_many_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
         next(events)
         response = client.get("/live/events")
         assert (response.status_code, response.json()["error"]["code"]) == (429, "too_many_viewers")
+
+
+def test_the_65th_viewer_is_refused() -> None:
+    with serving() as server:
+
+        async def scenario() -> int:
+            feed = LiveFeed(server.gateway)
+            viewers = [feed.join() for _ in range(64)]
+            with pytest.raises(TooManyViewers, match="64 people watch already"):
+                feed.join()
+            feed.leave(viewers[0])
+            feed.join()
+            n_viewers = feed.n_viewers
+            await feed.close()
+            return n_viewers
+
+        assert asyncio.run_coroutine_threadsafe(scenario(), server.loop).result(SOON) == 64
 
 
 def test_a_viewer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

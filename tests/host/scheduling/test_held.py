@@ -1,6 +1,7 @@
 """Which request had to wait when a batch was chosen, and why."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,16 +45,17 @@ class Watched:
 
 
 def run(
-    config: ServingConfig, prompts: Sequence[Sequence[int]], n_output: int, **more: Any
+    config: ServingConfig, prompts: Sequence[Sequence[int]], n_output: int | Sequence[int], **more: Any
 ) -> list[dict[str, Any]]:
     """The lines of these requests, all of which arrive at 0."""
     simulation = Simulation(config, **more)
     watched = Watched(simulation)
-    for i, prompt in enumerate(prompts):
+    n_outputs = [n_output] * len(prompts) if isinstance(n_output, int) else n_output
+    for i, (prompt, n) in enumerate(zip(prompts, n_outputs, strict=True)):
         request = Request(
             request_id=str(i),
             prompt_ids=tuple(prompt),
-            max_tokens=len(prompt) + n_output,
+            max_tokens=len(prompt) + n,
             sampling=SamplingParams(),
             seed=i,
         )
@@ -108,6 +110,59 @@ def test_another_request_computes_the_same_prefix() -> None:
         ([(1, 2)], None),
     ]
     assert lines[1]["slots"] == (12, 8, 0), "the shared blocks count once"
+
+
+def test_a_long_prompt_in_chunks_beside_a_decode() -> None:
+    # After the first iteration request 0 decodes, and 1 has the room that is left of 8 tokens.
+    lines = run(config(SERVING, max_batch_tokens=8), [[1] * 4, list(range(20))], n_output=4)
+    assert [(line["rows"], line["prefill"], line["starts"], line["partial"]) for line in lines[:4]] == [
+        ([(0, 4), (1, 4)], [0, 1], [0, 0], [1]),
+        ([(0, 1), (1, 7)], [1], [4], [1]),
+        ([(0, 1), (1, 7)], [1], [11], [1]),
+        ([(0, 1), (1, 2)], [1], [18], []),
+    ]
+
+
+def test_what_the_prefix_cache_has_is_where_a_prompt_starts() -> None:
+    prompt = list(range(10))
+    lines = run(config(SERVING), [prompt, prompt], n_output=1)
+    assert [(line["starts"], line["partial"]) for line in lines] == [([0], []), ([8], [])]
+
+
+def test_who_lost_its_slots() -> None:
+    # Three blocks: request 1 takes the last one a token before request 0 needs it.
+    lines = run(config(SERVING, n_slots=12), [[1, 2, 3], [4, 5, 6, 7]], n_output=5)
+    assert [(line["rows"], line["held"], line["preempted"]) for line in lines] == [
+        ([(0, 3), (1, 4)], None, []),
+        ([(0, 1), (1, 1)], None, []),
+        ([(0, 1)], (1, "slots"), [1]),
+        ([(0, 1)], (1, "slots"), [1]),
+        ([(0, 1)], (1, "slots"), [1]),
+        ([(1, 2)], None, []),
+        ([(1, 1)], None, []),
+        ([(1, 1)], None, []),
+    ]
+    assert (lines[5]["prefill"], lines[5]["starts"]) == ([0], [4]), "its first block is cached"
+
+
+def test_an_admitted_request_that_cannot_grow() -> None:
+    # Three blocks: both need a second one for their fifth token, and the first request gets it.
+    lines = run(config(SERVING, n_slots=12), [[1, 2, 3], [4, 5, 6]], n_output=4)
+    assert [(line["rows"], line["held"]) for line in lines[2:4]] == [
+        ([(0, 1)], (1, "slots")),
+        ([(0, 1)], (1, "slots")),
+    ]
+
+
+def test_the_phases_of_a_deterministic_engine_wait_for_each_other() -> None:
+    serving = replace(config(ORCA, max_batch_size=2), deterministic=True)
+    lines = run(serving, [[1], [2], [3]], n_output=[1, 4, 2])
+    assert [(line["rows"], line["held"]) for line in lines[:4]] == [
+        ([(0, 1), (1, 1)], (2, "batch")),
+        ([(1, 1)], (2, "phase")),
+        ([(2, 1)], (1, "phase")),
+        ([(1, 1), (2, 1)], None),
+    ]
 
 
 @given(

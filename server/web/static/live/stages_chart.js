@@ -1,0 +1,92 @@
+// When each stage computed. Where requests were live and it did not is a bubble.
+
+import { Chart } from "./chart.js";
+import { count, duration, percent } from "./format.js";
+import { nStages, stageSpans } from "./spans.js";
+
+const ROW = 26;
+const BAR = 16;
+
+export class StagesChart extends Chart {
+  get wantedHeight() {
+    return nStages(this.model) * ROW + 4;
+  }
+
+  paint(context) {
+    const { view } = this;
+    const live = this.#liveTimes();
+    this.shares = [];
+    const bars = Array.from({ length: nStages(this.model) }, () => ({ x: null, end: 0, busy: 0 }));
+    context.fillStyle = this.colours.hatch(context, "bubble", 5);
+    bars.forEach((_, stage) => {
+      for (const [from, to] of live) this.#bar(context, stage, this.x(from), this.x(to));
+    });
+    context.fillStyle = this.colours.busy;
+    for (const { stage, from, to } of stageSpans(this.model, view.from, view.to)) {
+      const bar = bars[stage];
+      if (!bar) continue;
+      bar.busy += Math.min(to, view.to) - Math.max(from, view.from);
+      const x = this.x(from);
+      if (bar.x === null || x - bar.end > 1) {
+        if (bar.x !== null) this.#bar(context, stage, bar.x, bar.end, 1);
+        bar.x = x;
+      }
+      bar.end = this.x(to);
+      if (bar.end - x > 6) {
+        this.#bar(context, stage, bar.x, bar.end, 1);
+        bar.x = null;
+      }
+    }
+    const whole = live.reduce((sum, [from, to]) => sum + to - from, 0);
+    bars.forEach((bar, stage) => {
+      if (bar.x !== null) this.#bar(context, stage, bar.x, bar.end, 1);
+      this.shares[stage] = percent(Math.min(bar.busy, whole), whole);
+    });
+  }
+
+  frame(context) {
+    context.fillStyle = this.colours.quiet;
+    context.textAlign = "right";
+    (this.shares ?? []).forEach((share, i) => context.fillText(share, this.left - 6, i * ROW + 2 + ROW / 2));
+  }
+
+  at(x, y) {
+    const stage = Math.floor((y - 2) / ROW);
+    if (stage < 0 || stage >= nStages(this.model)) return null;
+    const time = this.time(x);
+    const name = `Stage ${stage + 1} of ${nStages(this.model)}`;
+    const lines = [`busy ${this.shares?.[stage]} of the time with live requests in view`];
+    for (const span of stageSpans(this.model, time, time)) {
+      if (span.stage !== stage) continue;
+      const which = span.number === null ? "an iteration" : `iteration ${count(span.number)}`;
+      return { title: name, lines: [`${which}: ${duration(span.to - span.from)}`, ...lines], request: null };
+    }
+    return { title: name, lines: ["idle", ...lines], request: null };
+  }
+
+  #bar(context, stage, from, to, gap = 0) {
+    const x = Math.round(from);
+    const width = Math.round(to) - x;
+    const top = stage * ROW + 2 + (ROW - BAR) / 2;
+    context.fillRect(x, top, Math.max(1, width), BAR);
+    if (gap && width > 4) context.clearRect(x + width - 1, top, 1, BAR); // between two iterations
+  }
+
+  // The parts of the view in which some request was live.
+  #liveTimes() {
+    const parts = [];
+    for (const request of this.model.requests.values()) {
+      const from = Math.max(this.view.from, request.arrived);
+      const to = Math.min(this.view.to, request.finished ?? this.model.last);
+      if (to > from) parts.push([from, to]);
+    }
+    parts.sort((a, b) => a[0] - b[0]);
+    const merged = [];
+    for (const part of parts) {
+      const last = merged.at(-1);
+      if (last && part[0] <= last[1]) last[1] = Math.max(last[1], part[1]);
+      else merged.push(part);
+    }
+    return merged;
+  }
+}

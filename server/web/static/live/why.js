@@ -1,0 +1,107 @@
+// Why a request waits, in words, and during which parts of its time.
+
+export const WHY = {
+  batch: ["batch full", "the batch has no place left"],
+  slots: ["slots", "too few slots are free for its keys and values"],
+  tokens: ["tokens", "the iteration has no room for its tokens"],
+  prefix: ["shared prefix", "another request computes the beginning of its prompt now, which it will share"],
+  gate: ["paused", "the operator has stopped admission, or brings the engine to rest"],
+  alone: ["one runs alone", "a request that may have cost a worker runs alone"],
+  phase: ["other phase", "a deterministic engine runs prefill and decode in turn"],
+  next: ["next iteration", "it arrived after the last batch was chosen"],
+  loading: ["loading", "the model is still loading"],
+  recovering: ["worker lost", "a worker was lost, and the engine starts again"],
+  paused: ["paused", "the engine's operator has paused it"],
+  asleep: ["asleep", "the engine has given its memory back"],
+  failed: ["failed", "the engine has failed"],
+};
+const ALL = -1;
+const OTHERS = "others";
+
+/** The parts of [from, to] with their reasons: { from, to, why, first }; `first` is the request at the head. */
+export function reasons(model, from, to) {
+  const times = [from, ...between(model.held, from, to), ...between(model.moments, from, to)];
+  times.sort((a, b) => a - b);
+  const parts = [];
+  times.forEach((time, i) => {
+    const part = { ...at(model, time), from: time, to: times[i + 1] ?? to };
+    const last = parts.at(-1);
+    if (last && last.why === part.why && last.first === part.first) last.to = part.to;
+    else parts.push(part);
+  });
+  return parts;
+}
+
+/** The same for a waiting request; `first` is null where the reason is its own. */
+export function waitReasons(model, request, from, to) {
+  return reasons(model, from, to).map((part) => (part.first === request.number ? { ...part, first: null } : part));
+}
+
+/** The same with one part for all the time behind other requests: `first` is OTHERS, `why` the longest reason. */
+export function summedReasons(model, request, from, to) {
+  const parts = [];
+  let shares = null; // seconds by reason of the part that is being put together
+  for (const part of waitReasons(model, request, from, to)) {
+    const last = parts.at(-1);
+    const goesOn = shares !== null && part.first !== null;
+    if (goesOn) {
+      if (part.first !== last.first) last.first = OTHERS;
+      last.to = part.to;
+    } else {
+      parts.push({ ...part });
+      shares = part.first === null ? null : new Map();
+    }
+    if (!shares) continue;
+    shares.set(part.why, (shares.get(part.why) ?? 0) + part.to - part.from);
+    parts.at(-1).why = [...shares].reduce((most, one) => (one[1] > most[1] ? one : most))[0];
+  }
+  return parts;
+}
+
+/** Why it waits now, or null. */
+export function whyNow(model, request) {
+  if (!request.isWaiting) return null;
+  const wait = request.waits.at(-1);
+  return waitReasons(model, request, Math.max(wait[0], model.last), model.last).at(-1);
+}
+
+/** A reason in a few words, for a bar. */
+export function inShort(model, request, { why, first }) {
+  const short = WHY[why]?.[0] ?? why;
+  if (first === null) return short;
+  if (first === OTHERS) return `behind others: ${short}`;
+  return `${goesByPriority(model, request, first) ? "priority, " : ""}behind #${first}: ${short}`;
+}
+
+/** A reason as a sentence. */
+export function inFull(model, request, { why, first }) {
+  const full = WHY[why]?.[1] ?? why;
+  if (first === null) return full;
+  if (first === OTHERS) return `the requests before it wait, most of the time because ${full}`;
+  const reason = goesByPriority(model, request, first) ? "has a higher priority" : "is before it";
+  return `request #${first} ${reason} and waits: ${full}`;
+}
+
+function goesByPriority(model, request, first) {
+  return model.sizes.scheduling_policy === "priority" && model.requests.get(first)?.priority < request.priority;
+}
+
+function at(model, time) {
+  const moment = latest(model.moments, time);
+  if (moment && WHY[moment.phase]) return { why: moment.phase, first: null };
+  const held = latest(model.held, time)?.held ?? null;
+  if (held === null) return { why: "next", first: null };
+  const [first, why] = held;
+  return { why, first: first === ALL ? null : first };
+}
+
+function latest(queue, time) {
+  return queue.at(queue.search((entry) => entry.time > time) - 1);
+}
+
+function between(queue, from, to) {
+  const times = [];
+  for (let i = queue.search((entry) => entry.time > from); i < queue.length && queue.at(i).time < to; i++)
+    times.push(queue.at(i).time);
+  return times;
+}

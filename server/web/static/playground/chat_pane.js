@@ -1,0 +1,153 @@
+// A conversation: its system message, its turns, and the next message.
+
+import { element, newId } from "../dom.js";
+import { Frame } from "./frame.js";
+import { BadValue } from "./settings.js";
+import { CHAT } from "./stream.js";
+import { Turn } from "./turn.js";
+
+/** `page` is as in CompletionPane. */
+export class ChatPane {
+  #page;
+  #frame;
+  #turns = [];
+  #system = element("textarea", { rows: "2", placeholder: "What the model should keep to, if anything" });
+  #list = element("ol", { class: "conversation", "aria-label": "Conversation" });
+  #problem = element("div", { class: "problem", role: "alert", hidden: true });
+  #next = element("textarea", { class: "prompt", rows: "2", placeholder: "Write a message; Enter sends it." });
+
+  constructor(page, { system = "", messages = [], next = "", seed = "" } = {}) {
+    this.#page = page;
+    this.#frame = new Frame({
+      path: CHAT,
+      runLabel: "Send",
+      run: () => this.run(),
+      stop: () => this.stop(),
+      remove: () => page.remove(this),
+      body: () => this.#body(this.#withNext()),
+      refuse: (message) => this.#refuse(message),
+    });
+    this.#frame.seedText = seed;
+    this.#system.value = system;
+    this.#next.value = next;
+    for (const message of messages) this.#add(message);
+    this.#next.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.run();
+      }
+    });
+    const id = newId();
+    this.#system.id = id;
+    this.element = element(
+      "section",
+      { class: "card pane" },
+      this.#frame.head,
+      element("div", { class: "field system" }, element("label", { for: id }, "System message"), this.#system),
+      this.#list,
+      this.#problem,
+      this.#next,
+      this.#frame.actions,
+    );
+  }
+
+  get busy() {
+    return this.#turns.some((turn) => turn.busy);
+  }
+
+  get state() {
+    const messages = this.#messages().filter(({ role }) => role !== "system");
+    return { system: this.#system.value, messages, next: this.#next.value, seed: this.#frame.seedText };
+  }
+
+  name(number, isOnly) {
+    const title = isOnly ? "Conversation" : `Conversation ${number}`;
+    this.#frame.name(title, isOnly);
+    this.element.setAttribute("aria-label", `Pane ${number}`);
+    this.#list.setAttribute("aria-label", title);
+    this.#next.setAttribute("aria-label", isOnly ? "Message" : `Message ${number}`);
+  }
+
+  focus() {
+    this.#next.focus();
+  }
+
+  stop() {
+    for (const turn of this.#turns) turn.stop();
+  }
+
+  /** Send the next message; without one, answer the last again if nothing has answered it. */
+  async run() {
+    if (this.busy) return;
+    if (this.#next.value.trim()) {
+      this.#add({ role: "user", content: this.#next.value });
+      this.#next.value = "";
+    } else if (this.#turns.at(-1)?.role === "assistant" && !this.#turns.at(-1).hasContent) {
+      this.#cut(this.#turns.length - 1);
+    } else if (this.#turns.at(-1)?.role !== "user") {
+      this.#refuse("Write a message first.");
+      return;
+    }
+    await this.#answer();
+  }
+
+  async #answer() {
+    this.#problem.hidden = true;
+    let body;
+    try {
+      body = this.#body(this.#messages());
+    } catch (error) {
+      if (!(error instanceof BadValue)) throw error;
+      this.#refuse(error.message);
+      return;
+    }
+    const done = this.#add(null).ask(CHAT, body);
+    this.#frame.busy = true;
+    this.#page.changed();
+    await done;
+    this.#frame.busy = false;
+    this.#page.changed();
+  }
+
+  // A turn of a message, or with null one that is to be answered.
+  #add(message) {
+    const turn = new Turn(message, {
+      again: () => this.#from(turn, 0),
+      edited: () => turn.role === "user" && this.#from(turn, 1),
+    });
+    this.#turns.push(turn);
+    this.#list.append(turn.element);
+    return turn;
+  }
+
+  // Answer again what stands before a turn, or with `keep` 1 up to it; what came later goes.
+  #from(turn, keep) {
+    if (this.busy) return;
+    this.#cut(this.#turns.indexOf(turn) + keep);
+    this.#answer();
+  }
+
+  #cut(length) {
+    for (const turn of this.#turns.splice(length)) turn.element.remove();
+  }
+
+  #messages() {
+    const system = this.#system.value.trim() ? [{ role: "system", content: this.#system.value }] : [];
+    return [...system, ...this.#turns.filter((turn) => turn.hasContent).map((turn) => turn.message)];
+  }
+
+  #withNext() {
+    const next = this.#next.value.trim() ? [{ role: "user", content: this.#next.value }] : [];
+    return [...this.#messages(), ...next];
+  }
+
+  #body(messages) {
+    const { model, ...fields } = this.#page.fields(true);
+    return { model, messages, ...fields, ...this.#frame.seedField() };
+  }
+
+  #refuse(message) {
+    this.#problem.textContent = message;
+    this.#problem.hidden = false;
+  }
+}

@@ -1,0 +1,67 @@
+"""The playground without a pointer, and what a screen reader hears."""
+
+from playwright.sync_api import Browser, Page, expect
+
+from tests.browser.chromium import serious_faults, watched
+from tests.browser.playground import Playground
+from tests.endpoint.harness import Server
+
+
+def focused(page: Page) -> str:
+    """What has the focus: its label or text."""
+    return page.evaluate(
+        "(document.activeElement.labels?.[0] ?? document.activeElement).textContent"
+        " || document.activeElement.getAttribute('aria-label')"
+    )
+
+
+def test_a_run_with_the_keyboard_only(page: Page) -> None:
+    page.goto("/")
+    page.get_by_label("max_tokens", exact=True).wait_for()
+    passed = list[str]()
+    while page.evaluate("document.activeElement.tagName") != "TEXTAREA":
+        page.keyboard.press("Tab")
+        passed.append(focused(page))
+        assert len(passed) < 20, passed
+    assert passed[0] == "Skip to the content" and "Seed" in passed
+    page.keyboard.type("In the beginning")
+    page.keyboard.press("Tab")
+    assert focused(page) == "Run"
+    page.keyboard.press("Enter")
+    expect(page.locator(".finish")).to_have_text("length")
+    assert focused(page) == "Run"  # the button that was Stop meanwhile
+    for name in ("curl", "Python"):
+        page.keyboard.press("Tab")
+        assert focused(page) == name
+    page.keyboard.press("Tab")
+    expect(page.locator(".token").first).to_be_focused()
+    page.keyboard.press("Tab")  # one stop for all tokens
+    assert focused(page) == "Probabilities of tokens"
+    expect(page.get_by_role("status")).to_have_text("Answer: reached its length, 128 tokens")
+
+
+def test_control_and_enter_run_the_prompt(page: Page) -> None:
+    playground = Playground(page)
+    playground.fill(prompt="a", max_tokens=3)
+    page.get_by_role("textbox", name="Prompt").press("Control+Enter")
+    playground.finish("length")
+
+
+def test_axe_with_answers_there(browser: Browser, server: Server) -> None:
+    for scheme in ("light", "dark"):
+        with watched(browser, server.url, color_scheme=scheme) as (page, _):
+            playground = Playground(page)
+            page.get_by_text("more parameters").click()
+            playground.fill(prompt="In the beginning", seed=1, max_tokens=48)
+            page.get_by_role("button", name="Add pane").click()
+            page.get_by_role("button", name="Run all").click()
+            for pane in (1, 2):
+                playground.finish("length", pane)
+            page.locator(".token").first.focus()
+            assert serious_faults(page) == []
+            playground.chat()
+            playground.fill(max_tokens=8)
+            playground.send("In the beginning")
+            playground.finish("length")
+            page.get_by_role("button", name="Edit").first.click()
+            assert serious_faults(page) == []
