@@ -5,24 +5,44 @@ of any prompt, those of its output as those of any output.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orca_jax.errors import InvalidSamplingParameter, NotSupported
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt, check_in_vocabulary
+from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules
 
 
 @dataclass(frozen=True, slots=True)
 class GivenOutput:
-    """A checked prompt and the tokens that follow it. If there are none, one is sampled for nothing."""
+    """A checked prompt with the tokens that follow it. If there are none, one is sampled for nothing."""
 
     prompt: CheckedPrompt
     rules: OutputRules
-    given_ids: tuple[int, ...]
+
+
+def given_output(
+    service: Orca,
+    token_ids: Sequence[int],
+    n_prompt: int | None = None,
+    scheduling: SchedulingParams = PLAIN,
+    *,
+    tenant: str = "",
+) -> GivenOutput:
+    """Check a request for the log-probabilities of given tokens; see `LLM.score`.
+
+    Raises a leaf of InvalidRequest.
+    """
+    check_given(token_ids, n_prompt, service.model)
+    n_first = split_given(len(token_ids), n_prompt, deterministic=service.scheduler.config.deterministic)
+    rules = service.rules(scoring(len(token_ids) - n_first))
+    checked = service.check(token_ids[:n_first], rules, scheduling, tenant=tenant)
+    return GivenOutput(replace(checked, given_ids=tuple(token_ids[n_first:])), rules)
 
 
 def check_given(token_ids: Sequence[int], n_prompt: object, model: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from orca_jax.errors import EngineError, OutputFailed
+from orca_jax.request.pooling import Vector
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.tokenizer import TextStream
@@ -210,6 +211,11 @@ class RequestHandle:
     def n_input(self) -> int:
         """The number of prompt tokens; with an encoder, of those that it reads."""
         return self._request.n_input
+
+    @property
+    def pooled(self) -> Vector | None:
+        """Of a request for an embedding that has ended, the pooled hidden states."""
+        return self._request.pooled_vector
 
     @property
     def n_cached(self) -> int:

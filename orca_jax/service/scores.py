@@ -11,7 +11,7 @@ from orca_jax.request.prompts import prompt_token_ids
 from orca_jax.request.request import FinishReason
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.generation import GenerationResult
-from orca_jax.service.given_output import GivenOutput
+from orca_jax.service.given_output import GivenOutput, given_output
 from orca_jax.service.orca import Orca
 
 
@@ -48,21 +48,21 @@ def scores(
     checked: list[GivenOutput] = []
     for i, (token_ids, n) in enumerate(zip(lists, each_n, strict=True)):
         try:
-            checked.append(service.check_given(token_ids, n, scheduling))
+            checked.append(given_output(service, token_ids, n, scheduling))
         except InvalidRequest as error:
             raise _of_list(i, error) from error
     with ExitStack() as running:
-        generations = [running.enter_context(service.score(given)) for given in checked]
+        generations = [running.enter_context(service.submit(given.prompt, given.rules)) for given in checked]
         results = [generation.result() for generation in generations]
-    return [_after_the_first(result, given) for result, given in zip(results, checked, strict=True)]
+    return [after_the_first(result, given) for result, given in zip(results, checked, strict=True)]
 
 
-def _after_the_first(result: GenerationResult, given: GivenOutput) -> list[float]:
+def after_the_first(result: GenerationResult, given: GivenOutput) -> list[float]:
     """The log-probability of each token after the first."""
     if result.finish_reason is not FinishReason.LENGTH:
         raise RequestCancelled(f"the request for log-probabilities ended early: {result.finish_reason}")
     assert result.prompt_logprobs is not None and result.logprobs is not None
-    output = result.logprobs[: len(given.given_ids)]
+    output = result.logprobs[: len(given.prompt.given_ids)]
     return [token.logprob for token in (*result.prompt_logprobs, *output)]
 
 

@@ -21,6 +21,8 @@ from orca_jax.scheduling.engine_protocol import Engine, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service import recorder as recorder_module
+from orca_jax.service.embeddings import pooled_prompt
+from orca_jax.service.given_output import given_output
 from orca_jax.service.orca import Orca
 from orca_jax.service.recorder import Recorder
 from orca_jax.service.recording import Recording, read_recording
@@ -96,7 +98,9 @@ def serve_randomly(service: Orca, seed: int, n_users: int = 6, n_each: int = 8) 
             priority = rng.randrange(3) if service.scheduler.config.scheduling.order == "priority" else 0
             scheduling = SchedulingParams(priority=priority)
             if rng.random() < 0.1:
-                service.score(service.check_given(prompt, 1)).result(SOON)
+                given = given_output(service, prompt, 1)
+                service.submit(given.prompt, given.rules).result(SOON)
+                service.submit(*pooled_prompt(service, prompt, "mean")).result(SOON)
                 continue
             generation = service.submit(prompt, sampling, owner=f"key {number % 3}", scheduling=scheduling)
             if rng.random() < 0.2:
