@@ -237,6 +237,11 @@ class RequestHandle:
         """Of each prompt token after the first. None before the first piece, or if not requested."""
         return self._request.prompt_logprobs
 
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of each output token so far, if requested."""
+        return self._request.logprobs
+
     def pieces(self) -> list[Piece]:
         """The whole outputs of a beam search that has found them, best first; else none."""
         return self._output.pieces()

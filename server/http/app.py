@@ -15,6 +15,7 @@ from server.http.generation import chat, completions
 from server.http.observation import Observation
 from server.http.openapi import describe
 from server.http.pages import pages_router
+from server.http.relevance import embeddings, rerank, score
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
@@ -52,7 +53,7 @@ def create_app(
     app.state.gateway = gateway
     app.state.options = options
     app.state.metrics = metrics
-    for routes in (completions, chat, models, tokenization, status):
+    for routes in (completions, chat, embeddings, score, rerank, models, tokenization, status):
         app.include_router(routes.router)
     if admin_keys.required:
         app.include_router(admin.router)

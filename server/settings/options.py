@@ -19,6 +19,7 @@ from orca_jax.config import (
     WorkerLink,
 )
 from orca_jax.errors import ConfigError
+from orca_jax.request.pooling import POOLINGS, Pooling
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 
 AccessLog = Literal["text", "json", "off"]
@@ -301,6 +302,14 @@ class EndpointOptions:
     max_choices: Annotated[
         int, "maximum completions per request (its prompts times n)", Bounds(1, 1 << 16)
     ] = 128
+    max_inputs: Annotated[
+        int, "maximum inputs of a request for embeddings, scores or a ranking", Bounds(1, 1 << 16)
+    ] = 2048
+    pooling: Annotated[
+        Pooling,
+        "how embeddings are made unless a request says: of the last token, or as the mean over all",
+        "model and engine",
+    ] = "last"
     max_connections: Annotated[
         int, "maximum open connections per endpoint; HTTP answers further ones with 503", Bounds(1, 1 << 20)
     ] = 4096
@@ -345,6 +354,8 @@ class EndpointOptions:
             raise ConfigError(f"port and grpc_port are both {self.port}; give each endpoint its own")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
+        if self.pooling not in POOLINGS:
+            raise ConfigError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
         if self.access_log not in get_args(AccessLog):
             allowed = ", ".join(get_args(AccessLog))
             raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")

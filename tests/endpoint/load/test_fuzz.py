@@ -43,6 +43,7 @@ CHECKS: list[CheckFunction] = [
 ]
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 TOKENS = ("/tokenize", "/detokenize")
+RELEVANCE = ("/v1/embeddings", "/v1/score", "/v1/rerank")
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 
 generated = settings(
@@ -70,7 +71,7 @@ class Calls:
         self.schema: BaseSchema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         results = list(self.schema.get_all_operations())
         self.operations = [result.ok() for result in results if isinstance(result, Ok)]
-        assert len(self.operations) == len(results) == 10, "the document has errors"
+        assert len(self.operations) == len(results) == 13, "the document has errors"
         self.answers = Counter[tuple[str, int]]()
 
     @property
@@ -208,7 +209,7 @@ def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
         calls.fuzz(path, POSITIVE, 100)
         calls.fuzz(path, NEGATIVE, 150)
         calls.fuzz(path, POSITIVE, 300, little)  # most of these run
-    for path in TOKENS:
+    for path in (*TOKENS, *RELEVANCE):
         calls.fuzz(path, POSITIVE, 200)
         calls.fuzz(path, NEGATIVE, 150)
     calls.fuzz("/v1/models/{model_id}", POSITIVE, 100)
@@ -255,7 +256,7 @@ def as_bytes(value: Any) -> bytes:
     return json.dumps(value).encode("ascii")
 
 
-@pytest.mark.parametrize("path", [*GENERATING, *TOKENS])
+@pytest.mark.parametrize("path", [*GENERATING, *TOKENS, *RELEVANCE])
 def test_any_body(server: Server, path: str) -> None:
     @settings(generated, max_examples=100)
     @given(body=st.binary(max_size=60) | JSON_VALUES.map(as_bytes))
