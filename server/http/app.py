@@ -6,11 +6,16 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 import orca_jax
+from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.http import admin, live, models, status, tokenization
 from server.http.authentication import Authentication
+from server.http.batches import batches as batch_routes
+from server.http.batches import files
+from server.http.batches.in_process import InProcess
+from server.http.batches.state import off_router
 from server.http.bodies.errors import handle_errors
-from server.http.connections.body_limit import BodyLimit
+from server.http.connections.body_limit import BodyLimit, Upload
 from server.http.generation import chat, completions
 from server.http.observation import Observation
 from server.http.openapi import describe
@@ -35,10 +40,12 @@ def create_app(
     admin_keys: ApiKeys | None = None,
     metrics: Metrics,
     live_view: LiveView | None = None,
+    batches: Batches | None = None,
 ) -> ASGIApp:
     """The endpoint as an ASGI application, without ASGI lifespan events.
 
-    Without `admin_keys` there are no routes under /admin, and without `live_view` none under /live/.
+    Without `admin_keys` there are no routes under /admin, and without `live_view` none under /live/. Without
+    `batches`, which gets what answers its lines, /v1/files and /v1/batches say that they are off.
     """
     admin_keys = admin_keys or ApiKeys()
     app = FastAPI(
@@ -62,8 +69,18 @@ def create_app(
     if options.pages and live_view is not None:
         app.state.live = live_view
         app.include_router(live.router)
+    uploads = {}
+    if batches is None:
+        app.include_router(off_router())
+    else:
+        app.state.batches, app.state.fingerprint = batches, api_keys.fingerprint
+        batches.answer = InProcess(app, gateway, tenant_of=api_keys.name_of).answer
+        app.include_router(files.router)
+        app.include_router(batch_routes.router)
+        uploads = {files.router.prefix: Upload(files.most_bytes(options.batch_bytes), files.UPLOAD_SECONDS)}
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
-    limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)
+    bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
+    limited = BodyLimit(app, **bounds, uploads=uploads)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
     return Observation(authenticated, access_log=options.access_log, metrics=metrics)

@@ -310,6 +310,15 @@ class EndpointOptions:
         "how embeddings are made unless a request says: of the last token, or as the mean over all",
         "model and engine",
     ] = "last"
+    batch_dir: Annotated[
+        Path | None,
+        "folder for clients' files and batches, /v1/files and /v1/batches, which go on there after a restart "
+        "(default: no such routes)",
+        "limits",
+    ] = None
+    batch_bytes: Annotated[
+        int, "maximum bytes of files in that folder", "limits", Bounds(1 << 20, 1 << 50)
+    ] = 4 << 30
     max_connections: Annotated[
         int, "maximum open connections per endpoint; HTTP answers further ones with 503", Bounds(1, 1 << 20)
     ] = 4096

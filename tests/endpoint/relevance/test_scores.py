@@ -10,7 +10,6 @@ import pytest
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.simulation import engine
 from tests.endpoint.harness import Server, serving
-from tests.endpoint.http_client import connected
 
 
 @pytest.fixture(scope="module")
