@@ -72,7 +72,7 @@ class LLM(Operable, BeamSearching, Embedding):
     iterations (`chunked_prefill`, at most `prefill_tokens` tokens in an iteration that delays others), reuses
     the keys and values of earlier prompts (`prefix_caching`), and gives requests memory as they grow
     (`reservation="on-demand"`; "full" is Algorithm 1's). `scheduling_policy` orders waiting requests:
-    "fcfs", "priority" or "fair" (docs/scheduling.md).
+    "fcfs", "priority", "fair" or "longest-prefix" (docs/scheduling.md).
 
     `attention` defaults to the best choice for device and model: "kernel" (Hopper GPUs), "cudnn" (other
     NVIDIA GPUs from Ampere on), "native" (CPUs with a C compiler), or pure JAX ("static", "follow_lengths").

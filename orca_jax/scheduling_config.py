@@ -10,7 +10,8 @@ from orca_jax.errors import ConfigError
 PolicyName = Literal["default", "orca"]
 # full: slots for the longest possible output, as in Algorithm 1. on-demand: block by block.
 Reservation = Literal["full", "on-demand"]
-QueueOrder = Literal["fcfs", "priority", "fair"]  # how waiting requests are ordered
+# How waiting requests are ordered.
+QueueOrder = Literal["fcfs", "priority", "fair", "longest-prefix"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,8 @@ class SchedulingConfig:
     grows block by block, and may be preempted and computed again.
 
     `order` is the order of waiting requests. With "priority", one level of priority counts as much as
-    `aging_seconds` of waiting. With "fair", owners get equal shares of the tokens.
+    `aging_seconds` of waiting. With "fair", owners get equal shares of the tokens. With "longest-prefix", of
+    the first few by arrival those with the longest cached beginning go first.
     """
 
     policy: PolicyName = "default"
@@ -45,6 +47,9 @@ class SchedulingConfig:
             check_whole("prefill_tokens", self.prefill_tokens, 1, 1 << 20)
         if self.policy == "orca":
             self._refuse("policy 'orca' is Algorithm 1 and nothing else", order=True)
+        if self.order == "longest-prefix" and not self.prefix_caching:
+            message = "scheduling_policy 'longest-prefix' orders requests by the prefix cache"
+            raise ConfigError(f"{message}; leave it out, or prefix_caching=False")
 
     @property
     def on_demand(self) -> bool:

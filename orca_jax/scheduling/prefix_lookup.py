@@ -1,6 +1,6 @@
 """A request's side of the prefix cache: the blocks it can begin with, and those it lets others find."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import Request
@@ -42,6 +42,38 @@ def next_block_hash(req: Request, n_blocks: int, kv: KVManager) -> bytes | None:
         return None
     hashes = hash_prompt(req, kv)
     return hashes[n_blocks] if n_blocks < len(hashes) else None
+
+
+class LongestPrefixFirst:
+    """Waiting requests in windows of `size` by arrival, the longest cached beginning of a window first.
+
+    A window begins when nothing of the one before it waits, so a request is overtaken by at most `size` - 1
+    that arrived after it. What was preempted goes before all: it was admitted in its order before.
+    """
+
+    def __init__(self, size: int, kv: KVManager) -> None:
+        self._size = size
+        self._kv = kv
+        self._window: set[Request] = set()
+
+    def order(self, waiting: Iterable[Request]) -> Iterator[Request]:
+        """All of `waiting`, which are in order of arrival, in this order."""
+        first: list[Request] = []
+        rest = iter(waiting)
+        for req in rest:
+            if req.n_preempted:
+                yield req
+                continue
+            first.append(req)
+            if len(first) == self._size:
+                break
+        self._window.intersection_update(first)
+        if not self._window:
+            self._window.update(first)
+        # The sort keeps the order of arrival among equals.
+        first.sort(key=lambda req: (req not in self._window, -len(cached_blocks(req, self._kv))))
+        yield from first
+        yield from rest
 
 
 def publish_completed(rows: Iterable[Row], kv: KVManager) -> None:

@@ -159,6 +159,7 @@ class Recovery:
         self.losses += 1
         seconds, since = self._down
         self._down = (seconds, now if since is None else since)
+        self._scheduler.timeline.interrupted(self._scheduler.pool.admitted(), "worker lost")
         present, culprit = self._scheduler.run_again(str(lost))
         if culprit is not None:
             self.n_blamed += 1

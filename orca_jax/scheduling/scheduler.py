@@ -71,8 +71,7 @@ class Scheduler:
         self.weights_version = 0
         self._preempted: set[Request] = set()  # live, and waiting again
         self._quarantine = Quarantine()
-        self.n_preemptions = 0
-        self.n_recomputed = 0  # tokens computed again after preemptions
+        self.n_preemptions = self.n_recomputed = 0  # the latter: tokens computed again after preemptions
         self._initiated_last = False  # whether a deterministic engine's last batch was of initiations
 
     @property
@@ -88,6 +87,7 @@ class Scheduler:
         activity = self.pool.activity()  # read before the pool, so that later arrivals interrupt the wait
         ended = self.end_cancelled()
         choice = self._next_rows()  # line 4
+        self.timeline.interrupted(choice.preempted, "preempted")
         for req in choice.preempted:
             self.n_preemptions += 1
             req.n_dropped = req.n_computed

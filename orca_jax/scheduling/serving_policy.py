@@ -17,10 +17,11 @@ from orca_jax.iteration.shape import serving_buckets
 from orca_jax.request.request import Request, RequestState
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policy import Choice
-from orca_jax.scheduling.prefix_lookup import cached_blocks, next_block_hash
+from orca_jax.scheduling.prefix_lookup import LongestPrefixFirst, cached_blocks, next_block_hash
 from orca_jax.scheduling.select import Held, slots_to_reserve
 
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
+_WINDOW = 16  # the requests among which the longest cached beginning goes first
 _WATERMARK = 0.01  # the fraction of all blocks that admission on demand leaves free for requests that grow
 
 
@@ -117,6 +118,7 @@ class ServingPolicy:
         self._buckets = serving_buckets(config)
         self._on_demand = scheduling.on_demand
         self._by_priority = scheduling.order == "priority"
+        self._by_prefix = LongestPrefixFirst(_WINDOW, kv) if scheduling.order == "longest-prefix" else None
         self._watermark = math.ceil(_WATERMARK * kv.n_blocks) if scheduling.on_demand else 0
         self._were_prompts_alone = False  # the last batch had prompts only, while other requests could decode
 
@@ -129,12 +131,13 @@ class ServingPolicy:
     ) -> Choice:
         live = iter(pool)
         admitted: list[Request] = []
-        waiting = _Waiting(live)
+        unread: Iterator[Request] = live
         for req in live:
             if req.row < 0:
-                waiting.seen.append(req)
+                unread = chain((req,), live)
                 break
             admitted.append(req)
+        waiting = _Waiting(unread if self._by_prefix is None else self._by_prefix.order(unread))
         if alone is not None:
             return self._choice(self._plan_alone(alone, admitted))
         decodes: list[Request] = []

@@ -7,10 +7,10 @@ event with its requests.
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Protocol
+from typing import Literal, Protocol
 
 from orca_jax.iteration.row import Row
 from orca_jax.iteration.shape import bucket_for
@@ -21,8 +21,20 @@ _INCREMENT = RequestState.INCREMENT
 _N_ENDS = 64  # recent ends that `recent_finish_interval` covers
 
 
+Cause = Literal["preempted", "worker lost"]
+
+
 def _times() -> "array[float]":
     return array("d")
+
+
+@dataclass(slots=True)
+class Interruption:
+    """A running request lost its keys and values `at` a time; `resumed` is when it ran again, None before."""
+
+    at: float
+    cause: Cause
+    resumed: float | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +54,7 @@ class RequestRecord:
     finish_reason: FinishReason | None = None
     n_cached: int = 0
     arrival: int = 0  # its number in the pool
+    interruptions: tuple[Interruption, ...] = ()
 
     @property
     def n_output(self) -> int:
@@ -205,6 +218,8 @@ class Timeline:
             if request_record.scheduled is None:  # else a later prompt chunk, or it resumes after a fault
                 request_record.scheduled = now
                 request_record.n_cached = req.n_cached
+            elif request_record.interruptions and request_record.interruptions[-1].resumed is None:
+                request_record.interruptions[-1].resumed = now
         for watcher in self.watchers:
             watcher.issued(record, rows)
         return record
@@ -216,6 +231,12 @@ class Timeline:
             observer.returned(record)
         for watcher in self.watchers:
             watcher.returned(record)
+
+    def interrupted(self, requests: Collection[Request], cause: Cause) -> None:
+        """Record that these requests must compute their tokens again."""
+        for req in requests:
+            record = self._live[req.arrival]
+            record.interruptions = (*record.interruptions, Interruption(self.now(), cause))
 
     def delivered(self, deliveries: Sequence[Delivery]) -> None:
         """Record tokens and ends that are about to be delivered."""

@@ -21,8 +21,12 @@ DEADLINES = Deadlines(
 FaultKind = Literal["crash", "stop", "hang", "fail", "lie"] | Damage
 _PROCESS_FAULTS: tuple[FaultKind, ...] = ("crash", "crash", "stop", "stop", "hang", "fail", "lie")
 # Chunked prefill, the prefix cache, blocks on demand, and the order of the queue.
-_ORDERS: tuple[QueueOrder, ...] = ("fcfs", "priority", "fair")
-_SWITCHES = tuple(itertools.product((False, True), (False, True), (False, True), _ORDERS))
+_ORDERS: tuple[QueueOrder, ...] = ("fcfs", "priority", "fair", "longest-prefix")
+_SWITCHES = tuple(
+    switches
+    for switches in itertools.product((False, True), (False, True), (False, True), _ORDERS)
+    if switches[1] or switches[3] != "longest-prefix"
+)
 _LINE_FAULTS: tuple[FaultKind, ...] = ("drop", "duplicate", "delay", "corrupt")
 
 

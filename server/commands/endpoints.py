@@ -17,6 +17,7 @@ from server.process.freed_memory import give_back
 from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.tracing.tracing import Tracing
 from server.web.live_view import LiveView
 
 _START_SECONDS = 30.0
@@ -39,6 +40,7 @@ class Endpoints:
         admin_keys: ApiKeys | None = None,
         metrics: Metrics,
         live_view: LiveView | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         options = with_room(options)
         self.http_port = options.port
@@ -63,11 +65,12 @@ class Endpoints:
             metrics=metrics,
             live_view=live_view,
             batches=self._batches,
+            tracing=tracing,
         )
         self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
         self._rpc = None
         if options.grpc_port is not None:
-            self._rpc = create_server(gateway, options, api_keys=api_keys, metrics=metrics)
+            self._rpc = create_server(gateway, options, api_keys=api_keys, metrics=metrics, tracing=tracing)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

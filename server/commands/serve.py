@@ -5,7 +5,7 @@ import asyncio
 import logging
 import os
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import uvloop
 
@@ -19,6 +19,7 @@ from server.gateway.gateway import Gateway
 from server.metrics.access_log import configure_access_log
 from server.metrics.metrics import Metrics
 from server.settings.serve_settings import ServeSettings, serve_settings
+from server.tracing.start import tracing_to
 from server.web.live_view import LiveView
 
 
@@ -45,6 +46,7 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
     stop = StopSignals()
     gateway = Gateway(request_timeout=options.request_timeout)
     metrics = Metrics(gateway, settings.routing.metric_names)
+    tracing = tracing_to(options.otlp_traces_endpoint, os.environ)
     endpoints = Endpoints(
         gateway,
         options,
@@ -52,14 +54,17 @@ async def _serve(settings: ServeSettings, notes: Notes) -> int:
         admin_keys=settings.admin_keys,
         metrics=metrics,
         live_view=LiveView.of(gateway, settings),
+        tracing=tracing,
     )
-    with closing(RouterView(settings)) as view:
+    with closing(tracing) if tracing is not None else nullcontext(), closing(RouterView(settings)) as view:
         # Before reading the weights, so that a port in use is reported at once; as for those of the view.
         await endpoints.start()
         try:
             notes(f"loading; {endpoints.http_url}/ready answers 200 when done")
             llm, model = await stop.unless(in_daemon_thread(lambda: load_served(settings, notes)))
             await stop.unless(in_daemon_thread(lambda: view.open(llm, model, metrics, notes)))
+            if tracing is not None:
+                tracing.start(model)
             gateway.open(model)
             banner.show(notes, llm, model, endpoints, keyed=settings.api_keys.required)
             await stop.first.wait()

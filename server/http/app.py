@@ -24,6 +24,7 @@ from server.http.relevance import embeddings, rerank, score
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.tracing.tracing import Tracing
 from server.web.live_view import LiveView
 
 _DESCRIPTION = (
@@ -41,6 +42,7 @@ def create_app(
     metrics: Metrics,
     live_view: LiveView | None = None,
     batches: Batches | None = None,
+    tracing: Tracing | None = None,
 ) -> ASGIApp:
     """The endpoint as an ASGI application, without ASGI lifespan events.
 
@@ -83,4 +85,4 @@ def create_app(
     bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
     limited = BodyLimit(app, **bounds, uploads=uploads)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
-    return Observation(authenticated, access_log=options.access_log, metrics=metrics)
+    return Observation(authenticated, access_log=options.access_log, metrics=metrics, tracing=tracing)

@@ -1,6 +1,7 @@
 """The outermost middleware: it gives each request an id, and logs and counts it when it ends."""
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,18 +10,26 @@ from server.http.request_id import HEADER, request_id
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
 from server.settings.options import AccessLog
+from server.tracing import attributes
+from server.tracing.call import AttributeValue, Call
+from server.tracing.tracing import Tracing
 
+_EVENTS = b"text/event-stream"
 _CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _PROBES = frozenset(("/health", "/ready", "/metrics"))
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # as spans call them
 
 
 class Observation:
     """ASGI middleware. Routes find the request id and the facts to log in the scope (generation/state.py)."""
 
-    def __init__(self, app: ASGIApp, *, access_log: AccessLog, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, access_log: AccessLog, metrics: Metrics, tracing: Tracing | None = None
+    ) -> None:
         self._app = app
         self._access_log: AccessLog = access_log
         self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -31,15 +40,20 @@ class Observation:
         facts: dict[str, Any] = {}
         state["facts"] = facts
         exchange = _Exchange(receive, send, state["request_id"])
+        call = None if self._tracing is None else self._tracing.begin(_texts(scope["headers"]))
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
-            self._log_and_count(scope, exchange, facts)
+            status = _CLIENT_LEFT if exchange.left else exchange.status if exchange.complete else 500
+            route = getattr(scope.get("route"), "path", "other")  # never a path that a client made up
+            self._log_and_count(scope, exchange, route, status, facts)
+            if self._tracing is not None and call is not None:
+                _end_call(self._tracing, call, scope["method"], route, status, exchange.streams, facts)
 
-    def _log_and_count(self, scope: Scope, exchange: "_Exchange", facts: dict[str, Any]) -> None:
-        status = _CLIENT_LEFT if exchange.left else exchange.status if exchange.complete else 500
+    def _log_and_count(
+        self, scope: Scope, exchange: "_Exchange", route: str, status: int, facts: dict[str, Any]
+    ) -> None:
         path, method = scope["path"], scope["method"]
-        route = getattr(scope.get("route"), "path", "other")  # never a path that a client made up
         self._metrics.http_request(route, method, status)
         if status < 400 and path in _PROBES:
             return
@@ -57,10 +71,42 @@ class Observation:
         log_access(self._access_log, {**record, **facts})
 
 
+def _texts(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[str, str]]:
+    return ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+
+
+def _end_call(
+    tracing: Tracing,
+    call: Call,
+    method: str,
+    route: str,
+    status: int,
+    streams: bool,
+    facts: dict[str, Any],
+) -> None:
+    traced: dict[str, AttributeValue] = {
+        attributes.HTTP_METHOD: method,
+        attributes.HTTP_ROUTE: route,
+        attributes.HTTP_STATUS: status,
+        attributes.REQUEST_STREAM: streams,
+    }
+    if "n_input" in facts:
+        traced[attributes.INPUT_TOKENS] = facts["n_input"]
+        traced[attributes.CACHED_TOKENS] = facts["n_cached"]
+        traced[attributes.OUTPUT_TOKENS] = facts["n_output"]
+    if call.choices:  # they are called after the response (generation/choices.py)
+        traced[attributes.RESPONSE_ID] = call.choices[0].request_id.rpartition("-")[0]
+    error = str(status) if status >= 500 else None
+    tracing.end(call, operation=_OPERATIONS.get(route), error=error, attributes=traced)
+
+
 class _Exchange:
     """Watches one request's ASGI messages. It adds one function call per chunk of a stream."""
 
-    __slots__ = ("_receive", "_send", "began", "complete", "left", "n_bytes", "request_id", "status")
+    __slots__ = (
+        *("_receive", "_send", "began", "complete", "left", "n_bytes", "request_id", "status"),
+        "streams",  # whether the response is a stream of events
+    )
 
     def __init__(self, receive: Receive, send: Send, request_id: str) -> None:
         self._receive = receive
@@ -70,6 +116,7 @@ class _Exchange:
         self.status = 0
         self.n_bytes = 0
         self.complete = False
+        self.streams = False
         self.left = False  # whether the client left before the response was complete
 
     async def receive(self) -> Message:
@@ -84,5 +131,7 @@ class _Exchange:
             self.complete = not message.get("more_body", False)
         else:
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (HEADER, self.request_id.encode("ascii"))]
+            headers = message.get("headers", ())
+            self.streams = any(value.startswith(_EVENTS) for _, value in headers)
+            message["headers"] = [*headers, (HEADER, self.request_id.encode("ascii"))]
         await self._send(message)

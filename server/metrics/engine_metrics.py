@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -18,6 +19,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.utils import floatToGoString
 
 from orca_jax.request.request import FinishReason
+from orca_jax.scheduling.select import Why
 from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
 from server.gateway.served_model import CompileCounts, ServedModel
 from server.metrics.engine_load import batch_load, engine_load
@@ -176,6 +178,7 @@ class EngineMetrics:
             gauge = GaugeMetricFamily(full.name, documentation, labels=full.labels)
             gauge.add_metric(full.values, value)
             yield gauge
+        yield self._held()
         yield self._cache_config()
         if self._model.compiles is not None:
             yield from _compiles(self._model.compiles(), [self._model.name])
@@ -220,6 +223,16 @@ class EngineMetrics:
         yield "slots_used", "Slots that hold a token's keys and values.", used
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
         yield "prefix_cache_blocks", "Blocks that the prefix cache can find.", n_cached
+
+    def _held(self) -> Metric:
+        full = self._name("request_held")
+        gauge = GaugeMetricFamily(
+            full.name, "1 for why a request had to wait at the last choice.", labels=(*full.labels, "reason")
+        )
+        held = self._model.service.scheduler.held
+        for reason in get_args(Why):
+            gauge.add_metric((*full.values, reason), held is not None and held[1] == reason)
+        return gauge
 
     def _cache_config(self) -> Metric:
         """A gauge that is always 1 and says in its labels how large the K/V cache is, as vLLM's."""

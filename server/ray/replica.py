@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import partial
@@ -25,6 +26,7 @@ from server.ray.scaling import LOAD
 from server.ray.stages.placement import StageNeeds
 from server.ray.stages.stage_actors import StageActors
 from server.settings.serve_settings import ServeSettings
+from server.tracing.start import tracing_to
 from server.web.live_view import LiveView
 
 
@@ -42,6 +44,7 @@ class EngineReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._gateway = Gateway(request_timeout=options.request_timeout)
         self._metrics = Metrics(self._gateway, settings.routing.metric_names)
+        self._tracing = tracing_to(options.otlp_traces_endpoint, os.environ)
         self._app = create_app(
             self._gateway,
             options,
@@ -49,6 +52,7 @@ class EngineReplica:
             admin_keys=settings.admin_keys,
             metrics=self._metrics,
             live_view=LiveView.of(self._gateway, settings),
+            tracing=self._tracing,
         )
         notes = Notes()
         start = None if stages is None else _stage_actors(stages)
@@ -56,6 +60,8 @@ class EngineReplica:
         view = RouterView(settings)  # without K/V events, so there is nothing to close
         await asyncio.to_thread(view.open, self._llm, model, self._metrics, notes)
         self._service = model.service
+        if self._tracing is not None:
+            self._tracing.start(model)
         self._gateway.open(model)
         self._watch = asyncio.create_task(self._gateway.watch(), name="gateway")
 
@@ -101,6 +107,8 @@ class EngineReplica:
         self._watch.cancel()
         with suppress(asyncio.CancelledError):
             await self._watch
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         await asyncio.to_thread(self._llm.close)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeAlias
 from urllib.parse import unquote
@@ -20,9 +20,20 @@ from server.process.addresses import owner_at
 from server.rpc.deadline import Deadline
 from server.settings.api_keys import ApiKeys
 from server.settings.options import AccessLog
+from server.tracing import attributes
+from server.tracing.call import AttributeValue, Call
+from server.tracing.tracing import Tracing
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_CHARACTERS = 500  # of a status message: it is sent as a header, and clients accept 8 KiB of headers
+
+# A server's faults, as OpenTelemetry's conventions list them.
+_FAULTS = frozenset(
+    (
+        *(grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED),
+        *(grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS),
+    )
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"  # quoted: generic only in the type stubs
@@ -32,12 +43,19 @@ class Calls:
     """The calls of one server. Each runs inside `answered`."""
 
     def __init__(
-        self, gateway: Gateway, *, api_keys: ApiKeys, access_log: AccessLog, metrics: Metrics
+        self,
+        gateway: Gateway,
+        *,
+        api_keys: ApiKeys,
+        access_log: AccessLog,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
     ) -> None:
         self._gateway = gateway
         self._api_keys = api_keys
         self._access_log: AccessLog = access_log
         self._metrics = metrics
+        self._tracing = tracing
 
     def owner(self, context: Context) -> str:
         """The API key or client address whose share of the queue the call uses."""
@@ -57,6 +75,8 @@ class Calls:
         began = time.perf_counter()
         deadline = Deadline(context)
         code = grpc.StatusCode.OK
+        tracing = self._tracing
+        call = None if tracing is None else tracing.begin(_texts(context.invocation_metadata()))
         try:
             yield facts
         except asyncio.CancelledError:
@@ -77,6 +97,8 @@ class Calls:
             await _abort(context, code, "the server failed in an unexpected way; its log has more")
         finally:
             self._log_and_count(method, context, code, began, facts)
+            if tracing is not None and call is not None:
+                _end_call(tracing, call, method, code, facts)
 
     def _trailing_metadata(self, error: OrcaError) -> tuple[tuple[str, str], ...]:
         if isinstance(error, InvalidRequest):
@@ -131,6 +153,30 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
         # For every kind of call: gRPC does not read a message before it calls a handler of this kind.
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _texts(metadata: Any) -> Iterable[tuple[str, str]]:
+    return ((name, value) for name, value in metadata or () if isinstance(value, str))
+
+
+def _end_call(
+    tracing: Tracing, call: Call, method: str, code: grpc.StatusCode, facts: dict[str, Any]
+) -> None:
+    generates = method == "Generate"
+    traced: dict[str, AttributeValue] = {
+        attributes.RPC_SYSTEM: "grpc",
+        attributes.RPC_METHOD: method,
+        attributes.RPC_STATUS: code.name,
+        attributes.REQUEST_STREAM: generates,
+    }
+    if "completion_tokens" in facts:
+        traced[attributes.INPUT_TOKENS] = facts["prompt_tokens"]
+        traced[attributes.CACHED_TOKENS] = facts["cached_tokens"]
+        traced[attributes.OUTPUT_TOKENS] = facts["completion_tokens"]
+    if "request_id" in facts:
+        traced[attributes.RESPONSE_ID] = facts["request_id"]
+    error = code.name if code in _FAULTS else None
+    tracing.end(call, operation="text_completion" if generates else None, error=error, attributes=traced)
 
 
 async def _abort(

@@ -17,6 +17,7 @@ from server.rpc.generation import SERVICE, Generation
 from server.rpc.health import Health
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.tracing.tracing import Tracing
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -78,14 +79,19 @@ class RpcServer:
 
 
 def create_server(
-    gateway: Gateway, options: EndpointOptions, *, api_keys: ApiKeys, metrics: Metrics
+    gateway: Gateway,
+    options: EndpointOptions,
+    *,
+    api_keys: ApiKeys,
+    metrics: Metrics,
+    tracing: Tracing | None = None,
 ) -> RpcServer:
     """A server for `gateway`. Call it on the event loop that will run the server.
 
     The limit on open calls equals the limit on connections. The request pool's queue allows far fewer
     accepted requests, and a call that is not accepted ends at once.
     """
-    calls = Calls(gateway, api_keys=api_keys, access_log=options.access_log, metrics=metrics)
+    calls = Calls(gateway, api_keys=api_keys, access_log=options.access_log, metrics=metrics, tracing=tracing)
     server = grpc.aio.server(
         interceptors=[
             KeyCheck(SERVICE, api_keys, calls),

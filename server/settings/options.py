@@ -119,8 +119,8 @@ class EngineOptions:
     ] = None
     scheduling_policy: Annotated[
         QueueOrder,
-        "order of waiting requests: by arrival, by `priority` (lower first), or equal shares of the tokens "
-        "for each API key",
+        "order of waiting requests: by arrival, by `priority` (lower first), equal shares of the tokens for "
+        "each API key, or among the first 16 the longest cached beginning first",
     ] = "fcfs"
     attention: AttentionFlag = None
     command_buffer_collectives: CommandBufferCollectivesFlag = False
@@ -346,6 +346,12 @@ class EndpointOptions:
         bool, "serve the pages for people: the playground at /, the live view at /live, /docs"
     ] = True
     access_log: Annotated[AccessLog, "log each request on stderr, as text or JSON", "logging"] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        "URL of an OpenTelemetry collector for a trace of each request, such as "
+        "http://localhost:4318/v1/traces; it needs the extra otel (default: no traces)",
+        "logging",
+    ] = None
 
     def __post_init__(self) -> None:
         if not self.host.strip():
@@ -365,6 +371,12 @@ class EndpointOptions:
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
         if self.pooling not in POOLINGS:
             raise ConfigError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
+        url = self.otlp_traces_endpoint
+        if url is not None and not url.startswith(("http://", "https://")):
+            message = (
+                f"otlp_traces_endpoint is {url!r}; it must be a URL that begins with http:// or https://"
+            )
+            raise ConfigError(message)
         if self.access_log not in get_args(AccessLog):
             allowed = ", ".join(get_args(AccessLog))
             raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")

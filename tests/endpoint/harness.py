@@ -34,6 +34,7 @@ from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
+from server.tracing.tracing import Tracing
 from server.web.feed import LiveFeed
 from server.web.live_view import LiveView
 from tests.endpoint.obedient import obedient
@@ -76,6 +77,15 @@ class Server:
         return at_rest(self.service) and self.gateway.n_live == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Compiles:
+    """What an engine without a device has compiled."""
+
+    programs: int = 0
+    from_disk: int = 0
+    seconds: float = 0.0
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = SOON) -> None:
     """Wait for `condition`; fail the test, naming `what`, if it is not true within `seconds`."""
     deadline = time.monotonic() + seconds
@@ -100,6 +110,7 @@ def serving(
     chat_template: str | None = TEMPLATE,
     ready: bool = True,
     recording: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[Server]:
     """A server whose engine generates `token(request, index)` every `seconds`, or one on `engine`.
 
@@ -125,6 +136,7 @@ def serving(
             admin_keys=admin_keys,
             ready=ready,
             recording=recording,
+            tracing=tracing,
         ) as server,
     ):
         yield server
@@ -144,6 +156,7 @@ def serving_model(
     admin_keys: ApiKeys | None = None,
     ready: bool = True,
     recording: Path | None = None,
+    tracing: Tracing | None = None,
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
     served = ServedModel(
@@ -154,6 +167,7 @@ def serving_model(
         tokenizer=tokenizer,
         chat_template=None if chat_template is None else ChatTemplate(chat_template),
         controls=controls,
+        compiles=Compiles,
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
     assert endpoint.port == 0 and endpoint.grpc_port in (0, None), "tests take free ports"
@@ -175,9 +189,12 @@ def serving_model(
             admin_keys=admin_keys,
             metrics=metrics,
             live_view=LiveView(LiveFeed(gateway, shows_ids=not is_shared), recording, is_shared),
+            tracing=tracing,
         )
         await endpoints.start()
         metrics.attach(served)
+        if tracing is not None:
+            tracing.start(served)
         if ready:
             gateway.open(served)
         return gateway, endpoints

@@ -59,6 +59,7 @@ LAZY = {"checkpoint", "launch", "llm"}  # where the face's lazy names are from
 ON_DEMAND = {
     "orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store",
     "server/kv_events/start.py": "server.kv_events.publisher",
+    "server/tracing/start.py": "server.tracing.otlp",
 }
 
 MAY_IMPORT: dict[str, set[str]] = {

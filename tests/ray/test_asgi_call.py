@@ -1,14 +1,20 @@
 """One HTTP request run on an ASGI application, message by message."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.gateway.gateway import Gateway
+from server.http.observation import Observation
+from server.metrics.metrics import Metrics
 from server.ray import asgi_call
 from server.ray.asgi_call import HttpCall, responses
+from server.tracing.call import Call
+from server.tracing.tracing import Tracing
 
 CALL = HttpCall(
     method="POST", path="/a b", query=b"x=1", headers=[(b"k", b"v")], client=("::1", 5), body=b"body"
@@ -42,6 +48,32 @@ def test_it_runs_the_whole_request() -> None:
         assert messages == [START, body(b"POST /a b ", more=True), body(b"body", more=False)]
 
     run(test)
+
+
+def test_the_callers_trace_reaches_the_engine() -> None:
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    begun = list[Call]()
+
+    class Kept(Tracing):
+        def begin(self, headers: Iterable[tuple[str, str]]) -> Call:
+            begun.append(super().begin(headers))
+            return begun[-1]
+
+    class Nowhere:
+        def write(self, call: Call, model: str) -> None:
+            raise AssertionError("nothing was generated")
+
+        def close(self, seconds: float) -> None:
+            pass
+
+    async def test() -> None:
+        call = replace(CALL, headers=[(b"traceparent", parent.encode()), (b"tracestate", b"a=1")])
+        metrics = Metrics(Gateway())
+        app = Observation(echo, access_log="off", metrics=metrics, tracing=Kept(Nowhere()))
+        assert [part async for part in responses(app, call)]
+
+    run(test)
+    assert [call.caller for call in begun] == [{"traceparent": parent, "tracestate": "a=1"}]
 
 
 def test_what_is_ready_comes_before_the_rest_is_made() -> None:

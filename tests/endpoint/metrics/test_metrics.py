@@ -34,6 +34,7 @@ Scrape = dict[tuple[str, frozenset[tuple[str, str]]], float]
 ENGINE = {
     "orca_num_requests_running": "gauge",
     "orca_num_requests_waiting": "gauge",
+    "orca_request_held": "gauge",
     "orca_kv_cache_usage_perc": "gauge",
     "orca_cache_config_info": "gauge",
     "orca_engine_load": "gauge",

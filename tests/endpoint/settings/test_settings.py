@@ -79,6 +79,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "keep_alive_timeout": (1.0, 2.5, 1e-3, 1e7),
     "max_watch_streams": (0, 1, 2, 3),
     "access_log": ("json", "off", "text", "json"),
+    "otlp_traces_endpoint": ("https://flag/v1/traces", "http://variable:4318", "http://file", "http://none"),
     "pages": (False, True, False, True),
     "workers": ("a:1", "a:1,b:2", "unix:/a", None),
     "worker_processes": (True, False, True, False),

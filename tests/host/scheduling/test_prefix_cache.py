@@ -14,7 +14,13 @@ from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import PrefixCache, chain_hashes, next_hash, root_hash
-from orca_jax.scheduling.prefix_lookup import cached_blocks, hash_prompt, next_block_hash, publish_full_blocks
+from orca_jax.scheduling.prefix_lookup import (
+    LongestPrefixFirst,
+    cached_blocks,
+    hash_prompt,
+    next_block_hash,
+    publish_full_blocks,
+)
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.fault_trace import Fault, FaultTrace, PlannedRequest
 from orca_jax.simulation.faults import FaultSimulation
@@ -295,3 +301,61 @@ def test_after_the_loss_of_a_worker_nothing_is_found(reservation: Any):
     assert [req.n_cached for req in play.requests] == [0, 6, 6], "and after it blocks are found again"
     for req in play.requests:
         assert req.output_ids == play.undisturbed(req)
+
+
+# The longest cached beginning first.
+
+
+def waiting(*requests: Request) -> list[Request]:
+    for arrival, req in enumerate(requests):
+        req.arrival = arrival
+    return list(requests)
+
+
+def test_of_a_window_the_longest_cached_beginning_goes_first():
+    kv = manager()
+    computed(kv, request(*range(12)))
+    queue = waiting(request(99), request(*range(4), 9), request(*range(12), 9), request(*range(8), 9))
+    order = LongestPrefixFirst(3, kv).order
+    assert [req.arrival for req in order(queue)] == [2, 1, 0, 3], "the fourth is not in the window"
+    assert [req.arrival for req in order([queue[0], queue[3]])] == [0, 3], "its window still has one"
+
+
+def test_a_window_is_emptied_before_the_next_begins():
+    kv = manager()
+    computed(kv, request(*range(12)))
+    queue = waiting(request(99), request(98), *(request(*range(12), 9) for _ in range(4)))
+    admitted: list[int] = []
+    window = LongestPrefixFirst(3, kv)
+    while queue:
+        first = next(window.order(queue))
+        admitted.append(first.arrival)
+        queue.remove(first)
+    assert admitted == [2, 0, 1, 3, 4, 5]
+
+
+def test_what_was_preempted_goes_before_a_window():
+    kv = manager()
+    computed(kv, request(*range(12)))
+    queue = waiting(request(99), request(98), request(*range(12), 9))
+    queue[1].n_preempted = 1
+    assert [req.arrival for req in LongestPrefixFirst(3, kv).order(queue)] == [1, 2, 0]
+
+
+def test_more_of_the_prompts_are_cached_than_by_arrival():
+    """Two long beginnings take turns, and the cache has room for one of them beside a running request."""
+    cached: dict[str, int] = {}
+    for order in ("fcfs", "longest-prefix"):
+        scheduling = SchedulingConfig(order=order)  # pyright: ignore[reportArgumentType]
+        serving = ServingConfig(
+            max_batch_size=1, n_slots=48, max_batch_tokens=64, block_size=SIZE, scheduling=scheduling
+        )
+        play = Simulation(serving)
+        requests = [named(str(i), request(*[i % 2] * 32, i), 2) for i in range(16)]
+        for req in requests:
+            play.add_at(0.0, req)
+        play.run()
+        assert all(req.finish_reason is FinishReason.LENGTH for req in requests)
+        cached[order] = sum(req.n_cached for req in requests)
+    # Of the 12 blocks a request takes 9, so the first 3 of the other beginning stay.
+    assert cached == {"fcfs": 14 * 3 * SIZE, "longest-prefix": 14 * 32}

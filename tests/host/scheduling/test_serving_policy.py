@@ -18,16 +18,23 @@ from orca_jax.errors import EngineError
 from orca_jax.iteration.row import Row
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.scheduling import serving_policy
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import round_up
 from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.simulation.simulation import Simulation
 
-SWITCHES = list(
-    itertools.product((False, True), (False, True), ("full", "on-demand"), ("fcfs", "priority", "fair"))
-)
-N_TRACES = 420  # for each of 24 combinations: over 10,000
+ORDERS = ("fcfs", "priority", "fair", "longest-prefix")
+SWITCHES = [
+    (chunked, prefixes, reservation, order)
+    for chunked, prefixes, reservation, order in itertools.product(
+        (False, True), (False, True), ("full", "on-demand"), ORDERS
+    )
+    if prefixes or order != "longest-prefix"
+]
+WINDOW = 2  # of "longest-prefix" here, so that short traces have several
+N_TRACES = 420  # for each of 28 combinations: over 10,000
 
 
 @dataclass(frozen=True)
@@ -196,6 +203,7 @@ class Player:
         self.asked_to_end: set[str] = set()
         self.n_issued = 0
         self.first_since = (-1, 0)  # the first request in the order, and iterations that ran without it
+        self.overtaken: dict[int, set[int]] = {}  # by arrival: who came later and was admitted before
         self.requests: list[Request] = []
         for i, arrival in enumerate(trace.arrivals):
             request = Request(
@@ -275,6 +283,12 @@ class Player:
         waiting = [req for req in self.simulation.pool.in_arrival_order() if req.row < 0]
         if serving.scheduling.order == "fcfs" and admitted and waiting:
             assert max(req.arrival for req in admitted) < min(req.arrival for req in waiting), "overtaken"
+        if serving.scheduling.order == "longest-prefix":
+            for late in waiting:
+                if not late.n_preempted:
+                    earlier = self.overtaken.setdefault(late.arrival, set())
+                    earlier.update(req.arrival for req in admitted if req.arrival > late.arrival)
+                    assert len(earlier) < WINDOW, "overtaken by more than a window"
         if not serving.scheduling.on_demand:
             assert not scheduler.n_preemptions, "full reservation promises none"
 
@@ -306,13 +320,16 @@ class Player:
 def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(n_traces):
-        player = Player(random_trace(seed, switches))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(serving_policy, "_WINDOW", WINDOW)
+            player = Player(random_trace(seed, switches))
         try:
             player.play()
         except BaseException as error:
             error.add_note(f"random_trace({seed}, {switches})")
             raise
         prefixes = player.simulation.kv.prefixes
+        seen["overtaken"] += sum(map(len, player.overtaken.values()))
         seen["preemptions"] += player.scheduler.n_preemptions
         seen["cached"] += sum(req.n_cached for req in player.requests)
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
@@ -326,7 +343,8 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
 @pytest.mark.parametrize("switches", SWITCHES)
 def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str]):
     seen = play_all(switches, N_TRACES)
-    chunked, prefixes, reservation, _ = switches
+    chunked, prefixes, reservation, order = switches
+    assert (seen["overtaken"] > 50) == (order == "longest-prefix")
     # The traces have seen what they are for.
     assert (seen["cached"] > 100 and seen["evictions"] > 100) == prefixes
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")

@@ -9,7 +9,7 @@ import pytest
 from orca_jax.iteration.shape import bucket_sizes
 from orca_jax.request.request import FinishReason, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.timeline import IterationRecord, RequestRecord, Timeline
+from orca_jax.scheduling.timeline import Interruption, IterationRecord, RequestRecord, Timeline
 
 
 class Clock:
@@ -55,6 +55,29 @@ def test_a_request_from_arrival_to_end(clock: Clock):
     assert record.finish_reason is FinishReason.LENGTH
     assert record.time_to_first_token == 2.0
     assert record.normalized_latency == pytest.approx(5.0 / 3)
+
+
+def test_interruptions_end_when_the_request_runs_again(clock: Clock):
+    timeline = Timeline(clock)
+    a, b = make_request("A", n_input=4), make_request("B")
+    timeline.arrived(a)
+    timeline.arrived(b)
+    timeline.issued([(a, 4), (b, 1)])
+    clock.now = 2.0
+    timeline.interrupted([a], "preempted")
+    clock.now = 3.0
+    timeline.issued([(b, 1)])
+    clock.now = 4.0
+    timeline.issued([(a, 2)])
+    clock.now = 5.0
+    timeline.issued([(a, 2)])  # the rest of its prompt
+    clock.now = 6.0
+    timeline.interrupted([a, b], "worker lost")
+    timeline.delivered([(a, None, FinishReason.CANCELLED), (b, 7, FinishReason.LENGTH)])
+    of_a, of_b = timeline.requests
+    assert of_a.interruptions == (Interruption(2.0, "preempted", 4.0), Interruption(6.0, "worker lost"))
+    assert of_b.interruptions == (Interruption(6.0, "worker lost"),)
+    assert of_a.scheduled == 0.0
 
 
 def test_a_request_that_ends_without_a_token(clock: Clock):

@@ -1,0 +1,157 @@
+"""Follows the clients' requests through the timeline, and writes their spans on a thread of its own."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from typing import Protocol
+
+from orca_jax.iteration.row import Row
+from orca_jax.request.request import Request
+from orca_jax.scheduling.timeline import IterationRecord, RequestRecord
+from server.gateway.served_model import ServedModel
+from server.tracing.call import AttributeValue, Call, Choice
+
+_LOGGER = logging.getLogger("orca.traces")
+_MOST_CALLS = 4096  # that have ended and are not written yet
+_IDLE_SECONDS = 1.0
+_LOOK_SECONDS = 0.05  # between two looks whether a call's last request has ended
+_LATE_SECONDS = 60.0  # after which a call is written without it
+_CLOSE_SECONDS = 5.0
+
+_CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)  # of this task and those it starts
+
+
+class Writer(Protocol):
+    """Writes the spans of calls, on one thread."""
+
+    def write(self, call: Call, model: str) -> None:
+        """Write the spans of a call that has ended, of the model that clients call `model`."""
+        ...
+
+    def close(self, seconds: float) -> None:
+        """Send what is not sent yet, within `seconds`."""
+        ...
+
+
+class Tracing:
+    """A TimelineWatcher of one server. The endpoints call `begin` and `end` on their event loop.
+
+    A request in the service belongs to the call whose task submits it. The scheduler's thread only looks up
+    each request that ends and leaves its record there; all spans are made later, on a thread of their own. A
+    call that comes too fast for that thread is not traced. Use `start` and `close` once each.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._model = ""
+        self._live: dict[int, Choice] = {}  # by arrival number
+        self._ended: deque[Call] = deque()
+        self._has_complained = False
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="orca-traces", daemon=True)
+
+    def start(self, model: ServedModel) -> None:
+        """Trace the model's requests from now on. Call it while none is live."""
+        self._model = model.name
+        timeline = model.service.timeline
+        timeline.watchers = (*timeline.watchers, self)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write and send what there is, within seconds. Call it when both endpoints have stopped."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        self._closing = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS / 2)
+        self._writer.close(max(deadline - time.monotonic(), 0.0))
+
+    # For the endpoints.
+
+    def begin(self, headers: Iterable[tuple[str, str]]) -> Call:
+        """A client's request begins, with these headers; their names are in lower case."""
+        call = Call.begin(headers)
+        _CURRENT.set(call)
+        return call
+
+    def end(
+        self,
+        call: Call,
+        *,
+        operation: str | None,
+        error: str | None,
+        attributes: dict[str, AttributeValue],
+    ) -> None:
+        """The request has been answered; `error` names why it failed, if the server is to blame.
+
+        It is traced if it has an `operation`, or made the service work.
+        """
+        _CURRENT.set(None)
+        if operation is None and not call.choices:
+            return
+        call.operation = operation or call.operation
+        call.error = error
+        call.attributes = attributes
+        call.ended = time.time_ns()
+        if len(self._ended) >= _MOST_CALLS:
+            if not self._has_complained:
+                _LOGGER.warning("requests end faster than their spans are made: some are not traced")
+            self._has_complained = True
+            return
+        self._ended.append(call)
+        self._wake.set()
+
+    # For the timeline.
+
+    def arrived(self, request: Request, at: float) -> None:
+        call = _CURRENT.get()
+        if call is not None and not call.ended:
+            choice = Choice.of(request, at)
+            call.choices.append(choice)
+            self._live[request.arrival] = choice
+
+    def issued(self, record: IterationRecord, rows: Sequence[Row]) -> None:
+        pass
+
+    def returned(self, record: IterationRecord) -> None:
+        pass
+
+    def ended(self, record: RequestRecord, request: Request) -> None:
+        choice = self._live.pop(record.arrival, None)
+        if choice is not None:
+            choice.record = record
+
+    # On the thread.
+
+    def _run(self) -> None:
+        waiting: list[Call] = []
+        while not self._closing:
+            self._wake.wait(_LOOK_SECONDS if waiting else _IDLE_SECONDS)
+            self._wake.clear()
+            waiting = self._write(waiting)
+        for call in self._write(waiting):
+            self._write_one(call)
+
+    def _write(self, waiting: Sequence[Call]) -> list[Call]:
+        """Write the calls that are complete; returns the others, whose clients have left before the end."""
+        calls = [*waiting, *(self._ended.popleft() for _ in range(len(self._ended)))]
+        late = time.time_ns() - int(_LATE_SECONDS * 1e9)
+        rest: list[Call] = []
+        for call in calls:
+            if call.complete or call.ended < late:
+                self._write_one(call)
+            else:
+                rest.append(call)
+        return rest
+
+    def _write_one(self, call: Call) -> None:
+        try:
+            self._writer.write(call, self._model)
+        except Exception:  # a request must not suffer, nor the spans of the next
+            if not self._has_complained:
+                _LOGGER.exception("the spans of a request could not be made")
+            self._has_complained = True
