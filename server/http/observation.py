@@ -17,7 +17,11 @@ from server.tracing.tracing import Tracing
 _EVENTS = b"text/event-stream"
 _CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _PROBES = frozenset(("/health", "/ready", "/metrics"))
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # as spans call them
+_OPERATIONS = {  # as spans call them
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
 
 
 class Observation:

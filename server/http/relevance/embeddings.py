@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from orca_jax.errors import InvalidRequest
 from orca_jax.request.pooling import Pooling, Vector, check_dimensions, embedding
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.embeddings import pooled_prompt
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Submission
+from server.gateway.many_requests import check_embeddings, check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
@@ -19,9 +19,8 @@ from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import FirstFault
 from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
-from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, check_number, usage_of
+from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
-_MOST_NUMBERS = 1 << 22  # of one response: about 90 MB of JSON
 _CHARACTERS = {"float": 22, "base64": 6}  # of a number in a response, at most
 
 _TokenIds = Annotated[list[int], FirstFault()]
@@ -104,13 +103,9 @@ async def create_embeddings(
 
     def read() -> list[Submission]:
         inputs = body.inputs
-        check_number(len(inputs), options.max_inputs, "input")
+        check_inputs(len(inputs), options.max_inputs, "input")
         check_dimensions(body.dimensions, model.config.embedding.size)
-        if len(inputs) * size > _MOST_NUMBERS:
-            message = (
-                f"input has {len(inputs)} inputs, for {size} numbers each; send {_MOST_NUMBERS // size} "
-            )
-            raise InvalidRequest(message + "at a time, or ask for fewer dimensions", param="input")
+        check_embeddings(len(inputs), size, "input")
         special, pooling = body.add_special_tokens is not False, body.pooling or options.pooling
 
         def encoded(text: str) -> list[int]:

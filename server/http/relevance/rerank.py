@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
+from server.gateway.many_requests import check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
@@ -14,7 +15,7 @@ from server.http.fields.strict import FirstFault, Strict
 from server.http.generation.answer import GENERATION_ERRORS, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
-from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, check_number, usage_of
+from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
 _LINES = "{document}\n{query}"
 
@@ -89,9 +90,9 @@ async def rerank(
     response_id, texts = new_response_id("rerank"), body.texts
 
     def read() -> list[Pair]:
-        check_number(len(texts), options.max_inputs, "documents")
+        check_inputs(len(texts), options.max_inputs, "documents")
         if body.top_n is not None:
-            check_number(body.top_n, 1 << 20, "top_n")
+            check_inputs(body.top_n, 1 << 20, "top_n")
         template = template_of(body.template or _LINES, "document", "query")
         both = [(text, body.query) for text in texts]
         names = {"tenant": tenant, "response_id": response_id}

@@ -7,16 +7,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 from starlette.types import Receive
 
-from orca_jax.errors import InvalidRequest, RequestCancelled
 from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PRIORITY_RANGE, SchedulingParams
-from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
+from server.gateway import many_requests
+from server.gateway.gateway import Gateway, LiveRequest, Submission
 from server.gateway.served_model import ServedModel
 from server.http.fields.generation import ranged
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import Strict
 from server.http.generation.choices import end_if_client_leaves
-
-_AT_ONCE = 128  # requests of one answer in the engine; the others wait here and take no place of its queue
 
 
 class RelevanceRequest(Strict):
@@ -59,13 +57,6 @@ def usage_of(n_input: int) -> dict[str, int]:
     return {"prompt_tokens": n_input, "total_tokens": n_input}
 
 
-def check_number(n: int, most: int, param: str) -> None:
-    """Raise InvalidRequest for no inputs, or too many."""
-    if not 1 <= n <= most:
-        advice = f"a request may have 1 to {most} (orca serve --max-inputs)"
-        raise InvalidRequest(f"{param} has {n} inputs; {advice}", param=param)
-
-
 async def all_ended(
     gateway: Gateway,
     submissions: Sequence[Submission],
@@ -78,22 +69,15 @@ async def all_ended(
 
     Raises QueueFull, NotReady, EngineError, or whatever ended a request before it was complete.
     """
-    ended: list[LiveRequest] = []
-    facts["n_input"] = sum(submission.prompt.n_input for submission in submissions)
     running: list[LiveRequest] = []
+    ended: list[LiveRequest] = []
     watch = asyncio.create_task(end_if_client_leaves(receive, running, facts))
-    most = max(1, min(_AT_ONCE, gateway.model().service.pool.max_each))
     try:
-        for first in range(0, len(submissions), most):
-            if watch.done():
-                raise RequestCancelled("the client has left")
-            async with submitted(gateway, submissions[first : first + most], owner=owner) as requests:
-                running[:] = requests
-                for request in requests:
-                    async for _ in request:
-                        pass
-                ended += requests
+        ended = await many_requests.all_ended(gateway, submissions, owner=owner, running=running)
     finally:
+        facts["n_input"] = sum(live.n_input for live in ended)
+        facts["n_cached"] = sum(live.n_cached for live in ended)
+        facts["n_output"] = 0
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
     return ended

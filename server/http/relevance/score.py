@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest
+from server.gateway.many_requests import check_inputs
 from server.gateway.side_threads import run_for_request, run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
@@ -15,7 +16,7 @@ from server.http.fields.strict import FirstFault
 from server.http.generation.answer import GENERATION_ERRORS, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
-from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, check_number, usage_of
+from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
 _PLAIN = "{text_1}{text_2}"
 _Texts = str | Annotated[list[str], FirstFault()]
@@ -38,7 +39,7 @@ class ScoreRequest(RelevanceRequest):
         """Raises InvalidRequest."""
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
-        check_number(len(second), most, "text_2")
+        check_inputs(len(second), most, "text_2")
         if len(first) not in (1, len(second)):
             message = f"text_1 has {len(first)} texts and text_2 has {len(second)}; give one, or one for each"
             raise InvalidRequest(message, param="text_1")

@@ -227,7 +227,7 @@ def test_no_line_begins_while_requests_wait(tmp_path: Path) -> None:
         records = service.timeline.iterations
         body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True}
         batch_id = begun(client, COMPLETIONS, lines_of(COMPLETIONS, [body] * 12))
-        until(lambda: len(records) == 1, "an iteration")
+        until(lambda: len(records) == 1 and len(service.pool) == 2, "both lines")
         asked: Any = {"prompt": "x", "max_tokens": 5, "extra_body": {"ignore_eos": True}}
         answers = [threads.submit(lambda: client.completions.create(model="test", **asked)) for _ in range(9)]
         until(lambda: service.pool.n_waiting >= 9, "the people's requests")
@@ -236,7 +236,7 @@ def test_no_line_begins_while_requests_wait(tmp_path: Path) -> None:
         assert len(people) == 9
         while not all(answer.done() for answer in answers):
             n = len(records)
-            waits = service.pool.n_waiting > 0
+            waits = any(live.row < 0 and live.request_id in people for live in service.pool.live())
             engine.let(1)
             until(lambda n=n: len(records) > n or all(a.done() for a in answers), "an iteration")
             if waits:
