@@ -103,9 +103,17 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
             f"there is nothing at {request.method} {request.url.path}; GET /openapi.json shows what there is"
         )
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
+        allowed = _methods_at(request) or (error.headers or {}).get("Allow", "another method")
         message = f"{request.url.path} does not take {request.method}, but {allowed}"
+        return status_response(405, message, {**(error.headers or {}), "Allow": allowed})
     return status_response(error.status_code, message, error.headers)
+
+
+def _methods_at(request: Request) -> str:
+    """The methods of all routes of this path; the error itself has those of the first one alone."""
+    path = getattr(request.scope.get("route"), "path_format", None)
+    methods = request.app.openapi()["paths"].get(path, ())
+    return ", ".join(sorted(method.upper() for method in methods))
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:

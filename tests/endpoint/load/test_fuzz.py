@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,11 +68,11 @@ def server() -> Iterator[Server]:
 class Calls:
     """Sends cases, checks the responses, and counts both."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, n_operations: int = 15) -> None:
         self.schema: BaseSchema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         results = list(self.schema.get_all_operations())
         self.operations = [result.ok() for result in results if isinstance(result, Ok)]
-        assert len(self.operations) == len(results) == 15, "the document has errors"
+        assert len(self.operations) == len(results) == n_operations, "the document has errors"
         self.answers = Counter[tuple[str, int]]()
 
     @property
@@ -79,8 +80,8 @@ class Calls:
         return self.answers.total()
 
     def operation(self, path: str) -> APIOperation[Any, Any, Any, Any]:
-        (operation,) = [each for each in self.operations if each.path == path]
-        return operation
+        first, *_ = [each for each in self.operations if each.path == path]
+        return first
 
     def send(self, case: Case) -> None:
         response = case.call(timeout=CALL_SECONDS, headers={"Connection": "close"})
@@ -227,6 +228,23 @@ def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
     assert counted <= n_answered(server) <= counted + 10
     answer = requests.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=CALL_SECONDS)
     assert answer.json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_requests_for_files_and_batches(tmp_path: Path) -> None:
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", batch_dir=tmp_path)
+    with serving(options=options) as server:
+        calls = Calls(server, 15 + 9)
+        calls.operations = [
+            one for one in calls.operations if one.path.startswith(("/v1/files", "/v1/batches"))
+        ]
+        assert len(calls.operations) == 9
+        calls.cover()
+        calls.fuzz("/v1/batches", POSITIVE, 100)
+        calls.fuzz("/v1/batches", NEGATIVE, 100)
+        assert calls.answers["/v1/batches", 404] > 0  # of files that there are not
+        until(server.at_rest, "rest")
 
 
 def n_answered(server: Server) -> int:
