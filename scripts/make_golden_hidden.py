@@ -71,7 +71,7 @@ def main() -> None:
         size = arrays[f"{name}.last"].shape[1]
         print(f"{name:30} {len(rows)} prompts, {size} numbers, rounding {worst:.1e}", flush=True)
     arrays["versions"] = np.array([f"torch {torch.__version__}", f"transformers {transformers.__version__}"])
-    np.savez_compressed(GOLDEN / "hidden.npz", **arrays)
+    np.savez_compressed(GOLDEN / "hidden.npz", allow_pickle=False, **arrays)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,9 @@ def test_the_openapi_document_says_where_a_key_is_needed() -> None:
     assert secured == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
         "/v1/models",
         "/v1/models/{model_id}",
         "/tokenize",
