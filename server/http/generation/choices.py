@@ -99,6 +99,17 @@ def scored(choice: dict[str, Any], score: float | None) -> dict[str, Any]:
     return choice if score is None else {**choice, "score": score}
 
 
+async def end_if_client_leaves(
+    receive: Receive, requests: Sequence[LiveRequest], facts: dict[str, Any]
+) -> None:
+    """Wait until the client disconnects, then end the requests there are by then."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    facts["disconnected"] = True
+    for request in requests:
+        request.end(FinishReason.CANCELLED)
+
+
 class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
@@ -160,7 +171,7 @@ class Choices:
         async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
             self._outputs = self._new_outputs(requests)
             self.tally.first_choices = requests[:: self._n_requests]
-            watch = asyncio.create_task(self._end_if_client_leaves(receive, requests))
+            watch = asyncio.create_task(end_if_client_leaves(receive, requests, self._facts))
             try:
                 yield requests
             finally:
@@ -246,10 +257,3 @@ class Choices:
             text.append(shown.text)
             events += await self.events(index, piece)
         return CompleteChoice("".join(text), tokens, score, events)
-
-    async def _end_if_client_leaves(self, receive: Receive, requests: Sequence[LiveRequest]) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._facts["disconnected"] = True
-        for request in requests:
-            request.end(FinishReason.CANCELLED)
