@@ -33,6 +33,14 @@ class UnknownModel(OrcaError):
     """The request names a model that this server does not serve."""
 
 
+class UnknownResponse(OrcaError):
+    """No response of that id is stored for this client. `param` names the field that has the id."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class Unauthorized(OrcaError):
     """An API key is missing or wrong."""
 
@@ -75,6 +83,7 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     InvalidRequest: Meaning(400, "invalid_request_error", None, grpc.StatusCode.INVALID_ARGUMENT),
     Unauthorized: Meaning(401, "invalid_request_error", "invalid_api_key", grpc.StatusCode.UNAUTHENTICATED),
     UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
+    UnknownResponse: Meaning(404, "invalid_request_error", "response_not_found", grpc.StatusCode.NOT_FOUND),
     NotPermitted: Meaning(403, "invalid_request_error", "not_permitted", grpc.StatusCode.PERMISSION_DENIED),
     UnknownRecording: Meaning(404, "invalid_request_error", "unknown_recording", grpc.StatusCode.NOT_FOUND),
     TooManyViewers: Meaning(429, "rate_limit_error", "too_many_viewers", grpc.StatusCode.RESOURCE_EXHAUSTED),

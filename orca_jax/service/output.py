@@ -90,6 +90,11 @@ class Output:
         """All text so far, taken or not."""
         return "" if self._stream is None else self._stream.text
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output."""
+        return None if self._stream is None else self._stream.stop_string
+
     def pieces(self) -> list[Piece]:
         """The whole outputs of a beam search that has found them, best first: the `n` asked for."""
         beams = self.request.beams
@@ -239,6 +244,11 @@ class RequestHandle:
     def finish_reason(self) -> FinishReason | None:
         """Why the request ended; None while it runs."""
         return self._output.finish_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the request; None if something else did, or nothing yet."""
+        return self._output.stop_string
 
     @property
     def failure(self) -> EngineError | None:

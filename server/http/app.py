@@ -3,6 +3,7 @@
 from functools import cache, partial
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 import orca_jax
@@ -12,9 +13,12 @@ from server.http.authentication import Authentication
 from server.http.bodies.errors import handle_errors
 from server.http.connections.body_limit import BodyLimit
 from server.http.generation import chat, completions
+from server.http.messages import messages
 from server.http.observation import Observation
 from server.http.openapi import describe
 from server.http.pages import pages_router
+from server.http.responses import responses, stored
+from server.http.responses.store import ResponseStore
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
@@ -54,8 +58,17 @@ def create_app(
     app.state.gateway = gateway
     app.state.options = options
     app.state.metrics = metrics
-    for routes in (completions, chat, models, tokenization, status):
+    app.state.responses = ResponseStore(
+        max_responses=options.max_stored_responses,
+        max_bytes=options.max_stored_bytes,
+        seconds=options.stored_response_seconds,
+    )
+    app.state.methods = dict[str, set[str]]()  # of each path, for 405
+    for routes in (completions, chat, responses, stored, messages, models, tokenization, status):
         app.include_router(routes.router)
+        for route in routes.router.routes:
+            if isinstance(route, APIRoute):
+                app.state.methods.setdefault(route.path, set()).update(route.methods or ())
     if admin_keys.required:
         app.include_router(admin.router)
     if options.pages:

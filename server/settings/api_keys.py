@@ -19,6 +19,7 @@ _MIN_LENGTH = 8
 _KEY = re.compile(rf"[!-~]{{{_MIN_LENGTH},}}")  # what a header can carry: printable ASCII without spaces
 _WEIGHT = re.compile(r"[ \t]+weight=(\S*)$")
 _WEIGHTS = (0.001, 1000.0)
+_BEARER = "Authorization: Bearer KEY"
 
 
 class ApiKeys:
@@ -103,12 +104,21 @@ class ApiKeys:
             return None
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("an API key is required; send the header 'Authorization: Bearer KEY'")
+            raise Unauthorized(f"an API key is required; send the header '{_BEARER}'")
+        return self.check_key(key, _BEARER)
+
+    def check_key(self, key: str, header: str) -> str | None:
+        """The name of a key that came in `header`, such as `x-api-key: KEY`; None if no key is needed.
+
+        Raises Unauthorized.
+        """
+        if not self.required:
+            return None
         given = _digest(key.strip())
         # Compares with every key: the time must not reveal which one is close.
         matches = [i for i, digest in enumerate(self._digests) if hmac.compare_digest(given, digest)]
         if not matches:
-            raise Unauthorized("unknown API key; check the header 'Authorization: Bearer KEY'")
+            raise Unauthorized(f"unknown API key; check the header '{header}'")
         return _name(matches[0])
 
 

@@ -326,6 +326,11 @@ class EndpointOptions:
     max_choices: Annotated[
         int, "maximum completions per request (its prompts times n)", Bounds(1, 1 << 16)
     ] = 128
+    max_stored_responses: Annotated[
+        int, "responses of /v1/responses kept for previous_response_id; 0 keeps none", Bounds(0, 1 << 20)
+    ] = 4096
+    max_stored_bytes: Annotated[int, "maximum bytes of kept responses", Bounds(1 << 16, 1 << 40)] = 64 << 20
+    stored_response_seconds: Annotated[float, "seconds that a response is kept"] = 3600.0
     max_connections: Annotated[
         int, "maximum open connections per endpoint; HTTP answers further ones with 503", Bounds(1, 1 << 20)
     ] = 4096

@@ -31,7 +31,9 @@ class BodyLimit:
             return
         length = _content_length(scope)
         if length > self._max_bytes:
-            response = status_response(413, _too_large(f"{length} bytes", self._max_bytes))
+            response = status_response(
+                413, _too_large(f"{length} bytes", self._max_bytes), path=scope["path"]
+            )
             await response(scope, receive, send)
             return
         await self._app(scope, _Body(receive, self._max_bytes, self._seconds), send)

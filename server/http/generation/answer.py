@@ -33,21 +33,31 @@ GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 ChoicesWriter = Callable[[Choices, list[CompleteChoice]], list[dict[str, Any]]]
 
 
-def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> ServedModel:
-    """The model for the request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
-    body.check_stream_options()
-    scheduling = body.scheduling
-    if body.user is not None:
-        facts["user"] = body.user
-    model = gateway.model(body.model)
+def accept(
+    gateway: Gateway,
+    facts: dict[str, Any],
+    scheduling: SchedulingParams,
+    *,
+    model: str | None,
+    user: str | None,
+) -> ServedModel:
+    """The model for a request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
+    if user is not None:
+        facts["user"] = user
+    served = gateway.model(model)
     if scheduling.priority:
-        scheduling.check_policy(model.serving.scheduling.order)
-    return model
+        scheduling.check_policy(served.serving.scheduling.order)
+    return served
 
 
 def new_response_id(prefix: str) -> str:
     """A unique response id. The ids of its requests in the service are derived from it."""
     return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def new_id(prefix: str) -> str:
+    """A unique id in the form of the newer protocols, such as `msg_...`."""
+    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 # The cost of these grows with the prompts' length, so call them in `run_for_request`.

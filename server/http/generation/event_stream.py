@@ -18,7 +18,7 @@ from server.http.generation.chat_reply import deltas_of
 from server.http.generation.choices import Choices
 from server.http.generation.chunks import DONE, ChoiceEnd, ChunkWriter, error_event
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
 
 _Write = Callable[[bytes], Awaitable[None]]
 
@@ -38,7 +38,7 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(_HEADERS)
+        self.init_headers(HEADERS)
         self._choices = choices
         self._is_plain = choices.extras is None and not choices.tally.readers  # only text
         self._chunks = chunks

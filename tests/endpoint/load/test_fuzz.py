@@ -42,6 +42,7 @@ CHECKS: list[CheckFunction] = [
     unsupported_method,
 ]
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+OTHER_PROTOCOLS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
 TOKENS = ("/tokenize", "/detokenize")
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 
@@ -56,7 +57,7 @@ generated = settings(
 def server() -> Iterator[Server]:
     """A server; on exit it waits until nothing is left in the pool, the gateway or on the event loop."""
     options = EndpointOptions(
-        port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20
+        port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20, pages=False
     )
     config = replace(CONFIG, scheduling=SchedulingConfig(order="priority"))  # any priority is valid
     with serving(options=options, config=config) as server:
@@ -70,15 +71,18 @@ class Calls:
         self.schema: BaseSchema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         results = list(self.schema.get_all_operations())
         self.operations = [result.ok() for result in results if isinstance(result, Ok)]
-        assert len(self.operations) == len(results) == 10, "the document has errors"
+        assert len(self.operations) == len(results) == 16, "the document has errors"
         self.answers = Counter[tuple[str, int]]()
 
     @property
     def n(self) -> int:
         return self.answers.total()
 
+    def all_at(self, path: str) -> list[APIOperation[Any, Any, Any, Any]]:
+        return [each for each in self.operations if each.path == path]
+
     def operation(self, path: str) -> APIOperation[Any, Any, Any, Any]:
-        (operation,) = [each for each in self.operations if each.path == path]
+        (operation,) = self.all_at(path)
         return operation
 
     def send(self, case: Case) -> None:
@@ -94,7 +98,16 @@ class Calls:
         change: Callable[[Case], Case] = lambda case: case,
     ) -> None:
         """Send `n` drawn cases, each transformed by `change`."""
-        cases = self.operation(path).as_strategy(generation_mode=mode).map(change)
+        self.fuzz_operation(self.operation(path), mode, n, change)
+
+    def fuzz_operation(
+        self,
+        operation: APIOperation[Any, Any, Any, Any],
+        mode: GenerationMode,
+        n: int,
+        change: Callable[[Case], Case] = lambda case: case,
+    ) -> None:
+        cases = operation.as_strategy(generation_mode=mode).map(change)
 
         @settings(generated, max_examples=n)
         @given(case=cases)
@@ -208,6 +221,12 @@ def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
         calls.fuzz(path, POSITIVE, 100)
         calls.fuzz(path, NEGATIVE, 150)
         calls.fuzz(path, POSITIVE, 300, little)  # most of these run
+    for path in OTHER_PROTOCOLS:
+        calls.fuzz(path, POSITIVE, 200)
+        calls.fuzz(path, NEGATIVE, 200)
+    for path in ("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"):
+        for operation in calls.all_at(path):
+            calls.fuzz_operation(operation, POSITIVE, 30)
     for path in TOKENS:
         calls.fuzz(path, POSITIVE, 200)
         calls.fuzz(path, NEGATIVE, 150)
@@ -255,7 +274,7 @@ def as_bytes(value: Any) -> bytes:
     return json.dumps(value).encode("ascii")
 
 
-@pytest.mark.parametrize("path", [*GENERATING, *TOKENS])
+@pytest.mark.parametrize("path", [*GENERATING, *OTHER_PROTOCOLS, *TOKENS])
 def test_any_body(server: Server, path: str) -> None:
     @settings(generated, max_examples=100)
     @given(body=st.binary(max_size=60) | JSON_VALUES.map(as_bytes))
