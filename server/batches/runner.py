@@ -205,10 +205,8 @@ class BatchRunner:
         batch = running.batch
         if status == "completed":
             batch.become("finalizing")
-        if batch.status != status:
-            batch.become(status)
         del self._running[batch.id]
-        await self._on_thread(running.opened.finish)
+        await self._on_thread(lambda: running.opened.finish(status))
         return True
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

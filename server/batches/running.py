@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import IO
 
-from server.batches.batch import Batch
+from server.batches.batch import Batch, Status
 from server.batches.files import FileStore, GrowingFile, write_whole
 from server.batches.lines import InputLine, Validation, done_in, error_line, next_line
 
@@ -73,8 +73,8 @@ class RunningBatch:
             self.record(error_line(line.custom_id, "batch_expired", _EXPIRED), success=False)
         return True
 
-    def finish(self) -> None:
-        """Let the client see the files of a batch that has ended; an empty one is not kept."""
+    def finish(self, status: Status) -> None:
+        """Let the client see the files, of which an empty one is not kept, and then that the batch has ended."""
         batch = self.batch
         self._input.close()
         for file, kind in ((self._output, "output"), (self._errors, "error")):
@@ -86,6 +86,8 @@ class RunningBatch:
             stored = file.finish(f"{batch.id}_{kind}.jsonl", "batch_output")
             setattr(batch, f"{kind}_file_id", stored.id)
         batch.output_id = batch.error_id = None
+        if batch.status != status:
+            batch.become(status)
         self.save()
 
     def close(self) -> None:
