@@ -85,7 +85,7 @@ def test_a_stranger_who_fills_it_evicts_only_its_own() -> None:
     for one in mine:
         assert kept.put(one)
     for i in range(100, 200):
-        assert kept.put(entry(i, "stranger", 8_900))
+        assert kept.put(entry(i, "stranger", 8_800))
     assert all(has(kept, one) for one in mine)
     assert len(kept) <= 10 and kept.n_bytes <= MAX_BYTES
 
