@@ -32,7 +32,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 MAX_STREAMS = 64
 ITERATION_SECONDS = 0.01

@@ -47,7 +47,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 CHUNK = 2_000  # calls of a process between two checks
 REST_SECONDS = 30.0

@@ -16,7 +16,7 @@ from server.process.descriptors import with_room
 from server.process.freed_memory import give_back
 from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
 from server.web.live_view import LiveView
 

@@ -27,7 +27,7 @@ from server.http.responses import responses, stored
 from server.http.responses.store import ResponseStore
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
 from server.web.live_view import LiveView
 

@@ -10,7 +10,7 @@ from server.http.bodies.error_forms import is_anthropic
 from server.http.request_id import HEADER, request_id
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
-from server.settings.options import AccessLog
+from server.settings.endpoint_options import AccessLog
 from server.tracing import attributes
 from server.tracing.call import AttributeValue, Call
 from server.tracing.tracing import Tracing

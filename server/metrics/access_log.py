@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from server.settings.options import AccessLog
+from server.settings.endpoint_options import AccessLog
 
 LOGGER = logging.getLogger("orca.access")
 

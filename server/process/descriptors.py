@@ -4,7 +4,7 @@ import logging
 import resource
 from dataclasses import replace
 
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 _LOGGER = logging.getLogger("orca.limits")
 

@@ -24,7 +24,7 @@ from server.ray.door_metrics import DoorMetrics
 from server.ray.merged_metrics import merged
 from server.ray.relay import Relay
 from server.ray.routing.prefix_key import prefix_chain
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 _LOGGER = logging.getLogger("orca")
 _ALL_SECONDS = 5.0  # for all engines to answer a door's own question

@@ -19,7 +19,7 @@ from server.metrics.metrics import Metrics
 from server.process.addresses import owner_at
 from server.rpc.deadline import Deadline
 from server.settings.api_keys import ApiKeys
-from server.settings.options import AccessLog
+from server.settings.endpoint_options import AccessLog
 from server.tracing import attributes
 from server.tracing.call import AttributeValue, Call
 from server.tracing.tracing import Tracing

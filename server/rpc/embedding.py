@@ -14,7 +14,7 @@ from server.rpc import generation_pb2 as pb
 from server.rpc import messages
 from server.rpc.calls import Calls, Context
 from server.rpc.deadline import Deadline
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 
 class Embedding:

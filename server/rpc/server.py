@@ -17,7 +17,7 @@ from server.rpc.embedding import Embedding
 from server.rpc.generation import SERVICE, Generation
 from server.rpc.health import Health
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING
 from typing import Any, TypeVar
 
+from server.settings.endpoint_options import EndpointOptions
 from server.settings.option import Option, options_of
-from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
+from server.settings.options import CompileOptions, EngineOptions, PipelineOptions
 from server.settings.router_options import RouterOptions
 
 T = TypeVar("T")

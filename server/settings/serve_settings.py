@@ -13,8 +13,9 @@ from orca_jax.errors import ConfigError
 from server.errors import UsageError
 from server.settings import api_keys, control_secret
 from server.settings.api_keys import ApiKeys
+from server.settings.endpoint_options import EndpointOptions
 from server.settings.flags import SERVE_OPTIONS
-from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
+from server.settings.options import CompileOptions, EngineOptions, PipelineOptions
 from server.settings.router_options import RouterOptions
 from server.settings.settings_file import did_you_mean, read_settings
 

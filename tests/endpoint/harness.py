@@ -34,7 +34,7 @@ from server.gateway.served_model import ServedModel
 from server.gateway.tool_formats.table import AUTO, reply_formats
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
 from server.web.feed import LiveFeed
 from server.web.live_view import LiveView

@@ -25,7 +25,7 @@ from server.http.bodies.errors import status_response
 from server.http.connections.open_connections import Place
 from server.http.connections.refusal import response_bytes
 from server.http.connections.turns import Turns
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 _MOST_FIELDS = 256  # header fields of a request: each takes more memory than its bytes
 _MOST_PIPELINED = 16  # requests that wait for an earlier one on the same connection

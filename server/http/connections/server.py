@@ -12,7 +12,7 @@ from server.http.connections.connection import Connection
 from server.http.connections.listener import Listener
 from server.http.connections.open_connections import OpenConnections, Place
 from server.http.connections.turns import Turns
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 
 class HttpServer(uvicorn.Server):

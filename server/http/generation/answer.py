@@ -24,7 +24,7 @@ from server.http.fields.token_places import n_characters
 from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import ChunkShape, ChunkWriter
 from server.http.generation.event_stream import EventStream
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -11,10 +11,9 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.gateway.reply.events import Text
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
-from server.http.fields.generation import FinishReason, GenerationRequest, Usage
+from server.http.fields.generation import FinishReason, GenerationRequest, Usage, ranged
 from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.sampling import ranged
 from server.http.fields.token_names import TokenNames
 from server.http.fields.tools import ToolChoice, check_tools, tool_wish
 from server.http.generation.answer import (

@@ -11,10 +11,9 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
-from server.http.fields.generation import FinishReason, GenerationRequest, Usage, renamed_fields
+from server.http.fields.generation import FinishReason, GenerationRequest, Usage, ranged, renamed_fields
 from server.http.fields.logprobs import CompletionLogprobs, completion_logprobs
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.sampling import ranged
 from server.http.fields.strict import FirstFault
 from server.http.fields.token_names import TokenNames
 from server.http.generation.answer import (

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request
 
 from server.gateway.gateway import Gateway
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 
 
 async def _gateway(request: Request) -> Gateway:

@@ -9,10 +9,9 @@ from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from server.gateway.reply.offered_tools import ToolWish
-from server.http.fields.generation import renamed_tool_fields
+from server.http.fields.generation import SchedulingFields, SharedSamplingFields, renamed_tool_fields
+from server.http.fields.generation import Texts as StopTexts
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.sampling import SchedulingFields, SharedSamplingFields
-from server.http.fields.sampling import Texts as StopTexts
 from server.http.fields.strict import FirstFault, Strict
 from server.http.fields.tools import NamedFunction, check_tools, tool_wish
 from server.http.fields.tools import ToolChoice as ChatToolChoice

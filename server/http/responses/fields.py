@@ -9,9 +9,8 @@ from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, with_defaults
 from server.gateway.reply.offered_tools import ToolWish
-from server.http.fields.generation import renamed_tool_fields
+from server.http.fields.generation import SchedulingFields, SharedSamplingFields, ranged, renamed_tool_fields
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.sampling import SchedulingFields, SharedSamplingFields, ranged
 from server.http.fields.strict import FirstFault, Strict
 from server.http.fields.tools import AllowedTools, NamedFunction, ToolChoice, check_tools, tool_wish
 from server.http.responses.items import Input

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from orca_jax.scheduling_config import QueueOrder, SchedulingConfig
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, Server, serving, until
 from tests.endpoint.openai_client import by_seed, client_of
 from tests.host.engines import SOON, GatedEngine

@@ -22,7 +22,7 @@ from server.http.connections.open_connections import OpenConnections
 from server.process import descriptors
 from server.process.addresses import bound_socket
 from server.process.descriptors import with_room
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import DATA, Server, serving, until
 from tests.endpoint.http_client import raw, received, received_until
 from tests.host.engines import SOON

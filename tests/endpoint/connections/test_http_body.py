@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import JSON, connected, error_of, post_head, raw, received, status_line
 from tests.host.engines import SOON

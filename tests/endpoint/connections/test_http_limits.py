@@ -17,7 +17,7 @@ import pytest
 import uvloop
 
 from server.http.connections import connection as connection_module
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import JSON, error_of, post_head, raw, received, received_until
 from tests.host.engines import SOON, counting

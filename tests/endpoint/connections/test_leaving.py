@@ -9,7 +9,7 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import FinishReason, Request
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import END, MODEL, Server, serving, until
 from tests.endpoint.http_client import post_head, raw, small_send_buffers, unread
 from tests.endpoint.openai_client import client_of

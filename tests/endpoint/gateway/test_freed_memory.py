@@ -7,7 +7,7 @@ import pytest
 
 from server.gateway import side_threads
 from server.process import freed_memory
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import serving, until
 from tests.host.engines import SOON
 

@@ -24,7 +24,7 @@ from server.metrics import access_log
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, Server, serving, until
 from tests.endpoint.http_client import error_of
 from tests.endpoint.log_lines import Lines

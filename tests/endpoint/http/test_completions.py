@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, END, MODEL, Server, serving, until
 from tests.endpoint.http_client import connected, error_of
 from tests.endpoint.openai_client import by_seed, client_of, letters_by_seed

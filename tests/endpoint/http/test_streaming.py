@@ -18,7 +18,7 @@ from openai import OpenAI
 
 import orca_jax
 from orca_jax.request.request import FinishReason, Request
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import END, Server, serving, until
 from tests.endpoint.http_client import connected, post_head, raw
 from tests.endpoint.openai_client import async_client_of, by_seed, client_of, letters_by_seed

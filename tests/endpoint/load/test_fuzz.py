@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from orca_jax.scheduling_config import SchedulingConfig
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, Server, serving, until
 
 CALL_SECONDS = 20.0  # a limit per call; without a device a whole test takes little longer
@@ -69,7 +69,7 @@ def server() -> Iterator[Server]:
 class Calls:
     """Sends cases, checks the responses, and counts both."""
 
-    def __init__(self, server: Server, n_operations: int = 15) -> None:
+    def __init__(self, server: Server, n_operations: int = 19) -> None:
         self.schema: BaseSchema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         results = list(self.schema.get_all_operations())
         self.operations = [result.ok() for result in results if isinstance(result, Ok)]

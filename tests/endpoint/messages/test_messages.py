@@ -15,7 +15,7 @@ from orca_jax.scheduling_config import SchedulingConfig
 from server.gateway.gateway import Phase
 from server.http.generation import reply_stream
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.anthropic_client import anthropic_of
 from tests.endpoint.harness import CONFIG, MODEL, Server, serving, until
 from tests.endpoint.http_client import connected

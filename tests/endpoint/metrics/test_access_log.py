@@ -11,7 +11,7 @@ import pytest
 
 from server.metrics import access_log
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import connected, post_head, raw
 from tests.endpoint.log_lines import Lines

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from orca_jax.simulation.engine import SIMULATED_SIZE, simulated_vector
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving
 from tests.endpoint.http_client import connected
 from tests.endpoint.openai_client import client_of

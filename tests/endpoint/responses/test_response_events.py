@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from server.gateway.gateway import Phase
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import connected, error_of
 from tests.endpoint.tool_replies import CALL, SCHEMA, TEMPLATE, Replies

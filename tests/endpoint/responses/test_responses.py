@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import connected, error_of
 from tests.endpoint.openai_client import by_seed, client_of, letters_by_seed

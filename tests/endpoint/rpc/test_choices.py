@@ -12,7 +12,7 @@ from orca_jax.errors import OutputFailed
 from orca_jax.request.request import FinishReason, Request
 from server.errors import meaning
 from server.rpc import generation_pb2 as pb
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import END, Server, serving, until
 from tests.endpoint.log_lines import Lines
 from tests.endpoint.rpc_client import answer, asking, client, refusal

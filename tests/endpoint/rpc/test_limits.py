@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from server.rpc.generation_pb2_grpc import GenerationStub
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 from tests.endpoint.http_client import received
 from tests.endpoint.rpc_client import answer, asking, refusal

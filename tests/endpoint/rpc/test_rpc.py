@@ -16,7 +16,7 @@ from server.gateway.gateway import Gateway
 from server.gateway.retry_after import retry_after_seconds
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import CONFIG, END, MODEL, Server, serving, until
 from tests.endpoint.rpc_client import answer, asking, client, refusal
 from tests.host.engines import LETTERS, SOON, GatedEngine, PacedEngine, counting, writing

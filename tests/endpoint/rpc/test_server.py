@@ -26,7 +26,7 @@ from server.rpc.calls import Calls
 from server.rpc.generation_pb2_grpc import GenerationStub
 from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import DATA, Server, serving, until
 from tests.endpoint.log_lines import Lines
 from tests.host.engines import SOON, PacedEngine, writing

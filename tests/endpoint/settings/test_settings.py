@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from orca_jax.errors import ConfigError
 from server import cli
 from server.errors import UsageError
+from server.settings.endpoint_options import EndpointOptions
 from server.settings.flags import MODEL, SERVE_OPTIONS, add_engine_flags, add_serve_flags
 from server.settings.option import options_of
-from server.settings.options import CompileOptions, EndpointOptions, EngineOptions, PipelineOptions
+from server.settings.options import CompileOptions, EngineOptions, PipelineOptions
 from server.settings.router_options import RouterOptions
 from server.settings.serve_settings import ServeSettings, serve_settings
 

@@ -24,7 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from orca_jax.errors import ConfigError
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from server.tracing import tracing
 from server.tracing.call import Call
 from server.tracing.start import tracing_to

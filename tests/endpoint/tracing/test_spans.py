@@ -17,7 +17,7 @@ from opentelemetry.trace import StatusCode
 from orca_jax.errors import EngineError
 from orca_jax.scheduling_config import SchedulingConfig
 from server.rpc import generation_pb2 as pb
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from server.tracing import attributes as names
 from tests.endpoint.harness import CONFIG, until
 from tests.endpoint.http_client import connected

@@ -7,7 +7,7 @@ import pytest
 
 from server.http.pages import PAGES
 from server.settings.api_keys import ApiKeys
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from server.web.pages import page_files
 from tests.endpoint.harness import serving
 from tests.endpoint.http_client import connected

@@ -32,14 +32,14 @@ NOT_RUN = {
     ("docs/training.md", "from functools import partial"): "needs Tunix; tests/whole/rollout runs it",
 }
 # Run elsewhere: against a server.
-OF_CLIENTS = "from openai import OpenAI"
+OF_CLIENTS = ("from openai import OpenAI", "from anthropic import Anthropic")
 
 
 def key(block: Block) -> tuple[str, str]:
     return block.document, block.first
 
 
-PYTHON = [block for block in blocks("python") if OF_CLIENTS not in block.text]
+PYTHON = [block for block in blocks("python") if block.first not in OF_CLIENTS]
 RUN = [block for block in PYTHON if key(block) not in NOT_RUN]
 
 

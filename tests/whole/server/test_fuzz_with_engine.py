@@ -22,7 +22,7 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.locate import load_checkpoint
 from orca_jax.config import Deadlines
 from orca_jax.request.request import Request
-from server.settings.options import EndpointOptions
+from server.settings.endpoint_options import EndpointOptions
 from tests.device.checkpoint.tiny_checkpoint import gpt2_tensors, write_checkpoint
 from tests.device.greedy_reference import GreedyReference
 from tests.endpoint.harness import TEMPLATE, Server, serving_model

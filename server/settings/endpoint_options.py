@@ -1,0 +1,169 @@
+"""The options of `orca serve` for its endpoints, as fields of a dataclass (options.py says how)."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from orca_jax.errors import ConfigError
+from orca_jax.request.pooling import POOLINGS, Pooling
+from server.settings.options import PORT, Bounds
+
+_MAX_NAME = 256  # characters of served_model_name
+AccessLog = Literal["text", "json", "off"]
+
+# Those of server.gateway.tool_formats.table; a test compares.
+ToolFormatName = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral_v11",
+    "gemma",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v31",
+]
+ReasoningFormatName = Literal["auto", "none", "think", "mistral", "granite", "gpt_oss"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointOptions:
+    """Addresses, names, limits and keys of both endpoints. Each float is a time in seconds.
+
+    Raises ConfigError if a value is out of bounds or values contradict each other.
+    """
+
+    host: Annotated[str, "address to listen on; 0.0.0.0 for every interface", "addresses"] = "127.0.0.1"
+    port: Annotated[int, "port for HTTP; 0 picks a free one", "addresses", PORT] = 8000
+    grpc_port: Annotated[
+        int | None, "port for gRPC; 0 picks a free one, 'none' turns gRPC off", "addresses", PORT
+    ] = 8001
+    served_model_name: Annotated[
+        str | None, "the model's name in the API (default: its own name)", "model and engine"
+    ] = None
+    chat_template: Annotated[
+        Path | None, "file with a Jinja chat template (default: the checkpoint's)", "model and engine"
+    ] = None
+    tool_format: Annotated[
+        ToolFormatName,
+        "how the model writes tool calls (docs/tools.md); auto: from the chat template; none: they are text",
+        "model and engine",
+    ] = "auto"
+    reasoning_format: Annotated[
+        ReasoningFormatName,
+        "how the model writes its reasoning; auto: from the chat template; none: it is text",
+        "model and engine",
+    ] = "auto"
+    api_key_file: Annotated[
+        Path | None,
+        "file with API keys, one per line; ORCA_API_KEYS adds more, separated by commas (default: no keys)",
+        "security",
+    ] = None
+    admin_key_file: Annotated[
+        Path | None,
+        "file with keys, one per line, for the routes under /admin, which replace weights and pause the "
+        "engine; ORCA_ADMIN_KEYS adds more (default: no such routes)",
+        "security",
+    ] = None
+    ssl_certfile: Annotated[Path | None, "certificate chain (PEM), for TLS on both endpoints", "security"] = (
+        None
+    )
+    ssl_keyfile: Annotated[Path | None, "its private key (PEM)", "security"] = None
+    request_timeout: Annotated[float, "maximum seconds from a request's arrival to its end"] = 600.0
+    drain_timeout: Annotated[float, "seconds for running requests to finish after SIGTERM"] = 30.0
+    max_body_bytes: Annotated[int, "maximum size of a request body", Bounds(1024, 1 << 30)] = 4 << 20
+    max_choices: Annotated[
+        int, "maximum completions per request (its prompts times n)", Bounds(1, 1 << 16)
+    ] = 128
+    max_stored_responses: Annotated[
+        int, "responses of /v1/responses kept for previous_response_id; 0 keeps none", Bounds(0, 1 << 20)
+    ] = 4096
+    max_stored_bytes: Annotated[int, "maximum bytes of kept responses", Bounds(1 << 16, 1 << 40)] = 64 << 20
+    stored_response_seconds: Annotated[float, "seconds that a response is kept"] = 3600.0
+    max_inputs: Annotated[
+        int, "maximum inputs of a request for embeddings, scores or a ranking", Bounds(1, 1 << 16)
+    ] = 2048
+    pooling: Annotated[
+        Pooling,
+        "how embeddings are made unless a request says: of the last token, or as the mean over all",
+        "model and engine",
+    ] = "last"
+    batch_dir: Annotated[
+        Path | None,
+        "folder for clients' files and batches, /v1/files and /v1/batches, which go on there after a restart "
+        "(default: no such routes)",
+        "limits",
+    ] = None
+    batch_bytes: Annotated[
+        int, "maximum bytes of files in that folder", "limits", Bounds(1 << 20, 1 << 50)
+    ] = 4 << 30
+    max_connections: Annotated[
+        int, "maximum open connections per endpoint; HTTP answers further ones with 503", Bounds(1, 1 << 20)
+    ] = 4096
+    max_connections_per_address: Annotated[
+        int,
+        "maximum open HTTP connections per address (IPv6: per /64); further ones get 429",
+        Bounds(1, 1 << 20),
+    ] = 1024
+    max_header_bytes: Annotated[
+        int, "maximum size of a request's line and headers, or of gRPC metadata", Bounds(1024, 1 << 20)
+    ] = 32768
+    header_timeout: Annotated[
+        float, "seconds from a connection's start, or a request's first byte, to the end of its headers"
+    ] = 10.0
+    body_timeout: Annotated[float, "seconds from the end of a request's headers to the end of its body"] = (
+        30.0
+    )
+    keep_alive_timeout: Annotated[float, "seconds that an HTTP connection may idle between requests"] = 65.0
+    max_watch_streams: Annotated[
+        int,
+        "maximum open gRPC streams of the health and reflection services, which need no key",
+        Bounds(0, 1 << 16),
+    ] = 64
+    pages: Annotated[
+        bool, "serve the pages for people: the playground at /, the live view at /live, /docs"
+    ] = True
+    access_log: Annotated[AccessLog, "log each request on stderr, as text or JSON", "logging"] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        "URL of an OpenTelemetry collector for a trace of each request, such as "
+        "http://localhost:4318/v1/traces; it needs the extra otel (default: no traces)",
+        "logging",
+    ] = None
+
+    def __post_init__(self) -> None:
+        if not self.host.strip():
+            raise ConfigError(
+                "host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for every interface"
+            )
+        name = self.served_model_name
+        if name is not None and not (name.isprintable() and 1 <= len(name) <= _MAX_NAME):
+            raise ConfigError(
+                f"served_model_name is {name[:_MAX_NAME]!r}; it must be 1 to {_MAX_NAME} printable characters"
+            )
+        for field in fields(self):
+            self._check_bounds(field.name, *get_args(field.type))
+        if self.grpc_port is not None and self.port == self.grpc_port != 0:
+            raise ConfigError(f"port and grpc_port are both {self.port}; give each endpoint its own")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
+        if self.pooling not in POOLINGS:
+            raise ConfigError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
+        url = self.otlp_traces_endpoint
+        if url is not None and not url.startswith(("http://", "https://")):
+            message = (
+                f"otlp_traces_endpoint is {url!r}; it must be a URL that begins with http:// or https://"
+            )
+            raise ConfigError(message)
+        if self.access_log not in get_args(AccessLog):
+            allowed = ", ".join(get_args(AccessLog))
+            raise ConfigError(f"access_log is {self.access_log!r}; it must be one of {allowed}")
+
+    def _check_bounds(self, name: str, kind: type, *metadata: object) -> None:
+        value = getattr(self, name)
+        if kind is float and not 0 < value <= 1e7:
+            raise ConfigError(f"{name} is {value:g}; it must be above 0 and at most 1e7 seconds")
+        for bounds in metadata:
+            if isinstance(bounds, Bounds) and value is not None and not bounds.low <= value <= bounds.high:
+                raise ConfigError(f"{name} is {value}; it must be from {bounds.low} to {bounds.high}")
