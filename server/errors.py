@@ -57,6 +57,22 @@ class UnknownRecording(OrcaError):
     """The server has no recording of that name."""
 
 
+class UnknownFile(OrcaError):
+    """The server has no file of that id for this API key."""
+
+
+class UnknownBatch(OrcaError):
+    """The server has no batch of that id for this API key."""
+
+
+class BatchesOff(OrcaError):
+    """The server keeps no files and runs no batches."""
+
+
+class StoreFull(OrcaError):
+    """The server's folder of files, or this API key's share of it, is full."""
+
+
 class TooManyViewers(OrcaError):
     """As many people watch the live view as it has places for."""
 
@@ -86,6 +102,10 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     UnknownResponse: Meaning(404, "invalid_request_error", "response_not_found", grpc.StatusCode.NOT_FOUND),
     NotPermitted: Meaning(403, "invalid_request_error", "not_permitted", grpc.StatusCode.PERMISSION_DENIED),
     UnknownRecording: Meaning(404, "invalid_request_error", "unknown_recording", grpc.StatusCode.NOT_FOUND),
+    UnknownFile: Meaning(404, "invalid_request_error", "unknown_file", grpc.StatusCode.NOT_FOUND),
+    UnknownBatch: Meaning(404, "invalid_request_error", "unknown_batch", grpc.StatusCode.NOT_FOUND),
+    BatchesOff: Meaning(404, "invalid_request_error", "batches_off", grpc.StatusCode.UNIMPLEMENTED),
+    StoreFull: Meaning(429, "rate_limit_error", "store_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
     TooManyViewers: Meaning(429, "rate_limit_error", "too_many_viewers", grpc.StatusCode.RESOURCE_EXHAUSTED),
     RequestIdTaken: Meaning(409, "invalid_request_error", "request_id", grpc.StatusCode.ALREADY_EXISTS),
     CheckpointError: Meaning(400, "invalid_request_error", "weights", grpc.StatusCode.INVALID_ARGUMENT),

@@ -23,6 +23,7 @@ _OPERATIONS = {  # as spans call them
     "/v1/completions": "text_completion",
     "/v1/messages": "chat",
     "/v1/responses": "chat",
+    "/v1/embeddings": "embeddings",
 }
 
 

@@ -133,6 +133,8 @@ def for_replicas(
         )
     if engine.record is not None:
         raise ConfigError("record is one file, and each engine would write it; leave it out")
+    if endpoint.batch_dir is not None:
+        raise ConfigError("batch_dir is one folder, and each engine would write to it; leave it out")
     if settings.routing.kv_events is not None:
         raise ConfigError(
             "kv_events is one address, and each engine would bind it; under Ray Serve the router is told "

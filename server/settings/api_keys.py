@@ -89,6 +89,20 @@ class ApiKeys:
     def n_keys(self) -> int:
         return len(self._digests)
 
+    def fingerprint(self, name: str) -> str:
+        """What tells the key of this name from others, in this and every later run; "" for no key."""
+        if not name:
+            return ""
+        digest = next(digest for i, digest in enumerate(self._digests) if _name(i) == name)
+        return hashlib.sha256(b"fingerprint " + digest).hexdigest()[:32]
+
+    def name_of(self, fingerprint: str) -> str | None:
+        """The name of the key with this fingerprint, "" for that of no key; None if there is no such key."""
+        names = ["" if not self.required else None, *map(_name, range(self.n_keys))]
+        return next(
+            (name for name in names if name is not None and self.fingerprint(name) == fingerprint), None
+        )
+
     def __bool__(self) -> bool:
         return self.required
 

@@ -27,6 +27,7 @@ from server.http.generation.event_stream import EventStream
 from server.settings.options import EndpointOptions
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
@@ -65,7 +66,7 @@ def new_id(prefix: str) -> str:
 
 def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
     """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name the prompt at fault."""
-    return _each(prompts, lambda prompt: model.encode(prompt) if isinstance(prompt, str) else prompt)
+    return each(prompts, lambda prompt: model.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
@@ -85,7 +86,7 @@ def check(
     check_one = partial(
         model.service.check, rules=rules, scheduling=scheduling, tenant=tenant, decoder_ids=decoder_ids
     )
-    return _each(prompts, check_one)
+    return each(prompts, check_one)
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
@@ -154,13 +155,14 @@ def _text(model: ServedModel, prompt: str | list[int]) -> str:
     return "" if model.tokenizer is None else model.tokenizer.decode(prompt)
 
 
-def _each(prompts: Sequence[T], work: Callable[[T], object]) -> list:
-    results = []
+def each(prompts: Sequence[T], work: Callable[[T], R], name: str = "prompt") -> list[R]:
+    """The results of `work`; its InvalidRequest says which one is at fault, by `name` and number."""
+    results = list[R]()
     for i, prompt in enumerate(prompts):
         try:
             results.append(work(prompt))
         except InvalidRequest as error:
             if len(prompts) == 1:
                 raise
-            raise type(error)(f"prompt {i}: {error}", param=error.param) from error
+            raise type(error)(f"{name} {i}: {error}", param=error.param) from error
     return results

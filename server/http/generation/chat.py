@@ -196,7 +196,7 @@ async def create_chat_completion(
         response_id=response_id,
         owner=owner,
         facts=facts,
-        plan=ready.plan,
+        plan=None if ready.plan.is_plain else ready.plan,
     )
     return await answer(
         body,
