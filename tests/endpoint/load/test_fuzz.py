@@ -42,6 +42,7 @@ CHECKS: list[CheckFunction] = [
     allow_header_conformance,
     unsupported_method,
 ]
+TEMPLATES = ("chat_template", "chat_template_kwargs", "continue_final_message")
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 OTHER_PROTOCOLS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
 TOKENS = ("/tokenize", "/detokenize")
@@ -166,7 +167,7 @@ def asking_for_little(document: dict[str, Any]) -> Callable[[Case], Case]:
         for schema in document["components"]["schemas"].values()
         for name, field in schema.get("properties", {}).items()
         if field.get("description", "").startswith("Not built yet: leave it out")
-    } - {"role", "type"}
+    } - {"role", "type", "prompt"}
 
     def trimmed(value: Any) -> Any:
         if isinstance(value, list):
@@ -197,7 +198,7 @@ def asking_for_little(document: dict[str, Any]) -> Callable[[Case], Case]:
             body.pop("max_completion_tokens", None)
         if not body.get("stream"):
             body.pop("stream_options", None)
-        for name in ("tools", "chat_template", "chat_template_kwargs", "continue_final_message"):
+        for name in ("tools", "tool_choice", "reasoning_effort", *TEMPLATES):
             body.pop(name, None)  # what they may hold depends on the chat template
         for message in body.get("messages", []):
             message["role"] = "user"
@@ -224,8 +225,8 @@ def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
         calls.fuzz(path, NEGATIVE, 150)
         calls.fuzz(path, POSITIVE, 300, little)  # most of these run
     for path in OTHER_PROTOCOLS:
-        calls.fuzz(path, POSITIVE, 200)
-        calls.fuzz(path, NEGATIVE, 200)
+        calls.fuzz(path, POSITIVE, 100)
+        calls.fuzz(path, NEGATIVE, 60)
     for path in ("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"):
         for operation in calls.all_at(path):
             calls.fuzz_operation(operation, POSITIVE, 30)
