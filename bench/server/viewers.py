@@ -2,9 +2,9 @@
 
     python -m bench.server.viewers [--prompts 32] [--tokens 128] [--rounds 3]
 
-Two servers of the demo model, one of them with --no-pages, work in turn. The viewers read and drop what comes,
-in the process of the clients. On a machine of few cores their work is part of the difference in tokens per
-second, and not of the server's processor time.
+Two servers of the demo model, one of them with --no-pages, work in turn. The viewers read and drop what
+comes, in the process of the clients. On a machine of few cores their work is part of the difference in tokens
+per second, and not of the server's processor time.
 """
 
 import argparse

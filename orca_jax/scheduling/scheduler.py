@@ -69,7 +69,7 @@ class Scheduler:
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self.gate: Gate = "open"
         self.weights_version = 0
-        self._preempted: set[Request] = set()  # live, and waiting again
+        self.preempted: set[Request] = set()  # live, and waiting again
         self._quarantine = Quarantine()
         self.n_preemptions = self.n_recomputed = 0  # the latter: tokens computed again after preemptions
         self._initiated_last = False  # whether a deterministic engine's last batch was of initiations
@@ -134,13 +134,9 @@ class Scheduler:
         self._deliver(ended[::-1])
         return suspicion
 
-    def waiting_again(self) -> list[Request]:
-        """The live requests that lost their slots and wait to be admitted again, in no order."""
-        return list(self._preempted)
-
     def begun(self) -> list[Request]:
         """The live requests that have begun, those that hold slots first."""
-        waiting = [req for req in self._preempted if req.output_ids]
+        waiting = [req for req in self.preempted if req.output_ids]
         return self.pool.admitted() + sorted(waiting, key=lambda req: (req.rank, req.arrival))
 
     def compute_all_again(self) -> None:
@@ -279,7 +275,7 @@ class Scheduler:
 
     def _count_admission(self, req: Request) -> None:
         """Count cached tokens at the first admission, and tokens that later ones compute again."""
-        self._preempted.discard(req)
+        self.preempted.discard(req)
         req.use_weights(self.weights_version)
         if req.n_dropped:
             self.n_recomputed += max(0, req.n_dropped - req.n_computed)
@@ -297,7 +293,7 @@ class Scheduler:
         req.compute_again()
         self._release(req)
         self.pool.preempt(req)
-        self._preempted.add(req)
+        self.preempted.add(req)
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
         """Lines 10 to 15, unless the wait is interrupted. All tokens and ends are delivered in one call."""
@@ -380,7 +376,7 @@ class Scheduler:
         req.state = FINISHED
         req.finish_reason = reason
         self.pool.remove(req)
-        self._preempted.discard(req)
+        self.preempted.discard(req)
         return req, None, reason
 
     def _release(self, req: Request) -> None:
