@@ -7,11 +7,13 @@ PYTHON ?= python3
 VENV ?= .venv
 HOST_VENV ?= $(VENV)-host
 RAY_VENV ?= $(VENV)-ray
+CLIENTS_VENV ?= $(VENV)-clients
 PROMPT ?= In the beginning
 
 BIN := $(VENV)/bin
 HOST_BIN := $(HOST_VENV)/bin
 RAY_BIN := $(RAY_VENV)/bin
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # The build tool is pinned too, by the same file.
 PIP_BUILD := --build-constraint constraints.txt
@@ -20,7 +22,7 @@ PIP_BUILD := --build-constraint constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-long test-ray test-browser host-test check format wheel clean
+.PHONY: help demo serve test test-long test-ray test-browser test-clients host-test check format wheel docs docs-serve clean
 
 help: ## show the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,7 +46,7 @@ TESTS ?= tests/whole tests/endpoint tests/device tests/host
 test: $(VENV)/.dev ## run the tests: all that guards behaviour, in about nine minutes on two cores
 	$(BIN)/python $(PYTEST) -m "not long" $(TESTS)
 
-test-long: $(VENV)/.dev ## run the long tests (PART=1/2: half of them): soaks, thousands of seeds, killed processes
+test-long: $(VENV)/.dev ## run the long tests (PART=1/4: a quarter of them): soaks, thousands of seeds, killed processes
 	$(BIN)/python $(PYTEST_LONG) -m long $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
@@ -59,6 +61,10 @@ test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium, and ch
 	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/browser
 	$(BIN)/python $(PYTEST) tests/browser
 
+test-clients: $(VENV)/.package $(CLIENTS_VENV)/.clients ## run the tests of clients' libraries, and check their types
+	$(CLIENTS_BIN)/pyright --pythonpath $(CLIENTS_BIN)/python -p tests/clients
+	SERVER_PYTHON=$(BIN)/python $(CLIENTS_BIN)/python -m pytest tests/clients
+
 check: $(VENV)/.dev ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -68,11 +74,18 @@ format: $(VENV)/.dev ## format, and mend what lint can mend by itself
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-wheel: $(VENV)/.pip ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps $(PIP_BUILD) --wheel-dir dist .
+wheel: $(VENV)/.dev ## build the source archive, and the wheel from it, into dist/
+	$(BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt
+
+# Not --quiet, which hides warnings from --strict too.
+docs: $(VENV)/.docs ## build the documentation site into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict --clean
+
+docs-serve: $(VENV)/.docs ## show the documentation site on port 8002
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8002
 
 clean: ## remove environments, caches and builds
-	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(HOST_VENV) $(RAY_VENV) $(CLIENTS_VENV) build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 %/bin/python:
@@ -85,7 +98,7 @@ clean: ## remove environments, caches and builds
 	@touch $@
 
 $(VENV)/.package: pyproject.toml $(VENV)/.pip
-	@echo "Installing the package into $(VENV)"
+	@echo "Installing the package into $(VENV): 800 MB, half a minute on a fast line"
 	$(BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e .
 	@touch $@
 
@@ -99,9 +112,20 @@ $(VENV)/.browser: $(VENV)/.dev
 	$(BIN)/python $(PIP_INSTALL) --group browser
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.dev
+	@echo "Installing what builds the documentation into $(VENV)"
+	$(BIN)/python $(PIP_INSTALL) --group docs
+	@touch $@
+
 $(RAY_VENV)/.ray: pyproject.toml $(RAY_VENV)/.pip
 	@echo "Installing the package with Ray and ZeroMQ into $(RAY_VENV)"
 	$(RAY_BIN)/python $(PIP_INSTALL) $(PIP_BUILD) -e '.[dev,ray,kv-events]' --group scaleout
+	@touch $@
+
+# Its versions are its own: what some clients need is older than what the package's tests have.
+$(CLIENTS_VENV)/.clients: pyproject.toml tests/clients/constraints.txt $(CLIENTS_VENV)/.pip
+	@echo "Installing clients' libraries into $(CLIENTS_VENV)"
+	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt --group clients
 	@touch $@
 
 $(HOST_VENV)/.host: pyproject.toml $(HOST_VENV)/.pip

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from orca_jax.launch.worker_process import run_worker
     from orca_jax.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "FunctionModel",

@@ -29,7 +29,7 @@ class ServerProcess:
     It starts at once, and is ready after `wait_until_ready`: `url` and `grpc_address` are known then. What it
     writes to stderr goes to a file, so that it never waits for a reader. `variables` are added to its
     environment, which has no `ORCA_*` otherwise. Programs are compiled when they are first needed, or
-    with `compile_ahead` all of them before it is ready.
+    with `compile_ahead` all of them before it is ready. `python` is the interpreter that runs it.
     """
 
     def __init__(
@@ -38,12 +38,13 @@ class ServerProcess:
         *,
         variables: Mapping[str, str] | None = None,
         compile_ahead: bool = False,
+        python: str = sys.executable,
     ) -> None:
         self.url = ""
         self.grpc_address = ""
         self._said = ""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
-        command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--grpc-port", "0", *flags]
+        command = [python, "-m", "server.cli", "serve", "--port", "0", "--grpc-port", "0", *flags]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCA_")}
         environment |= {"ORCA_COMPILE_AHEAD": str(compile_ahead).lower(), "ORCA_READY_EARLY": "false"}
         environment |= dict(variables or {})

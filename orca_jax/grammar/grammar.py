@@ -5,7 +5,6 @@ tokens of the vocabulary may follow. Compilation has a time limit, in addition t
 source.py. A grammar that exceeds them is rejected before it runs; if it exceeds them later, that output ends.
 """
 
-import json
 import threading
 import time
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from orca_jax.errors import OutputFailed, QueueFull
 from orca_jax.grammar.memory import MAX_BYTES, HeapGrowth, LiveGrammars, grown_by
 from orca_jax.grammar.source import GrammarText, grammar_text, refuse, shortened
 from orca_jax.grammar.token_mask import Words, words_of
+from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
@@ -28,10 +28,6 @@ COMPILE_PLACES = 2  # concurrent compilations; a timed-out one keeps its place u
 COMPILE_STACK_BYTES = 256 << 20  # of address space; llguidance recurses, 3,000 rules in a chain take 8 MB
 N_KEPT = 64  # cached grammars, compiled or rejected; compiled ones within MAX_BYTES
 N_TRIED = 8  # tokens of the trial output after compiling: a grammar that fails at once is rejected here
-
-# If the grammar leaves only one text, llguidance allows only the token that a tokenizer would choose for it,
-# without context and by calling back into Python. With this option it allows every token that fits.
-_EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
 
 _stack_size = threading.Lock()  # the stack size of new threads is one setting for the whole process
 
@@ -50,16 +46,18 @@ class GrammarCompiler:
         self._kept: OrderedDict[GrammarText, Grammar | str] = OrderedDict()  # or why it was rejected
         self._live = LiveGrammars()
 
-    def compile(self, sampling: SamplingParams) -> "Grammar | None":
-        """The grammar that `sampling` asks for; None if it asks for none.
+    def compile(self, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> "Grammar | None":
+        """The grammar that `sampling` and `form` ask for; None if they ask for none.
 
         Raises InvalidSamplingParameter, which names the field, if the grammar is malformed, allows no output
         or is too large; QueueFull if too many are being compiled, or if the grammars in use leave no memory
         for another. Returns within 2 `COMPILE_SECONDS`; releases the GIL except for some milliseconds.
         """
-        source = grammar_text(sampling)
+        source = grammar_text(sampling, form)
         if source is None:
             return None
+        if source.around is not None:
+            self.compile(sampling)  # so that a mistake in the request's own grammar is told apart
         with self._lock:
             known = self._kept.get(source)
             if known is not None:
@@ -128,10 +126,8 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
 
     def _compile(self, source: GrammarText) -> "Grammar | str":
-        # Named as Lark: llguidance would read a text that begins with a brace as its own JSON.
-        grammars = json.dumps({"grammars": [{"lark_grammar": source.lark + _EVERY_TOKEN}]})
         growth = HeapGrowth()
-        matcher = LLMatcher(self._vocabulary.tokenizer, grammars, log_level=0, limits=source.limits)
+        matcher = LLMatcher(self._vocabulary.tokenizer, source.grammars, log_level=0, limits=source.limits)
         if matcher.is_error():
             return shortened(matcher.get_error())
         grammar = Grammar(matcher, self._vocabulary)
@@ -274,15 +270,21 @@ class _Vocabulary:
     eos_token_ids: frozenset[int]
     end: int  # the token id that marks the grammar's end in llguidance
     n_words: int  # of llguidance's masks, which include a bit for `end`
-    text: Words  # [ceil(vocab_size / 32)], bits of the tokens that have bytes
+    text: Words  # [ceil(vocab_size / 32)], bits of the tokens that have bytes, and of special ones
     eos: Words  # [ceil(vocab_size / 32)], bits of the end-of-sequence tokens
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> "_Vocabulary":
         eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < vocab_size)
         tokens = [b"" if i in eos_token_ids else tokenizer.token_bytes(i) for i in range(vocab_size)]
+        special = {
+            i: name.encode() for i, name in tokenizer.special_names() if i < vocab_size and not tokens[i]
+        }
+        special = {i: name for i, name in special.items() if i not in eos_token_ids}
+        for i, name in special.items():
+            tokens[i] = name
         return cls(
-            tokenizer=LLTokenizer(TokenizerWrapper(_Tokens(tokens))),
+            tokenizer=LLTokenizer(TokenizerWrapper(_Tokens(tokens, tuple(special)))),
             eos_token_ids=eos_token_ids,
             end=vocab_size,
             n_words=vocab_size // 32 + 1,
@@ -295,12 +297,14 @@ class _Vocabulary:
 
 
 class _Tokens:
-    """The tokenizer interface that llguidance needs. A token without bytes is never allowed."""
+    """The tokenizer interface that llguidance needs. A token without bytes is never allowed; a special one,
+    only where a grammar names it by its id.
+    """
 
     bos_token_id = None
-    special_token_ids = ()
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
+    def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int]) -> None:
+        self.special_token_ids = special_token_ids
         self.tokens = [*tokens, b""]
         self.eos_token_id = len(tokens)
 

@@ -7,13 +7,14 @@ here, before llguidance sees them, and llguidance gets limits of its own.
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NoReturn
 
 from llguidance import LLParserLimits, regex_to_lark
 
 from orca_jax.errors import InvalidSamplingParameter
+from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.rust_panic import is_failure
 from orca_jax.request.sampling_params import SamplingParams
 
@@ -47,6 +48,10 @@ def _limits(*, row: int, step: int, size: int) -> LLParserLimits:
 _LARK_LIMITS = _limits(row=300, step=10_000, size=20_000)
 _JSON_LIMITS = _limits(row=2_000, step=50_000, size=20_000)
 
+# If the grammar leaves only one text, llguidance allows only the token that a tokenizer would choose for it,
+# without context and by calling back into Python. With this option it allows every token that fits.
+_EVERY_TOKEN = '\n%llguidance {"no_forcing": true}\n'
+
 # At most one space wherever JSON allows whitespace, and none around it: this covers the two usual one-line
 # styles, and no output can run on in spaces. The other settings enforce the whole schema.
 _JSON_FORM = {"whitespace_pattern": " ?", "coerce_one_of": False, "lenient": False}
@@ -69,20 +74,44 @@ _TEXTS_OF_LARK = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])*/?
 
 @dataclass(frozen=True)
 class GrammarText:
-    """A grammar in llguidance's Lark, converted from the request's `field`."""
+    """A grammar in llguidance's Lark, converted from the request's `field`.
+
+    `around` is the server's own Lark, in which `@body` stands for the request's.
+    """
 
     field: str
     lark: str
+    around: str | None = None
 
     @property
     def limits(self) -> LLParserLimits:
         """llguidance's limits for it."""
-        return _JSON_LIMITS if self.field.startswith("guided_json") else _LARK_LIMITS
+        return (
+            _LARK_LIMITS
+            if self.field in ("guided_regex", "guided_choice", "guided_grammar")
+            else _JSON_LIMITS
+        )
+
+    @property
+    def grammars(self) -> str:
+        """As llguidance reads them, all of which allow every token that fits.
+
+        Each is named as Lark: llguidance would read a text that begins with a brace as its own JSON.
+        """
+        body = {"name": "body", "lark_grammar": self.lark + _EVERY_TOKEN}
+        around = {"name": "around", "lark_grammar": (self.around or "") + _EVERY_TOKEN}
+        return json.dumps({"grammars": [body] if self.around is None else [around, body]})
 
 
-def grammar_text(sampling: SamplingParams) -> GrammarText | None:
+def grammar_text(sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> GrammarText | None:
     """None if no grammar is requested; raises InvalidSamplingParameter, which names the field."""
-    return None if sampling.grammar is None else _TEXTS[sampling.grammar](sampling)
+    text = None if sampling.grammar is None else _TEXTS[sampling.grammar](sampling)
+    if form.lark is None:
+        return text
+    if sampling.allowed_token_ids is not None:
+        message = f"allowed_token_ids and {form.field} are both given; give one of them"
+        raise InvalidSamplingParameter(message, param="allowed_token_ids")
+    return GrammarText(form.field, form.lark) if text is None else replace(text, around=form.lark)
 
 
 def _regex(sampling: SamplingParams) -> GrammarText:
@@ -112,8 +141,11 @@ def _lark(sampling: SamplingParams) -> GrammarText:
     for what, pattern in _NOT_IN_LARK.items():
         if re.search(pattern, lark, re.MULTILINE):
             refuse(field, f"it has {what}, which is not supported")
-    if "<[" in _TEXTS_OF_LARK.sub("", lark):
+    without_texts = _TEXTS_OF_LARK.sub("", lark)
+    if "<[" in without_texts:
         refuse(field, "it has a token by its id, which is not supported")
+    if "<" in without_texts:
+        refuse(field, "special tokens (such as <|endoftext|>) cannot be part of it")
     return GrammarText(field, lark)
 
 
@@ -121,10 +153,16 @@ def _json(sampling: SamplingParams) -> GrammarText:
     field = "guided_json"
     parsed: Any = json.loads(str(sampling.guided_json))
     schema: dict[str, Any] = {} if parsed is True else parsed
-    if "x-guidance" in schema:
+    check_schemas(field, schema)
+    return _json_source(field, schema)
+
+
+def check_schemas(field: str, *schemas: dict[str, Any]) -> None:
+    """Raise InvalidSamplingParameter, which names `field`, for what is too expensive in all together."""
+    if any("x-guidance" in schema for schema in schemas):
         refuse(field, "it has x-guidance, which is not supported")
     n_patterns, n_pattern_properties, multiple_of = 0, 0, 0
-    for key, value in _entries(schema):
+    for key, value in _entries(schemas):
         if key == "pattern" and isinstance(value, str):
             n_patterns += len(value)
         elif key == "patternProperties" and isinstance(value, dict):
@@ -139,7 +177,11 @@ def _json(sampling: SamplingParams) -> GrammarText:
     ):
         if n > most:
             refuse(field, f"it has {n} {what}; {most} are allowed")
-    return _json_source(field, schema)
+
+
+def json_rule(schema: dict[str, Any]) -> str:
+    """The Lark for a JSON text that follows a schema, on one line; `check_schemas` comes first."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_FORM})}"
 
 
 def _json_object(_: SamplingParams) -> GrammarText:
@@ -156,8 +198,7 @@ _TEXTS: dict[str, Callable[[SamplingParams], GrammarText]] = {
 
 
 def _json_source(field: str, schema: dict[str, Any]) -> GrammarText:
-    text = json.dumps({**schema, "x-guidance": _JSON_FORM})
-    return GrammarText(field, f"start: %json {text}")
+    return GrammarText(field, f"start: {json_rule(schema)}")
 
 
 def _entries(schema: object) -> Iterator[tuple[str, Any]]:
@@ -168,7 +209,7 @@ def _entries(schema: object) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             yield from value.items()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
             todo.extend(value.values())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        elif isinstance(value, list):
+        elif isinstance(value, list | tuple):
             todo.extend(value)  # pyright: ignore[reportUnknownArgumentType]
 
 

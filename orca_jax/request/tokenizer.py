@@ -1,6 +1,6 @@
 """Text to token ids and back, incrementally, with stop strings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -122,6 +122,20 @@ class Tokenizer:
         """
         return not self.drops_first_space or any(map(self.token_bytes, token_ids))
 
+    def special_names(self) -> Iterator[tuple[int, str]]:
+        """The special tokens: their ids and names."""
+        return ((i, name) for name in self._special if (i := self.special_id(name)) is not None)
+
+    def special_id(self, name: str) -> int | None:
+        """The id of the special token with this name; None if it is an ordinary token, or none."""
+        return self._tokenizer.token_to_id(name) if name in self._special else None
+
+    def special_texts(self, names: Iterable[str]) -> dict[int, TokenText]:
+        """By id, those of these names that are special tokens, as text: their names."""
+        ids = {name: self.special_id(name) for name in names}
+        texts = {i: name.encode() for name, i in ids.items() if i is not None}
+        return {i: TokenText(data, data) for i, data in texts.items()}
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token inside a text; empty for a special token, or an id without a token."""
         text = self.token_text(token_id)
@@ -154,6 +168,7 @@ class TextStream:
     back until it is decided. So are the first bytes of an incomplete character. Stop strings are searched in
     the text after the first `min_tokens` tokens. A request's outputs share their StopStrings. With
     `continuing` the text follows other text, such as a prompt's: SentencePiece drops a text's first space.
+    `shown` has the text of special tokens that are part of it.
     """
 
     def __init__(
@@ -163,8 +178,10 @@ class TextStream:
         *,
         min_tokens: int = 0,
         continuing: bool = False,
+        shown: Mapping[int, TokenText] | None = None,
     ) -> None:
         self.stopped = False
+        self._shown = shown or {}
         self._n_early = min_tokens
         self._tokenizer = tokenizer
         self._decoder = tokenizer.text_decoder(continuing=continuing)
@@ -182,7 +199,7 @@ class TextStream:
     def push(self, token_id: int) -> bool:
         """Add a token; True from the moment that a stop string is complete."""
         if not self.stopped:
-            token = self._tokenizer.token_text(token_id)
+            token = self._shown.get(token_id) or self._tokenizer.token_text(token_id)
             if token is not None:
                 self._feed(self._decoder.push(token))
             self._n_early = max(0, self._n_early - 1)

@@ -40,7 +40,7 @@ def with_given(increments: list[Row], max_bs: int) -> list[Row]:
 
 
 def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool) -> tuple[Choice, bool]:
-    """The rows of one phase for a deterministic engine, and whether they are initiations; they alternate.
+    """The rows of one phase, for a deterministic engine, and whether they are prefills; the phases alternate.
 
     `n_rsrv` is that before the choice, which increments leave as it is.
     """

@@ -69,7 +69,7 @@ class Scheduler:
         self.leaving: list[Request] = []  # ended, but still in a batch in flight
         self.gate: Gate = "open"
         self.weights_version = 0
-        self.preempted: set[Request] = set()  # live, and waiting again
+        self.waiting_again: set[Request] = set()  # live, and without the slots they had
         self._quarantine = Quarantine()
         self.n_preemptions = self.n_recomputed = 0  # the latter: tokens computed again after preemptions
         self._initiated_last = False  # whether a deterministic engine's last batch was of initiations
@@ -136,7 +136,7 @@ class Scheduler:
 
     def begun(self) -> list[Request]:
         """The live requests that have begun, those that hold slots first."""
-        waiting = [req for req in self.preempted if req.output_ids]
+        waiting = [req for req in self.waiting_again if req.output_ids]
         return self.pool.admitted() + sorted(waiting, key=lambda req: (req.rank, req.arrival))
 
     def compute_all_again(self) -> None:
@@ -200,10 +200,8 @@ class Scheduler:
 
     def _alone(self, req: Request) -> Choice:
         """A row for this request only, once no other is in flight and it is ready; else no rows."""
-        if any(other is not req for it in self._in_flight for other, _ in it.rows):
-            return Choice([], self.n_rsrv)
-        ready = req.state is not RUNNING or (self.overlaps and may_run_ahead(req))
-        if not ready:
+        others_run = any(other is not req for it in self._in_flight for other, _ in it.rows)
+        if others_run or (req.state is RUNNING and not (self.overlaps and may_run_ahead(req))):
             return Choice([], self.n_rsrv)
         other = next((other for other in self.pool.in_arrival_order() if other is not req), None)
         choice = self._choose([req], req)
@@ -275,7 +273,7 @@ class Scheduler:
 
     def _count_admission(self, req: Request) -> None:
         """Count cached tokens at the first admission, and tokens that later ones compute again."""
-        self.preempted.discard(req)
+        self.waiting_again.discard(req)
         req.use_weights(self.weights_version)
         if req.n_dropped:
             self.n_recomputed += max(0, req.n_dropped - req.n_computed)
@@ -293,7 +291,7 @@ class Scheduler:
         req.compute_again()
         self._release(req)
         self.pool.preempt(req)
-        self.preempted.add(req)
+        self.waiting_again.add(req)
 
     def _take_return(self, interrupted: Callable[[], bool]) -> None:
         """Lines 10 to 15, unless the wait is interrupted. All tokens and ends are delivered in one call."""
@@ -376,7 +374,7 @@ class Scheduler:
         req.state = FINISHED
         req.finish_reason = reason
         self.pool.remove(req)
-        self.preempted.discard(req)
+        self.waiting_again.discard(req)
         return req, None, reason
 
     def _release(self, req: Request) -> None:

@@ -36,7 +36,7 @@ class IterationLines:
             "slots": _slots(scheduler),
             "waiting": scheduler.pool.n_waiting,
             "held": _held(scheduler),
-            "preempted": [req.arrival for req in scheduler.preempted],
+            "preempted": [req.arrival for req in scheduler.waiting_again],
         }
         self._in_flight[record.number] = line
         return line

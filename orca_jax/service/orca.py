@@ -17,6 +17,7 @@ from typing import Self, TypeVar, overload
 from orca_jax.config import RestartBound, ServingConfig
 from orca_jax.errors import EngineAsleep, EngineError, InvalidSamplingParameter, OutputFailed, ServiceClosed
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
@@ -174,12 +175,9 @@ class Orca:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rules(self, sampling: SamplingParams) -> OutputRules:
-        """Check sampling parameters against the model and compile them. A grammar may take seconds.
-
-        Raises a leaf of InvalidRequest.
-        """
-        return self._rules.rules(sampling)
+    def rules(self, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> OutputRules:
+        """Check and compile parameters: a grammar may take seconds. Raises a leaf of InvalidRequest."""
+        return self._rules.rules(sampling, form)
 
     def check(
         self,

@@ -9,8 +9,10 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.grammar.constraint import BadWords, Constraint, ConstraintRules
 from orca_jax.grammar.grammar import GrammarCompiler
 from orca_jax.request.beam_search import BeamSearch, begin_search, check_beams
+from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.stop_strings import StopStrings
+from orca_jax.request.token_text import TextDecoder, TokenText
 from orca_jax.request.tokenizer import TextStream, Tokenizer
 
 
@@ -27,6 +29,7 @@ class OutputRules:
     _stops: StopStrings | None
     _tokenizer: Tokenizer | None
     _forced: Mapping[int, int]  # the model's forced tokens, by their indices in the output
+    shown: Mapping[int, TokenText]  # special tokens that are part of the text
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
@@ -42,7 +45,21 @@ class OutputRules:
             self._stops or (),
             min_tokens=self.sampling.min_tokens,
             continuing=self._tokenizer.have_text(prompt_ids),
+            shown=self.shown,
         )
+
+    def follow_text(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether an output after this prompt continues a text; see `Tokenizer.have_text`."""
+        return self._tokenizer is None or self._tokenizer.have_text(prompt_ids)
+
+    def text_decoder(self, *, continuing: bool) -> TextDecoder | None:
+        """What decodes the tokens of an output, as `text_stream` does; None if the model has no tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.text_decoder(continuing=continuing)
+
+    def token_text(self, token_id: int) -> TokenText | None:
+        """What a token contributes to the text; None for one without text."""
+        shown = self.shown.get(token_id)
+        return shown if shown or self._tokenizer is None else self._tokenizer.token_text(token_id)
 
     def search(self) -> BeamSearch | None:
         """The beam search of a new request; None if it asks for none."""
@@ -65,7 +82,7 @@ class RuleMaker:
         self._max_batch_size = max_batch_size
         self._tokenizer = tokenizer
 
-    def rules(self, sampling: SamplingParams) -> OutputRules:
+    def rules(self, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT) -> OutputRules:
         """Check and compile. A grammar that is not cached may take seconds.
 
         Raises InvalidSamplingParameter, and NotSupported if a parameter needs a tokenizer and there is none.
@@ -82,15 +99,20 @@ class RuleMaker:
             sizes = {"vocab_size": self._model.vocab_size, "max_batch_size": self._max_batch_size}
             check_beams(sampling, end_token_ids, **sizes)
         # Forced tokens are a beam search's own; it has no other constraint.
-        constraints = None if sampling.use_beam_search else self._constraints(sampling, end_token_ids)
+        beams = sampling.use_beam_search
+        constraints = None if beams else self._constraints(sampling, end_token_ids, form)
         stops = StopStrings(sampling.stop) if sampling.stop else None
         forced = self._forced(sampling.max_tokens)
-        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer, forced)
+        shown = {} if self._tokenizer is None else self._tokenizer.special_texts(form.shown)
+        return OutputRules(sampling, end_token_ids, constraints, stops, self._tokenizer, forced, shown)
 
-    def _constraints(self, sampling: SamplingParams, end_token_ids: frozenset[int]) -> ConstraintRules | None:
+    def _constraints(
+        self, sampling: SamplingParams, end_token_ids: frozenset[int], form: OutputForm
+    ) -> ConstraintRules | None:
         """The rules for the next token; None for most requests, which allow every token."""
         allowed, forced = sampling.allowed_token_ids, self._forced(sampling.max_tokens)
-        unbound = not (sampling.min_tokens or sampling.bad_words or sampling.grammar or forced)
+        has_grammar = sampling.grammar is not None or form.lark is not None
+        unbound = not (sampling.min_tokens or sampling.bad_words or has_grammar or forced)
         if unbound and allowed is None:
             return None
         constraints = ConstraintRules(
@@ -100,7 +122,7 @@ class RuleMaker:
             min_tokens=sampling.min_tokens,
             bad_words=BadWords(self._sequences(sampling.bad_words)),
             allowed_token_ids=allowed,
-            grammar=None if sampling.grammar is None else self._grammars.compile(sampling),
+            grammar=self._grammars.compile(sampling, form) if has_grammar else None,
             forced=forced,
         )
         if allowed is not None:

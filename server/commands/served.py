@@ -8,6 +8,7 @@ from server.commands.loading import load
 from server.commands.notes import Notes
 from server.gateway.served_model import ServedModel
 from server.gateway.template_files import load_chat_template
+from server.gateway.tool_formats.table import reply_formats
 from server.process.interpreter import settle
 from server.settings.serve_settings import ServeSettings
 
@@ -24,11 +25,15 @@ def load_served(
     then nothing is left running.
     """
     options = settings.endpoint
+    reply_formats(
+        None, options.tool_format, options.reasoning_format
+    )  # report a mistake before the slow part
     if options.chat_template is not None:
         load_chat_template(None, options.chat_template)  # report a mistake in it before the slow part
     llm = load(notes, settings.engine_config(), start_workers)
     try:
         template = load_chat_template(llm.directory, options.chat_template)
+        formats = reply_formats(template, options.tool_format, options.reasoning_format)
         llm.service.scheduler.kv.hash_seed = settings.routing.prefix_hash_seed  # before the first request
         if settings.api_keys.weights:
             llm.service.weigh_owners(settings.api_keys.weights)
@@ -45,6 +50,8 @@ def load_served(
         serving=llm.serving,
         tokenizer=llm.tokenizer,
         chat_template=template,
+        tool_format=formats.tools,
+        reasoning_format=formats.reasoning,
         defaults=llm.generation_defaults,
         compiles=lambda: llm.compiles,
         controls=llm.controls if settings.admin_keys.required else None,

@@ -47,6 +47,11 @@ class BadTemplateVariable(InvalidRequest):
 class Templates(Protocol):
     """A model's chat templates."""
 
+    @property
+    def sources(self) -> Sequence[str]:
+        """Their texts."""
+        ...
+
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
         """The template called `name`, or the model's choice. Raises UnknownTemplate."""
         ...
@@ -82,12 +87,23 @@ class ChatTemplate:
             raise CorruptFile(f"{origin}, line {error.lineno}: {error.message}") from error
         except Exception as error:  # Python's compiler has limits of its own, and many exceptions for them
             raise CorruptFile(f"{origin} is not a usable template: {_describe(error)}") from error
+        self._source = source
         self._template = compiled.template
+        self._reads = compiled.variables
         self._variables = compiled.variables - {*_FIELDS}
         self._special_tokens = dict(special_tokens or {})
         self._max_seconds = max_seconds
         self.reads_parts = compiled.reads_parts  # of a message's content; else it must be one text
         self.knows_developer = "developer" in source  # the role
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Its text alone."""
+        return [self._source]
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template has this variable."""
+        return variable in self._reads
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> "ChatTemplate":
         """This template, which is the only one. Raises UnknownTemplate for another name than `default`."""
@@ -161,6 +177,11 @@ class NamedTemplates:
 
     def __init__(self, templates: Mapping[str, ChatTemplate]) -> None:
         self._templates = dict(templates)
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """The texts of all."""
+        return [source for template in self._templates.values() for source in template.sources]
 
     def choose(self, name: str | None = None, *, has_tools: bool = False) -> ChatTemplate:
         """The template called `name`; else `tool_use` if there are tools, else `default`."""

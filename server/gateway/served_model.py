@@ -13,6 +13,8 @@ from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
 from server.gateway.chat_template import Templates
+from server.gateway.reply.reasoning_format import ReasoningFormat
+from server.gateway.tool_formats.tool_format import ToolFormat
 
 
 class CompileCounts(Protocol):
@@ -40,7 +42,8 @@ class ServedModel:
 
     `defaults` apply to requests that leave a parameter out. Without a tokenizer prompts must be token ids,
     and output text is empty. With `controls` an operator may replace the weights, and responses have their
-    version. `created` is in seconds since 1970.
+    version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are how a chat's replies
+    have tool calls and reasoning, None if they are text like any other.
     """
 
     name: str
@@ -49,6 +52,8 @@ class ServedModel:
     serving: ServingConfig
     tokenizer: Tokenizer | None = None
     chat_template: Templates | None = None
+    tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
     defaults: GenerationDefaults = NO_DEFAULTS
     compiles: Callable[[], CompileCounts] | None = None
     controls: EngineControls | None = None

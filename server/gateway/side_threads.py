@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from orca_jax.errors import QueueFull
+from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import weight_in_bytes
 from orca_jax.service.prepared_params import OutputRules
@@ -105,10 +106,12 @@ class RuleCompiler:
         self._n_waiting = 0
         self._threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="rules")
 
-    async def rules(self, model: ServedModel, sampling: SamplingParams) -> OutputRules:
+    async def rules(
+        self, model: ServedModel, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT
+    ) -> OutputRules:
         """The rules for requests with these parameters. Raises a leaf of InvalidRequest, or QueueFull."""
-        make = partial(model.service.rules, sampling)
-        if sampling.grammar is None:
+        make = partial(model.service.rules, sampling, form)
+        if sampling.grammar is None and form.lark is None:
             n_bytes = weight_in_bytes((), sampling) // _HELD_PER_BYTE
             return await run_for_request(n_bytes, make)
         if self._n_waiting >= _MOST_GRAMMARS:

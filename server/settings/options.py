@@ -25,6 +25,21 @@ AccessLog = Literal["text", "json", "off"]
 # The values of config.Attention that users may choose; "interpreted" is for tests.
 ServedAttention = Literal["kernel", "cudnn", "native", "static", "follow_lengths"]
 
+# Those of server.gateway.tool_formats.table; a test compares.
+ToolFormatName = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3",
+    "mistral",
+    "mistral_v11",
+    "gemma",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v31",
+]
+ReasoningFormatName = Literal["auto", "none", "think", "mistral", "granite", "gpt_oss"]
+
 # Fields shared by several commands.
 DtypeFlag = Annotated[
     Dtype | None, "data type of weights, keys and values (default: float32 on a CPU, bfloat16 elsewhere)"
@@ -280,6 +295,16 @@ class EndpointOptions:
     chat_template: Annotated[
         Path | None, "file with a Jinja chat template (default: the checkpoint's)", "model and engine"
     ] = None
+    tool_format: Annotated[
+        ToolFormatName,
+        "how the model writes tool calls (docs/tools.md); auto: from the chat template; none: they are text",
+        "model and engine",
+    ] = "auto"
+    reasoning_format: Annotated[
+        ReasoningFormatName,
+        "how the model writes its reasoning; auto: from the chat template; none: it is text",
+        "model and engine",
+    ] = "auto"
     api_key_file: Annotated[
         Path | None,
         "file with API keys, one per line; ORCA_API_KEYS adds more, separated by commas (default: no keys)",

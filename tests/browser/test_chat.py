@@ -1,15 +1,18 @@
 """Conversations in the playground, and models that hold none."""
 
 import json
+from typing import Any
 
 import httpx2
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from orca_jax import LLM
 from tests.browser.chromium import watched
 from tests.browser.playground import Playground
-from tests.endpoint.harness import Server, serving
-from tests.host.engines import writing
+from tests.device.model.golden_encoders import load_golden_encoder
+from tests.endpoint.harness import Server, serving, serving_model
+from tests.host.engines import LETTERS, writing
 
 
 def reply(server: Server, messages: list[tuple[str, str]]) -> str:
@@ -118,3 +121,25 @@ def test_a_model_without_a_tokenizer_takes_token_ids(browser: Browser) -> None:
         playground.run()
         playground.finish("length")
         assert page.locator(".token").all_text_contents() == [f"token_id:{n}" for n in (5, 6, 7)]
+
+
+def test_a_model_with_an_encoder_only_completes(browser: Browser) -> None:
+    golden = load_golden_encoder("t5-gated")
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_batch_tokens": 64, "n_slots": 1024}
+    with (
+        LLM(golden.directory, **sizes) as llm,
+        serving_model(
+            llm.service, llm.config, llm.serving, tokenizer=LETTERS, chat_template="{{ 1 }}"
+        ) as server,
+        watched(browser, server.url) as (page, _),
+    ):
+        playground = Playground(page)
+        expect(page.get_by_role("radio", name="Chat")).to_be_disabled()
+        expect(page.get_by_text("knows no conversations")).to_be_visible()
+        prompt = "".join(map(chr, range(32, 40)))
+        playground.fill(prompt=prompt, max_tokens=4, temperature=0)
+        page.get_by_text("more parameters").click()
+        playground.setting("ignore_eos").check()
+        playground.run()
+        playground.finish("length")
+        expect(page.locator(".facts")).to_contain_text("4 tokens")

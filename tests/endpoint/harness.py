@@ -31,6 +31,7 @@ from server.commands.endpoints import Endpoints
 from server.gateway.chat_template import ChatTemplate
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
+from server.gateway.tool_formats.table import AUTO, reply_formats
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
@@ -109,6 +110,8 @@ def serving(
     admin_keys: ApiKeys | None = None,
     tokenizer: bool = True,
     chat_template: str | None = TEMPLATE,
+    tool_format: str = AUTO,
+    reasoning_format: str = AUTO,
     ready: bool = True,
     recording: Path | None = None,
     tracing: Tracing | None = None,
@@ -132,6 +135,8 @@ def serving(
             name=name,
             tokenizer=LETTERS if tokenizer else None,
             chat_template=chat_template,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
             options=options,
             keys=keys,
             controls=None if memory is None else EngineControls(service, memory),
@@ -153,6 +158,8 @@ def serving_model(
     name: str = "test",
     tokenizer: Tokenizer | None = None,
     chat_template: str | None = None,
+    tool_format: str = AUTO,
+    reasoning_format: str = AUTO,
     options: EndpointOptions | None = None,
     keys: ApiKeys | None = None,
     controls: EngineControls | None = None,
@@ -162,13 +169,17 @@ def serving_model(
     tracing: Tracing | None = None,
 ) -> Iterator[Server]:
     """Serve a service that is already running."""
+    templates = None if chat_template is None else ChatTemplate(chat_template)
+    formats = reply_formats(templates, tool_format, reasoning_format)
     served = ServedModel(
         name=name,
         service=service,
         config=model,
         serving=config,
         tokenizer=tokenizer,
-        chat_template=None if chat_template is None else ChatTemplate(chat_template),
+        chat_template=templates,
+        tool_format=formats.tools,
+        reasoning_format=formats.reasoning,
         controls=controls,
         compiles=Compiles,
     )

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import DOCUMENTS, relative
 from tests.places import ROOT
 
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-_LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)|(?:src|srcset)=\"([^\"]+)\"")
+_WITHOUT_CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 _MODULE = re.compile(r"python -m ((?:bench|scripts|orca_jax|server)[\w.]*)")
 _PATH = re.compile(r"`((?:orca_jax|server|bench|tests|scripts|docs|deploy|examples)/[\w./-]+)`")
 
@@ -40,14 +41,22 @@ def test_every_folder_is_in_the_structure_with_its_own_words() -> None:
     assert not gone
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_document_is_on_the_site() -> None:
+    """The site has a page for each file of docs/, and no others but those that scripts/site makes."""
+    named = set(re.findall(r": ([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert {name for name in named if not name.startswith(("reference/", "project/"))} == pages
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_files_links_and_commands_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     missing: list[str] = []
-    for target, anchor in _LINK.findall(text):
+    for linked, anchor, image in _LINK.findall(_WITHOUT_CODE.sub("", text)):
+        target = linked or image
         if target.startswith(("http://", "https://")):
             continue
-        path = document.parent / target
+        path = document.parent / target if target else document
         if not path.exists():
             missing.append(target)
         elif anchor and anchor not in anchors(path):
@@ -57,7 +66,7 @@ def test_files_links_and_commands_exist(document: Path) -> None:
         path = ROOT / module.replace(".", "/")
         if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
             missing.append(f"python -m {module}")
-    assert not missing, f"{document.name}: {missing}"
+    assert not missing, missing
 
 
 def anchors(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ from pydantic import Field, WrapValidator
 from orca_jax.errors import InvalidRequest
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import FirstFault, Strict
-from server.http.fields.validation import shown
+from server.http.fields.tools import check_tools
 
 
 class ContentPart(Strict):
@@ -125,18 +125,4 @@ class ConversationFields(Strict):
                     path = f"messages.{i}.{field}"
                     text = f"{path} is for the role {role}, and this message's role is {message.role}"
                     raise InvalidRequest(f"{text}; leave it out", param=path)
-        for i, tool in enumerate(self.tools or ()):
-            _check_tool(tool, f"tools.{i}")
-
-
-def _check_tool(tool: dict[str, Any], path: str) -> None:
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    for field, value, is_valid, rule in (
-        ("type", tool.get("type"), tool.get("type") == "function", "'function'"),
-        ("function", function, isinstance(function, dict), "an object with a name"),
-        ("function.name", name, isinstance(name, str) and name != "", "a text"),
-    ):
-        if not is_valid:
-            message = f"{path}.{field} is {shown(value)}; it must be {rule}"
-            raise InvalidRequest(message, param=f"{path}.{field}")
+        check_tools(self.tools or ())

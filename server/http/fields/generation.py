@@ -26,7 +26,7 @@ from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import ResponseFormat
 from server.http.fields.strict import FirstFault, Strict
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 # Where a message names fields: "top_k is 7; ...", "seed and n are both given; ...". The rest may quote the
 # client.
@@ -259,13 +259,22 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """Of the output's tokens, those that are reasoning or its markers."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
-    """Token counts. A prompt counts once, however many choices it has."""
+    """Token counts. A prompt counts once, however many choices it has. Null fields are left out."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | None, Field(description="of a model whose format of reasoning is known")
+    ] = None
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Text is held back while it may be the beginning of a stop string, or is an incom
 log-probabilities of its tokens are held back with it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from orca_jax.request.request import FinishReason
@@ -38,11 +38,20 @@ class TokenPlaces:
     A token without text, such as a special token, is released with the next token that has text. So no token
     after a stop string is released, nor an end-of-sequence token. But if the output ends because of its
     length, all remaining tokens are. Without a tokenizer there is no text to wait for, and every token is
-    released at once. With `continuing` the output follows other text, as in TextStream.
+    released at once. With `continuing` the output follows other text, and `shown` are special tokens with
+    text, as in TextStream.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, offset: int = 0, *, continuing: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        offset: int = 0,
+        *,
+        continuing: bool = True,
+        shown: Mapping[int, TokenText] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._special = shown or {}
         self._decoder: TextDecoder = Utf8Decoder()
         if tokenizer is not None:
             self._decoder = tokenizer.text_decoder(continuing=continuing)
@@ -53,7 +62,9 @@ class TokenPlaces:
     def take(self, piece: Piece) -> list[PlacedToken]:
         """The tokens to release with this piece of the output."""
         for token_id, (_, logprob, top) in zip(piece.token_ids, piece.logprobs, strict=True):
-            text = None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+            text = self._special.get(token_id)
+            if text is None and self._tokenizer is not None:
+                text = self._tokenizer.token_text(token_id)
             place = self._decoder.n if text is None else self._decoder.place(text)
             placed = PlacedToken(token_id, self._offset + place, logprob, top)
             self._waiting.append((placed, text is not None and bool(text.data)))

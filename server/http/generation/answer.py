@@ -127,7 +127,7 @@ async def answer(
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
 
     def write() -> bytes:
-        usage = choices.tally.usage().model_dump()
+        usage = choices.tally.usage().model_dump(exclude_none=True)
         written = write_choices(choices, complete)
         if model.controls is not None:
             for choice, version in zip(written, choices.tally.weights_versions, strict=True):

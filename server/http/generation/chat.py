@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field
 from orca_jax.errors import InvalidRequest, NotSupported
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
+from server.gateway.reply.events import Text
+from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
@@ -16,6 +18,7 @@ from server.http.fields.generation import FinishReason, GenerationRequest, Usage
 from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.token_names import TokenNames
+from server.http.fields.tools import ToolChoice, check_tools, tool_wish
 from server.http.generation.answer import (
     GENERATION_ERRORS,
     accept,
@@ -24,6 +27,7 @@ from server.http.generation.answer import (
     check_number,
     new_response_id,
 )
+from server.http.generation.chat_reply import message_of
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import CHAT_CHUNK
@@ -40,14 +44,23 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         ranged("with logprobs: also return this many of the most likely tokens", 0, MAX_TOP_LOGPROBS),
     ] = None
 
-    tool_choice: Annotated[str | dict[str, Any] | None, NotBuilt("none", "auto")] = None
-    parallel_tool_calls: Annotated[bool | None, NotBuilt(True, False)] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | ToolChoice | None,
+        Field(
+            description="default auto: the model may call tools; required: it must; or one that it must call"
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="whether a reply may have several calls; default true")
+    ] = None
     functions: Annotated[list[Any] | None, NotBuilt([])] = None
     function_call: Annotated[str | dict[str, Any] | None, NotBuilt("none", "auto")] = None
     modalities: Annotated[list[str] | None, NotBuilt(["text"])] = None
     audio: Annotated[dict[str, Any] | None, NotBuilt()] = None
     prediction: Annotated[dict[str, Any] | None, NotBuilt()] = None
-    reasoning_effort: Annotated[str | None, NotBuilt("none")] = None
+    reasoning_effort: Annotated[
+        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+    ] = None
     verbosity: Annotated[str | None, NotBuilt("medium")] = None
     web_search_options: Annotated[dict[str, Any] | None, NotBuilt()] = None
     moderation: Annotated[dict[str, Any] | None, NotBuilt()] = None
@@ -82,12 +95,29 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         )
 
 
+class AnswerFunction(BaseModel):
+    """What is called. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(BaseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnswerFunction
+
+
 class AnswerMessage(BaseModel):
-    """The model's reply."""
+    """The model's reply. `content` is null if it is nothing but tool calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: Annotated[str | None, Field(description="left out if there is none")] = None
+    tool_calls: Annotated[list[AnswerCall] | None, Field(description="left out if there are none")] = None
 
 
 class ChatChoice(BaseModel):
@@ -140,31 +170,44 @@ async def create_chat_completion(
     service = model.service
     n_bytes = len(await request.body())
 
-    def read() -> tuple[SamplingParams, list[int]]:
+    def read() -> tuple[SamplingParams, list[int], ReplyPlan]:
         body.sampling(
             model.defaults, longest=service.most_output(1)
         )  # reject invalid parameters before the expensive work
         check_number(1, body.n_choices, options, model)
-        text = text_of(model, body, use_tools=body.tool_choice != "none")
+        effort = body.reasoning_effort
+        text = text_of(model, body, use_tools=body.tool_choice != "none", reasoning_effort=effort)
         # The chat template writes the special tokens, so by default the tokenizer does not add any.
         prompt = model.encode(text, param="messages", add_special_tokens=bool(body.add_special_tokens))
         longest = service.most_output(len(prompt))
         if longest < 1:  # `check` below rejects the prompt
             longest = max(body.min_tokens or 0, 1)
-        return body.sampling(model.defaults, longest=longest), prompt
+        sampling = body.sampling(model.defaults, longest=longest)
+        wish = tool_wish(
+            check_tools(body.tools or ()), body.tool_choice, parallel=body.parallel_tool_calls is not False
+        )
+        return sampling, prompt, plan_reply(model, text, sampling, wish)
 
     with renamed_fields(**body.client_names):
-        sampling, prompt = await run_for_request(n_bytes, read)
-        rules = await gateway.compiler.rules(model, sampling)
+        sampling, prompt, plan = await run_for_request(n_bytes, read)
+        rules = await reply_rules(gateway, model, sampling, plan)
         checked = await run_for_request(
             n_bytes, partial(check, model, [prompt], rules, body.scheduling, tenant)
         )
     extras = None
     if body.logprobs:
-        extras = OutputExtras(names=TokenNames(model.tokenizer), write_logprobs=chat_logprobs)
+        names = TokenNames(model.tokenizer)
+        extras = OutputExtras(names=names, shown=rules.shown, write_logprobs=chat_logprobs)
     response_id = new_response_id("chatcmpl")
     choices = Choices(
-        gateway, checked, rules, extras=extras, response_id=response_id, owner=owner, facts=facts
+        gateway,
+        checked,
+        rules,
+        extras=extras,
+        response_id=response_id,
+        owner=owner,
+        facts=facts,
+        plan=plan,
     )
     return await answer(
         body,
@@ -183,11 +226,11 @@ def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str,
         scored(
             {
                 "index": i,
-                "message": {"role": "assistant", "content": text, "refusal": None},
+                "message": message_of(events if choices.tally.readers else [Text(text)]),
                 "logprobs": choices.logprobs(tokens),
                 "finish_reason": choices.tally.finish_reason(i),
             },
             score,
         )
-        for i, (text, tokens, score) in enumerate(complete)
+        for i, (text, tokens, score, events) in enumerate(complete)
     ]

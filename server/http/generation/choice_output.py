@@ -1,10 +1,11 @@
 """What a response adds to a choice's text: the echoed prompt and log-probabilities."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from orca_jax.request.request import FinishReason
+from orca_jax.request.token_text import TokenText
 from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
 from server.http.fields.logprobs import Logprobs, LogprobsWriter
@@ -16,12 +17,14 @@ from server.http.fields.token_places import PlacedToken, TokenPlaces, prompt_pla
 class OutputExtras:
     """What a request asked for besides output text.
 
-    `write_logprobs` writes log-probabilities, None if they were not requested. `prompts` are the prompts'
-    texts if they are to be echoed before the output. With `only_prompts` nothing else is shown: the one token
-    that was generated is left out.
+    `shown` has the text of special tokens that are part of the output text. `write_logprobs` writes
+    log-probabilities, None if they were not requested. `prompts` are the prompts' texts if they are to be
+    echoed before the output. With `only_prompts` nothing else is shown: the one token that was generated is
+    left out.
     """
 
     names: TokenNames
+    shown: Mapping[int, TokenText] = field(default_factory=dict[int, TokenText])
     write_logprobs: LogprobsWriter | None = None
     prompts: Sequence[str] | None = None
     only_prompts: bool = False
@@ -51,7 +54,7 @@ class ChoiceOutput:
         self._prompt = prompt  # None once it has been shown
         tokenizer = extras.names.tokenizer
         continuing = tokenizer is None or tokenizer.have_text(scored.prompt_ids)
-        self._places = TokenPlaces(tokenizer, len(prompt or ""), continuing=continuing)
+        self._places = TokenPlaces(tokenizer, len(prompt or ""), continuing=continuing, shown=extras.shown)
 
     @property
     def n_prompt_tokens(self) -> int:

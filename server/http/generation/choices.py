@@ -14,8 +14,11 @@ from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
+from server.gateway.reply.events import ReplyEvent
+from server.gateway.reply.reply_plan import PLAIN_REPLY, ReplyPlan
+from server.gateway.reply.reply_reader import ReplyReader
 from server.gateway.side_threads import run_for_response
-from server.http.fields.generation import PromptTokensDetails, Usage
+from server.http.fields.generation import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.http.fields.token_places import PlacedToken
 from server.http.generation.choice_output import ChoiceOutput, OutputExtras, ShownPiece
 
@@ -29,6 +32,7 @@ class Tally:
         self.first_choices: Sequence[LiveRequest] = ()  # of each prompt
         self.finish_reasons: list[FinishReason | None] = [None] * n_choices
         self.weights_versions: list[int | None] = [None] * n_choices
+        self.readers: Sequence[ReplyReader] = ()  # of each choice, where replies are more than text
         self._began = time.perf_counter()
         self._first_token: float | None = None
 
@@ -53,16 +57,23 @@ class Tally:
     def usage(self) -> Usage:
         """The counts so far, in OpenAI's form."""
         n_input, n_output = self.n_input, self.n_output
+        details = None
+        if self.readers:
+            n_reasoning = sum(reader.n_reasoning_tokens for reader in self.readers)
+            details = CompletionTokensDetails(reasoning_tokens=n_reasoning)
         return Usage(
             prompt_tokens=n_input,
             completion_tokens=n_output,
             total_tokens=n_input + n_output,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self.n_cached),
+            completion_tokens_details=details,
         )
 
-    def finish_reason(self, index: int) -> Literal["stop", "length"]:
+    def finish_reason(self, index: int) -> Literal["stop", "length", "tool_calls"]:
         """Why choice `index`, which must be complete, ended."""
-        return "stop" if self.finish_reasons[index] is FinishReason.STOP else "length"
+        if self.finish_reasons[index] is not FinishReason.STOP:
+            return "length"
+        return "tool_calls" if self.readers and self.readers[index].n_calls else "stop"
 
     def facts(self) -> dict[str, Any]:
         """The counts so far, for the access log."""
@@ -75,11 +86,12 @@ class Tally:
 
 
 class CompleteChoice(NamedTuple):
-    """A complete choice, and the tokens whose log-probabilities were requested."""
+    """A complete choice, and the tokens whose log-probabilities were requested; a chat's with its events."""
 
     text: str
     tokens: list[PlacedToken]
     score: float | None = None  # of a beam search
+    events: Sequence[ReplyEvent] = ()
 
 
 def scored(choice: dict[str, Any], score: float | None) -> dict[str, Any]:
@@ -92,7 +104,8 @@ class Choices:
 
     Each choice of a prompt has its own seed: `seed + i`, or a random one. Those of a beam search are one
     request, and complete at once.
-    `extras` is what to return besides output text, None for nothing. `owner` is the API key or address whose
+    `extras` is what to return besides output text, None for nothing. `plan` is how a chat's replies are read.
+    `owner` is the API key or address whose
     share of the queue the requests use. `facts` go into the access log.
     """
 
@@ -106,6 +119,7 @@ class Choices:
         response_id: str,
         owner: str,
         facts: dict[str, Any],
+        plan: ReplyPlan = PLAIN_REPLY,
     ) -> None:
         self.response_id = response_id
         self._owner = owner
@@ -119,6 +133,12 @@ class Choices:
         ]  # set when a prompt's first choice has its first piece
         n_input = sum(prompt.n_input for prompt in prompts)
         self.tally = Tally(n_input, self._n_each * len(prompts))
+        if not plan.is_plain:
+            self.tally.readers = [
+                ReplyReader(plan, rules, continuing=rules.follow_text(prompt.token_ids))
+                for prompt in prompts
+                for _ in range(self._n_each)
+            ]
         self._gateway = gateway
         self._facts = facts
         choices = [(prompt, choice_rules) for prompt in prompts for choice_rules in rules_each]
@@ -165,6 +185,11 @@ class Choices:
             scored.set()
         return shown
 
+    def events(self, index: int, piece: Piece) -> list[ReplyEvent]:
+        """What the next piece of choice `index` adds to a chat's reply; nothing where replies are text."""
+        readers = self.tally.readers
+        return readers[index].take(piece) if readers else []
+
     def _new_outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput]:
         """An output for each live request; none if responses have only the text."""
         extras = self.extras
@@ -203,19 +228,22 @@ class Choices:
         for index, piece in enumerate(request.pieces(), first):
             shown, tokens = await self.take(index, piece)
             self.tally.take(index, shown)
-            choices.append(CompleteChoice(shown.text, tokens, piece.score))
+            events = self.events(index, piece)
+            choices.append(CompleteChoice(shown.text, tokens, piece.score, events))
         return choices
 
     async def _complete(self, index: int, request: LiveRequest) -> CompleteChoice:
         """Wait for one choice. The others run on meanwhile, and their output is kept for them."""
         text, tokens, score = list[str](), list[PlacedToken](), None
+        events = list[ReplyEvent]()
         async for piece in request:
             score = piece.score
             shown, shown_tokens = await self.take(index, piece)
             tokens += shown_tokens
             self.tally.take(index, shown)
             text.append(shown.text)
-        return CompleteChoice("".join(text), tokens, score)
+            events += self.events(index, piece)
+        return CompleteChoice("".join(text), tokens, score, events)
 
     async def _end_if_client_leaves(self, receive: Receive, requests: Sequence[LiveRequest]) -> None:
         while (await receive())["type"] != "http.disconnect":

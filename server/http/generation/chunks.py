@@ -2,8 +2,9 @@
 only its text and any log-probabilities are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
@@ -13,6 +14,7 @@ from server.http.bodies.json_answer import as_json
 from server.http.fields.generation import Usage
 
 DONE = b"data: [DONE]\n\n"
+TOOL_CALLS = "tool_calls"  # the finish reason of a reply with calls
 
 # Everything is ASCII, so that no client mistakes a Unicode character for a line break.
 
@@ -31,6 +33,13 @@ TEXT_CHUNK = ChunkShape("text_completion", '"text":', '"text":', "")
 CHAT_CHUNK = ChunkShape(
     "chat.completion.chunk", '"delta":{"role":"assistant","content":', '"delta":{"content":', "}"
 )
+
+
+class ChoiceEnd(NamedTuple):
+    """How a choice of a chat ended."""
+
+    reason: FinishReason | str
+    weights_version: int | None
 
 
 class ChunkWriter:
@@ -54,7 +63,9 @@ class ChunkWriter:
         choices = [f'{self._head},"choices":[{{"index":{i},' for i in range(n_choices)]
         self._before = [start + shape.first for start in choices]
         self._before_later = [start + shape.before for start in choices]
-        reasons = [None, FinishReason.STOP, FinishReason.LENGTH]
+        self._starts = [f'{start}"delta":' for start in choices]
+        self._n_deltas = [0] * n_choices
+        reasons = [None, FinishReason.STOP, FinishReason.LENGTH, TOOL_CALLS]
         self._reason = {reason: f',"finish_reason":{as_json(reason)}}}]' for reason in reasons}
         self._logprobs = f'{shape.after},"logprobs":'
         self._after = {reason: f"{self._logprobs}null{end}" for reason, end in self._reason.items()}
@@ -75,6 +86,36 @@ class ChunkWriter:
         end = self._no_usage if usage is None else _usage_end(usage)
         return f"{before}{as_json(piece.text)}{after}{end}".encode("ascii")
 
+    def deltas(
+        self,
+        index: int,
+        deltas: Sequence[Mapping[str, object]],
+        end: ChoiceEnd | None,
+        usage: Usage | None = None,
+        logprobs: str | None = None,
+    ) -> bytes:
+        """A chunk for each of a chat choice's deltas, the first with its role and the first of these with
+        `logprobs`, and one for its `end`.
+        """
+        shown = [*deltas] if deltas or logprobs is None else [{}]
+        if shown and not self._n_deltas[index]:
+            shown[0] = {"role": "assistant", "content": None, **shown[0]}
+        self._n_deltas[index] += len(shown)
+        usage_end = self._no_usage if usage is None else _usage_end(usage)
+        chunks = list[str]()
+        for delta in shown:
+            chunks.append(self._delta(index, delta, logprobs, f"{self._reason[None]}{usage_end}"))
+            logprobs = None
+        if end is not None:
+            after = self._reason[end.reason]
+            if self._versions:
+                after = f'{after.removesuffix("}]")},"weights_version":{end.weights_version}}}]'
+            chunks.append(self._delta(index, {}, None, f"{after}{usage_end}"))
+        return "".join(chunks).encode("ascii")
+
+    def _delta(self, index: int, delta: Mapping[str, object], logprobs: str | None, end: str) -> str:
+        return f'{self._starts[index]}{as_json(delta)},"logprobs":{logprobs or "null"}{end}'
+
     def usage(self, usage: Usage) -> bytes:
         """The chunk after all choices, with the usage of all."""
         return f'{self._head},"choices":[]{_usage_end(usage)}'.encode("ascii")
@@ -86,4 +127,4 @@ def error_event(error: OrcaError) -> bytes:
 
 
 def _usage_end(usage: Usage) -> str:
-    return f',"usage":{usage.model_dump_json()}}}\n\n'
+    return f',"usage":{usage.model_dump_json(exclude_none=True)}}}\n\n'

@@ -205,5 +205,5 @@ def _choices(choices: Choices, complete: list[CompleteChoice]) -> list[dict[str,
             },
             score,
         )
-        for i, (text, tokens, score) in enumerate(complete)
+        for i, (text, tokens, score, _) in enumerate(complete)
     ]

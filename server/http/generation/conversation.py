@@ -9,8 +9,16 @@ from server.gateway.served_model import ServedModel
 from server.http.fields.conversation import ChatMessage, ConversationFields, ToolCall
 
 
-def text_of(model: ServedModel, conversation: ConversationFields, *, use_tools: bool = True) -> str:
+def text_of(
+    model: ServedModel,
+    conversation: ConversationFields,
+    *,
+    use_tools: bool = True,
+    reasoning_effort: str | None = None,
+) -> str:
     """The prompt text of a conversation, special tokens included; without `use_tools` its tools are left out.
+
+    `reasoning_effort` is a variable of some templates, and refused for the others.
 
     Raises NotSupported, InvalidRequest and its subclass BadConversation. Call it in `run_for_request`: its
     cost grows with the messages.
@@ -22,11 +30,22 @@ def text_of(model: ServedModel, conversation: ConversationFields, *, use_tools: 
     if templates is None:
         message = f"{model.name} has no chat template; use /v1/completions, or start the server with "
         raise NotSupported(f"{message}--chat-template FILE", param="messages")
-    return rendered(templates, conversation, use_tools=use_tools)
+    if use_tools and conversation.tools:
+        template = templates.choose(conversation.chat_template, has_tools=True)
+        if not template.reads("tools"):
+            message = "the model's chat template does not show tools to the model; leave tools out, or set "
+            raise NotSupported(message + 'tool_choice to "none"', param="tools")
+    return rendered(templates, conversation, use_tools=use_tools, reasoning_effort=reasoning_effort)
 
 
-def rendered(templates: Templates, conversation: ConversationFields, *, use_tools: bool = True) -> str:
-    """The text of a conversation. Raises InvalidRequest and its subclass BadConversation."""
+def rendered(
+    templates: Templates,
+    conversation: ConversationFields,
+    *,
+    use_tools: bool = True,
+    reasoning_effort: str | None = None,
+) -> str:
+    """The text of a conversation. Raises InvalidRequest, of which BadConversation and NotSupported."""
     conversation.check_conversation()
     tools = (conversation.tools or None) if use_tools else None
     template = templates.choose(conversation.chat_template, has_tools=tools is not None)
@@ -38,8 +57,25 @@ def rendered(templates: Templates, conversation: ConversationFields, *, use_tool
         documents=conversation.documents or None,
         add_generation_prompt=not continues if begins_reply is None else begins_reply,
         continue_final_message=continues,
-        variables=conversation.chat_template_kwargs,
+        variables={**_effort(template, reasoning_effort), **(conversation.chat_template_kwargs or {})},
     )
+
+
+def _effort(template: ChatTemplate, effort: str | None) -> dict[str, Any]:
+    """The template's variables for this effort: of its own name, or for "none" the one that turns reasoning
+    off.
+
+    Raises NotSupported if there is none, but a model without reasoning makes no effort anyway.
+    """
+    if effort is None:
+        return {}
+    if template.reads("reasoning_effort"):
+        return {"reasoning_effort": effort}
+    if effort == "none":
+        switch = next((name for name in ("enable_thinking", "thinking") if template.reads(name)), None)
+        return {} if switch is None else {switch: False}
+    message = f"reasoning_effort is {effort!r}, and the model's chat template does not read it; leave it out"
+    raise NotSupported(message, param="reasoning_effort")
 
 
 def _plain(message: ChatMessage, index: int, template: ChatTemplate) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from server.gateway.side_threads import run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.fields.generation import StreamOptions
 from server.http.fields.token_places import n_characters
+from server.http.generation.chat_reply import deltas_of
 from server.http.generation.choices import Choices
-from server.http.generation.chunks import DONE, ChunkWriter, error_event
+from server.http.generation.chunks import DONE, ChoiceEnd, ChunkWriter, error_event
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
 
@@ -104,9 +105,21 @@ class EventStream(Response):
         """The chunk for a piece; empty if there is nothing to show yet, as in the middle of a character."""
         tally = self._choices.tally
         tally.take(index, piece)
+        if tally.readers:
+            return self._reply_chunks(index, piece, logprobs)
         if not piece.text and piece.finish_reason is None and self._has_text and logprobs is None:
             return b""
         return self._chunks.chunk(index, piece, tally.usage() if self._running_usage else None, logprobs)
+
+    def _reply_chunks(self, index: int, piece: Piece, logprobs: str | None) -> bytes:
+        """The chunks for a piece of a chat whose replies are more than text."""
+        tally = self._choices.tally
+        deltas = deltas_of(self._choices.events(index, piece))
+        end = None
+        if piece.finish_reason is not None:
+            end = ChoiceEnd(tally.finish_reason(index), piece.weights_version)
+        usage = tally.usage() if self._running_usage else None
+        return self._chunks.deltas(index, deltas, end, usage, logprobs)
 
     async def _rich_chunk(self, index: int, piece: Piece) -> bytes:
         """Like `_chunk`, with the echoed prompt and log-probabilities."""

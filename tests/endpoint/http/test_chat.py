@@ -279,7 +279,7 @@ def test_fields_of_the_template(messages: list[Any], fields: dict[str, Any], pro
         ([USER], {"tools": [{"type": "function"}]}, "tools.0.function", "it must be an object"),
         ([USER], {"tools": [{"type": "code", "function": {"name": "a"}}]}, "tools.0.type", "'function'"),
         ([USER], {"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "a text"),
-        ([USER], {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "not built"),
+        ([USER], {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "no known format"),
         ([{"role": "user"}], {}, "messages.0.content", "content is missing"),
         ([{"role": "assistant"}], {}, "messages.0.content", "content is missing"),
         (

@@ -11,6 +11,7 @@ import pydantic
 import pytest
 
 from orca_jax.errors import QueueFull
+from orca_jax.request.output_form import OutputForm
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.prepared_params import OutputRules
@@ -151,7 +152,7 @@ class HeldModel:
         self.service = self
         self.threads = set[str]()
 
-    def rules(self, sampling: SamplingParams) -> OutputRules:
+    def rules(self, sampling: SamplingParams, form: OutputForm) -> OutputRules:
         if sampling.grammar is not None:
             self.threads.add(threading.current_thread().name)
             assert self.gate.wait(SOON)

@@ -59,6 +59,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "grpc_port": (0, 4444, 5555, None),
     "served_model_name": ("a", "naïve ☃", "7", None),
     "chat_template": (Path("a.jinja"), Path("/b"), Path("c d"), None),
+    "tool_format": ("none", "hermes", "llama3", "auto"),
+    "reasoning_format": ("think", "none", "gpt_oss", "auto"),
     "api_key_file": (None, None, None, None),  # the file is read: see below
     "admin_key_file": (None, None, None, None),
     "ssl_certfile": (Path("a.pem"), Path("b.pem"), Path("c.pem"), Path("d.pem")),

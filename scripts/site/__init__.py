@@ -1,0 +1,1 @@
+"""The documentation site: pages made from the code, and checks. Start with hooks.py."""

@@ -1,0 +1,116 @@
+"""Collects what a parser finds in an output, as events."""
+
+import json
+import uuid
+from collections.abc import Container
+
+from server.gateway.reply.events import (
+    CallArguments,
+    CallBegin,
+    CallCut,
+    CallEnd,
+    Reasoning,
+    ReplyEvent,
+    Text,
+)
+
+
+class Reply:
+    """The events of one output. `offered` are the names of the functions that may be called.
+
+    White space between the parts of a reply belongs to none of them: it is kept only inside a text, and in an
+    output that is nothing but text.
+    """
+
+    def __init__(self, offered: Container[str] = ()) -> None:
+        self.offered = offered
+        self.n_calls = 0  # complete ones
+        self.reasoning_spans: list[tuple[int, int | None]] = []  # characters of the output; None: not ended
+        self._n_begun = 0
+        self._events: list[ReplyEvent] = []
+        self._space: list[str] = []  # white space that a part may end with
+        self._strips = False  # drop white space before the next text
+        self._arguments: list[str] = []
+
+    def take(self) -> list[ReplyEvent]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def text(self, text: str) -> None:
+        """More content."""
+        text = self._without_space(text)
+        if text:
+            self._events.append(Text(text))
+
+    def reasoning(self, text: str) -> None:
+        """More reasoning, between `begin_reasoning` and `end_reasoning`."""
+        text = self._without_space(text)
+        if text:
+            self._events.append(Reasoning(text))
+
+    def begin_reasoning(self, offset: int) -> None:
+        """Reasoning begins, its marker included, after `offset` characters of the output."""
+        self._end_part()
+        self.reasoning_spans.append((offset, None))
+
+    def end_reasoning(self, offset: int) -> None:
+        """It has ended, and so has its marker."""
+        self._end_part()
+        begin, _ = self.reasoning_spans.pop()
+        self.reasoning_spans.append((begin, offset))
+
+    def begin(self, name: str) -> None:
+        """A call of this function, which is offered."""
+        self._end_part()
+        self._events.append(CallBegin(self._n_begun, f"call_{uuid.uuid4().hex[:24]}", name))
+        self._n_begun += 1
+        self._arguments = []
+
+    def arguments(self, text: str) -> None:
+        """More arguments of the call that has begun."""
+        self._arguments.append(text)
+        self._events.append(CallArguments(self._n_begun - 1, text))
+
+    def end(self, is_complete: bool, raw: str) -> bool:
+        """The call has ended, `raw` being its whole text: True if its arguments are complete and are JSON."""
+        is_call = is_complete and is_json_object("".join(self._arguments))
+        self._arguments = []
+        index = self._n_begun - 1
+        self._events.append(CallEnd(index) if is_call else CallCut(index, raw))
+        self._strips = is_call  # a call that was cut is text
+        self.n_calls += is_call
+        return is_call
+
+    def finish(self) -> None:
+        """The output has ended: white space at its end is text, unless another part is before it."""
+        if self._space and not self._strips:
+            self._events.append(Text("".join(self._space)))
+            self._space.clear()
+
+    def _end_part(self) -> None:
+        self._space.clear()
+        self._strips = True
+
+    def _without_space(self, text: str) -> str:
+        """What is certain by now: without the white space that `text` ends with, which is kept for later."""
+        if self._strips:
+            text = text.lstrip()
+            if not text:
+                return ""
+            self._strips = False
+        kept = text.rstrip()
+        if not kept:
+            self._space.append(text)
+            return ""
+        text, space = "".join([*self._space, kept]), text[len(kept) :]
+        self._space = [space] if space else []
+        return text
+
+
+def is_json_object(text: str) -> bool:
+    """Whether this is the text of a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

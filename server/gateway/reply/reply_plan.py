@@ -1,0 +1,154 @@
+"""How the replies to a request are generated and read, from its tools, the model and the prompt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orca_jax.errors import InvalidSamplingParameter, NotSupported
+from orca_jax.grammar.source import check_schemas
+from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.gateway import Gateway
+from server.gateway.reply.call_grammar import ReplyGrammar, Special, Thinking
+from server.gateway.reply.offered_tools import NO_TOOLS, ToolWish
+from server.gateway.reply.parser import Read
+from server.gateway.reply.reasoning_format import ReasoningFormat, plain_text
+from server.gateway.served_model import ServedModel
+from server.gateway.tool_formats.gpt_oss import GPT_OSS, GPT_OSS_REASONING, MARKERS, harmony
+from server.gateway.tool_formats.tool_format import ToolFormat
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyPlan:
+    """`form` is how the outputs are generated; `loose_form` if no grammar can be made of the tools' schemas,
+    None
+    if they must be followed. `read` reads an output, in which the functions `offered` may be called.
+    """
+
+    form: OutputForm = PLAIN_TEXT
+    loose_form: OutputForm | None = None
+    read: Read = plain_text
+    offered: frozenset[str] = frozenset()
+    has_reasoning: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the replies are nothing but text."""
+        return self.read is plain_text
+
+
+PLAIN_REPLY = ReplyPlan()
+
+
+def plan_reply(
+    model: ServedModel, prompt: str, sampling: SamplingParams, wish: ToolWish = NO_TOOLS
+) -> ReplyPlan:
+    """The plan for replies to `prompt`, a conversation as the chat template renders it.
+
+    Raises a leaf of InvalidRequest that names `tools` or `tool_choice`. Its cost grows with the tools'
+    schemas.
+    """
+    tools, reasoning = model.tool_format, model.reasoning_format
+    calls = tools if wish.tools else None
+    if calls is None and wish.must_call:
+        message = f"{model.name} has no known format of tool calls, so it cannot be made to call one; leave "
+        message += "tool_choice out, or start the server with --tool-format"
+        raise NotSupported(message, param="tool_choice")
+    thinking = _thinking(reasoning, prompt)
+    if thinking is Thinking.NONE:
+        reasoning = None
+    if calls is None and reasoning is None:
+        return PLAIN_REPLY
+    if calls is not None and sampling.use_beam_search:
+        raise NotSupported("tools and use_beam_search are both given; give one of them", param="tools")
+    special = _special(model, calls, reasoning)
+    forms = _Forms(special, calls, reasoning, thinking, sampling, wish)
+    return ReplyPlan(
+        form=forms.form([tool.schema for tool in wish.tools]),
+        loose_form=forms.form([tool.loose_schema for tool in wish.tools]) if _may_be_loose(wish) else None,
+        read=_read(calls, reasoning, thinking),
+        offered=frozenset() if calls is None else wish.names,
+        has_reasoning=reasoning is not None,
+    )
+
+
+async def reply_rules(
+    gateway: Gateway, model: ServedModel, sampling: SamplingParams, plan: ReplyPlan
+) -> OutputRules:
+    """The rules for outputs of this plan. Raises a leaf of InvalidRequest, or QueueFull."""
+    try:
+        return await gateway.compiler.rules(model, sampling, plan.form)
+    except InvalidSamplingParameter as error:
+        if plan.loose_form is None or error.param != plan.form.field:
+            raise
+    return await gateway.compiler.rules(model, sampling, plan.loose_form)
+
+
+def _thinking(reasoning: ReasoningFormat | None, prompt: str) -> Thinking:
+    if reasoning is None or reasoning.is_closed_by(prompt):
+        return Thinking.NONE
+    return Thinking.OPENED if reasoning.is_opened_by(prompt) else Thinking.MAYBE
+
+
+def _special(
+    model: ServedModel, calls: ToolFormat | None, reasoning: ReasoningFormat | None
+) -> Mapping[str, int]:
+    """The markers that are special tokens, and their ids."""
+    tokenizer = model.tokenizer
+    assert tokenizer is not None, "a prompt has been encoded"
+    markers = MARKERS if GPT_OSS_REASONING is reasoning else ()
+    markers += () if calls is None else calls.markers
+    markers += () if reasoning is None else reasoning.markers
+    return {marker: i for marker in markers if (i := tokenizer.special_id(marker)) is not None}
+
+
+def _may_be_loose(wish: ToolWish) -> bool:
+    return not wish.must_call and any(not tool.strict for tool in wish.tools)
+
+
+def _read(calls: ToolFormat | None, reasoning: ReasoningFormat | None, thinking: Thinking) -> Read:
+    if calls is GPT_OSS or reasoning is GPT_OSS_REASONING:
+        return harmony(has_reasoning=reasoning is not None)
+    read = plain_text if calls is None else calls.read
+    if reasoning is None:
+        return read
+    return reasoning.reading(read, opened=thinking is Thinking.OPENED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """Makes the form of outputs, for one request."""
+
+    special: Mapping[str, int]
+    calls: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    thinking: Thinking
+    sampling: SamplingParams
+    wish: ToolWish
+
+    def form(self, schemas: Sequence[Mapping[str, Any]]) -> OutputForm:
+        """With calls whose arguments follow these schemas."""
+        return OutputForm(lark=self._lark(schemas), shown=frozenset(self.special))
+
+    def _lark(self, schemas: Sequence[Mapping[str, Any]]) -> str | None:
+        grammar = ReplyGrammar(Special(self.special), self.reasoning, self.thinking)
+        has_body = self.sampling.grammar is not None
+        wish = self.wish
+        if self.calls is GPT_OSS or self.reasoning is GPT_OSS_REASONING:
+            if self.calls is None and not has_body:
+                return None
+            check_schemas("tools", *map(dict, schemas))
+            tools = [] if self.calls is None else wish.tools
+            return grammar.of_messages(tools, schemas, must_call=wish.must_call, has_body=has_body)
+        if self.calls is None:
+            return grammar.of_body() if has_body else None
+        check_schemas("tools", *map(dict, schemas))
+        return grammar.of_calls(
+            self.calls,
+            wish.tools,
+            schemas,
+            must_call=wish.must_call,
+            parallel=wish.parallel,
+            has_body=has_body,
+        )

@@ -1,0 +1,86 @@
+"""LangChain: an agent with a tool, and a chat model with structured output, whole and streamed."""
+
+from typing import Any, Literal
+
+import pytest
+from langchain.agents import create_agent
+from langchain.tools import tool
+from langchain_core.messages import AIMessage, AIMessageChunk, ToolMessage
+from langchain_core.runnables import RunnableLambda
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+called = list[tuple[str, int]]()
+
+
+@tool
+def weather(place: Literal["Rome", "Oslo"], days: Literal[1, 2, 3]) -> str:
+    """The weather."""
+    called.append((place, days))
+    return f"Sun in {place}"
+
+
+class Weather(BaseModel):
+    """The weather."""
+
+    place: Literal["Rome", "Oslo"]
+    days: Literal[1, 2, 3]
+
+
+@pytest.fixture
+def model(url: str) -> ChatOpenAI:
+    settings: Any = {"base_url": url, "api_key": "none", "max_completion_tokens": 120, "seed": 5}
+    return ChatOpenAI(model="demo", max_retries=0, timeout=60, **settings)
+
+
+def test_a_call_is_forced_whole_and_streamed(model: ChatOpenAI) -> None:
+    bound = model.bind_tools([weather], tool_choice="weather")
+    answer = bound.invoke("Rome?")
+    assert isinstance(answer, AIMessage)
+    (call,) = answer.tool_calls
+    assert call["name"] == "weather" and call["args"]["place"] in ("Rome", "Oslo")
+    assert answer.response_metadata["finish_reason"] == "tool_calls" and not answer.invalid_tool_calls
+    whole: Any = None
+    n_chunks = 0
+    for chunk in bound.stream("Rome?"):
+        assert isinstance(chunk, AIMessageChunk)
+        whole = chunk if whole is None else whole + chunk
+        n_chunks += 1
+    assert n_chunks > 3
+    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [(call["name"], call["args"])]
+
+
+@pytest.mark.parametrize("method", ["function_calling", "json_schema"])
+def test_structured_output(model: ChatOpenAI, method: Any) -> None:
+    answer = model.with_structured_output(Weather, method=method).invoke("Rome?")
+    assert isinstance(answer, Weather) and answer.days in (1, 2, 3)
+
+
+class FirstForced(ChatOpenAI):
+    """A model that must call a tool until it has a result; one that knows tools would by itself."""
+
+    def bind_tools(self, tools: Any, **more: Any) -> Any:
+        must = super().bind_tools(tools, **{**more, "tool_choice": "required", "parallel_tool_calls": False})
+        may = super().bind_tools(tools, **{**more, "tool_choice": "none"})
+
+        def choose(messages: Any) -> Any:
+            done = any(isinstance(message, ToolMessage) for message in messages)
+            return may if done else must
+
+        return RunnableLambda(choose)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_agent_calls_its_tool_and_answers(url: str, streamed: bool) -> None:
+    settings: Any = {"base_url": url, "api_key": "none", "max_completion_tokens": 120, "seed": 3}
+    agent: Any = create_agent(FirstForced(model="demo", max_retries=0, timeout=60, **settings), [weather])
+    called.clear()
+    ask: Any = {"messages": [{"role": "user", "content": "Rome?"}]}
+    if streamed:
+        steps = list(agent.stream(ask, stream_mode="values"))
+        messages = steps[-1]["messages"]
+    else:
+        messages = agent.invoke(ask)["messages"]
+    assert [message.type for message in messages] == ["human", "ai", "tool", "ai"]
+    ((place, _),) = called
+    assert messages[2].content == f"Sun in {place}" and messages[3].content

@@ -1,0 +1,70 @@
+"""The Python of the documents runs as it stands, on the demo model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from examples.own_model import GatedModel
+from orca_jax import LLM, SamplingParams
+from orca_jax.checkpoint.load import DEMO_MODEL
+from orca_jax.checkpoint.locate import load_checkpoint
+from tests.documents import Block, blocks
+
+# By document and first line.
+NOT_RUN = {
+    (
+        "docs/parallelism.md",
+        'LLM("path/to/checkpoint", pipeline_parallel=2, tensor_parallel=8)',
+    ): "16 devices",
+    ("docs/encoder-decoder.md", "from orca_jax import LLM, SamplingParams"): "needs the weights of a T5",
+    (
+        "docs/training.md",
+        "FunctionModel(embed=embed, layer=layer, unembed=unembed, outside=weights, layers=layers, **sizes)",
+    ): "a form to fill in; tests/whole/commands/test_own_model.py has a whole one",
+    (
+        "docs/training.md",
+        "llm.update_weights(state.params)  # MaxText's, for example: nested, layers scanned or not, "
+        "still on its mesh",
+    ): "needs trainers' packages; tests/whole/training/test_trainers_layouts.py has their layouts",
+    ("docs/training.md", "from functools import partial"): "needs Tunix; tests/whole/rollout runs it",
+}
+# Run elsewhere: against a server.
+OF_CLIENTS = "from openai import OpenAI"
+
+
+def key(block: Block) -> tuple[str, str]:
+    return block.document, block.first
+
+
+PYTHON = [block for block in blocks("python") if OF_CLIENTS not in block.text]
+RUN = [block for block in PYTHON if key(block) not in NOT_RUN]
+
+
+def test_what_is_not_run_is_there() -> None:
+    assert not set(NOT_RUN) - {key(block) for block in PYTHON}
+
+
+@pytest.fixture(scope="module")
+def given() -> Iterator[dict[str, Any]]:
+    """What the text around the blocks speaks of."""
+    with LLM(max_batch_size=4) as llm:
+        weights = load_checkpoint(DEMO_MODEL, dtype=jnp.float32).parameters
+        yield {
+            "LLM": LLM,
+            "SamplingParams": SamplingParams,
+            "llm": llm,
+            "prompts": ["In the beginning", "And he said"],
+            "weights": weights,
+            "MyModel": GatedModel,
+        }
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_it_runs(
+    block: Block, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text, str(block), "exec"), dict(given))

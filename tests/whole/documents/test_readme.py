@@ -1,0 +1,71 @@
+"""The README's commands, in a fresh copy of the repository with an environment that is there already."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.documents import Block, blocks
+from tests.places import ROOT
+from tests.whole.documents.commands import run, serving
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+# Where the README's server is; here it is on a free port.
+ADDRESS = "http://127.0.0.1:8000"
+# What the targets ask for, in the order in which they are made.
+STAMPS = (".pip", ".package", ".dev")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that git knows, or is to know, and `.venv` with this environment's programs."""
+    folder = tmp_path_factory.mktemp("copy")
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in names.strip("\0").split("\0"):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)  # as new: make compares times
+    venv = folder / ".venv"
+    venv.mkdir()
+    (venv / "bin").symlink_to(Path(sys.prefix) / "bin")
+    for stamp in STAMPS:
+        (venv / stamp).touch()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(copy: Path) -> Iterator[str]:
+    with serving(["make", "serve"], copy, code=copy, seconds=240) as url:
+        yield url
+
+
+def test_make_demo_writes_text(copy: Path) -> None:
+    done = run(["make", "demo"], copy, code=copy, seconds=240)
+    assert done.returncode == 0, done.stderr
+    assert "Installing" not in done.stdout and len(done.stdout.split()) > 30
+
+
+@pytest.mark.parametrize("block", [b for b in blocks("sh") if b.first.startswith(f"curl {ADDRESS}")], ids=str)
+def test_curl_is_answered(block: Block, copy: Path, url: str) -> None:
+    done = run(block.text.replace(ADDRESS, url).replace("curl ", "curl --fail "), copy, code=copy)
+    assert done.returncode == 0 and '"text"' in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", [b for b in blocks("python") if "import OpenAI" in b.text], ids=str)
+def test_openais_client_is_answered(block: Block, copy: Path, url: str) -> None:
+    done = run([sys.executable, "-c", block.text.replace(ADDRESS, url)], copy, code=copy)
+    assert done.returncode == 0 and len(done.stdout.split()) > 5, done.stdout + done.stderr
+
+
+def test_the_copy_is_what_ran(copy: Path) -> None:
+    """Not the checkout, which the environment's `orca` would import by itself."""
+    done = run(
+        [str(copy / ".venv/bin/python"), "-c", "import orca_jax; print(orca_jax.__file__)"], copy, code=copy
+    )
+    assert done.stdout.strip() == os.fspath(copy / "orca_jax/__init__.py")
