@@ -32,6 +32,7 @@ from rich.console import Console
 
 from bench.device.iteration_parts import filled, time_parts
 from bench.device.iteration_report import PARTS, Measured, table, verdict
+from bench.device.small_mixture import SMALL_MIXTURE
 from bench.device.watched_workers import WatchedWorkers, gaps
 from orca_jax.aot.measured_device import measure_device
 from orca_jax.config import ServingConfig
@@ -60,6 +61,7 @@ from orca_jax.sharding.random_parameters import random_parameters
 CPU_AIMS, CPU_PREFILL_AIM = {1: 1.3, 8: 1.5, 32: 1.5}, 1.4
 GPU_AIM, GPU_PREFILL_AIM = 1 / 0.85, 1 / 0.75
 BLOCK_SIZE = 16
+_MODELS = {**PRESETS, "small-mixture": SMALL_MIXTURE}
 
 
 class TimedEngine:
@@ -247,7 +249,7 @@ def longest_request(n_rows: int, context: int, repeat: int) -> int:
 def main() -> None:
     """Measure, print a table and, as the last line, JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.iteration", description=__doc__)
-    parser.add_argument("--preset", default="gpt2", choices=sorted(PRESETS))
+    parser.add_argument("--preset", default="gpt2", choices=sorted(_MODELS))
     parser.add_argument("--rows", default="1,8,32", help="batch sizes for decode (default: 1,8,32)")
     parser.add_argument(
         "--context", type=int, default=300, help="average tokens of context per request (default: 300)"
@@ -260,7 +262,7 @@ def main() -> None:
     dtype = jnp.dtype(flags.dtype or ("float32" if on_cpu else "bfloat16"))
     rows = [int(n) for n in flags.rows.split(",")]
     prefills = [int(n) for n in flags.prefill.split(",") if n]
-    model = PRESETS[flags.preset]
+    model = _MODELS[flags.preset]
     longest = longest_request(max(rows), flags.context, flags.repeat)
     if max([longest, *(n + 1 for n in prefills)]) > model.n_positions:
         parser.error(f"{flags.preset} has {model.n_positions} positions; these requests are longer")

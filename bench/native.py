@@ -1,4 +1,4 @@
-"""The native linear layer and split attention against XLA's operations, in turn in one process on the CPU.
+"""The native linear layer, products of experts and split attention against XLA's, in one process on the CPU.
 
     taskset -c 0 python -m bench.native [--dtype bfloat16] [--rounds 9]
 
@@ -21,13 +21,15 @@ import numpy as np
 from orca_jax.model.attention import attention_work
 from orca_jax.model.attention import split_attention as jax_attention
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import matmul
+from orca_jax.model.layers import grouped_matmul, matmul
+from orca_jax.native.grouped import native_grouped
 from orca_jax.native.linear import native_linear
 from orca_jax.native.split_attention import native_split_attention
 
 LAYERS = 8  # different weights or caches in a call, so that they come from memory as in a model
 BLOCK = 16
 LINEAR = [(2304, 768), (768, 3072)]
+EXPERTS = [(8, 2048, 768), (8, 768, 1024)]  # number, and the sizes of each
 TOKENS = [1, 4, 8, 16, 32, 48, 128, 512]
 
 
@@ -83,6 +85,22 @@ def linear(dtype: Any, rounds: int) -> None:
             report({"linear": [n_out, n_in], "tokens": n_tokens}, programs, (x, weights), rounds)
 
 
+def experts(dtype: Any, rounds: int) -> None:
+    """LAYERS grouped products, each token to two of the experts at random."""
+    rng = np.random.default_rng(0)
+    for n_experts, n_out, n_in in EXPERTS:
+        shape = (n_experts, n_out, n_in)
+        weights = [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(LAYERS)]
+        for n_tokens in TOKENS:
+            x = jnp.asarray(rng.standard_normal((2 * n_tokens, n_in)), dtype)
+            sizes = jnp.asarray(np.bincount(rng.integers(0, n_experts, len(x)), minlength=n_experts), "int32")
+            programs = {
+                name: jax.jit(lambda x, weights, sizes, f=f: sum(f(x, w, sizes)[0, 0] for w in weights))
+                for name, f in (("xla", grouped_matmul), ("native", native_grouped))
+            }
+            report({"experts": [*shape], "tokens": n_tokens}, programs, (x, weights, sizes), rounds)
+
+
 def attention(dtype: Any, rounds: int) -> None:
     """LAYERS times the attention of each case."""
     rng = np.random.default_rng(0)
@@ -129,12 +147,13 @@ def report(
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure all three."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     linear(options.dtype, options.rounds)
+    experts(options.dtype, options.rounds)
     attention(options.dtype, options.rounds)
 
 

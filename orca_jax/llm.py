@@ -34,6 +34,7 @@ from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 from orca_jax.service.beam_searching import BeamSearching
+from orca_jax.service.embeddings import Embedding
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.generation import Generation, GenerationResult
 from orca_jax.service.operable import Operable
@@ -45,7 +46,7 @@ from orca_jax.service.scores import listed_token_ids, scores
 Prompt = str | Sequence[int] | np.ndarray
 
 
-class LLM(Operable, BeamSearching):
+class LLM(Operable, BeamSearching, Embedding):
     """A loaded model that continues prompts; a context manager. All methods are thread-safe.
 
     `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with

@@ -31,6 +31,18 @@ def _shape(
     }
 
 
+def _mixture(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int, int],
+    experts: tuple[int, int],
+    number: str = "num_experts",
+    **other: Any,
+) -> dict[str, Any]:
+    """`sizes` as of `_shape`; `experts`: how many there are, and how many a token takes."""
+    shape = _shape(model_type, *sizes, max_position_embeddings=64, **other)
+    return shape | {number: experts[0], "num_experts_per_tok": experts[1]}
+
+
 def _rope(base: float, **other: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base} | other
 
@@ -416,6 +428,75 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_act="gelu",
         rope_parameters=_rope(1e3, rope_type="linear", factor=2.0),
     ),
+    # mixtral
+    "mixtral-grouped": _mixture("mixtral", (103, 24, 2, 6, 2, 20), (8, 2), number="num_local_experts"),
+    "mixtral-window-tied": _mixture(
+        *("mixtral", (89, 32, 3, 4, 1, 18), (5, 3)),
+        number="num_local_experts",
+        sliding_window=11,
+        tie_word_embeddings=True,
+    ),
+    "mixtral-one-of-three-yarn": _mixture(
+        *("mixtral", (97, 32, 2, 4, 4, 26), (3, 1)),
+        number="num_local_experts",
+        head_dim=6,
+        rope_parameters=_rope(1e6, **_YARN),
+    ),
+    # qwen2_moe, qwen3_moe
+    "qwen2-moe-shared": _mixture(
+        *("qwen2_moe", (107, 24, 2, 4, 2, 36), (6, 4)),
+        moe_intermediate_size=14,
+        shared_expert_intermediate_size=22,
+    ),
+    "qwen2-moe-dense-first-renormalised": _mixture(
+        *("qwen2_moe", (91, 30, 3, 5, 5, 34), (9, 2)),
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=16,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        tie_word_embeddings=True,
+    ),
+    "qwen2-moe-every-other-window-no-bias": _mixture(
+        *("qwen2_moe", (113, 32, 4, 4, 1, 30), (4, 1)),
+        moe_intermediate_size=10,
+        shared_expert_intermediate_size=26,
+        decoder_sparse_step=2,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "qwen3-moe-renormalised": _mixture(
+        *("qwen3_moe", (109, 24, 2, 6, 3, 40), (16, 4)),
+        head_dim=10,
+        moe_intermediate_size=14,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-dense-among-sparse-biases": _mixture(
+        *("qwen3_moe", (113, 28, 3, 4, 2, 32), (6, 2)),
+        head_dim=6,
+        moe_intermediate_size=18,
+        mlp_only_layers=[1],
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-moe-window-yarn": _mixture(
+        *("qwen3_moe", (127, 32, 2, 4, 1, 30), (5, 5)),
+        head_dim=8,
+        moe_intermediate_size=22,
+        use_sliding_window=True,
+        sliding_window=13,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    # olmoe
+    "olmoe-grouped": _mixture("olmoe", (101, 36, 2, 6, 2, 16), (7, 3)),
+    "olmoe-biases-yarn": _mixture(
+        *("olmoe", (95, 32, 3, 4, 4, 14), (5, 2)),
+        norm_topk_prob=True,
+        attention_bias=True,
+        rope_parameters=_rope(1e4, **_YARN),
+    ),
+    "olmoe-tied-multi-query": _mixture("olmoe", (119, 24, 2, 4, 1, 18), (8, 1), tie_word_embeddings=True),
 }
 
 # Of models with an encoder. Fields that begin with "_" say how make_golden_encoders.py writes the checkpoint.

@@ -64,6 +64,10 @@ def _layers(layer: Layer) -> Iterator[str]:
     yield _RESIDUALS[layer.residual]
     ffn = layer.feed_forward
     yield f"gated {ffn.activation}" if ffn.gated else ffn.activation
+    if ffn.experts is not None:
+        yield "experts"
+        if ffn.experts.shared_size is not None:
+            yield "a shared expert"
     if layer.attention.qk_norm is not None:
         yield "qk-norm"
 

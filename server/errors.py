@@ -33,6 +33,14 @@ class UnknownModel(OrcaError):
     """The request names a model that this server does not serve."""
 
 
+class UnknownResponse(OrcaError):
+    """No response of that id is stored for this client. `param` names the field that has the id."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class Unauthorized(OrcaError):
     """An API key is missing or wrong."""
 
@@ -47,6 +55,22 @@ class NotPermitted(OrcaError):
 
 class UnknownRecording(OrcaError):
     """The server has no recording of that name."""
+
+
+class UnknownFile(OrcaError):
+    """The server has no file of that id for this API key."""
+
+
+class UnknownBatch(OrcaError):
+    """The server has no batch of that id for this API key."""
+
+
+class BatchesOff(OrcaError):
+    """The server keeps no files and runs no batches."""
+
+
+class StoreFull(OrcaError):
+    """The server's folder of files, or this API key's share of it, is full."""
 
 
 class TooManyViewers(OrcaError):
@@ -75,8 +99,13 @@ _MEANINGS: dict[type[OrcaError], Meaning] = {
     InvalidRequest: Meaning(400, "invalid_request_error", None, grpc.StatusCode.INVALID_ARGUMENT),
     Unauthorized: Meaning(401, "invalid_request_error", "invalid_api_key", grpc.StatusCode.UNAUTHENTICATED),
     UnknownModel: Meaning(404, "invalid_request_error", "model_not_found", grpc.StatusCode.NOT_FOUND),
+    UnknownResponse: Meaning(404, "invalid_request_error", "response_not_found", grpc.StatusCode.NOT_FOUND),
     NotPermitted: Meaning(403, "invalid_request_error", "not_permitted", grpc.StatusCode.PERMISSION_DENIED),
     UnknownRecording: Meaning(404, "invalid_request_error", "unknown_recording", grpc.StatusCode.NOT_FOUND),
+    UnknownFile: Meaning(404, "invalid_request_error", "unknown_file", grpc.StatusCode.NOT_FOUND),
+    UnknownBatch: Meaning(404, "invalid_request_error", "unknown_batch", grpc.StatusCode.NOT_FOUND),
+    BatchesOff: Meaning(404, "invalid_request_error", "batches_off", grpc.StatusCode.UNIMPLEMENTED),
+    StoreFull: Meaning(429, "rate_limit_error", "store_full", grpc.StatusCode.RESOURCE_EXHAUSTED),
     TooManyViewers: Meaning(429, "rate_limit_error", "too_many_viewers", grpc.StatusCode.RESOURCE_EXHAUSTED),
     RequestIdTaken: Meaning(409, "invalid_request_error", "request_id", grpc.StatusCode.ALREADY_EXISTS),
     CheckpointError: Meaning(400, "invalid_request_error", "weights", grpc.StatusCode.INVALID_ARGUMENT),

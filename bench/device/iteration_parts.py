@@ -11,11 +11,11 @@ import numpy as np
 from orca_jax.aot.measured_device import seconds
 from orca_jax.execution.attention_paths import AttentionPath
 from orca_jax.execution.host_buffer import HostBuffer
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import FeedForward, ModelConfig
 from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING, layer_parameters
 from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
 from orca_jax.model.kv_cache import LayerCache
-from orca_jax.model.layers import Matmul, activate
+from orca_jax.model.layers import Matmul, activate, between
 from orca_jax.model.sampler import greedy
 
 
@@ -65,12 +65,28 @@ def time_parts(
     buffer = jnp.asarray(host_buffer.fill(flat))
     x = jax.random.normal(jax.random.key(1), (n_tokens, model.hidden_size), dtype)
 
+    def through_experts(y: jax.Array, weight: jax.Array, config: FeedForward) -> jax.Array:
+        """As many tokens to each expert as the next: first up, then down."""
+        assert config.experts is not None
+        n_experts = config.experts.number
+        if weight.ndim == 4:
+            y = y.repeat(config.experts.top_k, axis=0)
+        else:
+            y = between(y, config)
+        sizes = np.full(n_experts, len(y) // n_experts, np.int32)
+        sizes[: len(y) % n_experts] += 1
+        return matmul.grouped(y, weight.reshape(n_experts, -1, y.shape[1]), jnp.asarray(sizes))
+
     @jax.jit
     def linear(p: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
         for i, layer in enumerate(model.layers):
             y = x
             for name, parameter in layer_parameters(model, i).items():
-                if parameter.use != "linear":
+                if parameter.use == "expert":
+                    y = through_experts(y, p[f"layers.{i}.{name}"], layer.feed_forward)
+                    if parameter.axes[-1] == "F":
+                        x = x + y.reshape(len(x), -1, y.shape[1]).sum(axis=1)
+                if parameter.use != "linear" or parameter.axes[0] == "Y":  # the router gives no hidden states
                     continue
                 weight = p[f"layers.{i}.{name}"].reshape(parameter.stacked_shape)
                 if parameter.takes_attention and i + 1 == model.n_layers:

@@ -117,7 +117,7 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
             continue
         attention = hf_config.model.attention
         shapes = stored_shapes(parameter, wanted, attention)
-        found[name] = _of_shapes(hf_config, stored, wanted, shapes)
+        found[name] = _of_shapes(hf_config, stored, wanted, shapes, parameter.shape[0])
         if wanted.heads is None:
             parts[name] = Parts(tuple(found[name]), wanted.transpose)
         else:
@@ -149,6 +149,7 @@ def _of_shapes(
     stored: dict[str, StoredTensor],
     wanted: StoredName,
     shapes: list[tuple[int, ...]],
+    n_experts: int,
 ) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for name, shape in zip(wanted.names, shapes, strict=True):
@@ -160,8 +161,11 @@ def _of_shapes(
                 f"according to {shown(hf_config.path)}, found none"
             )
         tensor = stored[name]
+        matrix = shape
         if wanted.one_row:
             shape = (1, *shape)
+        if wanted.by_expert:
+            shape = (n_experts, shape[0] // n_experts, *shape[1:])
         if tensor.shape != shape:
             raise TensorMismatch(
                 f"{tensor}: expected shape {list(shape)} according to {shown(hf_config.path)}, "
@@ -172,7 +176,7 @@ def _of_shapes(
                 f"{tensor}: expected dtype {', '.join(FLOAT_DTYPES)}, found {tensor.dtype}; "
                 "quantized weights are not supported"
             )
-        tensors.append(replace(tensor, shape=shape[1:]) if wanted.one_row else tensor)
+        tensors.append(tensor if shape == matrix else replace(tensor, shape=matrix))
     return tensors
 
 

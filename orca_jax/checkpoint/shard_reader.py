@@ -1,8 +1,10 @@
 """Reads parameters shard by shard: only each device's own part of the stored data."""
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import jax
@@ -86,7 +88,7 @@ class Parts:
     def read(self, shape: tuple[int, ...], dtype: np.dtype, box: Box) -> np.ndarray:
         """Read the part `box` of the parameter [shape] in `dtype`. Raises TensorMismatch or CorruptFile."""
         sizes = [end - first for first, end in box]
-        if len(shape) == len(self.tensors[0].shape) + 1 and box[1] == (0, shape[1]):
+        while len(shape) > len(self.tensors[0].shape) and box[1] == (0, shape[1]):
             # All rows of a range of the leading axis form one run of the matrix: read it at once.
             (first, end), (_, n), *columns = box
             shape, box = (shape[0] * n, *shape[2:]), ((first * n, end * n), *columns)
@@ -102,20 +104,22 @@ class Parts:
         rank = len(self.tensors[0].shape)
         n_leading = len(shape) - rank
         leading, (first, end), columns = box[:n_leading], box[n_leading], box[n_leading + 1 :]
+        heights = (tensor.shape[-1] if self.transpose else tensor.shape[0] for tensor in self.tensors)
+        tops = [0, *accumulate(heights)]
         for at in np.ndindex(*(stop - start for start, stop in leading)):
             above = 0
             for i, (start, _), n in zip(at, leading, shape[:n_leading], strict=True):
                 above = above * n + start + i
             row = above * shape[n_leading] + first  # counted over all tensors
-            top = 0
-            for tensor in self.tensors:
-                n_rows = tensor.shape[-1] if self.transpose else tensor.shape[0]
-                begin, stop = max(row, top), min(row + end - first, top + n_rows)
+            one, past = bisect_right(tops, row) - 1, bisect_left(tops, row + end - first)
+            for tensor, top, bottom in zip(
+                self.tensors[one:past], tops[one:past], tops[one + 1 : past + 1], strict=False
+            ):
+                begin, stop = max(row, top), min(row + end - first, bottom)
                 if begin < stop:
                     rows = (begin - top, stop - top)
                     part = (*columns, rows) if self.transpose else (rows, *columns)
                     yield (*at, slice(begin - row, stop - row)), tensor, part
-                top += n_rows
 
 
 def bytes_read(parts: Parts, shape: tuple[int, ...], places: Sequence[Place]) -> int:

@@ -19,6 +19,7 @@ from orca_jax.iteration.message import (
     ADJUSTED,
     BIAS,
     CONSTRAINED,
+    POOLED,
     SAMPLED,
     SAMPLING,
     ControlMessage,
@@ -45,7 +46,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 1 << 30),
     "logprobs": (-1, MAX_TOP_LOGPROBS),
     "prompt_logprobs": (-1, MAX_TOP_LOGPROBS),
-    "flags": (0, ADJUSTED | CONSTRAINED),
+    "flags": (0, ADJUSTED | CONSTRAINED | POOLED),
 }
 
 
@@ -56,6 +57,7 @@ def most_bytes(shape: EngineShape) -> int:
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
     tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
+    tokens += 4 * shape.max_rows * shape.embedding_size
     return max(message, words, tokens) + _FIELDS_BYTES + FRAME_BYTES
 
 
@@ -113,6 +115,11 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     initiation, on_device = (flags & _INITIATION) > 0, (flags & _ON_DEVICE) > 0
     if (flags > (_INITIATION | _ON_DEVICE)).any() or (on_device & (input_length > 1)).any():
         raise BadFrame("a row has unknown flags, or says that several input tokens are on the device")
+    pools = (sampling["flags"] & POOLED) > 0
+    if (pools & ~initiation).any() or (pools.any() and not shape.embedding_size):
+        raise BadFrame(
+            "a row pools hidden states that it does not have: it decodes, or the engine pools none"
+        )
     if (~initiation & (n_prompt > 0)).any():
         raise BadFrame("a decode row has a prompt")
     if (on_device & (next_token != SAMPLED)).any():

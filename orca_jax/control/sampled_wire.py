@@ -1,4 +1,4 @@
-"""An iteration's sampled tokens and requested log-probabilities, as the payload of TOKENS.
+"""An iteration's sampled tokens, requested log-probabilities and pooled hidden states, as TOKENS' payload.
 
 Both sides derive the number of records from the iteration's control message.
 """
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from orca_jax.control import worker_pb2
 from orca_jax.errors import BadFrame
-from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.message import POOLED, ControlMessage
 from orca_jax.request.sampled import LOGPROBS, Sampled
 
 
@@ -20,6 +20,7 @@ class ExpectedRecords(NamedTuple):
     n_rows: int
     logprobs: npt.NDArray[np.intp]  # rows that request their token's log-probabilities
     prompts: tuple[tuple[int, int], ...]  # rows that request their prompt's, each with the number of records
+    pooled: tuple[int, ...] = ()  # rows that pool hidden states
 
 
 def expected_records(message: ControlMessage) -> ExpectedRecords:
@@ -27,7 +28,9 @@ def expected_records(message: ControlMessage) -> ExpectedRecords:
     n_scored = message.n_scored
     wants = np.flatnonzero(message.sampling["prompt_logprobs"] >= 0)
     prompts = tuple((int(i), int(n_scored[i])) for i in wants)
-    return ExpectedRecords(len(message.row), np.flatnonzero(message.sampling["logprobs"] >= 0), prompts)
+    logprobs = np.flatnonzero(message.sampling["logprobs"] >= 0)
+    pooled = tuple(np.flatnonzero(message.sampling["flags"] & POOLED).tolist())
+    return ExpectedRecords(len(message.row), logprobs, prompts, pooled)
 
 
 def encode_sampled(sampled: Sampled, expected: ExpectedRecords) -> worker_pb2.Tokens:
@@ -41,10 +44,15 @@ def encode_sampled(sampled: Sampled, expected: ExpectedRecords) -> worker_pb2.To
     if expected.prompts:
         parts = [sampled.prompt_logprobs[place][:n].tobytes() for place, n in expected.prompts]
         payload.prompt_logprobs = b"".join(parts)
+    if expected.pooled:
+        vectors = [sampled.pooled[place].astype("<f4", copy=False).tobytes() for place in expected.pooled]
+        payload.pooled = b"".join(vectors)
     return payload
 
 
-def decode_sampled(payload: worker_pb2.Tokens, expected: ExpectedRecords, *, vocab_size: int) -> Sampled:
+def decode_sampled(
+    payload: worker_pb2.Tokens, expected: ExpectedRecords, *, vocab_size: int, embedding_size: int = 0
+) -> Sampled:
     """Decode the payload of TOKENS. Raises BadFrame for a wrong length or a token outside the vocabulary."""
     n = expected.n_rows
     token_ids = _exactly(payload.token_ids, np.dtype("<i4"), n, "tokens", n).astype(np.int32, copy=False)
@@ -63,7 +71,10 @@ def decode_sampled(payload: worker_pb2.Tokens, expected: ExpectedRecords, *, voc
     for place, n_records in expected.prompts:
         prompts[place] = prompt_records[start : start + n_records]
         start += n_records
-    return Sampled(token_ids, logprobs, prompts)
+    n_numbers = len(expected.pooled) * embedding_size
+    numbers = _exactly(payload.pooled, np.dtype("<f4"), n_numbers, "hidden states", n)
+    vectors = numbers.astype(np.float32, copy=False).reshape(len(expected.pooled), embedding_size)
+    return Sampled(token_ids, logprobs, prompts, dict(zip(expected.pooled, vectors, strict=True)))
 
 
 def _exactly(data: bytes, dtype: np.dtype, count: int, what: str, n_rows: int) -> npt.NDArray:

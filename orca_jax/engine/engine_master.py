@@ -18,6 +18,9 @@ from orca_jax.iteration.message import (
     ADJUSTED,
     BIAS,
     CONSTRAINED,
+    POOLED,
+    POOLS_ALL,
+    POOLS_LAST,
     SAMPLED,
     ControlMessage,
     EncoderInputs,
@@ -33,6 +36,8 @@ from orca_jax.scheduling.kv_manager import KVManager
 _POLL_SECONDS = 100e-6  # much shorter than an iteration, much longer than a poll
 
 _FINISHED = RequestState.FINISHED
+
+_POOLS = {None: 0, "last": POOLS_LAST, "mean": POOLS_ALL}
 
 # The fields that message.SAMPLING copies from SamplingParams.
 _COPIED_FIELDS = (
@@ -157,7 +162,7 @@ class EngineMaster:
         except Exception as error:
             raise self._failed(error) from error
         token_ids = sampled.token_ids[: len(rows)].tolist()
-        if sampled.logprobs is None and not sampled.prompt_logprobs:
+        if sampled.logprobs is None and not sampled.prompt_logprobs and not sampled.pooled:
             return Returned(token_ids)
         wanted = [(i, _n_logprobs(request)) for i, (request, _) in enumerate(rows)]
         records = sampled.logprobs
@@ -168,6 +173,7 @@ class EngineMaster:
                 i: [token_logprobs(record, rows[i][0].sampling.prompt_logprobs or 0) for record in prompt]
                 for i, prompt in sampled.prompt_logprobs.items()
             },
+            pooled=sampled.pooled,
         )
         return returned if first is None else _by_request(returned, iteration.rows, first)
 
@@ -253,8 +259,10 @@ class EngineMaster:
         token_index = np.where(samples, kv_length - self._n_prompt[row], np.int32(0))
         sampling = self._sampling[row]
         sampling["prompt_logprobs"][increment] = -1
+        sampling["flags"][increment] &= ~np.uint8(POOLED)
         for i in (~samples).nonzero()[0].tolist():  # needs no sampler
-            sampling["temperature"][i], sampling["flags"][i] = 0, 0
+            sampling["temperature"][i] = 0
+            sampling["flags"][i] &= POOLS_ALL
             if not chooses[i]:
                 sampling["logprobs"][i] = -1
         for i in (self._has_constraint[row] & samples).nonzero()[0].tolist():
@@ -323,7 +331,8 @@ class EngineMaster:
         needs_prompt = params.prompt_logprobs is not None and request.prompt_logprobs is None
         sampling["prompt_logprobs"][row] = params.prompt_logprobs if needs_prompt else -1
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        sampling["flags"][row] = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
+        flags = ADJUSTED if params.logit_bias or penalties != (1, 0, 0) else 0
+        sampling["flags"][row] = flags | _POOLS[request.pooling]
         self._n_reserved[row] = self._kv.n_reserved[row]
         self._n_prompt[row] = len(request.prompt_ids)
         self._has_constraint[row] = request.constraint is not None
@@ -348,4 +357,5 @@ def _by_request(returned: Returned, rows: Sequence[Row], first: Sequence[int]) -
         {i: returned.prompt_logprobs[p] for i, p in enumerate(first) if p in returned.prompt_logprobs},
         {i: records(i) for i, (request, _) in enumerate(rows) if request.given_ids},
         {i: records(i) for i, (request, _) in enumerate(rows) if request.beams is not None},
+        {i: returned.pooled[place] for i, place in enumerate(first) if place in returned.pooled},
     )

@@ -366,7 +366,13 @@ class RemoteWorkers:
             self.counters.duplicates += 1
             return
         tokens = self._unanswered[frame.iteration - oldest]
-        sampled = decode_sampled(frame.payload, tokens.expected, vocab_size=self._shape.vocab_size)
+        shape = self._shape
+        sampled = decode_sampled(
+            frame.payload,
+            tokens.expected,
+            vocab_size=shape.vocab_size,
+            embedding_size=shape.embedding_size,
+        )
         if tokens.sampled is not None:
             if tokens.payload != frame.payload:
                 raise BadFrame(f"it returned iteration {frame.iteration} twice, with different tokens")

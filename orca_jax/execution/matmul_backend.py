@@ -1,10 +1,10 @@
-"""Chooses the matrix product for a stage's linear layers and head; nothing else does.
+"""Chooses the matrix product for a stage's linear layers, experts and head; nothing else does.
 
 On a CPU with AVX-512 or AVX2 and a C compiler, float32 and bfloat16 weights use the product in C (native/).
 Everything else uses XLA's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.native.compiler import NotBuilt
+from orca_jax.native.grouped import native_grouped
 from orca_jax.native.linear import DTYPES, has_form, linear_target, native_linear
 
 Device = Any  # a jax.Device
@@ -21,7 +22,8 @@ Device = Any  # a jax.Device
 class Products:
     """The native product or XLA's; `description` is shown at startup, empty if there is no alternative.
 
-    `whole`: padding is computed too, because the number of tokens decides in which order sums are made.
+    `whole`: padding is computed too, because the number of tokens decides in which order sums are made. Of
+    experts it is not: their products are then `steady`.
     """
 
     native: bool
@@ -35,13 +37,18 @@ class Products:
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
         """The product for an iteration of which the first `n_tokens` [1] int32 are real; None: all are."""
         if not self.native:
-            return matmul
+            return matmul if n_tokens is None else replace(matmul, n_tokens=n_tokens)
         n_computed = None if self.whole else n_tokens
 
         def product(x: jax.Array, weight: jax.Array) -> jax.Array:
             return native_linear(x, weight, n_computed) if has_form(x, weight) else matmul(x, weight)
 
-        return product
+        def grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+            if not has_form(x, weight):
+                return matmul.grouped(x, weight, sizes)
+            return native_grouped(x, weight, sizes, steady=self.whole)
+
+        return Matmul(product, grouped, n_tokens)
 
 
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:

@@ -167,6 +167,10 @@ class OwnDecoder(nnx.Module):
         """As GPT.last_layer, of what comes from the last layer already."""
         return x
 
+    def final_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
+        """As GPT.final_states: what the last layer leaves, because `unembed` alone knows what follows."""
+        return x
+
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """As GPT.logits."""
         model: Any = self.rest

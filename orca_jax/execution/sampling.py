@@ -20,6 +20,7 @@ from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import FlatBatch, Sampler, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import SAMPLED, ControlMessage
 from orca_jax.model.sampler import IN_PROMPT, adjust, allow, greedy, logprobs, sample
+from orca_jax.request.pooling import Vector
 from orca_jax.request.sampled import LOGPROB_WORDS, Sampled, as_records
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
 
@@ -40,15 +41,20 @@ class RowStart(NamedTuple):
 
 
 class DeviceTokens:
-    """What an issued iteration samples, on its way to the host; `prompts` by place in the batch, in parts."""
+    """What an issued iteration samples, on its way to the host; `prompts` by place in the batch, in parts.
+
+    `pooled` has parts too: sums of hidden states by row, with the rows' places in the batch.
+    """
 
     def __init__(
         self,
         tokens: jax.Array,
         logprobs: jax.Array | None = None,
         prompts: Mapping[int, Sequence[tuple[jax.Array, int]]] | None = None,
+        pooled: Sequence[tuple[jax.Array, Sequence[int]]] = (),
     ) -> None:
         self._tokens, self._logprobs, self._prompts = tokens, logprobs, prompts or {}
+        self._pooled = pooled
         for array in self._arrays():
             array.copy_to_host_async()
 
@@ -65,7 +71,11 @@ class DeviceTokens:
             for place, parts in self._prompts.items()
         }
         records = None if self._logprobs is None else as_records(np.asarray(self._logprobs))
-        return Sampled(np.asarray(self._tokens), records, prompts)
+        pooled: dict[int, Vector] = {}
+        for part, places in self._pooled:
+            for place, vector in zip(places, np.asarray(part), strict=False):  # padding rows follow
+                pooled[place] = pooled[place] + vector if place in pooled else vector
+        return Sampled(np.asarray(self._tokens), records, prompts, pooled)
 
     def _arrays(self) -> Iterator[jax.Array]:
         yield self._tokens
@@ -74,6 +84,8 @@ class DeviceTokens:
         for parts in self._prompts.values():
             for part, _ in parts:
                 yield part
+        for part, _ in self._pooled:
+            yield part
 
 
 class TokenChooser:

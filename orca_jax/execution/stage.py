@@ -71,7 +71,10 @@ class Stage:
     states and the part's `at`, `cache` the last layer's after the forward pass, and `score_buffer` makes the
     buffer of the part's batch. Of these two only `take` is compiled for each bucket.
 
-    With an encoder, which takes no part in `score`, an iteration whose rows run it calls programs before
+    `pool(weights, x, cache, buffer, layout=)` gives the sums [R, E] float32 of each row's final hidden states
+    in a PooledPart; its `x` and its buffer are made as those of `score`.
+
+    With an encoder, which takes no part in these, an iteration whose rows run it calls programs before
     `forward` that are given the encoder's batch. `encode(weights, cache, buffer, layout=)` is the first
     stage's: the hidden array [T, H] behind the encoder, and the first layer's cache, in whose slots the
     encoder's layers keep their keys and values in turn. `cross(weights, caches, encoded, buffer, layout=)` is
@@ -154,6 +157,24 @@ class Stage:
             n_top = SamplerArrays(*batch.sampler).n_top
             return packed_logprobs(model.logits(x, shard, product), batch.token_ids, n_top)
 
+        def pool_part(
+            weights: list[jax.Array],
+            x: jax.Array,
+            cache: LayerCache,
+            buffer: jax.Array,
+            *,
+            layout: FlatLayout,
+        ) -> jax.Array:
+            model, shard = nnx.merge(graph, jax.tree.unflatten(tree, weights)), share()
+            batch = layout.split(buffer)
+            product, attend = products.bind(batch.row_start[-1:]), score_buffer.bind(layout, batch, buffer)
+            x = model.last_layer(x, batch.positions, cache, attend, shard, product)
+            x = model.final_states(x, product).astype(jnp.float32)
+            token = jnp.arange(layout.n_tokens)
+            mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
+            # Not a product with ones and zeros: no number of another row may have an effect, not even NaN.
+            return jnp.where(mine[:, :, None], x, 0).sum(axis=1)
+
         def encode_part(
             weights: list[jax.Array],
             cache: LayerCache,
@@ -224,13 +245,20 @@ class Stage:
         def take(hidden: jax.Array, at: jax.Array) -> jax.Array:
             return hidden.at[at].get(mode="clip")
 
+        def pool(*arrays: Any, layout: FlatLayout) -> jax.Array:
+            compute = partial(pool_part, layout=layout)
+            return on_each(compute, (P(), CACHE_SPEC, P()), P())(*arrays)
+
         self.score_buffer = score_buffer
         self.take = Program(
             jax.jit(take, out_shardings=group.place()), key=lambda hidden, at: hidden.shape[0]
         )
-        self.score = Program(
-            jax.jit(score, static_argnames="layout", compiler_options=options),
-            key=lambda *arrays, layout: layout,
+        self.score, self.pool = (
+            Program(
+                jax.jit(compute, static_argnames="layout", compiler_options=options),
+                key=lambda *arrays, layout: layout,
+            )
+            for compute in (score, pool)
         )
 
         def encode(*arrays: Any, layout: FlatLayout) -> tuple[jax.Array, LayerCache]:

@@ -20,7 +20,8 @@ from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import BatchSizes, FlatBatch, FlatLayout
-from orca_jax.iteration.message import ControlMessage, MakeWords
+from orca_jax.iteration.message import POOLED, ControlMessage, MakeWords
+from orca_jax.iteration.pooled_parts import pooled_layout, pooled_parts
 from orca_jax.iteration.scored_parts import SCORED, scored_layout, scored_parts
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.gpt import Parameters
@@ -54,6 +55,7 @@ class Worker:
     ) -> None:
         group, self._dtype = part.group, next(iter(parameters.values())).dtype
         self._n_rows = shape.n_rows
+        self._shape = shape
         self._no_copies = np.full((shape.max_rows, 2), shape.n_blocks, np.int32)  # out of range
         self.attention = choose_attention(
             group.devices[0],
@@ -152,9 +154,9 @@ class Worker:
         `words` are those of the constrained rows, [their number, n_words]; None where there are none.
         """
         assert self._chooser is not None
-        prompts = self._score(last.hidden, message)
+        prompts, pooled = self._score(last.hidden, message), self._pool(last.hidden, message)
         tokens, logprobs = self._chooser.choose(last.logits, last.rows, message, flat, words)
-        return DeviceTokens(tokens, logprobs, prompts)
+        return DeviceTokens(tokens, logprobs, prompts, pooled)
 
     def hidden_like(self, n_tokens: int) -> jax.ShapeDtypeStruct:
         """What `forward` takes from the stage before for a bucket, [T, H], and where it lies."""
@@ -190,6 +192,12 @@ class Worker:
             arrays = (weights, self.hidden_like(SCORED), caches[-1], buffer)
             score = partial(stage.score.compile, *arrays, layout=scored)
             yield ToCompile("a prompt's log-probabilities", score)
+            pooled = pooled_layout(sizes.shape)
+            n_words = stage.score_buffer.size(pooled)
+            buffer = jax.ShapeDtypeStruct((n_words,), jnp.int32, sharding=place)
+            arrays = (weights, self.hidden_like(SCORED), caches[-1], buffer)
+            pool = partial(stage.pool.compile, *arrays, layout=pooled)
+            yield ToCompile("embeddings of prompts", pool)
             for layout in layouts:
                 take = partial(stage.take.compile, self.hidden_like(layout.n_tokens), at)
                 yield ToCompile(f"a prompt's hidden states, {_tokens(layout)}", take)
@@ -217,6 +225,20 @@ class Worker:
             part = stage.score(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
             scored[place].append((part, flat.n_tokens))
         return scored
+
+    def _pool(self, hidden: jax.Array, message: ControlMessage) -> list[tuple[jax.Array, list[int]]]:
+        """The sums of hidden states that rows ask for, in parts with the rows' places in the batch."""
+        pooled: list[tuple[jax.Array, list[int]]] = []
+        if not (message.sampling["flags"] & POOLED).any():
+            return pooled
+        stage = self.stage
+        for places, at, flat in pooled_parts(message, self._shape):
+            words = stage.score_buffer.fill(flat) if self._has_words else flat.buffer
+            tokens, buffer = jax.device_put((at, words), self._place)
+            x = stage.take(hidden, tokens)
+            part = stage.pool(stage.weights, x, self._caches[-1], buffer, layout=flat.layout)
+            pooled.append((part, places))
+        return pooled
 
 
 class LocalIteration:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import in_layers
+from orca_jax.families.parameters import in_layers, layers_with
 from orca_jax.families.stored_name import StoredName
 
 
@@ -29,8 +29,10 @@ class Family:
     `weights` has an entry for each of our weights, "{i}" for the number of a layer, and in the family's names
     "{prefix}" for one of `prefixes`: a whole model is saved with the first, the bare decoder perhaps with
     another. `renamed` has the entries that differ for some models. `aliases` has for a tensor's name the name
-    that other versions of transformers give it, which is read too. `buffers` is a pattern of tensors that are
-    not weights, without their prefix; `copies` one of tensors that are the token embedding once more.
+    that other versions of transformers give it, which is read too; `alternatives` has for a weight the
+    tensors in which others store it, which are read where the checkpoint has the first of them. `buffers` is
+    a pattern of tensors that are not weights, without their prefix; `copies` one of tensors that are the
+    token embedding once more.
     `computed` has for weights that a checkpoint may lack what they then are, as float32 of our shape.
 
     `has_encoder`: config.json sets `is_encoder_decoder`.
@@ -49,6 +51,7 @@ class Family:
     weights: Mapping[str, StoredName]
     renamed: Callable[[ModelConfig], Mapping[str, StoredName]] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    alternatives: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
     buffers: str = ""
     copies: str = ""
     computed: Mapping[str, Callable[[ModelConfig], npt.NDArray[np.float32]]] = field(
@@ -65,6 +68,11 @@ class Family:
         name, layer = in_layers(parameter)
         renamed = {} if self.renamed is None else self.renamed(model)
         stored = renamed.get(name, self.weights[name]).in_layer(layer, prefix)
+        other = self.alternatives[name].in_layer(layer, prefix) if name in self.alternatives else stored
+        if other.names[0] in tensors:
+            stored = other
+        experts = layers_with(model, name)[int(layer or 0)].feed_forward.experts
+        stored = stored.for_experts(experts.number if experts else 0)
         names = (
             self.aliases[name] if name not in tensors and self.aliases.get(name) in tensors else name
             for name in stored.names

@@ -13,6 +13,8 @@ _LIMITS = {
     "hidden_size": 1 << 17,
     "embedding_size": 1 << 17,
     "ffn_size": 1 << 20,
+    "shared_size": 1 << 20,
+    "n_experts": 1 << 12,
     "n_layers": 1024,
     "n_heads": 1024,
     "n_kv_heads": 1024,

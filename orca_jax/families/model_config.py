@@ -12,6 +12,7 @@ from orca_jax.checks import check_whole
 from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention, Scores
 from orca_jax.families.limits import check_choice, check_positive, check_size
+from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.norm_config import Norm
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu"]
@@ -33,17 +34,25 @@ _NORMS: dict[str, tuple[str, ...]] = {
 class FeedForward:
     """Two linear layers with the activation function between them; `size` is the width between them.
 
-    With `gated` the first has two outputs of that width, and what lies between is activation(gate) * up.
+    With `gated` the first has two outputs of that width, and what lies between is activation(gate) * up. A
+    `gate_limit` cuts both off, gate above it and up on both sides, and makes it gate * sigmoid(1.702 gate) *
+    (up + 1), whatever the activation (gpt-oss). With `experts` there are many such layers.
     """
 
     size: int
     activation: Activation = "gelu_tanh"
     gated: bool = False
     bias: bool = True
+    gate_limit: float | None = None
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         check_size("ffn_size", self.size)
         check_choice("activation", self.activation, Activation)
+        if self.gate_limit is not None:
+            check_positive("gate_limit", self.gate_limit)
+            if not self.gated:
+                raise ConfigError("gate_limit is set, but the layer is not gated")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,10 +262,20 @@ class ModelConfig:
         return self.attention.head_size
 
     @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """The different feed-forward layers, the encoder's among them."""
+        every = (*self.layers, *(self.encoder.layers if self.encoder else ()))
+        return tuple({layer.feed_forward: None for layer in every})
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any of its layers has experts."""
+        return any(each.experts is not None for each in self.feed_forwards)
+
+    @property
     def ffn_sizes(self) -> tuple[int, ...]:
         """The different widths of the feed-forward layers, the encoder's among them."""
-        every = (*self.layers, *(self.encoder.layers if self.encoder else ()))
-        return tuple({layer.feed_forward.size: None for layer in every})
+        return tuple({each.size: None for each in self.feed_forwards})
 
     @property
     def padded_vocab_size(self) -> int:

@@ -5,6 +5,8 @@ An axis is written in letters, and its size is their product; a digit stands for
     V  rows of the vocabulary, padded     E  embedding size     P  rows of the position table
     H  hidden size                        K  key/value heads    D  head size
     G  query heads of each K/V head       F  feed-forward size     U  buckets of a relative bias
+    X  experts, each with a matrix        Y  the same, each with a row of the router
+    S  size of the shared expert
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their columns, that is by heads and by feed-forward units, out and down
@@ -17,6 +19,9 @@ head k * G + g of a checkpoint. The input of `out` [H, G, K D] has the same orde
 each K/V head these are [3, K D, H] and [H, K D]. A gated `up` [2, F, H] has the gate, then up. `cross_kv`
 [2, K D, H] has the keys, then the values.
 
+Of experts the devices have either a share of each one's F, or as many whole ones: `split_axis` has the rule,
+which looks at the sizes alone. A layer needs one sum after them either way.
+
 An encoder's layers are `encoder.layers.{i}`; the first stage has all of them beside its decoder layers.
 """
 
@@ -28,17 +33,20 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
-from orca_jax.families.model_config import Layer, ModelConfig
+from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 
-SPLIT = frozenset("VKF")
+SPLIT = frozenset("VKFS")
+# A part of an expert that keeps a matrix unit busy: one tile of a GPU's, eight vectors of a CPU's.
+EXPERT_SHARE = 128
 TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
 
 Initial = Literal["normal", "ones", "zeros"]  # normal: with deviation 0.02, as GPT-2 was initialised
-Use = Literal["embedding", "linear", "bias", "norm", "head"]
+Use = Literal["embedding", "linear", "expert", "bias", "norm", "head"]
 Stage = Literal["first", "last", "both"]  # both: the first and the last
 
-_COUNT = re.compile(r"[G\d+]+")  # an axis that counts matrices
+_COUNT = re.compile(r"[GX\d+]+")  # an axis that counts matrices
 _LAYER = re.compile(r"(encoder\.)?layers\.(\d+)\.")
 ENCODER = "encoder."
 
@@ -64,10 +72,20 @@ class Parameter:
 
     def local_shape(self, n_devices: int) -> tuple[int, ...]:
         """What each of a stage's devices has of it."""
-        return tuple(
-            -(-size // n_devices) if is_split(axis) else size
-            for axis, size in zip(self.axes, self.shape, strict=True)
-        )
+        split = self.split_axis(n_devices)
+        return tuple(-(-size // n_devices) if i == split else size for i, size in enumerate(self.shape))
+
+    def split_axis(self, n_devices: int) -> int | None:
+        """Which axis `n_devices` share; None where each of them has the whole.
+
+        Experts are split along their size while each device's share is EXPERT_SHARE or more: then all devices
+        have the same work, whatever the routing. Smaller ones stay whole, and each device has as many, where
+        their number allows it.
+        """
+        found = next((i for i, axis in enumerate(self.axes) if _is_split(axis)), None)
+        if found is None or self.axes[0] != "X":
+            return found
+        return 0 if whole_experts(self.shape[found], self.shape[0], n_devices) else found
 
     @property
     def takes_attention(self) -> bool:
@@ -91,8 +109,14 @@ class Parameter:
         return (first and self.stage != "last") or (last and self.stage != "first")
 
 
-def is_split(axis: str) -> bool:
-    """Whether a stage's devices share this axis."""
+def whole_experts(size: int, number: int, n_devices: int) -> bool:
+    """Whether each of `n_devices` has whole experts, of which there are `number` of that size."""
+    wide = size % n_devices == 0 and size // n_devices >= EXPERT_SHARE
+    return not wide and number % n_devices == 0
+
+
+def _is_split(axis: str) -> bool:
+    """Whether a stage's devices share this axis, unless it is experts' (Parameter.split_axis)."""
     return not SPLIT.isdisjoint(axis)
 
 
@@ -164,12 +188,17 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
         ("qkv", ("G+2", "KD"), ("H",), attention.qkv_bias),
         ("out", ("H",), heads, attention.out_bias),
         *(crossing or ()),
-        ("up", inner, ("H",), feed_forward.bias),
-        ("down", ("H",), ("F",), feed_forward.bias),
+        *(
+            ()
+            if feed_forward.experts
+            else (("up", inner, ("H",), feed_forward.bias), ("down", ("H",), ("F",), feed_forward.bias))
+        ),
     ):
         found[f"{name}.weight"] = _parameter((*out, *into), sizes, "normal", "linear")
         if bias:
             found[f"{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
+    if feed_forward.experts is not None:
+        found |= _of_experts(feed_forward, feed_forward.experts, sizes)
     if attention.scores.relative is not None:
         sizes["U"] = attention.scores.relative.n_buckets
         found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
@@ -179,6 +208,27 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
             found |= _norm(name, attention.qk_norm.norm, sizes, axes=("D",) if over_head else axes)
     for name in own.norms:
         found |= _norm(name, own.norm, sizes)
+    return found
+
+
+def _of_experts(own: FeedForward, experts: Experts, sizes: Mapping[str, int]) -> dict[str, Parameter]:
+    """The router, the experts, and what all tokens share."""
+    sizes = {**sizes, "X": experts.number, "Y": experts.number, "S": experts.shared_size or 0}
+    inner = ("X", "2", "F") if own.gated else ("X", "F")
+    found = {"router.weight": _parameter(("Y", "H"), sizes, "normal", "linear")}
+    if experts.router_bias:
+        found["router.bias"] = _parameter(("Y",), sizes, "zeros", "bias")
+    if experts.correction_bias:
+        found["router.correction"] = _parameter(("Y",), sizes, "zeros", "bias")
+    for name, out, into in (("up", inner, "H"), ("down", ("X", "H"), "F")):
+        found[f"experts.{name}.weight"] = _parameter((*out, into), sizes, "normal", "expert")
+        if own.bias:
+            found[f"experts.{name}.bias"] = _parameter(out, sizes, "zeros", "bias")
+    if experts.shared_size is not None:
+        found["shared.up.weight"] = _parameter(("2", "S", "H"), sizes, "normal", "linear")
+        found["shared.down.weight"] = _parameter(("H", "S"), sizes, "normal", "linear")
+    if experts.shared_gate:
+        found["shared.gate"] = _parameter(("H",), sizes, "normal", "bias")
     return found
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from orca_jax.families.attention_config import Attention, QKNorm, RelativeBias, Scores
 from orca_jax.families.gpt_config import gpt_config
+from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import (
     Embedding,
     Encoder,
@@ -129,7 +130,7 @@ def _llama3(
 
 
 def _qwen3(
-    *, hidden_size: int, n_layers: int, n_heads: int, ffn_size: int, tied: bool = False
+    *, hidden_size: int, n_layers: int, n_heads: int, ffn_size: int, n_kv_heads: int = 8, tied: bool = False
 ) -> ModelConfig:
     model = _llama_like(
         vocab_size=151_936,
@@ -137,7 +138,7 @@ def _qwen3(
         hidden_size=hidden_size,
         n_layers=n_layers,
         n_heads=n_heads,
-        n_kv_heads=8,
+        n_kv_heads=n_kv_heads,
         ffn_size=ffn_size,
         rotary_base=1e6,
         eps=1e-6,
@@ -218,6 +219,19 @@ def _mistral_7b() -> ModelConfig:
     )
     layer = model.layers[0]
     return _with_layers(model, replace(layer, attention=replace(layer.attention, scores=Scores(window=4096))))
+
+
+def _with_experts(model: ModelConfig, *, number: int, top_k: int) -> ModelConfig:
+    layer = model.layers[0]
+    experts = Experts(number=number, top_k=top_k, renormalised=True)
+    return _with_layers(model, replace(layer, feed_forward=replace(layer.feed_forward, experts=experts)))
+
+
+def _mixtral_8x7b() -> ModelConfig:
+    model = _mistral_7b()
+    layer = model.layers[0]
+    attention = replace(layer.attention, scores=Scores(), rotary=Rotary(size=128, base=1e6))
+    return _with_experts(_with_layers(model, replace(layer, attention=attention)), number=8, top_k=2)
 
 
 def _olmo2_7b() -> ModelConfig:
@@ -371,6 +385,10 @@ PRESETS: dict[str, ModelConfig] = {
         eos_token_id=100_265,
     ),
     "olmo-2-7b": _olmo2_7b(),
+    "mixtral-8x7b": _mixtral_8x7b(),
+    "qwen3-30b-a3b": _with_experts(
+        _qwen3(hidden_size=2048, n_layers=48, n_heads=32, n_kv_heads=4, ffn_size=768), number=128, top_k=8
+    ),
     "t5-small": _t5(hidden_size=512, n_layers=6, n_heads=8, ffn_size=2048),
     "t5-base": _t5(hidden_size=768, n_layers=12, n_heads=12, ffn_size=3072),
     "t5-large": _t5(hidden_size=1024, n_layers=24, n_heads=16, ffn_size=4096),

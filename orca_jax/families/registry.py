@@ -20,6 +20,9 @@ from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
 from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
 from orca_jax.families.family import Family
+from orca_jax.families.mixtures.mixtral import MIXTRAL
+from orca_jax.families.mixtures.olmoe import OLMOE
+from orca_jax.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 _families: dict[str, Family] = {
     family.model_type: family
@@ -41,6 +44,10 @@ _families: dict[str, Family] = {
         GPTJ,
         BLOOM,
         FALCON,
+        MIXTRAL,
+        QWEN2_MOE,
+        QWEN3_MOE,
+        OLMOE,
         T5,
         MT5,
         UMT5,

@@ -26,6 +26,8 @@ class StoredName:
     for the layer's number. `transpose`: each is stored [in, out]. `reshape`: it has more axes, of which
     neighbours are taken as one. `heads`: the weight has heads, in that order; without it they are as ours.
     `one_row`: a vector of ours, stored as a matrix of one row.
+    "{x}" in all of `names` stands for an expert's number: there are these for each expert, one after another.
+    `by_expert`: a matrix of ours is stored with an axis of experts before its rows.
     `forms`: one for each of `names`, which says instead how it lies in an array of more axes.
     """
 
@@ -35,11 +37,19 @@ class StoredName:
     heads: HeadOrder | None = None
     forms: tuple[ArrayForm, ...] = ()
     one_row: bool = False
+    by_expert: bool = False
 
     def in_layer(self, layer: str, prefix: str = "") -> "StoredName":
         """The names with the number of a layer for "{i}" and `prefix` for "{prefix}"."""
         names = tuple(name.replace("{i}", layer).replace("{prefix}", prefix) for name in self.names)
         return replace(self, names=names)
+
+    def for_experts(self, number: int) -> "StoredName":
+        """The names with each of `number` experts for "{x}"."""
+        if not any("{x}" in name for name in self.names):
+            return self
+        every = (name.replace("{x}", str(x)) for x in range(number) for name in self.names)
+        return replace(self, names=tuple(every))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,16 @@ def one_row(name: str) -> StoredName:
 def stacked(*names: str) -> StoredName:
     """Several tensors, each some rows of ours."""
     return StoredName(names)
+
+
+def each_expert(*names: str) -> StoredName:
+    """For each expert, "{x}" in the names, several tensors, each some rows of ours."""
+    return StoredName(names)
+
+
+def all_experts(name: str) -> StoredName:
+    """One tensor [X, ..., ...] with the matrices of all experts."""
+    return StoredName((name,), by_expert=True)
 
 
 def separate_heads(queries: str, keys: str, values: str) -> StoredName:

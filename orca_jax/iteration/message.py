@@ -19,6 +19,9 @@ MakeWords = Callable[[], npt.NDArray[np.int32] | None]
 # A row's flags.
 ADJUSTED = 1  # has biases or penalties
 CONSTRAINED = 2  # has a token mask, which follows the message
+POOLS_LAST = 4  # wants the final hidden state of its last input token
+POOLS_ALL = 8  # wants the sum of those of all its input tokens
+POOLED = POOLS_LAST | POOLS_ALL
 
 # How a row's next token is chosen; fields as in SamplingParams. -1 log-probabilities: not requested.
 SAMPLING = np.dtype(
@@ -128,6 +131,13 @@ class ControlMessage:
         start = self.kv_length - self.input_length
         scored = np.clip(np.minimum(self.kv_length, self.n_prompt - 1) - start, 0, None)
         return np.where(self.sampling["prompt_logprobs"] >= 0, scored, 0)
+
+    @property
+    def n_pooled(self) -> npt.NDArray[np.int32]:
+        """[R]: of how many of its last input tokens the final hidden states are summed; mostly 0."""
+        flags = self.sampling["flags"]
+        pooled = np.where(flags & POOLS_ALL, self.input_length, (flags & POOLS_LAST) > 0)
+        return pooled.astype(np.int32)
 
     @property
     def constrained(self) -> npt.NDArray[np.bool_]:

@@ -24,6 +24,7 @@ _LIMITS = {
     "n_blocks": 1 << 31,
     "vocab_size": 1 << 22,
 }
+_LARGEST_EMBEDDING = 1 << 20
 
 _STEP = 8  # between buckets, below 64
 _COARSE = (8, 16, 32)  # the first coarse buckets after 1
@@ -36,7 +37,8 @@ class EngineShape:
     An iteration has up to `max_rows` rows (requests) and `max_tokens` tokens. Up to `n_rows` requests are
     admitted at a time. The K/V cache has `n_blocks` blocks of `block_size` tokens, and one request uses up to
     `max_blocks` of them, and with an encoder up to `max_encoder_blocks` more for its input. `deterministic`
-    and `coarse_buckets` select the buckets, as in ServingConfig.
+    and `coarse_buckets` select the buckets, as in ServingConfig. An embedding has `embedding_size` numbers;
+    0: the engine makes none.
     """
 
     block_size: int
@@ -49,11 +51,13 @@ class EngineShape:
     deterministic: bool = False
     coarse_buckets: bool = False
     max_encoder_blocks: int = 0
+    embedding_size: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
             check_whole(name, getattr(self, name), 1, limit)
         check_whole("max_encoder_blocks", self.max_encoder_blocks, 0, _LIMITS["max_blocks"])
+        check_whole("embedding_size", self.embedding_size, 0, _LARGEST_EMBEDDING)
         for name in ("deterministic", "coarse_buckets"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")

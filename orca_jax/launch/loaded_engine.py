@@ -39,7 +39,8 @@ def loaded_engine(
     dtype = config.dtype or default_dtype(devices[0])
     if devices[0].platform == "cpu":
         keep_large_buffers()
-        build_all_ahead(found.config.head_size, config.sizes.block_size, dtype)
+        own = found.config
+        build_all_ahead(own.head_size, config.sizes.block_size, dtype, experts=own.has_experts)
     parts = split_model(found.config, devices, config.parallel)
     if found.own is None:
         model, parameters = load_stages(found, parts, config, jnp.dtype(dtype), on_load)

@@ -1,6 +1,6 @@
 """One Transformer layer, built from the parts that its config names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import jax
@@ -12,11 +12,10 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Layer
 from orca_jax.families.norm_config import Norm
 from orca_jax.model.kv_cache import LayerCache, write
-from orca_jax.model.layers import LayerNorm, Linear, Matmul, RMSNorm, activate
+from orca_jax.model.layers import LayerNorm, Matmul, RMSNorm, Weights, between, linear_of
+from orca_jax.model.mixture import Mixture
 from orca_jax.model.rotation import Rotation, rotate
 from orca_jax.model.shard import Shard
-
-Weights = Callable[[str], jax.Array | None]  # the parameters of a layer, or of what is around them, by name
 
 
 def weights_of_layer(parameters: Mapping[str, jax.Array], layer: int) -> Weights:
@@ -100,8 +99,10 @@ class Block(nnx.Module):
         self.relative_bias = None if relative is None else nnx.Param(p("relative_bias"))  # [buckets, K]
         self.cross_norm = norms.get("cross_norm")
         self.cross = None if config.cross is None else CrossAttention(config.cross, p)
-        self.up = linear_of(p, "up")
-        self.down = linear_of(p, "down")
+        mixed = config.feed_forward.experts is not None
+        self.mixture = Mixture(config.feed_forward, p) if mixed else None
+        self.up = None if mixed else linear_of(p, "up")
+        self.down = None if mixed else linear_of(p, "down")
 
     def __call__(
         self,
@@ -198,13 +199,10 @@ class Block(nnx.Module):
         return self.out(attended.reshape(attended.shape[0], -1), product, shard), cache
 
     def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
-        config = self.config.feed_forward
-        inner = self.up(x, product)
-        if config.gated:
-            gate, up = jnp.split(inner, 2, axis=1)  # [T, F] each
-            inner = activate(gate, config.activation) * up
-        else:
-            inner = activate(inner, config.activation)
+        if self.mixture is not None:
+            return self.mixture(x, product, shard)
+        assert self.up is not None and self.down is not None
+        inner = between(self.up(x, product), self.config.feed_forward)
         return self.down(inner, product, shard)
 
     def _bias(self, shard: Shard) -> jax.Array | None:
@@ -241,10 +239,3 @@ def norm_of(norm: Norm, p: Weights, name: str) -> LayerNorm | RMSNorm:
     scale = p(f"{name}.scale")
     assert scale is not None, name
     return RMSNorm(norm, scale) if norm.kind == "rms_norm" else LayerNorm(norm, scale, p(f"{name}.bias"))
-
-
-def linear_of(p: Weights, name: str) -> Linear:
-    """The linear layer of that name."""
-    weight = p(f"{name}.weight")
-    assert weight is not None, name
-    return Linear(weight, p(f"{name}.bias"))

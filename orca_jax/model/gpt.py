@@ -203,12 +203,15 @@ class GPT(nnx.Module):
     def _rotation(self, rotary: Rotary | None, positions: jax.Array) -> Rotation | None:
         return None if rotary is None else rotation(rotary, positions, self.config.n_positions)
 
-    def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
-        """What the last layer leaves of some tokens, x [R, H]: the logits [R, V] float32 that follow them."""
+    def final_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
+        """What the last layer leaves of some tokens, x [R, H]: what the head reads of them, [R, E]."""
         if self.final_norm is not None:
             x = self.final_norm(x)
-        if self.project_out is not None:
-            x = self.project_out(x, product)
+        return x if self.project_out is None else self.project_out(x, product)
+
+    def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
+        """What the last layer leaves of some tokens, x [R, H]: the logits [R, V] float32 that follow them."""
+        x = self.final_states(x, product)
         head = self.token_embedding if self.head is None else self.head.weight
         logits = product(x, head[...])
         if self.head_bias is not None:

@@ -5,13 +5,14 @@ is written to be compared with the papers line by line. Everything is float32.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.families.attention_config import Attention, RelativeBias
+from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
@@ -100,14 +101,32 @@ def forward(
         return linear(f"{name}.cross_out", merged.reshape(len(value), -1))
 
     def feed_forward(own: FeedForward, name: str, value: jax.Array) -> jax.Array:
-        up = linear(f"{name}.up", value)  # [T, F], gated [T, 2, F]
-        act = {
-            "gelu_tanh": lambda u: 0.5 * u * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (u + 0.044715 * u**3))),
-            "gelu": lambda u: 0.5 * u * (1 + jax.scipy.special.erf(u / jnp.sqrt(2.0))),
-            "relu": lambda u: jnp.maximum(u, 0),
-            "silu": lambda u: u / (1 + jnp.exp(-u)),
-        }[own.activation]
-        return linear(f"{name}.down", act(up[:, 0]) * up[:, 1] if own.gated else act(up))
+        if own.experts is not None:
+            return mixture(own, own.experts, name, value)
+        return linear(f"{name}.down", _activated(own, linear(f"{name}.up", value)))
+
+    def mixture(own: FeedForward, experts: Experts, name: str, value: jax.Array) -> jax.Array:
+        """Each token through its experts, one after the other."""
+        weights, chosen = _routed(
+            experts, linear(f"{name}.router", value), p.get(f"{name}.router.correction")
+        )
+        out = jnp.zeros_like(value)
+        for weight, expert in zip(weights.T, chosen.T, strict=True):  # [T] each
+            up, down = p[f"{name}.experts.up.weight"][expert], p[f"{name}.experts.down.weight"][expert]
+            inner = jnp.einsum("t...h,th->t...", up, value)  # [T, F], gated [T, 2, F]
+            if own.bias:
+                inner = inner + p[f"{name}.experts.up.bias"][expert]
+            result = jnp.einsum("thf,tf->th", down, _activated(own, inner))
+            if own.bias:
+                result = result + p[f"{name}.experts.down.bias"][expert]
+            out = out + weight[:, None] * result
+        if experts.shared_size is not None:
+            up = linear(f"{name}.shared.up", value)
+            shared = linear(f"{name}.shared.down", _ACTIVATIONS[own.activation](up[:, 0]) * up[:, 1])
+            if experts.shared_gate:
+                shared = shared / (1 + jnp.exp(-value @ p[f"{name}.shared.gate"]))[:, None]
+            out = out + shared
+        return out
 
     def embedded(ids: jax.Array, side: str) -> jax.Array:
         """Tokens with their positions [T, H]; `side` is "encoder." or empty."""
@@ -173,6 +192,44 @@ def forward(
     logits = (x @ head.T + p.get("head.bias", 0))[:, : config.vocab_size] * config.logit_multiplier
     cap = config.logit_soft_cap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_tanh": lambda u: 0.5 * u * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (u + 0.044715 * u**3))),
+    "gelu": lambda u: 0.5 * u * (1 + jax.scipy.special.erf(u / jnp.sqrt(2.0))),
+    "relu": lambda u: jnp.maximum(u, 0),
+    "silu": lambda u: u / (1 + jnp.exp(-u)),
+}
+
+
+def _activated(own: FeedForward, inner: jax.Array) -> jax.Array:
+    """What is between the two products: inner [T, F], gated [T, 2, F]."""
+    if not own.gated:
+        return _ACTIVATIONS[own.activation](inner)
+    gate, up = inner[:, 0], inner[:, 1]
+    if own.gate_limit is None:
+        return _ACTIVATIONS[own.activation](gate) * up
+    gate, up = jnp.minimum(gate, own.gate_limit), jnp.clip(up, -own.gate_limit, own.gate_limit)
+    return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+
+
+def _routed(experts: Experts, logits: jax.Array, correction: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Each token's weights and experts, [T, k], of the router's logits [T, X]."""
+    scores = {
+        "softmax": lambda: jnp.exp(logits) / jnp.exp(logits).sum(axis=1, keepdims=True),
+        "sigmoid": lambda: 1 / (1 + jnp.exp(-logits)),
+        "softmax_of_chosen": lambda: jnp.exp(logits),  # those of the chosen are divided by their sum below
+    }[experts.scores]()
+    rating = scores if correction is None else scores + correction
+    groups = jnp.split(rating, experts.n_groups, axis=1)
+    best = jnp.stack([jnp.sort(group)[:, -experts.scores_of_group :].sum(axis=1) for group in groups], axis=1)
+    n_better = (best[:, None] > best[:, :, None]).sum(axis=2)  # [T, groups]
+    kept = (n_better < experts.top_groups).repeat(experts.group_size, axis=1)
+    chosen = jnp.argsort(-jnp.where(kept, rating, -jnp.inf))[:, : experts.top_k]
+    weights = jnp.take_along_axis(scores, chosen, axis=1)
+    if experts.renormalised or experts.scores == "softmax_of_chosen":
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    return weights * experts.multiplier, chosen
 
 
 def _rotated(rotary: Rotary, x: jax.Array, position: jax.Array, n_positions: int) -> jax.Array:

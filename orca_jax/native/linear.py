@@ -19,10 +19,10 @@ def linear_target(x_dtype: Any, weight_dtype: Any) -> str:
 
 
 def has_form(x: jax.Array, weight: jax.Array) -> bool:
-    """Whether native_linear can multiply x [T, in] by weight [out, in]."""
+    """Whether native_linear can multiply x [T, in] by weight [out, in], native_grouped by [X, out, in]."""
     if x.dtype.name not in DTYPES or weight.dtype.name not in DTYPES:
         return False
-    return x.shape[1] % _WIDTH == 0 and x.shape[1] > 0 and weight.shape[0] >= _WIDTH
+    return x.shape[1] % _WIDTH == 0 and x.shape[1] > 0 and weight.shape[-2] >= _WIDTH
 
 
 def native_linear(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None = None) -> jax.Array:

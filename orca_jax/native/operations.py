@@ -10,15 +10,22 @@ def linear_sizes(x_dtype: str, weight_dtype: str) -> dict[str, int]:
     return {"X_BITS": BITS[x_dtype], "WEIGHT_BITS": BITS[weight_dtype]}
 
 
+def grouped_sizes(x_dtype: str, weight_dtype: str, steady: bool = False) -> dict[str, int]:
+    """The names that grouped.c needs."""
+    return linear_sizes(x_dtype, weight_dtype) | ({"FEW": 0} if steady else {})
+
+
 def attention_sizes(head_size: int, block_size: int, q_dtype: str, kv_dtype: str) -> dict[str, int]:
     """The names that split_attention.c needs."""
     bits = {"Q_BITS": BITS[q_dtype], "KV_BITS": BITS[kv_dtype]}
     return {"HEAD_SIZE": head_size, "BLOCK_SIZE": block_size, **bits}
 
 
-def build_all_ahead(head_size: int, block_size: int, dtype: str) -> None:
+def build_all_ahead(head_size: int, block_size: int, dtype: str, *, experts: bool) -> None:
     """Begin to build, side by side, what a CPU uses for a model of this dtype; nothing for other dtypes."""
     if dtype not in BITS:
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype))
+    if experts:
+        build_ahead("grouped", **grouped_sizes(dtype, dtype))

@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from itertools import groupby
 from typing import Literal, NamedTuple
 
+from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import (
     ENCODER,
@@ -189,20 +190,33 @@ def operations(
 
 
 def linear_operation(product: "_Product", n_tokens: int, *, weight_bytes: int) -> Operation:
-    """A matrix product of `n_tokens`."""
-    n_activations = n_tokens * (product.n_in + product.n_out)
-    n_bytes = weight_bytes * (product.n_weights + n_activations)
-    return Operation("linear", n_bytes, 2 * n_tokens * product.n_in * product.n_out)
+    """A matrix product of `n_tokens`; of experts, as many rows as choose those of this device.
+
+    Tokens are taken to choose at random: then every device has its share of them, and only the weights of
+    the expected number of experts are read.
+    """
+    n_rows, n_read = float(n_tokens), 1.0
+    if product.experts is not None:
+        n_rows *= product.experts.top_k * product.share
+        n_read = product.experts.expected_hit(n_tokens) * product.share
+    n_activations = n_rows * (product.n_in + product.n_out)
+    n_bytes = weight_bytes * (n_read * product.n_weights + n_activations)
+    return Operation("linear", n_bytes, 2 * n_rows * product.n_in * product.n_out)
 
 
 class _Product(NamedTuple):
-    """A linear operation on one device; `n_weights` includes the bias."""
+    """A linear operation on one device, or that of one expert; `n_weights` includes the bias.
+
+    `share` is the part of the experts that is on the device.
+    """
 
     n_in: int
     n_out: int
     n_weights: int
     takes_attention: bool  # its input is what attention returns,
     crosses: bool  # and that is cross attention
+    experts: Experts | None = None
+    share: float = 1.0
 
 
 class _StageProducts(NamedTuple):
@@ -233,14 +247,22 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         n_biases = 0 if bias is None else math.prod(bias.local_shape(n_shards))
         return _Product(n_in, n_out, n_in * n_out + n_biases, parameter.takes_attention, crosses)
 
-    def of_layer(parameters: Mapping[str, Parameter]) -> dict[str, _Product]:
-        return {
-            name: product(
-                parameter, parameters.get(name.replace(".weight", ".bias")), crosses=name == _CROSS_OUT
-            )
-            for name, parameter in parameters.items()
-            if parameter.use == "linear"
-        }
+    def of_expert(parameter: Parameter, bias: Parameter | None, experts: Experts) -> _Product:
+        n_experts, *outs, n_in = parameter.local_shape(n_shards)
+        n_out = math.prod(outs)
+        n_weights = n_in * n_out + (n_out if bias is not None else 0)
+        return _Product(n_in, n_out, n_weights, False, False, experts, n_experts / experts.number)
+
+    def of_layer(parameters: Mapping[str, Parameter], experts: Experts | None) -> dict[str, _Product]:
+        found: dict[str, _Product] = {}
+        for name, parameter in parameters.items():
+            bias = parameters.get(name.replace(".weight", ".bias"))
+            if parameter.use == "linear":
+                found[name] = product(parameter, bias, crosses=name == _CROSS_OUT)
+            elif parameter.use == "expert":
+                assert experts is not None
+                found[name] = of_expert(parameter, bias, experts)
+        return found
 
     def projections(stage: Stage) -> tuple[_Product, ...]:
         return tuple(product(one) for one in outside.values() if one.use == "linear" and one.stage == stage)
@@ -253,8 +275,15 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
             if one.use == "embedding" and (name == TOKEN_EMBEDDING or name.startswith(ENCODER) is encoder)
         )
 
+    def experts_of(layer: int) -> Experts | None:
+        return model.layers[layer].feed_forward.experts
+
     alike = [
-        (of_layer(layer_parameters(model, group[0])), model.layers[group[0]], len(group))
+        (
+            of_layer(layer_parameters(model, group[0]), experts_of(group[0])),
+            model.layers[group[0]],
+            len(group),
+        )
         for group in ([*group] for _, group in groupby(layers, lambda i: model.layers[i]))
     ]
     read = () if model.encoder is None else model.encoder.layers
@@ -278,7 +307,7 @@ def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StagePr
         head=head,
         encoder_tables=tables(encoder=True),
         encoder=tuple(
-            (tuple(of_layer(encoder_layer_parameters(model, group[0])).values()), len(group))
+            (tuple(of_layer(encoder_layer_parameters(model, group[0]), None).values()), len(group))
             for group in encoder
         ),
         cross=tuple((products[_CROSS_KV], count) for products, _, count in alike if _CROSS_KV in products),

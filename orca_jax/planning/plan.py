@@ -6,7 +6,6 @@ sizes, so a plan shows what `orca serve` would do.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import gcd
 from typing import Literal
 
 from orca_jax.config import Attention, Dtype, ParallelConfig, ServingConfig, Sizes
@@ -23,7 +22,7 @@ from orca_jax.planning.cost_model import (
 from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
 from orca_jax.planning.sizes import engine_shape, request_slots, serving_config
-from orca_jax.planning.stage_layers import check_split, stage_layers
+from orca_jax.planning.stage_layers import check_split, stage_layers, tensor_degrees
 from orca_jax.planning.stage_memory import (
     ITEMSIZE,
     StageMemory,
@@ -356,8 +355,7 @@ def _split_that_fits(target: PlanTarget) -> str:
     config, device = target.config, target.device
     if device.name == CPU:
         return "all stages share the CPU's memory, so no split helps; use a smaller model or more memory"
-    common = gcd(config.n_heads, *config.ffn_sizes)
-    tensors = [n for n in range(1, device.per_machine + 1) if common % n == 0]
+    tensors = tensor_degrees(config, device.per_machine)
     most = min(config.n_layers, _MOST_STAGES)
     n_stages, n_devices = target.parallel.pipeline_parallel, target.parallel.tensor_parallel
     pipeline = next((n for n in range(1, most + 1) if _fits(target, n, n_devices)), None)

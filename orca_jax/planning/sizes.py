@@ -86,6 +86,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         deterministic=serving.deterministic,
         coarse_buckets=serving.coarse_buckets,
         max_encoder_blocks=-(-longest_input(model, serving) // serving.block_size),
+        embedding_size=model.embedding.size if model.encoder is None else 0,
     )
 
 

@@ -1,7 +1,5 @@
 """The split of a model's layers into stages (ORCA 4.1, Figure 6: inter- and intra-layer parallelism)."""
 
-import math
-
 from orca_jax.config import ParallelConfig
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
@@ -25,12 +23,30 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
             f"pipeline_parallel is {n_stages}, but the model's n_layers is {config.n_layers}; each stage "
             "needs at least one layer"
         )
-    for name, value in (("n_heads", config.n_heads), *(("ffn_size", size) for size in config.ffn_sizes)):
-        if value % n_devices:
-            raise ConfigError(
-                f"tensor_parallel is {n_devices}, but the model's {name} {value} is not a multiple of it; "
-                f"{_divisors(config)} split it evenly"
-            )
+    problem = _uneven(config, n_devices)
+    if problem is not None:
+        raise ConfigError(
+            f"tensor_parallel is {n_devices}, but the model's {problem} is not a multiple of it; "
+            f"{_divisors(config)} split it evenly"
+        )
+
+
+def tensor_degrees(config: ModelConfig, most: int) -> list[int]:
+    """Over how many devices, up to `most`, the model's layers can be split."""
+    return [n for n in range(1, most + 1) if _uneven(config, n) is None]
+
+
+def _uneven(config: ModelConfig, n_devices: int) -> str | None:
+    """A size that so many devices cannot share."""
+    if config.n_heads % n_devices:
+        return f"n_heads {config.n_heads}"
+    for each in config.feed_forwards:
+        experts = each.experts
+        if each.size % n_devices and (experts is None or experts.number % n_devices):
+            return f"ffn_size {each.size}" + (f", or its n_experts {experts.number}," if experts else "")
+        if experts is not None and experts.shared_size is not None and experts.shared_size % n_devices:
+            return f"shared_size {experts.shared_size}"
+    return None
 
 
 def split_summary(n_layers: int, parallel: ParallelConfig) -> str:
@@ -46,5 +62,4 @@ def split_summary(n_layers: int, parallel: ParallelConfig) -> str:
 
 
 def _divisors(config: ModelConfig) -> str:
-    common = math.gcd(config.n_heads, *config.ffn_sizes)
-    return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    return ", ".join(map(str, tensor_degrees(config, config.n_heads)))

@@ -10,7 +10,7 @@ from typing import Literal
 
 from orca_jax.config import Attention
 from orca_jax.families.model_config import Layer, ModelConfig
-from orca_jax.families.parameters import encoder_layers_of, stage_elements
+from orca_jax.families.parameters import encoder_layers_of, stage_elements, whole_experts
 from orca_jax.iteration.scored_parts import SCORED
 from orca_jax.iteration.shape import EngineShape
 
@@ -186,6 +186,12 @@ def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool)
     feed_forward = layer.feed_forward
     size = feed_forward.size // n_devices
     product = size * (2 if feed_forward.gated else 1)
+    if feed_forward.experts is not None:
+        # A row for each expert that a token takes: its input, or its result, beside what is between.
+        if whole_experts(feed_forward.size, feed_forward.experts.number, n_devices):
+            size, product = size * n_devices, product * n_devices
+        taken = feed_forward.experts.top_k * (product + max(hidden, size if feed_forward.gated or cpu else 0))
+        return hidden * (2 if cpu else 1) + taken
     if cpu:
         return 2 * hidden + product + size
     return hidden + product + max(hidden, size if feed_forward.gated else 0)

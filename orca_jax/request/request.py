@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.request.beam_search import BeamSearch
+from orca_jax.request.pooling import Pooling, Vector
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.sampling_params import SamplingParams
 
@@ -95,6 +96,10 @@ class Request:
     With `given_ids` the output is not sampled but given, `max_tokens` minus the prompt's tokens of it, and
     `logprobs` are its tokens'. An iteration may then compute several tokens of the increment phase.
 
+    With `pooling` it is a request for an embedding: it samples one token for nothing, and `pooled` is the sum
+    of the final hidden states of its prompt, so far as iterations with them have returned: for "last" that of
+    the last token alone.
+
     With `beams` the request is a beam search. It takes a place of the batch and a row for each beam, and they
     all run in the same iterations. Until the search is over, `output_ids` has the newest token of the
     likeliest beam at each step; then it is the best output. It cannot resume: it starts over.
@@ -111,6 +116,7 @@ class Request:
     end_token_ids: frozenset[int] = frozenset()
     given_ids: tuple[int, ...] = ()
     encoder_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None
     beams: BeamSearch | None = None
     constraint: OutputConstraint | None = None
     sink: OutputSink | None = None
@@ -125,6 +131,7 @@ class Request:
     output_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of output_ids, if requested
     prompt_logprobs: list[TokenLogprobs] | None = None  # of prompt_ids after the first, if requested
+    pooled: Vector | None = None
     n_computed: int = 0  # tokens in the K/V cache after all issued iterations
     n_iterations: int = 0  # issued iterations
     n_in_flight: int = 0  # issued and not returned: at most 2, or 1 without overlap
@@ -197,6 +204,7 @@ class Request:
         if self.beams is not None:
             self.beams.restart()
             self.output_ids.clear()
+        self.pooled = None  # the whole prompt is pooled again
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_ids) - 1:
             self.prompt_logprobs = None  # incomplete, of a chunked prompt: all are computed again
 
@@ -213,6 +221,17 @@ class Request:
         if not before or before[-1][1] != version:
             before += ((n, version),)
         self.weights_versions = before
+
+    def add_pooled(self, part: Vector) -> None:
+        """Take the sum of the hidden states that an iteration computed."""
+        self.pooled = part if self.pooled is None else self.pooled + part
+
+    @property
+    def pooled_vector(self) -> Vector | None:
+        """What the embedding is made of, once the request has ended; None if it has none."""
+        if self.pooled is None or self.pooling != "mean":
+            return self.pooled
+        return self.pooled / np.float32(len(self.prompt_ids))
 
     def begin_iteration(self, n_tokens: int) -> bool:
         """Record an issued iteration over the next `n_tokens` tokens; returns whether it samples a token."""

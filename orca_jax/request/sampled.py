@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.request.pooling import Vector
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS
 
 # A token, its log-probability, and those of the most likely tokens in descending order. All fields are 4
@@ -42,6 +43,8 @@ class Sampled:
     prompt_logprobs: Mapping[int, npt.NDArray[np.void]] = field(
         default_factory=dict[int, "npt.NDArray[np.void]"]
     )
+    # By index in the batch: the sum of the hidden states that the row pools.
+    pooled: Mapping[int, Vector] = field(default_factory=dict[int, Vector])
 
 
 def as_records(words: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:

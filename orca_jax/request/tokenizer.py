@@ -181,6 +181,7 @@ class TextStream:
         shown: Mapping[int, TokenText] | None = None,
     ) -> None:
         self.stopped = False
+        self.stop_string: str | None = None  # the one that stopped it
         self._shown = shown or {}
         self._n_early = min_tokens
         self._tokenizer = tokenizer
@@ -226,7 +227,9 @@ class TextStream:
         match = self._stops.feed(text)
         if match is not None:
             end, length = match
-            self._safe.append(held[: len(self._held) + end - length])
+            begin = len(self._held) + end - length
+            self._safe.append(held[:begin])
+            self.stop_string = held[begin : begin + length]
             self._held = ""
             self.stopped = True
         else:

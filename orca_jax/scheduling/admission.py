@@ -7,6 +7,7 @@ from typing import NamedTuple
 from orca_jax.config import ServingConfig
 from orca_jax.errors import EmptyPrompt, NotSupported, PromptTooLong, RequestTooLarge, TokenOutOfRange
 from orca_jax.families.model_config import Encoder, ModelConfig
+from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager, most_blocks
@@ -30,13 +31,16 @@ _GRAMMAR_STATE = 128 << 10  # the output's position, with the bits of its next m
 class CheckedPrompt:
     """A prompt that `check_prompt` accepted, together with up to `n_output` output tokens.
 
-    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. The service adds how its
-    requests are scheduled; see `Request`.
+    With an encoder, `encoder_ids` is the prompt and `token_ids` the decoder's. `given_ids` are the output
+    tokens, if they are given and not sampled. The service adds how its requests are scheduled; see `Request`,
+    also for `pooling`.
     """
 
     token_ids: tuple[int, ...]
     n_output: int
     encoder_ids: tuple[int, ...] = ()
+    given_ids: tuple[int, ...] = ()
+    pooling: Pooling | None = None
     priority: int = 0
     cache_salt: tuple[str, ...] = ()
     block_hashes: tuple[bytes, ...] | None = None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from orca_jax.families.trainers.layouts import Layout
 from orca_jax.iteration.row import Row
+from orca_jax.request.pooling import Vector
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.timeline import IterationRecord
 
@@ -38,7 +39,8 @@ class Returned(NamedTuple):
 
     If a row sampled no token, ignore its entry. Log-probabilities are keyed by row index, for the requests
     that asked for them. Those of a chunked prompt arrive chunk by chunk. `given` has all tokens that a row
-    computed of a given output, `beams` the likeliest next tokens of each beam of a search.
+    computed of a given output, `beams` the likeliest next tokens of each beam of a search. `pooled` has sums
+    of hidden states, for requests that pool those of their prompt; of a chunked one also chunk by chunk.
     """
 
     token_ids: list[int]
@@ -46,6 +48,15 @@ class Returned(NamedTuple):
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
     given: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
     beams: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
+    pooled: Mapping[int, Vector] = _NO_LOGPROBS
+
+    def give_prompts(self, rows: Sequence[Row]) -> None:
+        """Give the requests of these rows what came of their prompts."""
+        for i, records in self.prompt_logprobs.items():
+            request, _ = rows[i]
+            request.prompt_logprobs = [*(request.prompt_logprobs or ()), *records]
+        for i, vector in self.pooled.items():
+            rows[i][0].add_pooled(vector)
 
 
 class Engine(Protocol):

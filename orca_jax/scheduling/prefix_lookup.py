@@ -28,7 +28,7 @@ def cached_blocks(req: Request, kv: KVManager) -> list[int]:
     """The cached blocks that a waiting request can begin with.
 
     At least one known token is left to compute, because the next one is sampled from it. A request for the
-    log-probabilities of its prompt computes all of it.
+    log-probabilities of its prompt, or for the mean of its hidden states, computes all of it.
     """
     prefixes = kv.prefixes
     if prefixes is None or _needs_whole_prompt(req):
@@ -112,4 +112,6 @@ def _root(cache_salt: Sequence[str], kv: KVManager) -> bytes:
 
 
 def _needs_whole_prompt(req: Request) -> bool:
+    if req.pooling == "mean":  # no hidden states are kept
+        return True
     return req.sampling.prompt_logprobs is not None and req.prompt_logprobs is None

@@ -303,9 +303,7 @@ class Scheduler:
         self.timeline.returned(iteration.record)
         deliveries: list[Delivery] = []
         try:
-            for i, records in returned.prompt_logprobs.items():
-                req, _ = iteration.rows[i]
-                req.prompt_logprobs = [*(req.prompt_logprobs or ()), *records]
+            returned.give_prompts(iteration.rows)
             partial, logprobs = iteration.partial, returned.logprobs
             pairs = zip(iteration.rows, returned.token_ids, strict=True)
             for i, ((req, _), token_id) in enumerate(pairs):  # line 11

@@ -40,7 +40,6 @@ from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.service.generation import Generation
-from orca_jax.service.given_output import GivenOutput, check_given, scoring, split_given
 from orca_jax.service.interludes import Interludes
 from orca_jax.service.output import LOOK_SECONDS, Output, RequestHandle, no_stream
 from orca_jax.service.prepared_params import OutputRules, RuleMaker
@@ -105,10 +104,9 @@ class Orca:
         self.interludes = Interludes(
             self.scheduler, self.recovery, wake=self.pool.wake, stopped=self._stopped
         )
-        self._model = model
+        self.model = model
         self._kv = kv
         self._order = config.scheduling.order
-        self._deterministic = config.deterministic
         self._limit = longest_request(config=config, model=model)
         self._inputs = EncoderInputs(config, model)
         self._rules = RuleMaker(model, tokenizer, max_batch_size=config.max_batch_size)
@@ -201,7 +199,7 @@ class Orca:
         if scheduling.priority:
             scheduling.check_policy(self._order)
         encoder_ids, prompt_ids = self._inputs.split(prompt_ids, decoder_ids, rules.sampling)
-        checked = check_prompt(prompt_ids, rules.sampling.max_tokens, model=self._model, limit=self._limit)
+        checked = check_prompt(prompt_ids, rules.sampling.max_tokens, model=self.model, limit=self._limit)
         check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self._kv)
         salt = (tenant, scheduling.cache_salt or "")
         hashes = prompt_hashes(checked.token_ids, salt, self._kv) if self._kv.prefixes is not None else None
@@ -213,26 +211,9 @@ class Orca:
             block_hashes=None if hashes is None else tuple(hashes),
         )
 
-    def check_given(
-        self, token_ids: Sequence[int], n_prompt: int | None = None, scheduling: SchedulingParams = PLAIN
-    ) -> GivenOutput:
-        """Check a request for the log-probabilities of given tokens; see `LLM.score`.
-
-        Raises a leaf of InvalidRequest.
-        """
-        check_given(token_ids, n_prompt, self._model)
-        n_first = split_given(len(token_ids), n_prompt, deterministic=self._deterministic)
-        rules = self.rules(scoring(len(token_ids) - n_first))
-        checked = self.check(token_ids[:n_first], rules, scheduling)
-        return GivenOutput(checked, rules, tuple(token_ids[n_first:]))
-
-    def score(self, given: GivenOutput) -> Generation:
-        """Submit a request for the log-probabilities of given tokens. Raises as `submit`."""
-        return self.submit(given.prompt, given.rules, given_ids=given.given_ids)
-
     def most_output(self, n_input: int) -> int:
         """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
-        return self._limit.n_tokens - (n_input if self._model.encoder is None else 1)
+        return self._limit.n_tokens - (n_input if self.model.encoder is None else 1)
 
     @overload
     def submit(
@@ -243,7 +224,6 @@ class Orca:
         request_id: str | None = None,
         owner: str = "",
         scheduling: SchedulingParams = PLAIN,
-        given_ids: tuple[int, ...] = (),
     ) -> Generation: ...
 
     @overload
@@ -266,14 +246,12 @@ class Orca:
         request_id: str | None = None,
         owner: str = "",
         scheduling: SchedulingParams = PLAIN,
-        given_ids: tuple[int, ...] = (),
         handle: Callable[[Output, _End, _Drop], H] | type[Generation] = Generation,
     ) -> H | Generation:
         """Submit a request for one output; `OutputRules.choices` are the rules of several.
 
         `owner` is the client whose share of the queue the request uses. `scheduling` is for a prompt that
-        `check` has not seen. `given_ids` is the output, `max_tokens` long, if it is given and not sampled.
-        `handle` makes the object that the user holds.
+        `check` has not seen. `handle` makes the object that the user holds.
 
         Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, EngineAsleep, or EngineError if the engine
         has failed.
@@ -299,13 +277,14 @@ class Orca:
             sampling=rules.sampling,
             seed=seed,
             end_token_ids=rules.end_token_ids,
-            given_ids=given_ids,
+            given_ids=checked.given_ids,
             encoder_ids=checked.encoder_ids,
+            pooling=checked.pooling,
             beams=rules.search(),
             constraint=rules.constraint(),
             owner=owner,
             weight=weight_in_bytes(
-                (*checked.token_ids, *checked.encoder_ids, *given_ids),
+                (*checked.token_ids, *checked.encoder_ids, *checked.given_ids),
                 rules.sampling,
                 len(checked.block_hashes or ()),
             ),
@@ -314,7 +293,8 @@ class Orca:
             block_hashes=None if checked.block_hashes is None else list(checked.block_hashes),
             weights_versions=((0, self.scheduler.weights_version),),  # until it is admitted
         )
-        new_stream = no_stream if given_ids else partial(rules.text_stream, checked.token_ids)
+        has_text = not checked.given_ids and checked.pooling is None
+        new_stream = partial(rules.text_stream, checked.token_ids) if has_text else no_stream
         output = request.sink = Output(request, new_stream, self._stopped)
         try:
             self.pool.add(request)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from orca_jax.errors import EngineError, OutputFailed
+from orca_jax.request.pooling import Vector
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.tokenizer import TextStream
@@ -89,6 +90,11 @@ class Output:
     def text(self) -> str:
         """All text so far, taken or not."""
         return "" if self._stream is None else self._stream.text
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output."""
+        return None if self._stream is None else self._stream.stop_string
 
     def pieces(self) -> list[Piece]:
         """The whole outputs of a beam search that has found them, best first: the `n` asked for."""
@@ -212,6 +218,11 @@ class RequestHandle:
         return self._request.n_input
 
     @property
+    def pooled(self) -> Vector | None:
+        """Of a request for an embedding that has ended, the pooled hidden states."""
+        return self._request.pooled_vector
+
+    @property
     def n_cached(self) -> int:
         """Prompt tokens whose keys and values were in the prefix cache; 0 before the first piece."""
         return self._request.n_cached
@@ -231,6 +242,11 @@ class RequestHandle:
         """Of each prompt token after the first. None before the first piece, or if not requested."""
         return self._request.prompt_logprobs
 
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Of each output token so far, if requested."""
+        return self._request.logprobs
+
     def pieces(self) -> list[Piece]:
         """The whole outputs of a beam search that has found them, best first; else none."""
         return self._output.pieces()
@@ -239,6 +255,11 @@ class RequestHandle:
     def finish_reason(self) -> FinishReason | None:
         """Why the request ended; None while it runs."""
         return self._output.finish_reason
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the request; None if something else did, or nothing yet."""
+        return self._output.stop_string
 
     @property
     def failure(self) -> EngineError | None:

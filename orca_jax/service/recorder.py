@@ -165,6 +165,8 @@ class Recorder:
             line["prompt"] = request.prompt_ids
             if request.given_ids:
                 line["given"] = request.given_ids
+            if request.pooling is not None:
+                line["pooling"] = request.pooling
             if request.encoder_ids:
                 line["encoder"] = request.encoder_ids
             line["max_tokens"] = request.max_tokens

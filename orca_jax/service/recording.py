@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orca_jax.errors import BadRecording, InvalidRequest
+from orca_jax.request.pooling import Pooling, checked_pooling
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.service.recorder import RECORDING_VERSION
@@ -25,6 +26,7 @@ class RecordedRequest:
     prompt_ids: tuple[int, ...]
     given_ids: tuple[int, ...]  # of a request for log-probabilities of given tokens
     encoder_ids: tuple[int, ...]  # of a model with an encoder
+    pooling: Pooling | None  # of a request for an embedding
     max_tokens: int
     seed: int
     sampling: SamplingParams
@@ -159,6 +161,7 @@ def _request(line: dict[str, Any]) -> RecordedRequest:
         prompt_ids=tuple(line["prompt"]),
         given_ids=tuple(line.get("given", ())),
         encoder_ids=tuple(line.get("encoder", ())),
+        pooling=None if line.get("pooling") is None else checked_pooling(line["pooling"]),
         max_tokens=line["max_tokens"],
         seed=line["seed"],
         sampling=SamplingParams(**line["sampling"]),

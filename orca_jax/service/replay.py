@@ -133,6 +133,7 @@ class Replay:
             prompt_ids=recorded.prompt_ids,
             given_ids=recorded.given_ids,
             encoder_ids=recorded.encoder_ids,
+            pooling=recorded.pooling,
             max_tokens=recorded.max_tokens,
             sampling=recorded.sampling,
             seed=recorded.seed,

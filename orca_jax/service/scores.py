@@ -1,18 +1,90 @@
-"""The log-probabilities of many lists of given tokens, as `LLM.score` returns them."""
+"""The log-probabilities of given tokens, as `LLM.score` returns them: requests whose output is not sampled.
+
+They run as any other request, in the same batches. The log-probabilities of a prompt are computed as those of
+any prompt, those of an output as those of any output.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from orca_jax.errors import InvalidPrompt, InvalidRequest, InvalidSamplingParameter, RequestCancelled
+from orca_jax.errors import (
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSamplingParameter,
+    NotSupported,
+    RequestCancelled,
+)
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.prompts import prompt_token_ids
 from orca_jax.request.request import FinishReason
-from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
+from orca_jax.scheduling.admission import CheckedPrompt, check_in_vocabulary
 from orca_jax.service.generation import GenerationResult
-from orca_jax.service.given_output import GivenOutput
 from orca_jax.service.orca import Orca
+from orca_jax.service.prepared_params import OutputRules
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOutput:
+    """A checked prompt with the tokens that follow it. If there are none, one is sampled for nothing."""
+
+    prompt: CheckedPrompt
+    rules: OutputRules
+
+
+def given_output(
+    service: Orca,
+    token_ids: Sequence[int],
+    n_prompt: int | None = None,
+    scheduling: SchedulingParams = PLAIN,
+    *,
+    tenant: str = "",
+) -> GivenOutput:
+    """Check a request for the log-probabilities of given tokens; see `LLM.score`.
+
+    Raises a leaf of InvalidRequest.
+    """
+    check_given(token_ids, n_prompt, service.model)
+    n_first = split_given(len(token_ids), n_prompt, deterministic=service.scheduler.config.deterministic)
+    rules = service.rules(scoring(len(token_ids) - n_first))
+    checked = service.check(token_ids[:n_first], rules, scheduling, tenant=tenant)
+    return GivenOutput(replace(checked, given_ids=tuple(token_ids[n_first:])), rules)
+
+
+def check_given(token_ids: Sequence[int], n_prompt: object, model: ModelConfig) -> None:
+    """Raises NotSupported, EmptyPrompt, TokenOutOfRange, or InvalidSamplingParameter for `n_prompt`."""
+    if model.encoder is not None:
+        raise NotSupported("scores are not supported for a model with an encoder", param="prompt")
+    check_in_vocabulary(token_ids, model)
+    if n_prompt is None:
+        return
+    n = len(token_ids)
+    if isinstance(n_prompt, bool) or not isinstance(n_prompt, int | np.integer) or not 1 <= n_prompt <= n:
+        message = f"n_prompt is {n_prompt!r}; it must be from 1 to the number of tokens, which is {n}"
+        raise InvalidSamplingParameter(message, param="n_prompt")
+
+
+def split_given(n_tokens: int, n_prompt: int | None, *, deterministic: bool) -> int:
+    """How many of the tokens run as the prompt.
+
+    All but the last takes the fewest iterations. A deterministic engine computes a prompt and an output in
+    different shapes, so their bits differ; there the prompt is what it was when the output was generated.
+    """
+    if deterministic:
+        return n_tokens if n_prompt is None else n_prompt
+    return max(1, n_tokens - 1)
+
+
+def scoring(n_given: int) -> SamplingParams:
+    """The parameters of a request of which `n_given` output tokens are given."""
+    return SamplingParams(
+        max_tokens=max(1, n_given), temperature=0.0, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
 
 
 def listed_token_ids(model: str, number: int, token_ids: object) -> list[int]:
@@ -48,21 +120,21 @@ def scores(
     checked: list[GivenOutput] = []
     for i, (token_ids, n) in enumerate(zip(lists, each_n, strict=True)):
         try:
-            checked.append(service.check_given(token_ids, n, scheduling))
+            checked.append(given_output(service, token_ids, n, scheduling))
         except InvalidRequest as error:
             raise _of_list(i, error) from error
     with ExitStack() as running:
-        generations = [running.enter_context(service.score(given)) for given in checked]
+        generations = [running.enter_context(service.submit(given.prompt, given.rules)) for given in checked]
         results = [generation.result() for generation in generations]
-    return [_after_the_first(result, given) for result, given in zip(results, checked, strict=True)]
+    return [after_the_first(result, given) for result, given in zip(results, checked, strict=True)]
 
 
-def _after_the_first(result: GenerationResult, given: GivenOutput) -> list[float]:
+def after_the_first(result: GenerationResult, given: GivenOutput) -> list[float]:
     """The log-probability of each token after the first."""
     if result.finish_reason is not FinishReason.LENGTH:
         raise RequestCancelled(f"the request for log-probabilities ended early: {result.finish_reason}")
     assert result.prompt_logprobs is not None and result.logprobs is not None
-    output = result.logprobs[: len(given.given_ids)]
+    output = result.logprobs[: len(given.prompt.given_ids)]
     return [token.logprob for token in (*result.prompt_logprobs, *output)]
 
 

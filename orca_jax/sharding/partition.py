@@ -28,7 +28,7 @@ class StagePart:
     def placement(self, config: ModelConfig) -> Mapping[str, jax.sharding.Sharding]:
         """The sharding of each of the stage's parameters."""
         return {
-            name: self.group.place(spec(parameter.axes))
+            name: self.group.place(spec(parameter, len(self.group)))
             for name, parameter in stage_parameters(config, self.layers).items()
         }
 

@@ -5,11 +5,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
+
 from orca_jax.errors import EngineError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import Device, IterationShape, IterationSums, floor, keys_seen, operations
 from orca_jax.request.beam_search import BeamSearch
+from orca_jax.request.pooling import Vector
 from orca_jax.request.request import Request, RequestState
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
@@ -106,7 +109,22 @@ def returned(rows: Sequence[Row], token_ids: list[int]) -> Returned:
             for i, (req, _) in enumerate(rows)
             if req.beams is not None and req.state is not RequestState.FINISHED
         },
+        # With the last piece of its prompt, in flight behind which there is none.
+        {
+            i: simulated_vector(req.prompt_ids)
+            for i, (req, _) in enumerate(rows)
+            if req.pooling is not None and not req.n_partial
+        },
     )
+
+
+SIMULATED_SIZE = 8  # numbers of a simulated embedding
+
+
+def simulated_vector(prompt_ids: Sequence[int]) -> Vector:
+    """Pooled hidden states that depend on every token of the prompt and its place."""
+    numbers = [sum((i + 1) * token_id for i, token_id in enumerate(prompt_ids)), *prompt_ids[:SIMULATED_SIZE]]
+    return np.cos(np.resize(np.array(numbers, np.float64), SIMULATED_SIZE)).astype(np.float32)
 
 
 def _given_ids(req: Request) -> Sequence[int]:

@@ -5,6 +5,7 @@ import socket
 import ssl
 
 from orca_jax.errors import ConfigError, EngineError
+from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.gateway.side_threads import n_very_long
 from server.http.app import create_app
@@ -47,6 +48,15 @@ class Endpoints:
         self._gateway = gateway
         self._options = options
         self._live_view = live_view
+        self._batches = None
+        if options.batch_dir is not None:
+            self._batches = Batches(
+                gateway,
+                options.batch_dir,
+                max_bytes=options.batch_bytes,
+                max_line=options.max_body_bytes,
+                shared=api_keys.n_keys > 1,
+            )
         app = create_app(
             gateway,
             options,
@@ -54,6 +64,7 @@ class Endpoints:
             admin_keys=admin_keys,
             metrics=metrics,
             live_view=live_view,
+            batches=self._batches,
             tracing=tracing,
         )
         self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
@@ -97,6 +108,8 @@ class Endpoints:
             asyncio.create_task(self._gateway.watch(), name="gateway"),
             asyncio.create_task(give_back(n_very_long), name="freed memory"),
         ]
+        if self._batches is not None:
+            self._batches.start()
         async with asyncio.timeout(_START_SECONDS):
             while not self._http.started:
                 if self._tasks[0].done():
@@ -108,6 +121,8 @@ class Endpoints:
         """Stop both servers and their tasks, within seconds even if clients are slow."""
         if self._live_view is not None:
             await self._live_view.feed.close()
+        if self._batches is not None:
+            await self._batches.stop()
         self._http.should_exit = True
         if self._rpc is not None:
             await self._rpc.stop(_STOP_SECONDS)

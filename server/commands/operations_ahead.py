@@ -27,4 +27,5 @@ def begin(config: EngineConfig) -> None:
     except (OrcaError, OSError, ValueError):
         return
     keep_libraries(compile_cache_folder(config.compiling.compile_cache, os.environ))
-    build_all_ahead(model.head_size, config.sizes.block_size, config.dtype or "float32")
+    dtype = config.dtype or "float32"
+    build_all_ahead(model.head_size, config.sizes.block_size, dtype, experts=model.has_experts)

@@ -2,19 +2,29 @@
 
 from functools import cache, partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 import orca_jax
+from server.batches.service import Batches
 from server.gateway.gateway import Gateway
 from server.http import admin, live, models, status, tokenization
 from server.http.authentication import Authentication
+from server.http.batches import batches as batch_routes
+from server.http.batches import files
+from server.http.batches.in_process import InProcess
+from server.http.batches.state import off_router
 from server.http.bodies.errors import handle_errors
-from server.http.connections.body_limit import BodyLimit
+from server.http.connections.body_limit import BodyLimit, Upload
 from server.http.generation import chat, completions
+from server.http.messages import messages
 from server.http.observation import Observation
 from server.http.openapi import describe
 from server.http.pages import pages_router
+from server.http.relevance import embeddings, rerank, score
+from server.http.responses import responses, stored
+from server.http.responses.store import ResponseStore
 from server.metrics.metrics import Metrics
 from server.settings.api_keys import ApiKeys
 from server.settings.options import EndpointOptions
@@ -35,11 +45,13 @@ def create_app(
     admin_keys: ApiKeys | None = None,
     metrics: Metrics,
     live_view: LiveView | None = None,
+    batches: Batches | None = None,
     tracing: Tracing | None = None,
 ) -> ASGIApp:
     """The endpoint as an ASGI application, without ASGI lifespan events.
 
-    Without `admin_keys` there are no routes under /admin, and without `live_view` none under /live/.
+    Without `admin_keys` there are no routes under /admin, and without `live_view` none under /live/. Without
+    `batches`, which gets what answers its lines, /v1/files and /v1/batches say that they are off.
     """
     admin_keys = admin_keys or ApiKeys()
     app = FastAPI(
@@ -54,17 +66,42 @@ def create_app(
     app.state.gateway = gateway
     app.state.options = options
     app.state.metrics = metrics
-    for routes in (completions, chat, models, tokenization, status):
-        app.include_router(routes.router)
+    app.state.responses = ResponseStore(
+        max_responses=options.max_stored_responses,
+        max_bytes=options.max_stored_bytes,
+        seconds=options.stored_response_seconds,
+    )
+    app.state.methods = dict[str, set[str]]()
+    generating = (completions, chat, responses, stored, messages)
+    for routes in (*generating, embeddings, score, rerank, models, tokenization, status):
+        _include(app, routes.router)
     if admin_keys.required:
-        app.include_router(admin.router)
+        _include(app, admin.router)
     if options.pages:
-        app.include_router(pages_router())
+        _include(app, pages_router())
     if options.pages and live_view is not None:
         app.state.live = live_view
-        app.include_router(live.router)
+        _include(app, live.router)
+    uploads = {}
+    if batches is None:
+        _include(app, off_router())
+    else:
+        app.state.batches, app.state.fingerprint = batches, api_keys.fingerprint
+        batches.answer = InProcess(app, gateway, tenant_of=api_keys.name_of).answer
+        _include(app, files.router)
+        _include(app, batch_routes.router)
+        uploads = {files.router.prefix: Upload(files.most_bytes(options.batch_bytes), files.UPLOAD_SECONDS)}
     handle_errors(app)
     app.openapi = cache(partial(describe, app, keyed=api_keys.required))
-    limited = BodyLimit(app, max_bytes=options.max_body_bytes, seconds=options.body_timeout)
+    bounds = {"max_bytes": options.max_body_bytes, "seconds": options.body_timeout}
+    limited = BodyLimit(app, **bounds, uploads=uploads)
     authenticated = Authentication(limited, api_keys=api_keys, admin_keys=admin_keys)
     return Observation(authenticated, access_log=options.access_log, metrics=metrics, tracing=tracing)
+
+
+def _include(app: FastAPI, router: APIRouter) -> None:
+    """Add routes, and note the methods of each path, for 405."""
+    app.include_router(router)
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            app.state.methods.setdefault(route.path, set()).update(route.methods or ())

@@ -3,6 +3,7 @@
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import Unauthorized
+from server.http.bodies.error_forms import is_anthropic
 from server.http.bodies.errors import error_response
 from server.http.pages import PAGES, STATIC
 from server.process.addresses import owner_at
@@ -29,9 +30,9 @@ class Authentication:
             is_admin = self._admin_keys.required and scope["path"].startswith(ADMIN)
             keys = self._admin_keys if is_admin else self._api_keys
             try:
-                key = keys.check(_authorization(scope))
+                key = _checked(keys, scope)
             except Unauthorized as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, path=scope["path"])(scope, receive, send)
                 return
             client = scope.get("client")
             scope["state"]["tenant"] = key or ""
@@ -43,8 +44,17 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(STATIC)
 
 
-def _authorization(scope: Scope) -> str | None:
+def _checked(keys: ApiKeys, scope: Scope) -> str | None:
+    """The name of the request's key. Anthropic's protocol may have it in a header of its own."""
+    if is_anthropic(scope["path"]):
+        own = _header(scope, b"x-api-key")
+        if own is not None:
+            return keys.check_key(own, "x-api-key: KEY")
+    return keys.check(_header(scope, b"authorization"))
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
     for name, value in scope["headers"]:
-        if name == b"authorization":
+        if name == wanted:
             return value.decode("latin-1")
     return None

@@ -1,11 +1,12 @@
 """The outermost middleware: it gives each request an id, and logs and counts it when it ends."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.http.bodies.error_forms import is_anthropic
 from server.http.request_id import HEADER, request_id
 from server.metrics.access_log import log_access
 from server.metrics.metrics import Metrics
@@ -17,7 +18,13 @@ from server.tracing.tracing import Tracing
 _EVENTS = b"text/event-stream"
 _CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
 _PROBES = frozenset(("/health", "/ready", "/metrics"))
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # as spans call them
+_OPERATIONS = {  # as spans call them
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/embeddings": "embeddings",
+}
 
 
 class Observation:
@@ -39,7 +46,8 @@ class Observation:
         state["request_id"] = request_id(scope["headers"])
         facts: dict[str, Any] = {}
         state["facts"] = facts
-        exchange = _Exchange(receive, send, state["request_id"])
+        id_headers = (HEADER, b"request-id") if is_anthropic(scope["path"]) else (HEADER,)
+        exchange = _Exchange(receive, send, state["request_id"], id_headers)
         call = None if self._tracing is None else self._tracing.begin(_texts(scope["headers"]))
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -104,11 +112,13 @@ class _Exchange:
     """Watches one request's ASGI messages. It adds one function call per chunk of a stream."""
 
     __slots__ = (
-        *("_receive", "_send", "began", "complete", "left", "n_bytes", "request_id", "status"),
+        *("_id_headers", "_receive", "_send", "began", "complete", "left", "n_bytes", "request_id", "status"),
         "streams",  # whether the response is a stream of events
     )
 
-    def __init__(self, receive: Receive, send: Send, request_id: str) -> None:
+    def __init__(self, receive: Receive, send: Send, request_id: str, id_headers: Sequence[bytes]) -> None:
+        """`id_headers` are the names under which the response has the request id."""
+        self._id_headers = id_headers
         self._receive = receive
         self._send = send
         self.request_id = request_id
@@ -133,5 +143,6 @@ class _Exchange:
             self.status = message["status"]
             headers = message.get("headers", ())
             self.streams = any(value.startswith(_EVENTS) for _, value in headers)
-            message["headers"] = [*headers, (HEADER, self.request_id.encode("ascii"))]
+            own = [(name, self.request_id.encode("ascii")) for name in self._id_headers]
+            message["headers"] = [*headers, *own]
         await self._send(message)

@@ -5,10 +5,12 @@ from typing import Any
 from fastapi import FastAPI
 
 from server.http.authentication import ADMIN, OPEN_PATHS
+from server.http.bodies.error_forms import ErrorBody, MessagesErrorBody, is_anthropic
 from server.http.bodies.errors import error_responses
 
 _OF_BODIES = (400, 408, 413, 415)
 _SCHEME = "bearer"
+_OWN_HEADER = "x-api-key"  # of Anthropic's protocol
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
@@ -17,21 +19,28 @@ def describe(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
     document = FastAPI.openapi(app)
     for path, methods in document["paths"].items():
         for operation in methods.values():
-            _correct(operation, keyed=(keyed and path not in OPEN_PATHS) or path.startswith(ADMIN))
+            form = MessagesErrorBody if is_anthropic(path) else ErrorBody
+            is_keyed = (keyed and path not in OPEN_PATHS) or path.startswith(ADMIN)
+            _correct(operation, form.__name__, keyed=is_keyed)
+            if is_keyed and form is MessagesErrorBody:
+                operation["security"].append({_OWN_HEADER: []})
     schemas = document["components"]["schemas"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     if keyed or any(path.startswith(ADMIN) for path in document["paths"]):
-        document["components"]["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+        schemes: dict[str, Any] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+        if keyed:
+            schemes[_OWN_HEADER] = {"type": "apiKey", "in": "header", "name": _OWN_HEADER}
+        document["components"]["securitySchemes"] = schemes
     return document
 
 
-def _correct(operation: dict[str, Any], *, keyed: bool) -> None:
+def _correct(operation: dict[str, Any], error_form: str, *, keyed: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
     statuses = [*(_OF_BODIES if "requestBody" in operation else ()), *((401,) if keyed else ())]
     for status, response in error_responses(*statuses).items():
-        schema = {"$ref": "#/components/schemas/ErrorBody"}
+        schema = {"$ref": f"#/components/schemas/{error_form}"}
         content = {"application/json": {"schema": schema}}
         responses.setdefault(str(status), {"description": response["description"], "content": content})
     for response in responses.values():

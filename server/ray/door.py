@@ -62,7 +62,7 @@ class Door:
             prefix = await self._prefix(request, path, body)
         except HTTPException as error:
             self._metrics.ended(error.status_code)
-            return status_response(error.status_code, error.detail, error.headers)
+            return status_response(error.status_code, error.detail, error.headers, path=path)
         except (ClientDisconnect, asyncio.CancelledError) as error:
             self._metrics.ended(_CLIENT_LEFT)
             if isinstance(error, asyncio.CancelledError):
@@ -70,7 +70,8 @@ class Door:
             return Response(status_code=_CLIENT_LEFT)
         except Exception:  # a defect of ours; Ray's answer to it would be a page of text
             _LOGGER.exception("a request failed at the door")
-            failure = error_response(OrcaError("the server failed in an unexpected way; its log has more"))
+            unexpected = OrcaError("the server failed in an unexpected way; its log has more")
+            failure = error_response(unexpected, path=path)
             self._metrics.ended(failure.status_code)
             return failure
         call = HttpCall(
@@ -84,10 +85,14 @@ class Door:
         )
         stream = self._call.remote(call)
         assert isinstance(stream, DeploymentResponseGenerator)
-        return Relay(stream, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended)
+        return Relay(
+            stream, path=path, seconds=options.request_timeout + _SPARE_SECONDS, done=self._metrics.ended
+        )
 
     async def _prefix(self, request: Request, path: str, body: bytes) -> tuple[int, ...]:
-        tenant = request.headers.get("authorization", "").encode() if self._keyed else b""
+        headers = request.headers
+        key = headers.get("x-api-key") or headers.get("authorization", "")
+        tenant = key.encode() if self._keyed else b""
         try:
             return await run_for_request(len(body), partial(prefix_chain, path, tenant, body))
         except QueueFull:  # any engine will do

@@ -31,12 +31,14 @@ class Relay(Response):
         self,
         stream: DeploymentResponseGenerator[list[Message]],
         *,
+        path: str = "",
         seconds: float,
         done: Callable[[int, bool], object],
     ) -> None:
         self.status_code = _CLIENT_LEFT  # until the engine says another
         self.background = None
         self._stream = stream
+        self._path = path
         self._seconds = seconds
         self._done = done
         self._is_events = False
@@ -95,11 +97,13 @@ class Relay(Response):
 
     async def _end(self, error: OrcaError, scope: Scope, receive: Receive, send: Send) -> None:
         if self.status_code == _CLIENT_LEFT:  # the response has not begun
-            response = error_response(error, retry_after=NOT_READY_SECONDS)
+            response = error_response(error, path=self._path, retry_after=NOT_READY_SECONDS)
             self.status_code = response.status_code
             await response(scope, receive, send)
         elif self._is_events:
-            await send({"type": "http.response.body", "body": error_event(error), "more_body": False})
+            await send(
+                {"type": "http.response.body", "body": error_event(error, self._path), "more_body": False}
+            )
         else:  # part of a body: the client finds out by its length, or by the connection, which Ray closes
             raise error
 

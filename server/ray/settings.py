@@ -133,12 +133,15 @@ def for_replicas(
         )
     if engine.record is not None:
         raise ConfigError("record is one file, and each engine would write it; leave it out")
+    if endpoint.batch_dir is not None:
+        raise ConfigError("batch_dir is one folder, and each engine would write to it; leave it out")
     if settings.routing.kv_events is not None:
         raise ConfigError(
             "kv_events is one address, and each engine would bind it; under Ray Serve the router is told "
             "otherwise, so leave it out"
         )
-    if settings.pipeline.workers is not None and (replicas.num_replicas > 1 or replicas.scales):
+    several = replicas.num_replicas > 1 or replicas.scales
+    if settings.pipeline.workers is not None and several:
         raise ConfigError("workers are those of one engine; leave workers out, or have one replica")
     pipeline = settings.pipeline
     if replicas.stage_actors:
@@ -155,7 +158,12 @@ def for_replicas(
             generation_config=_absolute(engine.generation_config) or "",
             compile_cache=_absolute(engine.compile_cache),
         ),
-        endpoint=replace(endpoint, chat_template=None if chat_template is None else chat_template.resolve()),
+        endpoint=replace(
+            endpoint,
+            chat_template=None if chat_template is None else chat_template.resolve(),
+            # each engine would have a store of its own, and the next request may reach another engine
+            max_stored_responses=0 if several else endpoint.max_stored_responses,
+        ),
     )
 
 

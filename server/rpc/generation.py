@@ -17,6 +17,7 @@ from server.rpc import messages
 from server.rpc.calls import Calls, Context
 from server.rpc.choices import Choice, choices_of, end_all, write_all
 from server.rpc.deadline import Deadline
+from server.rpc.embedding import Embedding
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Generation"].full_name
 
@@ -31,8 +32,17 @@ class Generation:
     Messages arrive as bytes, so that a malformed one is answered, logged and counted like any other.
     """
 
-    def __init__(self, gateway: Gateway, calls: Calls, *, request_timeout: float, max_choices: int) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        calls: Calls,
+        embedding: Embedding,
+        *,
+        request_timeout: float,
+        max_choices: int,
+    ) -> None:
         self._gateway = gateway
+        self._embedding = embedding
         self._calls = calls
         self._longest = request_timeout + _UNREAD_SECONDS
         self._max_choices = max_choices
@@ -44,6 +54,7 @@ class Generation:
         handlers = {
             "Generate": stream(self.generate, None, pb.GenerateResponse.SerializeToString),
             "Cancel": unary(self.cancel, None, pb.CancelResponse.SerializeToString),
+            "Embed": unary(self._embedding.embed, None, pb.EmbedResponse.SerializeToString),
             "Models": unary(self.models, None, pb.ModelsResponse.SerializeToString),
         }
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers)])

@@ -63,6 +63,11 @@ class GenerationStub:
                 request_serializer=server_dot_rpc_dot_generation__pb2.CancelRequest.SerializeToString,
                 response_deserializer=server_dot_rpc_dot_generation__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/orca.v1.Generation/Embed',
+                request_serializer=server_dot_rpc_dot_generation__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=server_dot_rpc_dot_generation__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Models = channel.unary_unary(
                 '/orca.v1.Generation/Models',
                 request_serializer=server_dot_rpc_dot_generation__pb2.ModelsRequest.SerializeToString,
@@ -117,6 +122,14 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Make a vector of each input from the model's final hidden states, as POST /v1/embeddings does. It runs beside
+        all other requests, and ends if the client cancels the call or disconnects, or if the deadline passes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Models(self, request, context):
         """List the served model.
         """
@@ -136,6 +149,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=server_dot_rpc_dot_generation__pb2.CancelRequest.FromString,
                     response_serializer=server_dot_rpc_dot_generation__pb2.CancelResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=server_dot_rpc_dot_generation__pb2.EmbedRequest.FromString,
+                    response_serializer=server_dot_rpc_dot_generation__pb2.EmbedResponse.SerializeToString,
             ),
             'Models': grpc.unary_unary_rpc_method_handler(
                     servicer.Models,
@@ -216,6 +234,33 @@ class Generation:
             '/orca.v1.Generation/Cancel',
             server_dot_rpc_dot_generation__pb2.CancelRequest.SerializeToString,
             server_dot_rpc_dot_generation__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/orca.v1.Generation/Embed',
+            server_dot_rpc_dot_generation__pb2.EmbedRequest.SerializeToString,
+            server_dot_rpc_dot_generation__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

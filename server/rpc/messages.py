@@ -52,6 +52,10 @@ def _refuse_unknown_fields(message: Message, path: str) -> None:
     for field, value in message.ListFields():
         if isinstance(value, Message):
             _refuse_unknown_fields(value, f"{path}{field.name}.")
+        elif field.message_type is not None:
+            for i, each in enumerate(value):
+                if isinstance(each, Message):  # not the key of a map
+                    _refuse_unknown_fields(each, f"{path}{field.name}.{i}.")
 
 
 def request_id(request: pb.GenerateRequest) -> str:
@@ -76,7 +80,7 @@ def sampling_params(message: pb.SamplingParams, defaults: Mapping[str, Any]) -> 
     return SamplingParams(**with_defaults(defaults, given))
 
 
-def scheduling_params(request: pb.GenerateRequest) -> SchedulingParams:
+def scheduling_params(request: pb.GenerateRequest | pb.EmbedRequest) -> SchedulingParams:
     """What the request asks of the scheduler. Raises InvalidSchedulingParameter."""
     salt = request.cache_salt if request.HasField("cache_salt") else None
     return SchedulingParams(priority=request.priority, cache_salt=salt)

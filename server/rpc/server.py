@@ -13,6 +13,7 @@ from server.metrics.metrics import Metrics
 from server.process.addresses import bound_socket, in_url
 from server.rpc.call_limits import CallLimits
 from server.rpc.calls import Calls, KeyCheck
+from server.rpc.embedding import Embedding
 from server.rpc.generation import SERVICE, Generation
 from server.rpc.health import Health
 from server.settings.api_keys import ApiKeys
@@ -101,7 +102,11 @@ def create_server(
         maximum_concurrent_rpcs=options.max_connections,
     )
     generation = Generation(
-        gateway, calls, request_timeout=options.request_timeout, max_choices=options.max_choices
+        gateway,
+        calls,
+        Embedding(gateway, calls, options),
+        request_timeout=options.request_timeout,
+        max_choices=options.max_choices,
     )
     generation.add_to(server)
     health = Health(gateway, (SERVICE,))

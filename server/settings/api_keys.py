@@ -19,6 +19,7 @@ _MIN_LENGTH = 8
 _KEY = re.compile(rf"[!-~]{{{_MIN_LENGTH},}}")  # what a header can carry: printable ASCII without spaces
 _WEIGHT = re.compile(r"[ \t]+weight=(\S*)$")
 _WEIGHTS = (0.001, 1000.0)
+_BEARER = "Authorization: Bearer KEY"
 
 
 class ApiKeys:
@@ -88,6 +89,20 @@ class ApiKeys:
     def n_keys(self) -> int:
         return len(self._digests)
 
+    def fingerprint(self, name: str) -> str:
+        """What tells the key of this name from others, in this and every later run; "" for no key."""
+        if not name:
+            return ""
+        digest = next(digest for i, digest in enumerate(self._digests) if _name(i) == name)
+        return hashlib.sha256(b"fingerprint " + digest).hexdigest()[:32]
+
+    def name_of(self, fingerprint: str) -> str | None:
+        """The name of the key with this fingerprint, "" for that of no key; None if there is no such key."""
+        names = ["" if not self.required else None, *map(_name, range(self.n_keys))]
+        return next(
+            (name for name in names if name is not None and self.fingerprint(name) == fingerprint), None
+        )
+
     def __bool__(self) -> bool:
         return self.required
 
@@ -103,12 +118,21 @@ class ApiKeys:
             return None
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized("an API key is required; send the header 'Authorization: Bearer KEY'")
+            raise Unauthorized(f"an API key is required; send the header '{_BEARER}'")
+        return self.check_key(key, _BEARER)
+
+    def check_key(self, key: str, header: str) -> str | None:
+        """The name of a key that came in `header`, such as `x-api-key: KEY`; None if no key is needed.
+
+        Raises Unauthorized.
+        """
+        if not self.required:
+            return None
         given = _digest(key.strip())
         # Compares with every key: the time must not reveal which one is close.
         matches = [i for i, digest in enumerate(self._digests) if hmac.compare_digest(given, digest)]
         if not matches:
-            raise Unauthorized("unknown API key; check the header 'Authorization: Bearer KEY'")
+            raise Unauthorized(f"unknown API key; check the header '{header}'")
         return _name(matches[0])
 
 

@@ -19,6 +19,7 @@ from orca_jax.config import (
     WorkerLink,
 )
 from orca_jax.errors import ConfigError
+from orca_jax.request.pooling import POOLINGS, Pooling
 from orca_jax.scheduling_config import PolicyName, QueueOrder, Reservation
 
 AccessLog = Literal["text", "json", "off"]
@@ -326,6 +327,28 @@ class EndpointOptions:
     max_choices: Annotated[
         int, "maximum completions per request (its prompts times n)", Bounds(1, 1 << 16)
     ] = 128
+    max_stored_responses: Annotated[
+        int, "responses of /v1/responses kept for previous_response_id; 0 keeps none", Bounds(0, 1 << 20)
+    ] = 4096
+    max_stored_bytes: Annotated[int, "maximum bytes of kept responses", Bounds(1 << 16, 1 << 40)] = 64 << 20
+    stored_response_seconds: Annotated[float, "seconds that a response is kept"] = 3600.0
+    max_inputs: Annotated[
+        int, "maximum inputs of a request for embeddings, scores or a ranking", Bounds(1, 1 << 16)
+    ] = 2048
+    pooling: Annotated[
+        Pooling,
+        "how embeddings are made unless a request says: of the last token, or as the mean over all",
+        "model and engine",
+    ] = "last"
+    batch_dir: Annotated[
+        Path | None,
+        "folder for clients' files and batches, /v1/files and /v1/batches, which go on there after a restart "
+        "(default: no such routes)",
+        "limits",
+    ] = None
+    batch_bytes: Annotated[
+        int, "maximum bytes of files in that folder", "limits", Bounds(1 << 20, 1 << 50)
+    ] = 4 << 30
     max_connections: Annotated[
         int, "maximum open connections per endpoint; HTTP answers further ones with 503", Bounds(1, 1 << 20)
     ] = 4096
@@ -376,6 +399,8 @@ class EndpointOptions:
             raise ConfigError(f"port and grpc_port are both {self.port}; give each endpoint its own")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("ssl_certfile and ssl_keyfile belong together; give both or neither")
+        if self.pooling not in POOLINGS:
+            raise ConfigError(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}")
         url = self.otlp_traces_endpoint
         if url is not None and not url.startswith(("http://", "https://")):
             message = (

@@ -95,6 +95,10 @@ def _named(
     model: ModelConfig, layout: Layout, rename: Callable[[str], str], interleaved: bool | None
 ) -> dict[str, StoredName]:
     table = parameter_table(model)
+    if model.has_experts:
+        raise UnsupportedModel(
+            f"{layout} is not known for mixtures of experts; use safetensors, or Orbax with our names"
+        )
     for layer in model.layers:
         if (
             not layer.feed_forward.gated

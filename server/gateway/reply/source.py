@@ -16,6 +16,7 @@ _WORD = re.compile(r"[\w.:/-]*")
 _NO_ANGLE = re.compile(r"[^<]*")
 _IN_STRING = re.compile(r'[^"\\]*')
 _STRUCTURE = re.compile(r'["{}\[\]]')
+_WINDOW = 1024  # characters that are searched at a time: a piece with many markers is not copied for each
 MAX_WORD = 512  # characters of a function's name, or of a key where a call may begin
 
 
@@ -96,7 +97,7 @@ class Source:
         """
         search, held = StopSearch(markers), ""
         while True:
-            text = self._text[self._at :]
+            text = self._text[self._at : self._at + _WINDOW]
             match = search.feed(text) if text else None
             if match is not None:
                 end, length = match
@@ -109,6 +110,8 @@ class Source:
             n_safe = len(passed) - search.n_open
             self._pass(passed[:n_safe], to)
             held = passed[n_safe:]
+            if self._at < len(self._text):
+                continue
             if self.ended:
                 self._pass(held, to)
                 return None

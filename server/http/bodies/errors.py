@@ -1,4 +1,4 @@
-"""Error responses as OpenAI's clients expect them: body, status and headers."""
+"""Error responses as clients expect them: body, status and headers."""
 
 import http
 import json
@@ -7,16 +7,21 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from orca_jax.errors import InvalidRequest, OrcaError, QueueFull, ServiceClosed
-from server.errors import NotReady, Unauthorized, UnknownModel, meaning
+from server.errors import NotReady, Unauthorized, UnknownModel, UnknownResponse, meaning
 from server.gateway.gateway import Gateway
 from server.gateway.retry_after import retry_after_seconds
+from server.http.bodies.error_forms import (
+    ErrorBody,
+    MessagesErrorBody,
+    Trouble,
+    body_at,
+    openai_body,
+)
 from server.http.fields.validation import fault
 
-_MOST_CHARACTERS = 600  # of a message, which may quote what the client sent, and that may be megabytes
 NOT_READY_SECONDS = 5  # the Retry-After while the server is not ready
 
 # The `code` of errors of HTTP itself. A status that is not listed has no code.
@@ -30,54 +35,46 @@ _CODES = {
 }
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong. `param` is the dotted path of the field at fault, if there is one."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """The body of every response with status 400 or above."""
-
-    error: ErrorDetail
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(
+    *statuses: int, form: type[ErrorBody | MessagesErrorBody] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
     """These statuses as a route's `responses`, for the OpenAPI document."""
-    return {
-        status: {"model": ErrorBody, "description": http.HTTPStatus(status).phrase} for status in statuses
-    }
+    return {status: {"model": form, "description": http.HTTPStatus(status).phrase} for status in statuses}
+
+
+def trouble_of(error: OrcaError) -> Trouble:
+    """The error's status, message, and what OpenAI's form says besides."""
+    status, kind, code, _ = meaning(error)
+    param = error.param if isinstance(error, InvalidRequest | UnknownResponse) else None
+    if isinstance(error, UnknownModel):
+        param = "model"
+    return Trouble(status, str(error), kind, param, code)
 
 
 def error_body(error: OrcaError) -> dict[str, Any]:
     """The error in OpenAI's form. Any JSON encoder can write it, whatever characters it quotes."""
-    _, kind, code, _ = meaning(error)
-    param = error.param if isinstance(error, InvalidRequest) else None
-    if isinstance(error, UnknownModel):
-        param = "model"
-    return _body(str(error), kind, param, code)
+    return openai_body(trouble_of(error))
 
 
-def error_response(error: OrcaError, *, retry_after: int | None = None) -> Response:
-    """The error as an HTTP response. `retry_after`, in whole seconds, becomes a header."""
+def error_response(error: OrcaError, *, path: str = "", retry_after: int | None = None) -> Response:
+    """The error as an HTTP response to a request for `path`. `retry_after` is in whole seconds."""
     headers: dict[str, str] = {}
     if retry_after is not None:
         headers["Retry-After"] = str(retry_after)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
-    return _response(meaning(error).http, error_body(error), headers)
+    return _response(path, trouble_of(error), headers)
 
 
-def status_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An error of HTTP itself, such as 404 or 413, as a response."""
-    return _response(status, _body(message, "invalid_request_error", None, _CODES.get(status)), headers)
+def status_response(
+    status: int, message: str, headers: Mapping[str, str] | None = None, *, path: str = ""
+) -> Response:
+    """An error of HTTP itself, such as 404 or 413, as a response to a request for `path`."""
+    return _response(path, Trouble(status, message, code=_CODES.get(status)), headers)
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Turn every error that a route raises into a response in OpenAI's form."""
+    """Turn every error that a route raises into a response in the form of its protocol."""
     app.add_exception_handler(OrcaError, _on_orca_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -86,26 +83,30 @@ def handle_errors(app: FastAPI) -> None:
 
 async def _on_orca_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, OrcaError)
-    return error_response(error, retry_after=_retry_after(error, request.app.state.gateway))
+    retry_after = _retry_after(error, request.app.state.gateway)
+    return error_response(error, path=request.url.path, retry_after=retry_after)
 
 
-async def _on_invalid(_: Request, error: Exception) -> Response:
+async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    param, message = fault(error.errors(), error.body)
-    return _response(400, _body(message, "invalid_request_error", param, None))
+    errors = error.errors()
+    of_query = errors[0]["loc"][0] == "query"
+    param, message = fault(errors, dict(request.query_params) if of_query else error.body)
+    return _response(request.url.path, Trouble(400, message, param=param))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = error.detail
+    message, path, headers = error.detail, request.url.path, error.headers
     if error.status_code == 404:
-        message = (
-            f"there is nothing at {request.method} {request.url.path}; GET /openapi.json shows what there is"
-        )
+        message = f"there is nothing at {request.method} {path}; GET /openapi.json shows what there is"
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{request.url.path} does not take {request.method}, but {allowed}"
-    return status_response(error.status_code, message, error.headers)
+        route = getattr(request.scope.get("route"), "path", "")
+        # Starlette names only the methods of the first route of the path.
+        methods = request.app.state.methods.get(route, (error.headers or {}).get("Allow", "").split(", "))
+        headers = {"Allow": ", ".join(sorted(methods))}
+        message = f"{path} does not take {request.method}, but {headers['Allow']}"
+    return status_response(error.status_code, message, headers, path=path)
 
 
 async def _on_unexpected(request: Request, error: Exception) -> Response:
@@ -113,7 +114,7 @@ async def _on_unexpected(request: Request, error: Exception) -> Response:
     request_id = request.scope["state"]["request_id"]
     error.add_note(f"request id: {request_id}")
     message = f"the server failed in an unexpected way; its log has more under request id {request_id}"
-    return _response(500, _body(message, "server_error", None, None))
+    return _response(request.url.path, Trouble(500, message, "server_error"))
 
 
 def _retry_after(error: OrcaError, gateway: Gateway) -> int | None:
@@ -122,20 +123,6 @@ def _retry_after(error: OrcaError, gateway: Gateway) -> int | None:
     return retry_after_seconds(gateway) if isinstance(error, QueueFull) else None
 
 
-def _body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    field = None if param is None else _readable(param)
-    return {"error": {"message": _readable(message), "type": kind, "param": field, "code": code}}
-
-
-def _readable(text: str) -> str:
-    """Shortened if long, and without lone surrogates, which UTF-8 cannot encode."""
-    if len(text) > _MOST_CHARACTERS:
-        half = _MOST_CHARACTERS // 2
-        text = f"{text[:half]} ... {text[-half:]}"
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _response(status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    return Response(
-        json.dumps(body, ensure_ascii=False), status, headers=headers, media_type="application/json"
-    )
+def _response(path: str, trouble: Trouble, headers: Mapping[str, str] | None = None) -> Response:
+    text = json.dumps(body_at(path, trouble), ensure_ascii=False)
+    return Response(text, trouble.status, headers=headers, media_type="application/json")

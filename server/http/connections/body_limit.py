@@ -6,6 +6,9 @@ stops sending.
 """
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -14,27 +17,43 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.http.bodies.errors import status_response
 
 
+class Upload(NamedTuple):
+    """The bounds of a body."""
+
+    max_bytes: int
+    seconds: float
+
+
 class BodyLimit:
     """ASGI middleware: 413 for a body of more than `max_bytes`, 408 for one that is too slow.
 
-    A body may take `seconds` from the moment a route starts to read it until its last byte.
+    A body may take `seconds` from the moment a route starts to read it until its last byte. `uploads` are the
+    paths with bounds of their own, whose routes write to a disk what comes.
     """
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int, seconds: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_bytes: int,
+        seconds: float,
+        uploads: Mapping[str, Upload] = MappingProxyType({}),
+    ) -> None:
         self._app = app
-        self._max_bytes = max_bytes
-        self._seconds = seconds
+        self._bounds = Upload(max_bytes, seconds)
+        self._uploads = uploads
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         length = _content_length(scope)
-        if length > self._max_bytes:
-            response = status_response(413, _too_large(f"{length} bytes", self._max_bytes))
+        max_bytes, seconds = self._uploads.get(scope["path"], self._bounds)
+        if length > max_bytes:
+            response = status_response(413, _too_large(f"{length} bytes", max_bytes), path=scope["path"])
             await response(scope, receive, send)
             return
-        await self._app(scope, _Body(receive, self._max_bytes, self._seconds), send)
+        await self._app(scope, _Body(receive, max_bytes, seconds), send)
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, seconds: float) -> bytes:

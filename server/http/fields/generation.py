@@ -1,10 +1,5 @@
-"""The request and response fields that chat and completions share, by OpenAI's names and strictly typed.
+"""The request and response fields that chat and completions share, besides those of sampling.py."""
 
-Most are those of `SamplingParams`. The schema states ranges as documentation; only `SamplingParams` enforces
-them, and `renamed_fields` gives its errors the client's names.
-"""
-
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,97 +8,29 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from orca_jax.errors import InvalidRequest, NotSupported
-from orca_jax.request.sampling_params import (
-    MAX_BAD_WORDS,
-    REPETITION_RANGE,
-    TEMPERATURE_RANGE,
-    TOP_P_RANGE,
-    SamplingParams,
-    with_defaults,
-)
-from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PLAIN, PRIORITY_RANGE, SchedulingParams
+from orca_jax.request.sampling_params import SamplingParams, with_defaults
 from server.http.fields.not_built import NotBuilt
 from server.http.fields.response_format import ResponseFormat
-from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.sampling import SchedulingFields, SharedSamplingFields, Texts, listed, ranged
+from server.http.fields.strict import Strict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+_GRAMMAR: dict[str, Any] = {"minLength": 1, "maxLength": 1 << 16}
 
 # Where a message names fields: "top_k is 7; ...", "seed and n are both given; ...". The rest may quote the
 # client.
 _NAMED = re.compile(r"\A(\w+)(?:( and )(\w+)(?= are both given))?")
 
 
-def ranged(description: str, low: float, high: float) -> Any:
-    """A numeric field whose range is in the schema but not enforced here."""
-    return Field(description=description, json_schema_extra={"minimum": low, "maximum": high})
-
-
-def _in_schema(**schema: Any) -> Any:
-    return Field(json_schema_extra=schema)
-
-
-def _list(description: str, least: int, most: int) -> Any:
-    return Field(description=description, json_schema_extra={"minItems": least, "maxItems": most})
-
-
-Text = Annotated[str, _in_schema(minLength=1, maxLength=1024)]
-Texts = Annotated[list[Text], FirstFault()]
-TokenIds = Annotated[list[Annotated[int, _in_schema(minimum=0, maximum=1 << 30)]], FirstFault()]
-Bias = dict[str, Annotated[float, _in_schema(minimum=-100, maximum=100)]]
-
-_LEAST, _MOST = TEMPERATURE_RANGE
-_BIAS: dict[str, Any] = {"maxProperties": 4096, "propertyNames": {"pattern": "^[0-9]{1,9}$"}}
-_GRAMMAR: dict[str, Any] = {"minLength": 1, "maxLength": 1 << 16}
-
-
-class SamplingFields(Strict):
-    """Null means the default for every field. "Extension" marks fields that OpenAI's API does not have."""
+class SamplingFields(SharedSamplingFields):
+    """How chat and completions ask for output."""
 
     n: Annotated[int | None, ranged("choices per prompt; default 1", 1, 1 << 16)] = None
     max_tokens: Annotated[int | None, ranged("maximum number of output tokens", 1, 1 << 30)] = None
     max_completion_tokens: Annotated[int | None, ranged("an alias of max_tokens", 1, 1 << 30)] = None
-    min_tokens: Annotated[
-        int | None, ranged("an extension: minimum number of output tokens; default 0", 0, 1 << 30)
-    ] = None
-    temperature: Annotated[
-        float | None,
-        ranged(f"default: the model's, or 1; 0 is greedy; other values are at least {_LEAST:g}", 0, _MOST),
-    ] = None
-    top_p: Annotated[float | None, ranged("default: the model's, or 1: all tokens", *TOP_P_RANGE)] = None
-    top_k: Annotated[
-        int | None, ranged("an extension; default: the model's, or 0 (or -1): all tokens", -1, 1 << 30)
-    ] = None
-    min_p: Annotated[float | None, ranged("an extension; default: the model's, or 0: all tokens", 0, 1)] = (
-        None
-    )
-    repetition_penalty: Annotated[
-        float | None, ranged("an extension; default: the model's, or 1: no penalty", *REPETITION_RANGE)
-    ] = None
-    frequency_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
-    presence_penalty: Annotated[float | None, ranged("default 0", -2, 2)] = None
-    logit_bias: Annotated[
-        Bias | None, Field(description="by token id: a number added to its logit", json_schema_extra=_BIAS)
-    ] = None
-    seed: Annotated[
-        int | None,
-        ranged("choice i of a prompt uses seed + i; default: random", -(1 << 63), (1 << 63) - 1),
-    ] = None
-    ignore_eos: Annotated[
-        bool | None, Field(description="an extension: continue after an end-of-sequence token")
-    ] = None
     stop: Annotated[
         str | Texts | None,
         Field(description="up to 16 texts of 1 to 1024 characters; the output ends before the first of them"),
-    ] = None
-    stop_token_ids: Annotated[TokenIds | None, _list("an extension: tokens that end the output", 0, 256)] = (
-        None
-    )
-    allowed_token_ids: Annotated[
-        TokenIds | None, _list("an extension: only these tokens can be generated", 1, 1 << 22)
-    ] = None
-    bad_words: Annotated[
-        Texts | None,
-        _list(f"an extension: texts never generated; at most {MAX_BAD_WORDS} characters in total", 0, 256),
     ] = None
     response_format: Annotated[
         ResponseFormat | None, Field(description="structure of the output; default: any text")
@@ -119,7 +46,7 @@ class SamplingFields(Strict):
             json_schema_extra=_GRAMMAR,
         ),
     ] = None
-    guided_choice: Annotated[Texts | None, _list("an extension: the output is one of these", 1, 1024)] = None
+    guided_choice: Annotated[Texts | None, listed("an extension: the output is one of these", 1, 1024)] = None
     guided_grammar: Annotated[
         str | None,
         Field(
@@ -174,7 +101,7 @@ class SamplingFields(Strict):
 
         Raises a subclass of InvalidRequest, which names the field as `SamplingParams` does.
         """
-        given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
+        given = self.given()
         if self.response_format is not None:
             guided = self.response_format.guided()
             for name in given if guided else ():
@@ -183,14 +110,6 @@ class SamplingFields(Strict):
                     raise InvalidRequest(message, param="response_format")
             given |= guided
         return SamplingParams(**{**with_defaults(defaults, given), **more})
-
-
-# The fields that `SamplingParams` has under the same name. The default of `max_tokens` depends on the route.
-PASSED_ON = tuple(
-    field.name
-    for field in dataclasses.fields(SamplingParams)
-    if field.name in SamplingFields.model_fields and field.name != "max_tokens"
-)
 
 
 class StreamOptions(Strict):
@@ -203,30 +122,13 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[bool | None, NotBuilt(False)] = None
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, SchedulingFields):
     """The fields that both routes accept."""
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
     stream_options: StreamOptions | None = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
-    priority: Annotated[
-        int | None,
-        ranged(
-            "an extension: requests with a lower one go first; default 0, and no other is allowed unless the "
-            "server runs with --scheduling-policy priority",
-            *PRIORITY_RANGE,
-        ),
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        Field(
-            description="an extension: a secret; the request reuses only keys and values of requests with "
-            "the same one, and of the same API key",
-            json_schema_extra={"minLength": 1, "maxLength": MAX_CACHE_SALT},
-        ),
-    ] = None
-
     prompt_logprobs: Annotated[int | None, NotBuilt(instead="use echo with logprobs (/v1/completions)")] = (
         None
     )
@@ -235,13 +137,6 @@ class GenerationRequest(SamplingFields):
     spaces_between_special_tokens: Annotated[bool | None, NotBuilt(True)] = None
     truncate_prompt_tokens: Annotated[int | None, NotBuilt()] = None
     return_token_ids: Annotated[bool | None, NotBuilt(False)] = None
-
-    @property
-    def scheduling(self) -> SchedulingParams:
-        """What the request asks of the scheduler. Raises InvalidSchedulingParameter."""
-        if not self.priority and self.cache_salt is None:
-            return PLAIN
-        return SchedulingParams(priority=self.priority or 0, cache_salt=self.cache_salt)
 
     def check_stream_options(self) -> None:
         """Raise InvalidRequest for `stream_options` without `stream`, or a stream of a beam search."""
@@ -291,3 +186,25 @@ def renamed_fields(**names: str) -> Iterator[None]:
         if (param, message) == (error.param, str(error)):
             raise
         raise type(error)(message, param=param) from error
+
+
+@contextmanager
+def renamed_tool_fields(**names: str) -> Iterator[None]:
+    """Rename the fields of `tools` and `tool_choice` in any InvalidRequest raised inside.
+
+    `check_tools` and `tool_wish` name those of chat: `tools.0.function.NAME`. `names` are those of another
+    protocol, where they differ: it has `tools.0.NAME`.
+    """
+
+    def renamed(path: str) -> str:
+        head, _, name = path.partition("function.")
+        return f"{head}{names.get(name, name)}" if name else path
+
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is None or "function." not in error.param:
+            raise
+        raise type(error)(
+            str(error).replace(error.param, renamed(error.param)), param=renamed(error.param)
+        ) from error

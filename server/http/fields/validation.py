@@ -50,7 +50,7 @@ def shown(value: object) -> str:
 
 def _path(error: Mapping[str, Any], body: object) -> _Path:
     """Where in the body the error is, without pydantic's own names for the alternatives of a union."""
-    steps = error["loc"][1:]  # after "body": routes validate nothing else
+    steps = error["loc"][1:]  # after "body" or "query"
     path: list[str | int] = []
     value = body
     for i, step in enumerate(steps):

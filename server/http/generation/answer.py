@@ -27,22 +27,28 @@ from server.http.generation.event_stream import EventStream
 from server.settings.options import EndpointOptions
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 GENERATION_ERRORS = error_responses(404, 429, 500, 503, 504)
 
 ChoicesWriter = Callable[[Choices, list[CompleteChoice]], list[dict[str, Any]]]
 
 
-def accept(body: GenerationRequest, gateway: Gateway, facts: dict[str, Any]) -> ServedModel:
-    """The model for the request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
-    body.check_stream_options()
-    scheduling = body.scheduling
-    if body.user is not None:
-        facts["user"] = body.user
-    model = gateway.model(body.model)
+def accept(
+    gateway: Gateway,
+    facts: dict[str, Any],
+    scheduling: SchedulingParams,
+    *,
+    model: str | None,
+    user: str | None,
+) -> ServedModel:
+    """The model for a request. Raises InvalidRequest, UnknownModel, NotReady or EngineError."""
+    if user is not None:
+        facts["user"] = user
+    served = gateway.model(model)
     if scheduling.priority:
-        scheduling.check_policy(model.serving.scheduling.order)
-    return model
+        scheduling.check_policy(served.serving.scheduling.order)
+    return served
 
 
 def new_response_id(prefix: str) -> str:
@@ -50,12 +56,17 @@ def new_response_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
+def new_id(prefix: str) -> str:
+    """A unique id in the form of the newer protocols, such as `msg_...`."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
 # The cost of these grows with the prompts' length, so call them in `run_for_request`.
 
 
 def encode(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
     """Token ids of each prompt. Raises InvalidPrompt and PromptTooLong, which name the prompt at fault."""
-    return _each(prompts, lambda prompt: model.encode(prompt) if isinstance(prompt, str) else prompt)
+    return each(prompts, lambda prompt: model.encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def texts(model: ServedModel, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
@@ -75,7 +86,7 @@ def check(
     check_one = partial(
         model.service.check, rules=rules, scheduling=scheduling, tenant=tenant, decoder_ids=decoder_ids
     )
-    return _each(prompts, check_one)
+    return each(prompts, check_one)
 
 
 def check_number(n_prompts: int, n: int, options: EndpointOptions, model: ServedModel) -> None:
@@ -144,13 +155,14 @@ def _text(model: ServedModel, prompt: str | list[int]) -> str:
     return "" if model.tokenizer is None else model.tokenizer.decode(prompt)
 
 
-def _each(prompts: Sequence[T], work: Callable[[T], object]) -> list:
-    results = []
+def each(prompts: Sequence[T], work: Callable[[T], R], name: str = "prompt") -> list[R]:
+    """The results of `work`; its InvalidRequest says which one is at fault, by `name` and number."""
+    results = list[R]()
     for i, prompt in enumerate(prompts):
         try:
             results.append(work(prompt))
         except InvalidRequest as error:
             if len(prompts) == 1:
                 raise
-            raise type(error)(f"prompt {i}: {error}", param=error.param) from error
+            raise type(error)(f"{name} {i}: {error}", param=error.param) from error
     return results

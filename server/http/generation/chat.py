@@ -1,29 +1,26 @@
 """`POST /v1/chat/completions`: the model replies to a conversation."""
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
-from orca_jax.errors import InvalidRequest, NotSupported
+from orca_jax.errors import InvalidRequest
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.gateway.reply.events import Text
-from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
-from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
-from server.http.fields.generation import FinishReason, GenerationRequest, Usage, ranged, renamed_fields
+from server.http.fields.generation import FinishReason, GenerationRequest, Usage
 from server.http.fields.logprobs import ChatLogprobs, chat_logprobs
 from server.http.fields.not_built import NotBuilt
+from server.http.fields.sampling import ranged
 from server.http.fields.token_names import TokenNames
 from server.http.fields.tools import ToolChoice, check_tools, tool_wish
 from server.http.generation.answer import (
     GENERATION_ERRORS,
     accept,
     answer,
-    check,
     check_number,
     new_response_id,
 )
@@ -31,7 +28,7 @@ from server.http.generation.chat_reply import message_of
 from server.http.generation.choice_output import OutputExtras
 from server.http.generation.choices import Choices, CompleteChoice, scored
 from server.http.generation.chunks import CHAT_CHUNK
-from server.http.generation.conversation import text_of
+from server.http.generation.prepared_reply import ReplyRequest, prepared
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 
 
@@ -80,8 +77,11 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
         """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
 
+        Without room for a token `check` rejects the prompt, which these parameters must not forestall.
         Raises a subclass of InvalidRequest.
         """
+        if longest < 1:
+            longest = max(self.min_tokens or 0, 1)
         wanted, n_top = self.wanted_tokens, self.top_logprobs
         if n_top and not self.logprobs:
             message = f"top_logprobs is {n_top} without logprobs; set logprobs to true, or leave it out"
@@ -163,51 +163,40 @@ async def create_chat_completion(
     facts: FactsOf,
 ) -> Response:
     """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
-    model = accept(body, gateway, facts)
-    if model.has_encoder:
-        message = "this model reads a prompt with its encoder and knows no conversations; use /v1/completions"
-        raise NotSupported(message, param="messages")
-    service = model.service
-    n_bytes = len(await request.body())
+    body.check_stream_options()
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
 
-    def read() -> tuple[SamplingParams, list[int], ReplyPlan]:
-        body.sampling(
-            model.defaults, longest=service.most_output(1)
-        )  # reject invalid parameters before the expensive work
+    def conversation() -> ChatCompletionRequest:
         check_number(1, body.n_choices, options, model)
-        effort = body.reasoning_effort
-        text = text_of(model, body, use_tools=body.tool_choice != "none", reasoning_effort=effort)
-        # The chat template writes the special tokens, so by default the tokenizer does not add any.
-        prompt = model.encode(text, param="messages", add_special_tokens=bool(body.add_special_tokens))
-        longest = service.most_output(len(prompt))
-        if longest < 1:  # `check` below rejects the prompt
-            longest = max(body.min_tokens or 0, 1)
-        sampling = body.sampling(model.defaults, longest=longest)
-        wish = tool_wish(
-            check_tools(body.tools or ()), body.tool_choice, parallel=body.parallel_tool_calls is not False
-        )
-        return sampling, prompt, plan_reply(model, text, sampling, wish)
+        return body
 
-    with renamed_fields(**body.client_names):
-        sampling, prompt, plan = await run_for_request(n_bytes, read)
-        rules = await reply_rules(gateway, model, sampling, plan)
-        checked = await run_for_request(
-            n_bytes, partial(check, model, [prompt], rules, body.scheduling, tenant)
-        )
+    asked = ReplyRequest(
+        conversation=conversation,
+        sampling=lambda longest: body.sampling(model.defaults, longest=longest),
+        scheduling=body.scheduling,
+        wish=lambda tools: tool_wish(
+            check_tools(tools), body.tool_choice, parallel=body.parallel_tool_calls is not False
+        ),
+        use_tools=body.tool_choice != "none",
+        effort=body.reasoning_effort,
+        names=body.client_names,
+    )
+    n_bytes = len(await request.body())
+    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
     extras = None
     if body.logprobs:
         names = TokenNames(model.tokenizer)
-        extras = OutputExtras(names=names, shown=rules.shown, write_logprobs=chat_logprobs)
+        extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=chat_logprobs)
     response_id = new_response_id("chatcmpl")
     choices = Choices(
         gateway,
-        checked,
-        rules,
+        [ready.prompt],
+        ready.rules,
         extras=extras,
         response_id=response_id,
         owner=owner,
         facts=facts,
-        plan=plan,
+        plan=None if ready.plan.is_plain else ready.plan,
     )
     return await answer(
         body,

@@ -15,7 +15,7 @@ from orca_jax.service.output import Piece
 from orca_jax.service.prepared_params import OutputRules
 from server.gateway.gateway import Gateway, LiveRequest, Submission, submitted
 from server.gateway.reply.events import ReplyEvent
-from server.gateway.reply.reply_plan import PLAIN_REPLY, ReplyPlan
+from server.gateway.reply.reply_plan import ReplyPlan
 from server.gateway.reply.reply_reader import ReplyReader
 from server.gateway.side_threads import run_for_response
 from server.http.fields.generation import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -99,14 +99,25 @@ def scored(choice: dict[str, Any], score: float | None) -> dict[str, Any]:
     return choice if score is None else {**choice, "score": score}
 
 
+async def end_if_client_leaves(
+    receive: Receive, requests: Sequence[LiveRequest], facts: dict[str, Any]
+) -> None:
+    """Wait until the client disconnects, then end the requests there are by then."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    facts["disconnected"] = True
+    for request in requests:
+        request.end(FinishReason.CANCELLED)
+
+
 class Choices:
     """`n` choices for each prompt, in OpenAI's order: choice i of prompt p is number p * n + i.
 
     Each choice of a prompt has its own seed: `seed + i`, or a random one. Those of a beam search are one
     request, and complete at once.
-    `extras` is what to return besides output text, None for nothing. `plan` is how a chat's replies are read.
-    `owner` is the API key or address whose
-    share of the queue the requests use. `facts` go into the access log.
+    `extras` is what to return besides output text, None for nothing. `plan` is how a chat's replies are read,
+    None if they are only text. `owner` is the API key or address whose share of the queue the requests use.
+    `facts` go into the access log.
     """
 
     def __init__(
@@ -119,7 +130,7 @@ class Choices:
         response_id: str,
         owner: str,
         facts: dict[str, Any],
-        plan: ReplyPlan = PLAIN_REPLY,
+        plan: ReplyPlan | None = None,
     ) -> None:
         self.response_id = response_id
         self._owner = owner
@@ -133,7 +144,7 @@ class Choices:
         ]  # set when a prompt's first choice has its first piece
         n_input = sum(prompt.n_input for prompt in prompts)
         self.tally = Tally(n_input, self._n_each * len(prompts))
-        if not plan.is_plain:
+        if plan is not None:
             self.tally.readers = [
                 ReplyReader(plan, rules, continuing=rules.follow_text(prompt.token_ids))
                 for prompt in prompts
@@ -160,7 +171,7 @@ class Choices:
         async with submitted(self._gateway, self._submissions, owner=self._owner) as requests:
             self._outputs = self._new_outputs(requests)
             self.tally.first_choices = requests[:: self._n_requests]
-            watch = asyncio.create_task(self._end_if_client_leaves(receive, requests))
+            watch = asyncio.create_task(end_if_client_leaves(receive, requests, self._facts))
             try:
                 yield requests
             finally:
@@ -185,10 +196,12 @@ class Choices:
             scored.set()
         return shown
 
-    def events(self, index: int, piece: Piece) -> list[ReplyEvent]:
+    async def events(self, index: int, piece: Piece) -> list[ReplyEvent]:
         """What the next piece of choice `index` adds to a chat's reply; nothing where replies are text."""
         readers = self.tally.readers
-        return readers[index].take(piece) if readers else []
+        if not readers:
+            return []
+        return await run_for_response(len(piece.text), partial(readers[index].take, piece))
 
     def _new_outputs(self, requests: Sequence[LiveRequest]) -> list[ChoiceOutput]:
         """An output for each live request; none if responses have only the text."""
@@ -228,7 +241,7 @@ class Choices:
         for index, piece in enumerate(request.pieces(), first):
             shown, tokens = await self.take(index, piece)
             self.tally.take(index, shown)
-            events = self.events(index, piece)
+            events = await self.events(index, piece)
             choices.append(CompleteChoice(shown.text, tokens, piece.score, events))
         return choices
 
@@ -242,12 +255,5 @@ class Choices:
             tokens += shown_tokens
             self.tally.take(index, shown)
             text.append(shown.text)
-            events += self.events(index, piece)
+            events += await self.events(index, piece)
         return CompleteChoice("".join(text), tokens, score, events)
-
-    async def _end_if_client_leaves(self, receive: Receive, requests: Sequence[LiveRequest]) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._facts["disconnected"] = True
-        for request in requests:
-            request.end(FinishReason.CANCELLED)

@@ -9,11 +9,13 @@ from typing import NamedTuple
 from orca_jax.errors import OrcaError
 from orca_jax.request.request import FinishReason
 from orca_jax.service.output import Piece
-from server.http.bodies.errors import error_body
+from server.http.bodies.error_forms import body_at
+from server.http.bodies.errors import trouble_of
 from server.http.bodies.json_answer import as_json
 from server.http.fields.generation import Usage
 
 DONE = b"data: [DONE]\n\n"
+RESPONSES = "/v1/responses"
 TOOL_CALLS = "tool_calls"  # the finish reason of a reply with calls
 
 # Everything is ASCII, so that no client mistakes a Unicode character for a line break.
@@ -121,9 +123,18 @@ class ChunkWriter:
         return f'{self._head},"choices":[]{_usage_end(usage)}'.encode("ascii")
 
 
-def error_event(error: OrcaError) -> bytes:
-    """The error that ended a stream early. Clients raise it and expect no event after it."""
-    return f"data: {as_json(error_body(error))}\n\n".encode("ascii")
+def error_event(error: OrcaError, path: str = "") -> bytes:
+    """The error that ended a stream early, in the form of the path's protocol.
+
+    Clients raise it and expect no event after it. Protocols with names for events call it `error`.
+    """
+    trouble = trouble_of(error)
+    body, name = body_at(path, trouble), ""
+    if path == RESPONSES:
+        body = {"type": "error", "code": trouble.code, "message": trouble.message, "param": trouble.param}
+    if "type" in body:
+        name = "event: error\n"
+    return f"{name}data: {as_json(body)}\n\n".encode("ascii")
 
 
 def _usage_end(usage: Usage) -> str:

@@ -11,9 +11,10 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from server.gateway.side_threads import run_for_request
 from server.http.bodies.json_body import JsonRoute
-from server.http.fields.generation import FinishReason, GenerationRequest, Usage, ranged, renamed_fields
+from server.http.fields.generation import FinishReason, GenerationRequest, Usage, renamed_fields
 from server.http.fields.logprobs import CompletionLogprobs, completion_logprobs
 from server.http.fields.not_built import NotBuilt
+from server.http.fields.sampling import ranged
 from server.http.fields.strict import FirstFault
 from server.http.fields.token_names import TokenNames
 from server.http.generation.answer import (
@@ -146,7 +147,8 @@ async def create_completion(
     facts: FactsOf,
 ) -> Response:
     """Continue one or more prompts, in one response or, with `stream`, as server-sent events."""
-    model = accept(body, gateway, facts)
+    body.check_stream_options()
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
     n_bytes = len(await request.body())
 
     def read() -> tuple[SamplingParams, list[list[int]], list[int] | None]:

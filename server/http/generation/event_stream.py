@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 from orca_jax.errors import OrcaError
 from orca_jax.service.output import Piece
 from server.gateway.gateway import LiveRequest
+from server.gateway.reply.events import ReplyEvent
 from server.gateway.side_threads import run_for_response
 from server.http.bodies.json_answer import as_json
 from server.http.fields.generation import StreamOptions
@@ -17,7 +18,7 @@ from server.http.generation.chat_reply import deltas_of
 from server.http.generation.choices import Choices
 from server.http.generation.chunks import DONE, ChoiceEnd, ChunkWriter, error_event
 
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # keep proxies from buffering events
 
 _Write = Callable[[bytes], Awaitable[None]]
 
@@ -37,9 +38,9 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers(_HEADERS)
+        self.init_headers(HEADERS)
         self._choices = choices
-        self._is_plain = choices.extras is None  # only text
+        self._is_plain = choices.extras is None and not choices.tally.readers  # only text
         self._chunks = chunks
         self._final_usage = bool(options.include_usage)
         self._running_usage = bool(options.continuous_usage_stats)
@@ -105,16 +106,17 @@ class EventStream(Response):
         """The chunk for a piece; empty if there is nothing to show yet, as in the middle of a character."""
         tally = self._choices.tally
         tally.take(index, piece)
-        if tally.readers:
-            return self._reply_chunks(index, piece, logprobs)
         if not piece.text and piece.finish_reason is None and self._has_text and logprobs is None:
             return b""
         return self._chunks.chunk(index, piece, tally.usage() if self._running_usage else None, logprobs)
 
-    def _reply_chunks(self, index: int, piece: Piece, logprobs: str | None) -> bytes:
+    def _reply_chunks(
+        self, index: int, piece: Piece, events: Sequence[ReplyEvent], logprobs: str | None
+    ) -> bytes:
         """The chunks for a piece of a chat whose replies are more than text."""
         tally = self._choices.tally
-        deltas = deltas_of(self._choices.events(index, piece))
+        tally.take(index, piece)
+        deltas = deltas_of(events)
         end = None
         if piece.finish_reason is not None:
             end = ChoiceEnd(tally.finish_reason(index), piece.weights_version)
@@ -122,12 +124,15 @@ class EventStream(Response):
         return self._chunks.deltas(index, deltas, end, usage, logprobs)
 
     async def _rich_chunk(self, index: int, piece: Piece) -> bytes:
-        """Like `_chunk`, with the echoed prompt and log-probabilities."""
+        """Like `_chunk`, with the echoed prompt and log-probabilities, or a chat's reasoning and calls."""
+        events = await self._choices.events(index, piece)
         piece, tokens = await self._choices.take(index, piece)
-        if not tokens:
-            return self._chunk(index, piece)
-        n = n_characters(tokens)
-        logprobs = await run_for_response(n, lambda: as_json(self._choices.logprobs(tokens), n))
+        logprobs = None
+        if tokens:
+            n = n_characters(tokens)
+            logprobs = await run_for_response(n, lambda: as_json(self._choices.logprobs(tokens), n))
+        if self._choices.tally.readers:
+            return self._reply_chunks(index, piece, events, logprobs)
         return self._chunk(index, piece, logprobs)
 
     def _end(self) -> bytes:

@@ -18,7 +18,11 @@ from server.http.bodies.json_text import parse
 from server.ray.routing.prefix_steps import step_hashes
 
 # What stands before the messages in a rendered prompt, or chooses the form that they are rendered in.
-_BEFORE_MESSAGES = ("tools", "documents", "chat_template", "chat_template_kwargs", "add_special_tokens")
+_BEFORE_MESSAGES = (
+    *("tools", "documents", "chat_template", "chat_template_kwargs", "add_special_tokens"),
+    *("system", "thinking"),  # of Anthropic's protocol
+)
+_KINDS = {"/v1/completions": "text", "/v1/chat/completions": "chat", "/v1/messages": "messages"}
 
 
 def prefix_chain(path: str, tenant: bytes, body: bytes) -> tuple[int, ...]:
@@ -27,14 +31,14 @@ def prefix_chain(path: str, tenant: bytes, body: bytes) -> tuple[int, ...]:
     Requests of different tenants, models or `cache_salt` share nothing. 100 KB take about a millisecond, so
     call it by `run_for_request`.
     """
-    kind = {"/v1/completions": "text", "/v1/chat/completions": "chat"}.get(path)
+    kind = _KINDS.get(path)
     if kind is None:
         return ()
     try:
         request = parse(body)
         if not isinstance(request, dict):
             return ()
-        if kind == "chat":
+        if kind != "text":
             before = [request.get(name) for name in _BEFORE_MESSAGES]
             pieces, whole_steps = map(_canonical, _messages(request)), False
         else:

@@ -55,7 +55,7 @@ class RecordedProducts(Products):
             traced.append(x.shape[0])
             return matmul(x, weight)
 
-        return product
+        return Matmul(product)
 
 
 traced: list[int] = []

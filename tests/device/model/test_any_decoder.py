@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from orca_jax.config import ParallelConfig, ServingConfig
 from orca_jax.families.attention_config import Attention, QKNorm, Scores
 from orca_jax.families.config_json import config_from_json, config_to_json, plain_error
+from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, LearnedPositions, ModelConfig
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.parameters import parameter_table
 from orca_jax.families.rotary import Rotary, Scaling
 from orca_jax.sharding.partition import split_model
 from orca_jax.sharding.random_parameters import random_parameters
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
+from tests.device.model.drawn_weights import drawn
 
 N_POSITIONS = 40
 SERVING = ServingConfig(max_batch_size=4, n_slots=4 * 48, max_batch_tokens=48)
@@ -49,6 +50,43 @@ def scalings(size: int) -> st.SearchStrategy[Scaling | None]:
 
 
 @st.composite
+def mixtures(draw: st.DrawFn) -> Experts:
+    """Experts, each of which some tokens choose."""
+    maybe = st.booleans()
+    n_groups, each = draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 2), (4, 3)]))
+    top_groups = draw(st.integers(1, n_groups))
+    shared: Any = draw(st.sampled_from([{}, {"shared_size": 12}, {"shared_size": 16, "shared_gate": True}]))
+    scores: Any = draw(st.sampled_from(["softmax", "softmax_of_chosen", "sigmoid"]))
+    own = scores != "softmax_of_chosen"
+    return Experts(
+        number=n_groups * each,
+        top_k=draw(st.integers(1, top_groups * each)),
+        scores=scores,
+        renormalised=own and draw(maybe),
+        multiplier=draw(st.sampled_from([1.0, 2.5])),
+        router_bias=draw(maybe),
+        correction_bias=own and draw(maybe),
+        n_groups=n_groups,
+        top_groups=top_groups,
+        **shared,
+    )
+
+
+@st.composite
+def feed_forwards(draw: st.DrawFn) -> FeedForward:
+    maybe = st.booleans()
+    gated = draw(maybe)
+    return FeedForward(
+        size=draw(st.sampled_from([16, 24])),
+        activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu", "silu"])),
+        gated=gated,
+        bias=draw(maybe),
+        gate_limit=draw(st.sampled_from([None, 0.8])) if gated else None,
+        experts=draw(st.one_of(st.none(), mixtures())),
+    )
+
+
+@st.composite
 def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
     """A layer with these heads."""
     maybe = st.booleans()
@@ -73,12 +111,7 @@ def layers(draw: st.DrawFn, heads: dict[str, int], norm: Norm) -> Layer:
     )
     return Layer(
         attention=attention,
-        feed_forward=FeedForward(
-            size=24,
-            activation=draw(st.sampled_from(["gelu_tanh", "gelu", "relu", "silu"])),
-            gated=draw(maybe),
-            bias=draw(maybe),
-        ),
+        feed_forward=draw(feed_forwards()),
         norm=norm,
         residual=draw(st.sampled_from(["pre", "post", "both", "after", "parallel", "parallel_two_norms"])),
         residual_multiplier=draw(st.sampled_from([1.0, 0.7])),
@@ -107,17 +140,6 @@ def models(draw: st.DrawFn) -> ModelConfig:
         logit_multiplier=draw(st.sampled_from([1.0, 0.5])),
         logit_soft_cap=draw(st.sampled_from([None, 20.0])),
     )
-
-
-def drawn(model: ModelConfig, seed: int) -> dict[str, jax.Array]:
-    """Weights wide enough that greedy tokens vary, with no bias or scale at its initial value."""
-    rng = np.random.default_rng(seed)
-    values: dict[str, jax.Array] = {}
-    for name, parameter in parameter_table(model).items():
-        value = rng.standard_normal(parameter.shape).astype("f4")
-        value *= 0.1 if parameter.use in ("norm", "bias") else 1.2 / np.sqrt(parameter.stacked_shape[-1])
-        values[name] = jnp.asarray(value + (1 if parameter.initial == "ones" else 0))
-    return values
 
 
 def check(model: ModelConfig, seed: int) -> None:

@@ -152,7 +152,7 @@ def test_markers_may_be_special_tokens() -> None:
     library.decoder = decoders.ByteLevel()
     names = ["<end>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"]
     library.add_special_tokens(names)
-    end, think, done, calls, args = (library.token_to_id(name) for name in names)
+    end, think, done, calls, args = map(library.get_vocab().__getitem__, names)
     tokenizer = Tokenizer(library)
     output = [think, *b"Hm.", done, *b"So. ", calls, *b"note", args, *b"{}", end]
 

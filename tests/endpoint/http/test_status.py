@@ -133,7 +133,7 @@ def statuses(document: dict[str, Any], method: str, path: str) -> list[int]:
 def test_the_openapi_document_lists_the_actual_responses(client: httpx2.Client) -> None:
     document = client.get("/openapi.json").json()
     assert document["info"]["version"] == orca_jax.__version__
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         assert statuses(document, "post", path) == [200, 400, 404, 408, 413, 415, 429, 500, 503, 504]
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}
@@ -155,22 +155,34 @@ def test_every_error_in_the_openapi_document_has_the_usual_form(client: httpx2.C
             for status, response in operation["responses"].items():
                 if int(status) >= 400 and path != "/ready":
                     schema = response["content"]["application/json"]["schema"]
-                    assert schema == {"$ref": "#/components/schemas/ErrorBody"}, (path, status)
+                    form = "MessagesErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+                    assert schema == {"$ref": f"#/components/schemas/{form}"}, (path, status)
 
 
 def test_the_openapi_document_says_where_a_key_is_needed() -> None:
     with serving(keys=ApiKeys(["key-number-1"])) as server, connected(server) as client:
         document = client.get("/openapi.json").json()
-    assert document["components"]["securitySchemes"] == {"bearer": {"type": "http", "scheme": "bearer"}}
+    own = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    schemes = {"bearer": {"type": "http", "scheme": "bearer"}, "x-api-key": own}
+    assert document["components"]["securitySchemes"] == schemes
     secured = {
         path
         for path, methods in document["paths"].items()
         for operation in methods.values()
-        if operation.get("security") == [{"bearer": []}] and "401" in operation["responses"]
+        if {"bearer": []} in operation.get("security", []) and "401" in operation["responses"]
+        if ({"x-api-key": []} in operation["security"]) == path.startswith("/v1/messages")
     }
     assert secured == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
         "/v1/models",
         "/v1/models/{model_id}",
         "/tokenize",

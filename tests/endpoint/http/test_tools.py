@@ -200,14 +200,14 @@ def test_openais_parse_and_stream_helpers() -> None:
     weather: Any = openai.pydantic_function_tool(Weather, name="weather")
     with said(CALL) as server, client_of(server) as client:
         answer = client.chat.completions.parse(model="test", messages=[USER], tools=[weather], max_tokens=200)
-        (call,) = answer.choices[0].message.tool_calls or ()
+        (call,) = answer.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == Weather(place="Rome", days=3)
         with client.chat.completions.stream(
             model="test", messages=[USER], tools=[weather], max_tokens=200
         ) as stream:
             kinds = {event.type for event in stream}
             whole = stream.get_final_completion()
-        (call,) = whole.choices[0].message.tool_calls or ()
+        (call,) = whole.choices[0].message.tool_calls or []
         assert call.function.parsed_arguments == Weather(place="Rome", days=3)
         assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +43,9 @@ CHECKS: list[CheckFunction] = [
     unsupported_method,
 ]
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+OTHER_PROTOCOLS = ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens")
 TOKENS = ("/tokenize", "/detokenize")
+RELEVANCE = ("/v1/embeddings", "/v1/score", "/v1/rerank")
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
 
 generated = settings(
@@ -56,7 +59,7 @@ generated = settings(
 def server() -> Iterator[Server]:
     """A server; on exit it waits until nothing is left in the pool, the gateway or on the event loop."""
     options = EndpointOptions(
-        port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20
+        port=0, grpc_port=None, access_log="off", max_choices=16, max_body_bytes=1 << 20, pages=False
     )
     config = replace(CONFIG, scheduling=SchedulingConfig(order="priority"))  # any priority is valid
     with serving(options=options, config=config) as server:
@@ -66,19 +69,22 @@ def server() -> Iterator[Server]:
 class Calls:
     """Sends cases, checks the responses, and counts both."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, n_operations: int = 15) -> None:
         self.schema: BaseSchema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         results = list(self.schema.get_all_operations())
         self.operations = [result.ok() for result in results if isinstance(result, Ok)]
-        assert len(self.operations) == len(results) == 10, "the document has errors"
+        assert len(self.operations) == len(results) == n_operations, "the document has errors"
         self.answers = Counter[tuple[str, int]]()
 
     @property
     def n(self) -> int:
         return self.answers.total()
 
+    def all_at(self, path: str) -> list[APIOperation[Any, Any, Any, Any]]:
+        return [each for each in self.operations if each.path == path]
+
     def operation(self, path: str) -> APIOperation[Any, Any, Any, Any]:
-        (operation,) = [each for each in self.operations if each.path == path]
+        operation, *_ = self.all_at(path)
         return operation
 
     def send(self, case: Case) -> None:
@@ -94,7 +100,16 @@ class Calls:
         change: Callable[[Case], Case] = lambda case: case,
     ) -> None:
         """Send `n` drawn cases, each transformed by `change`."""
-        cases = self.operation(path).as_strategy(generation_mode=mode).map(change)
+        self.fuzz_operation(self.operation(path), mode, n, change)
+
+    def fuzz_operation(
+        self,
+        operation: APIOperation[Any, Any, Any, Any],
+        mode: GenerationMode,
+        n: int,
+        change: Callable[[Case], Case] = lambda case: case,
+    ) -> None:
+        cases = operation.as_strategy(generation_mode=mode).map(change)
 
         @settings(generated, max_examples=n)
         @given(case=cases)
@@ -208,6 +223,15 @@ def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
         calls.fuzz(path, POSITIVE, 100)
         calls.fuzz(path, NEGATIVE, 150)
         calls.fuzz(path, POSITIVE, 300, little)  # most of these run
+    for path in OTHER_PROTOCOLS:
+        calls.fuzz(path, POSITIVE, 200)
+        calls.fuzz(path, NEGATIVE, 200)
+    for path in ("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"):
+        for operation in calls.all_at(path):
+            calls.fuzz_operation(operation, POSITIVE, 30)
+    for path in RELEVANCE:
+        calls.fuzz(path, POSITIVE, 60)
+        calls.fuzz(path, NEGATIVE, 40)
     for path in TOKENS:
         calls.fuzz(path, POSITIVE, 200)
         calls.fuzz(path, NEGATIVE, 150)
@@ -223,6 +247,23 @@ def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
     assert counted <= n_answered(server) <= counted + 10
     answer = requests.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=CALL_SECONDS)
     assert answer.json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_requests_for_files_and_batches(tmp_path: Path) -> None:
+    options = EndpointOptions(port=0, grpc_port=None, access_log="off", batch_dir=tmp_path)
+    with serving(options=options) as server:
+        calls = Calls(server, 15 + 9)
+        calls.operations = [
+            one for one in calls.operations if one.path.startswith(("/v1/files", "/v1/batches"))
+        ]
+        assert len(calls.operations) == 9
+        calls.cover()
+        calls.fuzz("/v1/batches", POSITIVE, 100)
+        calls.fuzz("/v1/batches", NEGATIVE, 100)
+        assert calls.answers["/v1/batches", 404] > 0  # of files that there are not
+        until(server.at_rest, "rest")
 
 
 def n_answered(server: Server) -> int:
@@ -255,7 +296,7 @@ def as_bytes(value: Any) -> bytes:
     return json.dumps(value).encode("ascii")
 
 
-@pytest.mark.parametrize("path", [*GENERATING, *TOKENS])
+@pytest.mark.parametrize("path", [*GENERATING, *OTHER_PROTOCOLS, *TOKENS, *RELEVANCE])
 def test_any_body(server: Server, path: str) -> None:
     @settings(generated, max_examples=100)
     @given(body=st.binary(max_size=60) | JSON_VALUES.map(as_bytes))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -182,3 +183,21 @@ def test_time_grows_with_the_text_and_not_its_square(name: str) -> None:
             kept = max(kept, parser.n_pending)
         assert kept <= 2 * len(hard) + 64, hard
         parser.finish()
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_long_piece_with_many_markers_takes_time_in_proportion(name: str) -> None:
+    hard = (TOOL_FORMATS[name].first_marker or "{") + " "
+
+    def seconds(n: int) -> float:
+        times = list[float]()
+        for _ in range(3):
+            parser = ReplyParser(reader(name, None), OFFERED)
+            began = time.thread_time()
+            parser.feed(hard * n)
+            parser.finish()
+            times.append(time.thread_time() - began)
+        return min(times)
+
+    few, many = seconds(500), seconds(8_000)
+    assert many < max(0.05, 3 * 16 * few), (few, many)

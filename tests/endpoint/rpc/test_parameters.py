@@ -242,7 +242,7 @@ def test_a_failed_output_ends_alone_with_a_status(caplog: pytest.LogCaptureFixtu
 
 
 def test_too_many_grammars_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: SamplingParams) -> NoReturn:
+    def full(*_: object) -> NoReturn:
         raise QueueFull("too many grammars are being compiled")
 
     with serving(writing("aa")) as server, client(server) as stub:

@@ -111,7 +111,7 @@ def test_reflection_describes_the_services() -> None:
         database = ProtoReflectionDescriptorDatabase(connection)
         assert {SERVICE, "grpc.health.v1.Health"} <= set(database.get_services())
         methods = DescriptorPool(database).FindServiceByName(SERVICE).methods_by_name
-        assert set(methods) == {"Generate", "Cancel", "Models"}
+        assert set(methods) == {"Generate", "Cancel", "Embed", "Models"}
         assert methods["Generate"].server_streaming
         assert methods["Generate"].input_type.full_name == "orca.v1.GenerateRequest"
 
@@ -129,12 +129,13 @@ def test_models() -> None:
         assert generate(connection) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("message", [pb.CancelRequest, pb.ModelsRequest])
+@pytest.mark.parametrize("message", [pb.CancelRequest, pb.EmbedRequest, pb.ModelsRequest])
 def test_unknown_fields_of_the_other_methods(message: Any) -> None:
     request = message.FromString(b"\xf8\x06\x01")
     with serving() as server, channel(server) as connection:
         stub = GenerationStub(connection)
-        method = stub.Cancel if message is pb.CancelRequest else stub.Models
+        methods = {pb.CancelRequest: stub.Cancel, pb.EmbedRequest: stub.Embed, pb.ModelsRequest: stub.Models}
+        method: Any = methods[message]
         assert code_of(lambda: method(request, timeout=SOON)) is grpc.StatusCode.INVALID_ARGUMENT
 
 

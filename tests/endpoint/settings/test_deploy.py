@@ -198,7 +198,7 @@ def test_only_these_pods_reach_a_worker() -> None:
 
 
 def test_the_documented_commands_are_valid() -> None:
-    lines = [line.strip() for line in WORKERS_MD.splitlines() if line.startswith("    orca ")]
+    lines = [line for line in WORKERS_MD.splitlines() if line.startswith("orca ")]
     assert len(lines) == 5
     for line in lines:
         cli.parser().parse_args(shlex.split(line, comments=True)[1:])

@@ -1,5 +1,6 @@
 """What an iteration sampled, as bytes: nothing is lost, and what was not asked for is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orca_jax.control.message_wire import decode_message, encode_message
 from orca_jax.control.sampled_wire import ExpectedRecords, decode_sampled, encode_sampled, expected_records
 from orca_jax.control.worker_pb2 import Tokens
 from orca_jax.errors import BadFrame
+from orca_jax.iteration.message import POOLS_ALL, POOLS_LAST
 from orca_jax.request.sampled import LOGPROBS, Sampled, token_logprobs
-from tests.host.control.test_message_wire import ONE, message_of
+from tests.host.control.test_message_wire import ONE, SHAPE, message_of
 
 VOCAB = 97
 
@@ -112,6 +115,30 @@ def test_unexpected_lengths_are_refused(field: str, change: int) -> None:
         BadFrame, match=rf"of 2 requests have {len(data) + change} bytes; they need {len(data)}"
     ):
         decode_sampled(payload, of, vocab_size=VOCAB)
+
+
+def test_pooled_hidden_states_survive_the_wire_and_others_are_refused() -> None:
+    flags = [POOLS_LAST, 0, POOLS_ALL]
+    first = {**ONE, "initiation": True, "kv_length": 4, "token_ids": [1, 2, 3, 4], "n_prompt": 4}
+    message = message_of([{**first, "flags": flag} for flag in flags])
+    assert message.n_pooled.tolist() == [1, 0, 4]
+    of = expected_records(message)
+    assert of.pooled == (0, 2)
+    vectors = {0: np.array([0.5, -1, 3], np.float32), 2: np.array([2, 1e-9, 7], np.float32)}
+    payload = encode_sampled(Sampled(np.array([1, 2, 3], np.int32), pooled=vectors), of)
+    assert len(payload.pooled) == 2 * 3 * 4
+    back = decode_sampled(payload, of, vocab_size=VOCAB, embedding_size=3)
+    assert {place: vector.tolist() for place, vector in back.pooled.items()} == {
+        place: vector.tolist() for place, vector in vectors.items()
+    }
+    with pytest.raises(BadFrame, match="hidden states of 3 requests have 24 bytes; they need 32"):
+        decode_sampled(payload, of, vocab_size=VOCAB, embedding_size=4)
+    with pytest.raises(BadFrame, match="a row pools hidden states that it does not have"):
+        decode_message(encode_message(message, SHAPE), SHAPE)  # an engine without embeddings
+    decode_message(encode_message(message, SHAPE), replace(SHAPE, embedding_size=3))
+    decode = message_of([{**ONE, "flags": POOLS_LAST}])
+    with pytest.raises(BadFrame, match="it decodes"):
+        decode_message(encode_message(decode, SHAPE), replace(SHAPE, embedding_size=3))
 
 
 def test_unrequested_records_are_refused() -> None:

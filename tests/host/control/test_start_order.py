@@ -117,5 +117,5 @@ def test_a_damaged_order_is_refused_or_is_an_order(place: int, value: int):
 
 def test_the_order_has_every_size_of_an_engine():
     names = {field.name for field in fields(EngineShape)}
-    assert names == {*SIZES, "deterministic", "coarse_buckets", "max_encoder_blocks"}
+    assert names == {*SIZES, "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size"}
     assert names == set(worker_pb2.Shape.DESCRIPTOR.fields_by_name)

@@ -16,9 +16,10 @@ from tests.host.control.test_message_wire import ONE, message_of
 SHAPE = EngineShape(
     block_size=4, max_blocks=8, max_rows=6, max_tokens=64, n_rows=12, n_blocks=64, vocab_size=300
 )
-WITHOUT_ENCODER = "max_encoder_blocks"  # may be 0
+WITHOUT_ENCODER, WITHOUT_EMBEDDINGS = "max_encoder_blocks", "embedding_size"  # may be 0
 SIZES = [field.name for field in fields(EngineShape) if field.type in (int, "int")]
 SIZES.remove(WITHOUT_ENCODER)
+SIZES.remove(WITHOUT_EMBEDDINGS)
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
@@ -32,6 +33,12 @@ def test_a_size_is_a_whole_number_within_bounds(name: str, value: Any) -> None:
 def test_the_encoder_s_blocks_are_a_whole_number_within_bounds(value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{WITHOUT_ENCODER} is .*; it must be .* from 0 to 2097152$"):
         replace(SHAPE, max_encoder_blocks=value)
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 20) + 1])
+def test_the_size_of_an_embedding_is_a_whole_number_within_bounds(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{WITHOUT_EMBEDDINGS} is .*; it must be .* from 0 to 1048576$"):
+        replace(SHAPE, embedding_size=value)
 
 
 @pytest.mark.parametrize("name", ["deterministic", "coarse_buckets"])
@@ -68,6 +75,7 @@ def test_a_shape_follows_from_model_and_config() -> None:
         n_blocks=8,
         vocab_size=100,
         coarse_buckets=True,
+        embedding_size=8,
     )
     kv = kv_manager(shape)
     assert (kv.n_blocks, kv.block_size, kv.n_rows, kv.block_table.shape) == (8, 16, 15, (15, 3))

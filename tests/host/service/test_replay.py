@@ -21,10 +21,12 @@ from orca_jax.scheduling.engine_protocol import Engine, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling_config import SchedulingConfig
 from orca_jax.service import recorder as recorder_module
+from orca_jax.service.embeddings import pooled_prompt
 from orca_jax.service.orca import Orca
 from orca_jax.service.recorder import Recorder
 from orca_jax.service.recording import Recording, read_recording
 from orca_jax.service.replay import Replay
+from orca_jax.service.scores import given_output
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
 from orca_jax.simulation.replay import simulated_replay
 from tests.host.engines import CONFIG, MODEL, SOON, PacedEngine, counting
@@ -96,7 +98,11 @@ def serve_randomly(service: Orca, seed: int, n_users: int = 6, n_each: int = 8) 
             priority = rng.randrange(3) if service.scheduler.config.scheduling.order == "priority" else 0
             scheduling = SchedulingParams(priority=priority)
             if rng.random() < 0.1:
-                service.score(service.check_given(prompt, 1)).result(SOON)
+                given = given_output(service, prompt, 1)
+                asked = given.prompt, given.rules
+                if number % 2:
+                    asked = pooled_prompt(service, prompt, "mean")
+                service.submit(*asked).result(SOON)
                 continue
             generation = service.submit(prompt, sampling, owner=f"key {number % 3}", scheduling=scheduling)
             if rng.random() < 0.2:
@@ -140,6 +146,7 @@ def test_a_replay_makes_the_same_batches_and_tokens(
     assert len(recording.requests) == 48 and recording.why_last == ""
     assert list(recording.weights.values()) == ([9.0] if name == "fair" else [])
     assert any(request.given_ids for request in recording.requests)
+    assert any(request.pooling == "mean" for request in recording.requests)
     ids = [request.request_id for request in recording.requests]
     rows = [recording.iterations[i].rows for i in range(len(iterations))]
     assert [(tuple(ids[n] for n, _ in own), tuple(n for _, n in own)) for own in rows] == iterations

@@ -8,6 +8,7 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.errors import ConfigError
 from orca_jax.families.hf_config import read_config, read_hf_config
 from orca_jax.families.model_config import ModelConfig
+from orca_jax.planning.stage_layers import tensor_degrees
 from tests.device.model.golden import NAMES, load_golden
 
 
@@ -18,7 +19,7 @@ def devices(model: ModelConfig) -> int:
             split = model.for_devices(n)
         except ConfigError:
             continue
-        if all(size % n == 0 for size in split.ffn_sizes):
+        if n in tensor_degrees(split, n):
             return n
     return 1
 
@@ -67,7 +68,7 @@ def test_in_one_process(family: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen2", "falcon"])
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2", "falcon", "qwen2_moe"])
 def test_in_worker_processes(family: str) -> None:
     name, n = CHOSEN[family]
     check(name, tensor_parallel=n, worker_processes=True)

@@ -1,0 +1,77 @@
+"""Experts: a feed-forward layer that there is many times, of which each token takes a few."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from orca_jax.checks import check_whole
+from orca_jax.errors import ConfigError
+from orca_jax.families.limits import check_choice, check_positive, check_size
+
+Scores = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """`number` feed-forward layers; each token runs the `top_k` with the highest scores, and adds them up.
+
+    A router, one linear layer, gives a token a logit for each expert; computed in float32, its scores are
+    their softmax or sigmoid, or with `softmax_of_chosen` a softmax over the logits of the chosen experts
+    alone. An expert's result is multiplied by its score; `renormalised` divides the chosen scores by their
+    sum first; then come `multiplier`.
+
+    With a `correction_bias` a number for each expert is added to the scores for the choice alone. With
+    `n_groups` the experts are cut into as many groups of neighbours, of which the `top_groups` best stand
+    for the choice: those with the greatest sum of two scores with a correction bias, of one score without.
+
+    `shared_size` is the width of one more gated layer, of the experts' activation, which every token runs;
+    with `shared_gate` its result is multiplied by the sigmoid of one more linear layer's.
+    """
+
+    number: int
+    top_k: int
+    scores: Scores = "softmax"
+    renormalised: bool = False
+    multiplier: float = 1.0
+    router_bias: bool = False
+    correction_bias: bool = False
+    n_groups: int = 1
+    top_groups: int = 1
+    shared_size: int | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        check_size("n_experts", self.number)
+        check_whole("top_k", self.top_k, 1, self.number)
+        check_choice("the scores of experts", self.scores, Scores)
+        check_positive("experts_multiplier", self.multiplier)
+        check_whole("n_groups", self.n_groups, 1, self.number)
+        check_whole("top_groups", self.top_groups, 1, self.n_groups)
+        if self.shared_size is not None:
+            check_size("shared_size", self.shared_size)
+        elif self.shared_gate:
+            raise ConfigError("shared_gate is set, but there is no shared_size")
+        if self.scores == "softmax_of_chosen" and (self.renormalised or self.correction_bias):
+            raise ConfigError("a softmax of the chosen is neither renormalised nor corrected")
+        if self.number % self.n_groups:
+            raise ConfigError(f"n_experts {self.number} is not a multiple of n_groups {self.n_groups}")
+        if self.top_k > self.top_groups * self.group_size:
+            raise ConfigError(
+                f"top_k is {self.top_k}, but {self.top_groups} groups have "
+                f"{self.top_groups * self.group_size} experts"
+            )
+        if self.n_groups > 1 and self.group_size < self.scores_of_group:
+            raise ConfigError(f"a group of {self.group_size} experts has no {self.scores_of_group} scores")
+
+    @property
+    def group_size(self) -> int:
+        """Experts of each group."""
+        return self.number // self.n_groups
+
+    @property
+    def scores_of_group(self) -> int:
+        """How many of its best scores decide on a group."""
+        return 2 if self.correction_bias else 1
+
+    def expected_hit(self, n_tokens: float) -> float:
+        """The expected number of experts that any of `n_tokens` chooses, if it chooses at random."""
+        return self.number * (1 - (1 - self.top_k / self.number) ** n_tokens)

@@ -1,0 +1,70 @@
+"""Mixtral (Jiang et al., 2024): Mistral with eight experts in each layer."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from orca_jax.families.attention_config import Scores
+from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.decoders.llama_like import (
+    BUFFERS,
+    CONFIG_NAMES,
+    PREFIXES,
+    WEIGHTS,
+    common_fields,
+    decoder,
+    read_layer,
+    read_sizes,
+)
+from orca_jax.families.family import Family
+from orca_jax.families.mixtures.expert_fields import EXPERT_NAMES, HARMLESS, read_experts
+from orca_jax.families.mixtures.expert_names import FUSED, separate_experts
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.stored_name import StoredName
+
+_SPARSE = "{prefix}layers.{i}.block_sparse_moe."
+_WEIGHTS: Mapping[str, StoredName] = {
+    **WEIGHTS,
+    **separate_experts(
+        f"{_SPARSE}gate.weight", *(f"{_SPARSE}experts.{{x}}.{part}.weight" for part in ("w1", "w3", "w2"))
+    ),
+}
+
+
+def _read(fields: ConfigFields) -> ModelConfig:
+    sizes = read_sizes(fields)
+    experts = read_experts(fields, "num_local_experts", alias="num_experts", renormalised=True)
+    layer = read_layer(fields, sizes, eps=1e-5)
+    scores = Scores(window=fields.whole_or_null("sliding_window", None))
+    layer = replace(
+        layer,
+        attention=replace(layer.attention, scores=scores),
+        feed_forward=replace(layer.feed_forward, experts=experts),
+    )
+    return decoder(fields, sizes, [layer] * sizes.n_layers, final_norm=layer.norm)
+
+
+def _write(model: ModelConfig) -> dict[str, Any] | None:
+    experts = model.layers[0].feed_forward.experts
+    if experts is None:
+        return None
+    return common_fields(model) | {
+        "sliding_window": model.attention.scores.window,
+        "num_local_experts": experts.number,
+        "num_experts_per_tok": experts.top_k,
+    }
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    title="Mixtral",
+    architectures=("MixtralForCausalLM", "MixtralModel"),
+    config_names={**CONFIG_NAMES, **EXPERT_NAMES, "n_experts": "num_local_experts"},
+    read=_read,
+    write=_write,
+    prefixes=PREFIXES,
+    weights=_WEIGHTS,
+    alternatives=FUSED,
+    buffers=BUFFERS,
+    harmless=HARMLESS,
+)

@@ -1,0 +1,91 @@
+"""The tokens of an iteration whose final hidden states are summed, row by row, for embeddings.
+
+The last layer of a forward pass gives the hidden state of each row's last token alone, and not to the host.
+So these tokens pass through it once more, as those do that are scored (scored_parts.py); their keys and
+values are in the cache. A batch of them has tokens of many rows, so that few programs are started for many
+short prompts.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from orca_jax.iteration.flat_batch import FlatBatch, FlatLayout, TokenPrograms
+from orca_jax.iteration.message import ControlMessage
+from orca_jax.iteration.scored_parts import SCORED
+from orca_jax.iteration.shape import EngineShape
+
+
+class PooledPart(NamedTuple):
+    """Up to SCORED tokens of rows; `flat` has them as a batch of these rows."""
+
+    places: list[int]  # of the rows in the iteration's batch
+    at: npt.NDArray[np.int32]  # [SCORED] where the tokens are in that batch; 0 after the last
+    flat: FlatBatch
+
+
+def pooled_layout(shape: EngineShape) -> FlatLayout:
+    """The layout of every part."""
+    return FlatLayout(SCORED, min(SCORED, shape.max_rows), shape.max_blocks)
+
+
+def pooled_parts(message: ControlMessage, shape: EngineShape) -> Iterator[PooledPart]:
+    """The parts of an iteration, in order; a long row is in several.
+
+    In a deterministic engine each begins with its row, so that the order of the sum depends on nothing else.
+    """
+    layout, pieces, n_tokens = pooled_layout(shape), list[_Piece](), 0
+    for piece in _pieces(message, shape):
+        if n_tokens + piece.n > SCORED or len(pieces) == layout.n_rows or (pieces and shape.deterministic):
+            yield _part(message, layout, pieces)
+            pieces, n_tokens = [], 0
+        pieces.append(piece)
+        n_tokens += piece.n
+    if pieces:
+        yield _part(message, layout, pieces)
+
+
+class _Piece(NamedTuple):
+    """`n` neighbouring tokens of a row, from place `first` in the batch."""
+
+    row: int
+    first: int
+    n: int
+
+
+def _pieces(message: ControlMessage, shape: EngineShape) -> Iterator[_Piece]:
+    """Each no longer than what is left in its part, if parts are filled up in order."""
+    ends, n_pooled = np.cumsum(message.input_length).tolist(), message.n_pooled.tolist()
+    left = SCORED
+    for row in np.flatnonzero(message.n_pooled).tolist():
+        first, end = ends[row] - n_pooled[row], ends[row]
+        if shape.deterministic:
+            left = SCORED
+        while first < end:
+            n = min(left, end - first)
+            yield _Piece(row, first, n)
+            first += n
+            left = left - n or SCORED
+
+
+def _part(message: ControlMessage, layout: FlatLayout, pieces: list[_Piece]) -> PooledPart:
+    buffer = np.zeros(layout.size, np.int32)
+    arrays = layout.split(buffer)
+    rows = np.array([piece.row for piece in pieces])
+    n_tokens = np.array([piece.n for piece in pieces])
+    at = np.concatenate([np.arange(piece.first, piece.first + piece.n) for piece in pieces])
+    # Of a row, index + shift is position.
+    shift = message.kv_length[rows] - np.cumsum(message.input_length)[rows]
+    total = len(at)
+    arrays.positions[:total] = at + np.repeat(shift, n_tokens)
+    np.cumsum(n_tokens, out=arrays.row_start[1 : len(rows) + 1])
+    arrays.row_start[len(rows) + 1 :] = total
+    arrays.kv_length[: len(rows)] = arrays.positions[arrays.row_start[1 : len(rows) + 1] - 1] + 1
+    arrays.block_table[: len(rows)] = message.block_table[rows]
+    padded = np.zeros(SCORED, np.int32)
+    padded[:total] = at
+    return PooledPart(
+        rows.tolist(), padded, FlatBatch(layout, buffer, arrays, total, len(rows), TokenPrograms())
+    )

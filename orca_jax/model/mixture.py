@@ -1,0 +1,113 @@
+"""A feed-forward layer of experts: each token runs the few that its router chooses, and no token is dropped.
+
+Tokens are sorted by expert, so that each expert's are rows side by side, and two grouped products run all
+experts; shapes depend on the bucket alone. Padding belongs to no expert, as do, where each device has whole
+experts, the tokens of other devices' experts.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.model_config import FeedForward
+from orca_jax.model.layers import Matmul, Weights, activate, between, linear_of
+from orca_jax.model.shard import Shard
+
+
+class Mixture(nnx.Module):
+    """The router, the experts' weights [X, ...], and what all tokens share."""
+
+    def __init__(self, config: FeedForward, p: Weights) -> None:
+        assert config.experts is not None
+        self.config = config
+        self.router = linear_of(p, "router")
+        correction = p("router.correction")
+        self.correction = None if correction is None else nnx.Param(correction)
+        self.up = linear_of(p, "experts.up")
+        self.down = linear_of(p, "experts.down")
+        shares = config.experts.shared_size is not None
+        self.shared_up = linear_of(p, "shared.up") if shares else None
+        self.shared_down = linear_of(p, "shared.down") if shares else None
+        gate = p("shared.gate")
+        self.shared_gate = None if gate is None else nnx.Param(gate)
+
+    def __call__(self, x: jax.Array, product: Matmul, shard: Shard) -> jax.Array:
+        """x [T, H] to [T, H]."""
+        experts = self.config.experts
+        assert experts is not None
+        correction = None if self.correction is None else self.correction[...]
+        weights, chosen = choose(experts, self._logits(x, product), correction)  # [T, k]
+        mixed = self._mixed(x, weights, chosen, product, shard)
+        if self.shared_up is not None and self.shared_down is not None:
+            gate, up = jnp.split(self.shared_up(x, product), 2, axis=1)
+            shared = self.shared_down(activate(gate, self.config.activation) * up, product)
+            if self.shared_gate is not None:
+                open_ = jax.nn.sigmoid((x * self.shared_gate[...]).astype(jnp.float32).sum(axis=1))
+                shared = shared * open_[:, None].astype(x.dtype)
+            mixed = mixed + shared
+        mixed = shard.total(mixed)
+        if self.down.bias is None:
+            return mixed
+        bias = self.down.bias[...].at[chosen].get(mode="clip").astype(jnp.float32)  # [T, k, H]
+        return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype)
+
+    def _logits(self, x: jax.Array, product: Matmul) -> jax.Array:
+        """[T, X] float32."""
+        weight = self.router.weight[...]
+        if x.dtype == weight.dtype == jnp.float32:
+            logits = product(x, weight)
+        else:
+            by_row = (((1,), (1,)), ((), ()))
+            logits = lax.dot_general(x, weight, by_row, preferred_element_type=jnp.float32)
+        return logits if self.router.bias is None else logits + self.router.bias[...].astype(jnp.float32)
+
+    def _mixed(
+        self, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul, shard: Shard
+    ) -> jax.Array:
+        """What this device's experts add to each token, [T, H]."""
+        up, down = self.up.weight[...], self.down.weight[...]
+        n_tokens, top_k = chosen.shape
+        n_here = up.shape[0]
+        assert self.config.experts is not None
+        first = shard.index * n_here if n_here < self.config.experts.number else 0
+        expert = chosen - first
+        real = True if product.n_tokens is None else jnp.arange(n_tokens)[:, None] < product.n_tokens
+        expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here).reshape(-1)  # [T k]
+        order = jnp.argsort(expert, stable=True)
+        sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
+        rows = x.at[order // top_k].get(mode="clip")  # [T k, H], sorted by expert
+        inner = product.grouped(rows, up.reshape(n_here, -1, x.shape[1]), sizes)
+        if self.up.bias is not None:
+            of_row = self.up.bias[...].reshape(n_here, -1).at[expert[order]]
+            inner = inner + of_row.get(mode="clip")
+        out = product.grouped(between(inner, self.config), down, sizes)
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+        by_token = out.at[place].get(mode="clip").reshape(n_tokens, top_k, -1).astype(jnp.float32)
+        return (weights[:, :, None] * by_token).sum(axis=1).astype(x.dtype)
+
+
+def choose(experts: Experts, logits: jax.Array, correction: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """For logits [T, X] float32 each token's experts [T, k] int32, and by what to multiply their results."""
+    match experts.scores:
+        case "softmax":
+            scores = jax.nn.softmax(logits, axis=-1)
+        case "sigmoid":
+            scores = jax.nn.sigmoid(logits)
+        case "softmax_of_chosen":
+            scores = logits
+    rating = scores if correction is None else scores + correction.astype(jnp.float32)
+    if experts.n_groups > 1:
+        by_group = rating.reshape(len(rating), experts.n_groups, -1)
+        best = lax.top_k(by_group, experts.scores_of_group)[0].sum(axis=-1)  # [T, groups]
+        groups = lax.top_k(best, experts.top_groups)[1]
+        stands = (groups[:, :, None] == jnp.arange(experts.n_groups)).any(axis=1)
+        rating = jnp.where(stands[:, :, None], by_group, -jnp.inf).reshape(rating.shape)
+    chosen = lax.top_k(rating, experts.top_k)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if experts.scores == "softmax_of_chosen":
+        weights = jax.nn.softmax(weights, axis=-1)
+    if experts.renormalised:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights * experts.multiplier, chosen

@@ -1,0 +1,75 @@
+/* The matrix product of experts on a CPU, as an XLA custom call: each group of tokens times a weight of its own.
+ *
+ * y [T, O] = x [T, I] by weight [X, O, I]. Group i is the next sizes[i] rows of x, sizes [X] int32; rows after the
+ * last group give zeros. The weight of a group without tokens is not read, and that of a group of no more than a
+ * panel's tokens is read once. A token's result is that of linear.c for its group.
+ */
+
+#include "product.h"
+
+typedef struct {
+  size_t first_item;
+  Product product;
+} Group;
+
+typedef struct {
+  Work work;
+  size_t n_groups;
+  Group groups[]; /* those with tokens; after them what is widened */
+} Grouped;
+
+static void do_item(Work *work, int item) {
+  const Grouped *all = (const Grouped *)work;
+  size_t low = 0, high = all->n_groups; /* the item is of a group from `low` to before `high` */
+  while (high - low > 1) {
+    const size_t middle = (low + high) / 2;
+    if (all->groups[middle].first_item <= (size_t)item) low = middle;
+    else high = middle;
+  }
+  const Group *group = all->groups + low;
+  if (!do_part(&group->product, item - group->first_item)) work->failed = true;
+}
+
+XLA_FFI_Error *grouped(XLA_FFI_CallFrame *frame) {
+  if (asked_what_it_is(frame)) return NULL;
+  const XLA_FFI_Buffer *x = argument(frame, 0), *weight = argument(frame, 1);
+  const int32_t *sizes = argument(frame, 2)->data;
+  const size_t most_tokens = x->dims[0], n_in = x->dims[1], n_experts = weight->dims[0], n_out = weight->dims[1];
+  size_t n_groups = 0, n_tokens = 0, n_wide = 0;
+  for (size_t i = 0; i < n_experts; i++) {
+    const size_t size = least(sizes[i] < 0 ? 0 : sizes[i], most_tokens - n_tokens);
+    n_groups += size > 0;
+    n_tokens += size;
+    n_wide += n_widened(size, n_in);
+  }
+  x_type *y = result(frame, 0)->data;
+  memset(y + n_tokens * n_out, 0, (most_tokens - n_tokens) * n_out * sizeof *y);
+  if (!n_tokens) return NULL;
+  Grouped *all = malloc(sizeof *all + n_groups * sizeof(Group) + n_wide * sizeof(float));
+  if (!all) return no_memory(frame);
+  all->work.do_item = do_item;
+  all->n_groups = n_groups;
+  const size_t n_threads = count_threads(frame), n_wanted = (ITEMS * n_threads + n_groups - 1) / n_groups;
+  float *widened = (float *)(all->groups + n_groups);
+  Group *group = all->groups;
+  size_t n_items = 0, token = 0;
+  double worth = 0;
+  for (size_t i = 0; i < n_experts; i++) {
+    const size_t size = least(sizes[i] < 0 ? 0 : sizes[i], most_tokens - token);
+    if (!size) continue;
+    group->first_item = n_items;
+    group->product = (Product){.x = (const x_type *)x->data + token * n_in,
+                               .weight = (const weight_type *)weight->data + i * n_out * n_in,
+                               .y = y + token * n_out,
+                               .n_tokens = size,
+                               .n_in = n_in,
+                               .n_out = n_out};
+    n_items += begin(&group->product, widened, n_wanted);
+    worth += threads_worth(&group->product);
+    widened += n_widened(size, n_in);
+    token += size;
+    group++;
+  }
+  all->work.n_items = n_items;
+  return do_all(&all->work, frame, worth < n_threads ? worth : n_threads);
+}

@@ -1,0 +1,350 @@
+/* The matrix product y [T, O] = x [T, I] times weight [O, I], cut into items for threads.
+ *
+ * X_BITS and WEIGHT_BITS are 32 for float32 and 16 for bfloat16; y has the dtype of x. Products and sums are
+ * float32. bfloat16 is widened as it is read, except where both are bfloat16 and the processor has AVX512-BF16:
+ * then a lane takes PAIRS of terms, which halves the instructions and the columns. It takes subnormal numbers for
+ * zero, as XLA's threads do.
+ *
+ * FEW tokens or less: vectors run along the sum, and a strip of outputs passes over all tokens while its weights
+ * are in the first cache. More: vectors run across the tokens of a panel, whose x each thread transposes for
+ * itself, and each weight meets all tokens of the panel at once. A token's result depends on whether there are
+ * more than FEW tokens, and on nothing else of its batch.
+ *
+ * I is a multiple of 16, and O is at least 16.
+ */
+
+#ifndef ORCA_PRODUCT_H
+#define ORCA_PRODUCT_H
+
+#include "vectors.h"
+#include "xla_call.h"
+
+#ifndef X_BITS
+#define X_BITS 32
+#endif
+#ifndef WEIGHT_BITS
+#define WEIGHT_BITS 32
+#endif
+
+typedef ELEMENT(X_BITS) x_type;
+typedef ELEMENT(WEIGHT_BITS) weight_type;
+
+/* Whether lanes take pairs of terms. It may be set to 0, to test the other form. */
+#ifndef PAIRS
+#if X_BITS == 16 && WEIGHT_BITS == 16 && LANES == 16 && defined(__AVX512BF16__)
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
+#endif
+
+/* A lane takes TERMS factors at once, in 32 bits. */
+#if PAIRS
+#define TERMS 2
+typedef bfloat16 factor_type;
+#else
+#define TERMS 1
+typedef float factor_type;
+#endif
+
+/* It may be set to 0: then a token's result depends on nothing but itself. */
+#ifndef FEW
+#define FEW 8
+#endif
+#define FEW_ROOM (FEW ? FEW : 1)
+#define FEW_OUTPUTS 4  /* outputs that are stored together */
+#define FEW_DEPTH 1024 /* terms whose weights all tokens meet before the next ones */
+#define FEW_STEP (TERMS * LANES) /* terms that one instruction takes */
+#define MOST_VECTORS 3 /* of tokens, in a panel */
+
+/* Sums that fill the registers, 32 or 16, together with their factors. */
+#if LANES == 16
+#define AT_ONCE 4 /* tokens of a few, for FEW_OUTPUTS */
+#define ROWS 8    /* outputs, for MOST_VECTORS */
+#define PANELS 1  /* that an item works on, each strip of weights in turn */
+#else
+#define AT_ONCE 3
+#define ROWS 4
+#define PANELS 2
+#endif
+
+#define STRIP LANES                       /* outputs that are stored together, of more tokens */
+#define DEPTH 256                         /* terms summed before the sum joins the others: shorter sums err less */
+#define CHUNK 96                          /* outputs of an item, at least: whole strips */
+#define LINE (64 / sizeof(weight_type))   /* weights of a cache line */
+
+/* Bytes of a panel's columns after the last term: of pairs, the last tile may be half full. */
+#define UNUSED ((TERMS - 1) * MOST_VECTORS * LANES * LANES / 2 * sizeof(float))
+
+/* Items for each thread, so that none waits long for another. */
+#define ITEMS 8
+
+/* What a core does in the time that starting a thread takes: bytes of weights read, multiplications. */
+#define BYTES_WORTH_A_THREAD (1 << 18)
+#define PRODUCTS_WORTH_A_THREAD (1 << 20)
+
+typedef struct {
+  const x_type *x;
+  const factor_type *few_x; /* x of a few tokens: as float32, or in pairs as it is */
+  const weight_type *weight;
+  x_type *y;
+  size_t n_tokens, n_in, n_out;
+  size_t n_panels, n_chunks; /* of tokens, of outputs */
+  unsigned long number;      /* of this product */
+} Product;
+
+/* The x of panels that a thread has transposed. It keeps the memory for its next products. */
+typedef struct {
+  float *columns;
+  size_t size;
+  unsigned long number;
+  size_t panel;
+} Packed;
+
+static _Thread_local Packed packed[PANELS];
+static atomic_ulong n_products;
+
+static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+/* ---- TERMS at a time ---- */
+
+/* The next TERMS * LANES terms, or those that are left and zeros. */
+#if PAIRS
+INLINE vec terms_at(const bfloat16 *from, size_t left) {
+  return (vec)_mm512_maskz_loadu_epi32(left < TERMS * LANES ? 0xff : 0xffff, from); /* 16 are left, at least */
+}
+#else
+#define terms_at(from, left) load(from)
+#endif
+
+INLINE vec add_products(vec sums, vec a, vec b) {
+#if PAIRS
+  return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
+#else
+  return sums + a * b;
+#endif
+}
+
+/* ---- a few tokens ---- */
+
+/* Adds terms from `k` on to `sums`, of FEW_OUTPUTS and `n` tokens: FEW_STEP, or the `left` that are fewer. */
+INLINE void few_terms(const factor_type *x, const weight_type *w, size_t n_in, size_t k, size_t left,
+                      vec sums[][FEW_OUTPUTS], const int n) {
+  vec xs[AT_ONCE];
+  UNROLL for (int t = 0; t < n; t++) xs[t] = kept(terms_at(x + t * n_in + k, left));
+  UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) {
+    const vec weights = kept(terms_at(w + i * n_in + k, left));
+    UNROLL for (int t = 0; t < n; t++) sums[t][i] = add_products(sums[t][i], weights, xs[t]);
+  }
+}
+
+/* Adds `n_terms` terms from `k` on to the sums of FEW_OUTPUTS, for `n` tokens from `token` on; the compiler knows n.
+ * `ahead`: the next strip's weights, or NULL. */
+INLINE void few_at_once(const Product *l, size_t token, size_t out, size_t k, size_t n_terms, const weight_type *ahead,
+                        vec4 *totals, const int n) {
+  const size_t n_in = l->n_in, end = k + n_terms;
+  const factor_type *x = l->few_x + token * n_in;
+  const weight_type *w = l->weight + out * n_in;
+  vec sums[AT_ONCE][FEW_OUTPUTS];
+  UNROLL for (int t = 0; t < n; t++)
+    UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) sums[t][i] = all(0);
+  _Pragma("GCC unroll 4") for (; k + FEW_STEP <= end; k += FEW_STEP) {
+    if (ahead && (LINE <= FEW_STEP || k % LINE == 0))
+      UNROLL for (int i = 0; i < FEW_OUTPUTS; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
+    few_terms(x, w, n_in, k, FEW_STEP, sums, n);
+  }
+  if (k < end) few_terms(x, w, n_in, k, end - k, sums, n);
+  UNROLL for (int t = 0; t < n; t++) totals[token + t] += sum4(sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
+}
+
+/* FEW_OUTPUTS of all tokens. The terms are cut so that their weights stay in the first cache. */
+static void few(const Product *l, size_t out, const weight_type *ahead) {
+  vec4 totals[FEW_ROOM] = {{0}};
+  for (size_t k = 0; k < l->n_in; k += FEW_DEPTH) {
+    const size_t n_terms = least(FEW_DEPTH, l->n_in - k);
+    const weight_type *next = ahead;
+    size_t token = 0;
+    for (; token + AT_ONCE <= l->n_tokens; token += AT_ONCE, next = NULL)
+      few_at_once(l, token, out, k, n_terms, next, totals, AT_ONCE);
+    switch (l->n_tokens - token) {
+      case 1: few_at_once(l, token, out, k, n_terms, next, totals, 1); break;
+      case 2: few_at_once(l, token, out, k, n_terms, next, totals, 2); break;
+#if AT_ONCE > 3
+      case 3: few_at_once(l, token, out, k, n_terms, next, totals, 3); break;
+#endif
+    }
+  }
+  for (size_t token = 0; token < l->n_tokens; token++) store4(l->y + token * l->n_out + out, totals[token]);
+}
+
+/* ---- more tokens ---- */
+
+/* The terms of one lane, in all lanes. */
+INLINE vec all_of(const factor_type *from) {
+  float word;
+  memcpy(&word, from, sizeof word);
+  return all(word);
+}
+
+/* The vector of tokens that a panel starts with. Each panel has MOST_VECTORS or one less. */
+static inline size_t panel_start(const Product *l, size_t panel) {
+  return (l->n_tokens + LANES - 1) / LANES * panel / l->n_panels;
+}
+
+/* A panel's x, transposed by this thread: columns [I / TERMS][tokens] of TERMS, with zeros after the last token.
+ * NULL if memory runs out. */
+static const float *columns_of(const Product *l, size_t panel) {
+  Packed *own = &packed[panel % PANELS];
+  if (own->number == l->number && own->panel == panel) return own->columns;
+  const size_t first = panel_start(l, panel) * LANES, width = panel_start(l, panel + 1) * LANES - first;
+  if (own->size < width * l->n_in) {
+    free(own->columns);
+    own->columns = aligned_alloc(64, width * l->n_in * sizeof(factor_type) + UNUSED);
+    own->size = own->columns ? width * l->n_in : 0;
+    if (!own->columns) return NULL;
+  }
+  own->number = l->number;
+  own->panel = panel;
+  for (size_t at = 0; at < width; at += LANES)
+    for (size_t k = 0; k < l->n_in; k += TERMS * LANES) {
+      vec tile[LANES];
+      UNROLL for (int i = 0; i < LANES; i++) {
+        const size_t token = first + at + i;
+        tile[i] = token < l->n_tokens ? terms_at(l->x + token * l->n_in + k, l->n_in - k) : all(0);
+      }
+      transpose(tile);
+      UNROLL for (int i = 0; i < LANES; i++) store(own->columns + (k / TERMS + i) * width + at, tile[i]);
+    }
+  return own->columns;
+}
+
+/* `n_terms` of the sums of `rows` outputs and `vectors` of tokens, both of which the compiler knows. The weights
+ * w are `stride` apart; `ahead`: later ones, n_in apart. With `more`, sums [rows][vectors] has the terms so far. */
+INLINE void add_terms(const factor_type *w, size_t stride, const weight_type *ahead, size_t n_in, size_t n_terms,
+                      const float *columns, bool more, vec *sums, const int rows, const int vectors) {
+  vec terms[ROWS][MOST_VECTORS];
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int g = 0; g < vectors; g++) terms[i][g] = all(0);
+  for (size_t k = 0; k < n_terms; k += LANES) {
+    if (LINE <= LANES || k % LINE == 0)
+      UNROLL for (int i = 0; i < rows; i++) __builtin_prefetch(ahead + i * n_in + k, 0, 2);
+    for (int at = 0; at < LANES; at += TERMS) {
+      vec xs[MOST_VECTORS];
+      UNROLL for (int g = 0; g < vectors; g++) xs[g] = kept(load(columns + ((k + at) / TERMS * vectors + g) * LANES));
+      UNROLL for (int i = 0; i < rows; i++) {
+        const vec weight = all_of(w + i * stride + k + at);
+        UNROLL for (int g = 0; g < vectors; g++) terms[i][g] = add_products(terms[i][g], weight, xs[g]);
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int g = 0; g < vectors; g++) {
+      vec *to = sums + i * vectors + g;
+      *to = more ? *to + terms[i][g] : terms[i][g];
+    }
+}
+
+/* Not inlined: otherwise the compiler keeps `sums` in the registers that the terms need. */
+#define ADD_TERMS(VECTORS)                                                                                   \
+  static __attribute__((noinline)) void add_terms_##VECTORS(const factor_type *w, size_t stride,             \
+                                                            const weight_type *ahead, size_t n_in,           \
+                                                            size_t n_terms, const float *columns, bool more, \
+                                                            vec *sums) {                                     \
+    add_terms(w, stride, ahead, n_in, n_terms, columns, more, sums, ROWS, VECTORS);                          \
+  }
+ADD_TERMS(1)
+ADD_TERMS(2)
+ADD_TERMS(3)
+
+static void (*const add_terms_of[])(const factor_type *, size_t, const weight_type *, size_t, size_t,
+                                    const float *, bool, vec *) = {NULL, add_terms_1, add_terms_2, add_terms_3};
+
+/* STRIP outputs of a panel's tokens. */
+static void strip(const Product *l, size_t out, size_t panel, const float *columns) {
+  const size_t n_in = l->n_in, n_out = l->n_out;
+  const size_t first = panel_start(l, panel) * LANES, vectors = panel_start(l, panel + 1) - first / LANES;
+  const size_t n = least(vectors * LANES, l->n_tokens - first);
+  x_type *y = l->y + first * n_out + out;
+  vec sums[STRIP * MOST_VECTORS];
+  for (size_t row = 0; row < STRIP; row += ROWS) {
+    const weight_type *w = l->weight + (out + row) * n_in;
+    const weight_type *ahead = out + row + 2 * ROWS <= n_out ? w + ROWS * n_in : w;
+    for (size_t i = row ? n / 2 : 0; i < (row ? n : n / 2); i++) __builtin_prefetch(y + i * n_out, 1, 3);
+    for (size_t k = 0; k < n_in; k += DEPTH) {
+      const size_t n_terms = least(DEPTH, n_in - k);
+#if WEIGHT_BITS == 32 || PAIRS
+      const factor_type *factors = w + k;
+      const size_t stride = n_in;
+#else
+      float factors[ROWS * DEPTH];
+      const size_t stride = DEPTH;
+      for (int i = 0; i < ROWS; i++)
+        for (size_t at = 0; at < n_terms; at += LANES) store(factors + i * DEPTH + at, load(w + i * n_in + k + at));
+#endif
+      add_terms_of[vectors](factors, stride, ahead + k, n_in, n_terms, columns + k / TERMS * vectors * LANES, k > 0,
+                            sums + row * vectors);
+    }
+  }
+  for (size_t g = 0; g < vectors; g++) {
+    vec tile[LANES];
+    UNROLL for (int i = 0; i < STRIP; i++) tile[i] = sums[i * vectors + g];
+    transpose(tile);
+    for (size_t i = g * LANES; i < least(n, (g + 1) * LANES); i++) store(y + i * n_out, tile[i % LANES]);
+  }
+}
+
+/* ---- */
+
+/* A chunk of outputs, of a few tokens or of PANELS panels. The last strip starts early enough to be whole, and
+ * so computes some outputs twice. False if memory runs out. */
+static bool do_part(const Product *l, size_t item) {
+  const size_t chunk = item % l->n_chunks, n_strips = l->n_out / STRIP;
+  const size_t start = n_strips * chunk / l->n_chunks * STRIP;
+  const size_t end = chunk + 1 < l->n_chunks ? n_strips * (chunk + 1) / l->n_chunks * STRIP : l->n_out;
+  if (l->n_tokens <= FEW) {
+    for (size_t out = start; out < end; out += FEW_OUTPUTS) {
+      const size_t here = least(out, end - FEW_OUTPUTS), next = here + FEW_OUTPUTS;
+      few(l, here, next + FEW_OUTPUTS <= l->n_out ? l->weight + next * l->n_in : NULL);
+    }
+    return true;
+  }
+  const size_t panel = item / l->n_chunks * PANELS, n_panels = least(PANELS, l->n_panels - panel);
+  const float *columns[PANELS];
+  for (size_t i = 0; i < n_panels; i++) {
+    columns[i] = columns_of(l, panel + i);
+    if (!columns[i]) return false;
+  }
+  for (size_t out = start; out < end; out += STRIP)
+    for (size_t i = 0; i < n_panels; i++) strip(l, least(out, end - STRIP), panel + i, columns[i]);
+  return true;
+}
+
+/* Elements of `widened` that `begin` needs: room for a few tokens as float32. */
+static inline size_t n_widened(size_t n_tokens, size_t n_in) {
+  return X_BITS == 16 && !PAIRS && n_tokens <= FEW ? n_tokens * n_in : 0;
+}
+
+/* Readies a product whose arrays and sizes are set, to be cut into about `n_wanted` items. Returns their number. */
+static inline size_t begin(Product *l, float *widened, size_t n_wanted) {
+  l->number = atomic_fetch_add(&n_products, 1) + 1;
+#if X_BITS == 32 || PAIRS
+  l->few_x = l->x;
+#else
+  l->few_x = widened;
+  for (size_t i = 0; i < n_widened(l->n_tokens, l->n_in); i += LANES) store(widened + i, load(l->x + i));
+#endif
+  l->n_panels = l->n_tokens <= FEW ? 1 : ((l->n_tokens + LANES - 1) / LANES + MOST_VECTORS - 1) / MOST_VECTORS;
+  const size_t n_groups = (l->n_panels + PANELS - 1) / PANELS, most = l->n_out < CHUNK ? 1 : l->n_out / CHUNK;
+  l->n_chunks = least(most, (n_wanted + n_groups - 1) / n_groups);
+  return n_groups * l->n_chunks;
+}
+
+/* How many threads it is worth. */
+static inline double threads_worth(const Product *l) {
+  const double n_weights = (double)l->n_in * l->n_out;
+  const double by_bytes = n_weights * sizeof(weight_type) / BYTES_WORTH_A_THREAD;
+  const double by_products = n_weights * l->n_tokens / PRODUCTS_WORTH_A_THREAD;
+  return by_bytes > by_products ? by_bytes : by_products;
+}
+
+#endif

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+"""Make tests/data/golden/hidden.npz: final hidden states that Hugging Face computes with the golden models.
+
+    python scripts/make_golden_hidden.py
+
+Run it after make_golden.py, in the same environment. It takes one model of each family, and of that one its
+shortest and its longest prompt and those whose logits are kept. tests/device/model/golden_hidden.py describes
+the file. The model is the one without its head (`base_model`), in float32; its last hidden states are
+compared with those of the same model in float64 before anything is written.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from make_golden import REPOSITORY, switching_length
+from transformers import AutoModelForCausalLM
+
+GOLDEN = REPOSITORY / "tests" / "data" / "golden"
+ROUNDING = 5e-5
+
+
+def chosen() -> list[Path]:
+    """The directory of the first model of each family, by name; those with an encoder have no golden.npz."""
+    first: dict[str, Path] = {}
+    for path in sorted(GOLDEN.glob("*/golden.npz")):
+        family = json.loads((path.parent / "config.json").read_text())["model_type"]
+        first.setdefault(family, path.parent)
+    return list(first.values())
+
+
+def hidden_states(model: Any, token_ids: np.ndarray) -> np.ndarray:
+    """[n, size]; filled up where make_golden.logits_of fills up."""
+    with torch.no_grad():
+        ids = torch.from_numpy(token_ids.astype(np.int64))[None]
+        if switching_length(model.config) is not None:
+            ids = torch.nn.functional.pad(ids, (0, model.config.max_position_embeddings - len(token_ids)))
+        states = model(input_ids=ids, use_cache=False).last_hidden_state
+        return states[0, : len(token_ids)].double().numpy()
+
+
+def main() -> None:
+    """Write the file and print one line a model."""
+    torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+    arrays: dict[str, np.ndarray] = {}
+    for directory in chosen():
+        with np.load(directory / "golden.npz") as golden:
+            lengths = golden["prompt_lengths"]
+            prompts = np.split(golden["prompt_tokens"], np.cumsum(lengths)[:-1])
+            rows = sorted({*golden["logits_rows"].tolist(), int(lengths.argmin()), int(lengths.argmax())})
+        sdpa = json.loads((directory / "config.json").read_text()).get("alibi")
+        whole = AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="sdpa" if sdpa else "eager", dtype=torch.float32
+        )
+        model = whole.base_model.eval()
+        states = [hidden_states(model, prompts[row]) for row in rows]
+        model.double()
+        exact = [hidden_states(model, prompts[row]) for row in rows]
+        worst = max(float(np.abs(a - b).max()) for a, b in zip(states, exact, strict=True))
+        assert worst < ROUNDING, f"{directory.name}: rounding moves a hidden state by {worst}"
+        name = directory.name
+        arrays[f"{name}.rows"] = np.array(rows, np.int32)
+        arrays[f"{name}.last"] = np.stack([one[-1] for one in states]).astype(np.float32)
+        arrays[f"{name}.mean"] = np.stack([one.mean(axis=0) for one in states]).astype(np.float32)
+        size = arrays[f"{name}.last"].shape[1]
+        print(f"{name:30} {len(rows)} prompts, {size} numbers, rounding {worst:.1e}", flush=True)
+    arrays["versions"] = np.array([f"torch {torch.__version__}", f"transformers {transformers.__version__}"])
+    np.savez_compressed(GOLDEN / "hidden.npz", allow_pickle=False, **arrays)
+
+
+if __name__ == "__main__":
+    main()

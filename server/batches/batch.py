@@ -1,0 +1,103 @@
+"""A batch: what was asked, how far it is, and how it ended; with its form in OpenAI's API."""
+
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+ENDED: frozenset[Status] = frozenset(("failed", "completed", "expired", "cancelled"))
+WINDOW = "24h"  # OpenAI's only one
+_WINDOW_SECONDS = 24 * 3600
+
+
+@dataclass(slots=True)
+class Batch:
+    """`tenant` is the fingerprint of the API key, and `owner` whose share of the queue its requests use.
+
+    `times` has when it reached each status, in seconds since 1970. `output_id` and `error_id` are its files
+    while they grow. `errors` say why it failed.
+    """
+
+    id: str
+    tenant: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    metadata: dict[str, str] | None
+    created_at: int
+    expires_at: int
+    status: Status = "validating"
+    times: dict[str, int] = field(default_factory=dict[str, int])
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_id: str | None = None
+    error_id: str | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    @property
+    def n_done(self) -> int:
+        """Lines with a result."""
+        return self.completed + self.failed
+
+    def become(self, status: Status) -> None:
+        """Reach a status now."""
+        self.status = status
+        self.times[status] = int(time.time())
+
+    def stored(self) -> dict[str, Any]:
+        """As JSON for the folder; Batch(**stored) is it again."""
+        return asdict(self)
+
+    def shown(self) -> dict[str, Any]:
+        """OpenAI's object."""
+        ends = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": WINDOW,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{end}_at": self.times.get(end) for end in ends},
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": self.metadata,
+        }
+
+
+def new_batch(
+    *, tenant: str, owner: str, endpoint: str, input_file_id: str, metadata: dict[str, str] | None
+) -> Batch:
+    """One that begins now."""
+    now = int(time.time())
+    return Batch(
+        id=f"batch_{uuid.uuid4().hex}",
+        tenant=tenant,
+        owner=owner,
+        endpoint=endpoint,
+        input_file_id=input_file_id,
+        metadata=metadata,
+        created_at=now,
+        expires_at=now + _WINDOW_SECONDS,
+    )

@@ -1,0 +1,136 @@
+"""The lines of a batch's input and results, in OpenAI's form."""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NamedTuple
+
+MAX_LINES = 50_000  # OpenAI's
+_MAX_ID = 256  # characters
+_MOST_ERRORS = 20  # of an input that are reported
+_NAMES = ("custom_id", "method", "url", "body")
+
+
+class InputLine(NamedTuple):
+    """A request of a batch; `body` is JSON."""
+
+    custom_id: str
+    body: bytes
+
+
+class LineError(ValueError):
+    """A line that cannot be one of this batch; `code` is OpenAI's."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+def read_line(text: bytes, endpoint: str) -> InputLine:
+    """Raises LineError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LineError("invalid_json_line", f"it is not JSON: {error!s:.200}") from error
+    if not isinstance(value, dict):
+        raise LineError("invalid_json_line", "it is not a JSON object")
+    line: dict[str, Any] = value
+    for name in line:
+        if name not in _NAMES:
+            message = f"{name[:100]!r} is not known; a line has {', '.join(_NAMES)}"
+            raise LineError("invalid_request", message, name[:100])
+    custom_id, body = line.get("custom_id"), line.get("body")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_ID:
+        message = f"custom_id must be a text of 1 to {_MAX_ID} characters"
+        raise LineError("missing_required_parameter", message, "custom_id")
+    if line.get("method") != "POST":
+        raise LineError("invalid_method", 'method must be "POST"', "method")
+    if line.get("url") != endpoint:
+        message = f"url is {line.get('url')!r:.100}; the batch's endpoint is {endpoint!r}"
+        raise LineError("mismatched_endpoint", message, "url")
+    if not isinstance(body, dict):
+        raise LineError("missing_required_parameter", "body must be a JSON object", "body")
+    return InputLine(custom_id, json.dumps(body).encode())
+
+
+class Validation:
+    """Reads an input a few lines at a time; `errors` are those of the first wrong lines."""
+
+    def __init__(self, file: IO[bytes], endpoint: str, max_line: int) -> None:
+        self.n_lines = 0
+        self.errors: list[dict[str, Any]] = []
+        self._file, self._endpoint, self._max_line = file, endpoint, max_line
+        self._seen: set[bytes] = set()
+
+    def read(self, n: int) -> bool:
+        """Read up to `n` lines; False at the end."""
+        for _ in range(n):
+            text = self._file.readline(self._max_line + 1)
+            if not text:
+                if not self.n_lines:
+                    self._wrong("empty_file", "the file has no line", None)
+                return False
+            if not text.strip():
+                continue
+            self.n_lines += 1
+            if len(text) > self._max_line:
+                self._wrong("line_too_large", f"it has more than {self._max_line} bytes", None)
+                return False
+            if self.n_lines > MAX_LINES:
+                self._wrong("too_many_requests", f"a batch may have {MAX_LINES} lines", None)
+                return False
+            try:
+                line = read_line(text, self._endpoint)
+            except LineError as error:
+                self._wrong(error.code, str(error), error.param)
+            else:
+                digest = hashlib.blake2b(
+                    line.custom_id.encode("utf-8", "surrogatepass"), digest_size=16
+                ).digest()
+                if digest in self._seen:
+                    message = f"custom_id {line.custom_id[:100]!r} stands in two lines"
+                    self._wrong("duplicate_custom_id", message, "custom_id")
+                self._seen.add(digest)
+            if len(self.errors) >= _MOST_ERRORS:
+                return False
+        return True
+
+    def _wrong(self, code: str, message: str, param: str | None) -> None:
+        self.errors.append({"code": code, "line": self.n_lines or None, "message": message, "param": param})
+
+
+def next_line(file: IO[bytes], endpoint: str, done: Callable[[str], bool]) -> InputLine | None:
+    """The next line of a valid input that has no result yet; None at the end."""
+    for text in _not_blank(file):
+        line = read_line(text, endpoint)
+        if not done(line.custom_id):
+            return line
+    return None
+
+
+def _not_blank(file: IO[bytes]) -> Iterator[bytes]:
+    return (text for text in iter(file.readline, b"") if text.strip())
+
+
+def result_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """A line of an output, or for a status from 400 of an error file; `body` is JSON without line breaks."""
+    head = json.dumps({"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id})
+    response = f'{{"status_code": {status}, "request_id": {json.dumps(request_id)}, "body": '.encode()
+    return b"".join((head[:-1].encode(), b', "response": ', response, body, b'}, "error": null}\n'))
+
+
+def error_line(custom_id: str, code: str, message: str) -> bytes:
+    """A line of an error file for a request that did not run."""
+    line = {
+        "id": f"batch_req_{uuid.uuid4().hex}",
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+    return json.dumps(line).encode() + b"\n"
+
+
+def done_in(lines: Iterator[bytes]) -> Iterator[str]:
+    """The custom ids of result lines."""
+    return (json.loads(line)["custom_id"] for line in lines)

@@ -1,0 +1,139 @@
+"""`/v1/batches`: many requests in a file, answered when the engine has time, at the lowest order."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from orca_jax.errors import InvalidRequest
+from server.batches.batch import WINDOW, Batch
+from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, as_list, page
+from server.http.bodies.errors import error_responses
+from server.http.bodies.json_body import JsonRoute
+from server.http.fields.not_built import NotBuilt
+from server.http.fields.strict import Strict
+from server.http.generation.state import OwnerOf
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+_MAX_METADATA = 16
+
+router = APIRouter(
+    prefix="/v1/batches", tags=["batches"], route_class=JsonRoute, responses=error_responses(503)
+)
+
+
+class BatchRequest(Strict):
+    """POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(min_length=1, max_length=256)]
+    endpoint: Annotated[
+        Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"],
+        Field(description="of every line"),
+    ]
+    completion_window: Annotated[Literal["24h"], Field(description="what has not run by then expires")]
+    metadata: Annotated[
+        dict[str, Annotated[str, Field(max_length=512)]] | None,
+        Field(description="returned with the batch; up to 16 entries", max_length=_MAX_METADATA),
+    ] = None
+    output_expires_after: Annotated[dict[str, Any] | None, NotBuilt()] = None
+
+
+class RequestCounts(BaseModel):
+    """How far a batch is. A line with an error has failed, and is in the error file."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchFault(BaseModel):
+    """Why a batch failed, and in which line of its input."""
+
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+class BatchFaults(BaseModel):
+    """Why a batch failed: the first faults of its input."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchFault]
+
+
+class BatchObject(BaseModel):
+    """A batch, in OpenAI's form. Times are in seconds since 1970."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: BatchFaults | None
+    input_file_id: str
+    completion_window: str = WINDOW
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(BaseModel):
+    """A page of batches."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def _shown(batch: Batch) -> BatchObject:
+    return BatchObject(**batch.shown())
+
+
+@router.post("", responses=error_responses(404, 429))
+async def create_batch(
+    body: BatchRequest, batches: BatchesOf, tenant: FingerprintOf, owner: OwnerOf
+) -> BatchObject:
+    """Run every line of a file."""
+    stored = batches.files.get(body.input_file_id, tenant)
+    if stored.purpose != "batch":
+        message = f"the file {stored.id} has the purpose {stored.purpose!r}; an input has batch"
+        raise InvalidRequest(message, param="input_file_id")
+    batch = await batches.create(
+        tenant=tenant, owner=owner, endpoint=body.endpoint, input_file=stored, metadata=body.metadata
+    )
+    return _shown(batch)
+
+
+@router.get("", responses=error_responses(400))
+async def list_batches(
+    batches: BatchesOf, tenant: FingerprintOf, limit: Limit = 20, after: After = None
+) -> BatchList:
+    """List your batches, the newest first."""
+    some, has_more = page(batches.of(tenant), after, limit)
+    return BatchList(**as_list([one.shown() for one in some], has_more))
+
+
+@router.get("/{batch_id}", responses=error_responses(404))
+async def get_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str) -> BatchObject:
+    """Describe a batch: how far it is, and its files."""
+    return _shown(batches.get(batch_id, tenant))
+
+
+@router.post("/{batch_id}/cancel", responses=error_responses(400, 404))
+async def cancel_batch(batches: BatchesOf, tenant: FingerprintOf, batch_id: str) -> BatchObject:
+    """End a batch; what has been answered is kept."""
+    batch = batches.get(batch_id, tenant)
+    await batches.cancel(batch)
+    return _shown(batch)

@@ -1,0 +1,195 @@
+"""`/v1/files`: clients' files, which batches read and write."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+
+from orca_jax.errors import InvalidRequest
+from server.batches.files import GrowingFile, StoredFile
+from server.batches.service import Batches
+from server.http.batches.multipart import read_form
+from server.http.batches.state import After, BatchesOf, FingerprintOf, Limit, Order, as_list, page
+from server.http.bodies.errors import error_responses
+
+UPLOAD_SECONDS = 600.0  # for a whole file to come
+_MOST_BYTES = 200 << 20  # of a file; OpenAI's limit for a batch's
+_PURPOSES = ("batch", "batch_output")
+_PIECE = 1 << 18  # bytes of a file that are in memory
+
+_FORM: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "purpose": {"type": "string", "enum": ["batch"]},
+                    "file": {"type": "string", "format": "binary"},
+                },
+                "required": ["purpose", "file"],
+            }
+        }
+    },
+}
+
+router = APIRouter(prefix="/v1/files", tags=["batches"], responses=error_responses(503))
+
+
+class File(BaseModel):
+    """A file, in OpenAI's form."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+
+class Files(BaseModel):
+    """A page of files."""
+
+    object: Literal["list"] = "list"
+    data: list[File]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class Deleted(BaseModel):
+    """A file that is gone."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+def most_bytes(batch_bytes: int) -> int:
+    """Bytes of an uploaded form, where all files may have `batch_bytes`."""
+    return min(_MOST_BYTES, batch_bytes) + (1 << 16)
+
+
+def _shown(stored: StoredFile) -> File:
+    return File(
+        id=stored.id,
+        bytes=stored.n_bytes,
+        created_at=stored.created_at,
+        filename=stored.filename,
+        purpose=stored.purpose,
+    )
+
+
+@dataclass
+class _Upload:
+    """What has come of a form; `growing` is begun with its file."""
+
+    batches: Batches
+    tenant: str
+    purpose: str | None = None
+    filename: str = ""
+    growing: GrowingFile | None = None
+
+    async def take(self, request: Request) -> StoredFile:
+        async for part in read_form(request):
+            if part.filename is None:
+                self._take_field(part.name, part.data)
+            elif part.name != "file":
+                raise InvalidRequest(
+                    f"{part.name[:100]!r} is not known here; the file is `file`", param="file"
+                )
+            elif not part.data:
+                await self._begin(part.filename)
+            else:
+                assert self.growing is not None
+                await self.batches.on_disk(partial(self.growing.write, part.data))
+        if self.purpose is None:
+            raise InvalidRequest("purpose is missing; it must be batch", param="purpose")
+        if self.growing is None:
+            raise InvalidRequest("file is missing", param="file")
+        return await self.batches.on_disk(partial(self.growing.finish, self.filename, self.purpose))
+
+    def _take_field(self, name: str, data: bytes) -> None:
+        if name != "purpose":
+            raise InvalidRequest(f"{name[:100]!r} is not known here; leave it out", param=name[:100])
+        self.purpose = data.decode("utf-8", "replace")
+        if self.purpose != "batch":
+            message = f"purpose is {self.purpose[:100]!r}; files are for batches, so it must be batch"
+            raise InvalidRequest(message, param="purpose")
+
+    async def _begin(self, filename: str) -> None:
+        if self.growing is not None:
+            raise InvalidRequest("two files came; send one", param="file")
+        self.filename = filename
+        self.growing = await self.batches.on_disk(partial(self.batches.files.begin, self.tenant))
+
+
+@router.post(
+    "",
+    openapi_extra={"requestBody": _FORM},
+    responses=error_responses(400, 408, 413, 415, 429),
+)
+async def create_file(request: Request, batches: BatchesOf, tenant: FingerprintOf) -> File:
+    """Upload a file of JSON lines, for a batch."""
+    upload = _Upload(batches, tenant)
+    try:
+        return _shown(await upload.take(request))
+    except BaseException:
+        if upload.growing is not None:
+            await batches.on_disk(upload.growing.abandon)
+        raise
+
+
+@router.get("", responses=error_responses(400))
+async def list_files(
+    batches: BatchesOf,
+    tenant: FingerprintOf,
+    purpose: Annotated[str | None, Query(max_length=64)] = None,
+    limit: Limit = 10_000,
+    after: After = None,
+    order: Order = "desc",
+) -> Files:
+    """List your files, the newest first."""
+    if purpose is not None and purpose not in _PURPOSES:
+        message = f"purpose is {purpose!r}; it must be one of {', '.join(_PURPOSES)}"
+        raise InvalidRequest(message, param="purpose")
+    own = [one for one in batches.files.of(tenant) if purpose in (None, one.purpose)]
+    some, has_more = page(own if order == "desc" else own[::-1], after, limit)
+    return Files(**as_list([_shown(one).model_dump() for one in some], has_more))
+
+
+@router.get("/{file_id}", responses=error_responses(404))
+async def get_file(batches: BatchesOf, tenant: FingerprintOf, file_id: str) -> File:
+    """Describe a file."""
+    return _shown(batches.files.get(file_id, tenant))
+
+
+@router.get(
+    "/{file_id}/content",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}}, **error_responses(404)},
+)
+async def get_file_content(batches: BatchesOf, tenant: FingerprintOf, file_id: str) -> Response:
+    """Download a file."""
+    stored = batches.files.get(file_id, tenant)
+    file = await batches.on_disk(partial(batches.files.open, stored))
+    headers = {"content-length": str(stored.n_bytes)}
+    return StreamingResponse(_pieces(batches, file), media_type="application/octet-stream", headers=headers)
+
+
+async def _pieces(batches: Batches, file: IO[bytes]) -> AsyncIterator[bytes]:
+    with file:
+        while piece := await batches.on_disk(partial(file.read, _PIECE)):
+            yield piece
+
+
+@router.delete("/{file_id}", responses=error_responses(400, 404))
+async def delete_file(batches: BatchesOf, tenant: FingerprintOf, file_id: str) -> Deleted:
+    """Delete a file; not while a batch reads it."""
+    await batches.delete_file(batches.files.get(file_id, tenant))
+    return Deleted(id=file_id)

@@ -1,0 +1,102 @@
+"""Answers a line of a batch as the endpoint answers the same request: by the same routes, in this process.
+
+So a line is checked, run and answered exactly as if its client had sent it.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from orca_jax.errors import NotSupported
+from orca_jax.request.scheduling_params import PRIORITY_RANGE
+from server.batches.batch import Batch
+from server.batches.lines import InputLine
+from server.batches.runner import Answered
+from server.gateway.gateway import Gateway
+from server.http.bodies.errors import error_body, status_response
+from server.http.request_id import request_id
+
+_LOGGER = logging.getLogger("orca")
+_MOST_BYTES = 16 << 20  # of an answer
+_LOWEST = PRIORITY_RANGE[1]
+_REFUSED = {
+    "stream": "stream is true; a line of a batch has one answer, so leave it out",
+    "priority": "a line of a batch runs at the lowest priority; leave it out",
+}
+
+
+class InProcess:
+    """`answer` is a server.batches.runner.Answer. `tenant_of` is an API key's name by its fingerprint."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway, *, tenant_of: Callable[[str], str | None]) -> None:
+        self._app, self._gateway, self._tenant_of = app, gateway, tenant_of
+
+    async def answer(self, batch: Batch, line: InputLine) -> Answered:
+        """Run the line's request."""
+        name = request_id(())
+        tenant = self._tenant_of(batch.tenant)
+        if tenant is None:
+            response = status_response(401, "the batch's API key is not known any more")
+            return Answered(401, name, bytes(response.body))
+        body: dict[str, Any] = json.loads(line.body)
+        for field, message in _REFUSED.items():
+            if body.get(field):
+                error = error_body(NotSupported(message, param=field))
+                return Answered(400, name, json.dumps(error).encode())
+        model = self._gateway.served
+        if model is not None and model.serving.scheduling.order == "priority":
+            body["priority"] = _LOWEST
+        exchange = _Exchange(json.dumps(body).encode())
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": batch.endpoint,
+            "raw_path": batch.endpoint.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "client": None,
+            "server": None,
+            "state": {"facts": {}, "request_id": name, "tenant": tenant, "owner": tenant or batch.owner},
+        }
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except Exception:
+            if not exchange.status:
+                raise
+            _LOGGER.exception("a line of batch %s failed", batch.id)
+        if exchange.n_bytes > _MOST_BYTES:
+            message = f"the answer has more than {_MOST_BYTES} bytes; ask for less in one line"
+            return Answered(400, name, bytes(status_response(400, message).body))
+        return Answered(exchange.status, name, b"".join(exchange.parts).replace(b"\n", b" "))
+
+
+class _Exchange:
+    """A request's side of ASGI: one body, a client that never leaves, and what was sent."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        self.status = self.n_bytes = 0
+        self.parts: list[bytes] = []
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.get_running_loop().create_future()  # until it is cancelled
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        body: bytes = message.get("body", b"")
+        self.n_bytes += len(body)
+        if self.n_bytes <= _MOST_BYTES:
+            self.parts.append(body)

@@ -1,0 +1,93 @@
+"""A reply to a conversation, in whatever protocol it is asked for: from the messages to a checked prompt."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from orca_jax.errors import NotSupported
+from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.gateway import Gateway
+from server.gateway.reply.offered_tools import ToolWish
+from server.gateway.reply.reply_plan import ReplyPlan, plan_reply, reply_rules
+from server.gateway.served_model import ServedModel
+from server.gateway.side_threads import run_for_request
+from server.http.fields.conversation import ConversationFields
+from server.http.fields.generation import renamed_fields
+from server.http.generation.answer import check
+from server.http.generation.conversation import text_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplyRequest:
+    """What a protocol's request asks for.
+
+    The functions may raise a subclass of InvalidRequest; their cost may grow with the request. `sampling`
+    takes how many tokens the reply may have at most, 0 or less if the prompt leaves no room; `wish` takes the
+    conversation's tools. Without `use_tools` the prompt has none. `effort` is that of the model's reasoning.
+    `names` are the client's names of fields, see `renamed_fields`.
+    """
+
+    conversation: Callable[[], ConversationFields]
+    sampling: Callable[[int], SamplingParams]
+    scheduling: SchedulingParams
+    wish: Callable[[Sequence[dict[str, Any]]], ToolWish]
+    use_tools: bool = True
+    effort: str | None = None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class PreparedReply(NamedTuple):
+    """The prompt, the output's rules, and how the output is read."""
+
+    prompt: CheckedPrompt
+    rules: OutputRules
+    plan: ReplyPlan
+
+
+def prompt_of(
+    model: ServedModel,
+    conversation: ConversationFields,
+    *,
+    use_tools: bool = True,
+    effort: str | None = None,
+) -> tuple[str, list[int]]:
+    """The conversation's text and tokens. Call it in `run_for_request`: its cost grows with the messages.
+
+    Raises NotSupported and other subclasses of InvalidRequest.
+    """
+    if model.has_encoder:
+        message = "this model reads a prompt with its encoder and knows no conversations; use /v1/completions"
+        raise NotSupported(message, param="messages")
+    text = text_of(model, conversation, use_tools=use_tools, reasoning_effort=effort)
+    # The chat template writes the special tokens, so by default the tokenizer does not add any.
+    special = bool(conversation.add_special_tokens)
+    return text, model.encode(text, param="messages", add_special_tokens=special)
+
+
+async def prepared(
+    gateway: Gateway, model: ServedModel, asked: ReplyRequest, *, n_bytes: int, tenant: str
+) -> PreparedReply:
+    """What the reply is generated from. `n_bytes` are what the conversation takes.
+
+    Raises a subclass of InvalidRequest, or QueueFull.
+    """
+    service = model.service
+
+    def read() -> tuple[SamplingParams, list[int], ReplyPlan]:
+        asked.sampling(service.most_output(1))  # reject invalid parameters before the expensive work
+        conversation = asked.conversation()
+        wish = asked.wish(conversation.tools or ())
+        text, prompt = prompt_of(model, conversation, use_tools=asked.use_tools, effort=asked.effort)
+        sampling = asked.sampling(service.most_output(len(prompt)))
+        return sampling, prompt, plan_reply(model, text, sampling, wish)
+
+    with renamed_fields(**asked.names):
+        sampling, prompt, plan = await run_for_request(n_bytes, read)
+        rules = await reply_rules(gateway, model, sampling, plan)
+        work = partial(check, model, [prompt], rules, asked.scheduling, tenant)
+        (checked,) = await run_for_request(n_bytes, work)
+    return PreparedReply(checked, rules, plan)

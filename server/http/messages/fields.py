@@ -1,0 +1,227 @@
+"""The fields of POST /v1/messages and /v1/messages/count_tokens."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from orca_jax.errors import InvalidRequest
+from orca_jax.request.generation_defaults import GenerationDefaults
+from orca_jax.request.sampling_params import SamplingParams, with_defaults
+from server.gateway.reply.offered_tools import ToolWish
+from server.http.fields.generation import renamed_tool_fields
+from server.http.fields.not_built import NotBuilt
+from server.http.fields.sampling import SchedulingFields, SharedSamplingFields
+from server.http.fields.sampling import Texts as StopTexts
+from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.tools import NamedFunction, check_tools, tool_wish
+from server.http.fields.tools import ToolChoice as ChatToolChoice
+from server.http.messages.blocks import CacheControl, InputMessage, Texts
+
+LEAST_BUDGET = 1024
+
+
+class Tool(Strict):
+    """A tool that the model may use."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: Annotated[bool | None, Field(description="whether the input must follow its schema")] = None
+    cache_control: CacheControl | None = None
+
+    defer_loading: Annotated[bool | None, NotBuilt(False)] = None
+    allowed_callers: Annotated[list[str] | None, NotBuilt(["direct"])] = None
+    eager_input_streaming: Annotated[bool | None, NotBuilt(False)] = None
+    input_examples: Annotated[list[Any] | None, NotBuilt([])] = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """As the chat template sees it."""
+        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            function["description"] = self.description
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+class ServerTool(Strict):
+    """A tool that Anthropic runs itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, NotBuilt("custom")]
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "tool" if kind in (None, "custom") else "server"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("tool")] | Annotated[ServerTool, Tag("server")], Discriminator(_tool_kind)
+]
+
+
+class ToolChoice(Strict):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str | None, Field(description="with type tool")] = None
+    disable_parallel_tool_use: Annotated[
+        bool | None, Field(description="whether a reply may have at most one call")
+    ] = None
+
+
+class Thinking(Strict):
+    """`thinking`: whether the model reasons before it replies, where the chat template has a choice."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[
+        int | None,
+        Field(description="with enabled, a target below max_tokens; only max_tokens ends the reasoning"),
+    ] = None
+
+    display: Annotated[str | None, NotBuilt()] = None
+
+
+class OutputFormat(Strict):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema", description="the text follows this schema")]
+
+
+class OutputConfig(Strict):
+    """`output_config`."""
+
+    format: OutputFormat | None = None
+    effort: Annotated[
+        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+    ] = None
+
+
+class Metadata(Strict):
+    """`metadata`."""
+
+    user_id: Annotated[str | None, Field(description="written to the access log")] = None
+
+
+class PromptFields(Strict):
+    """What makes the prompt."""
+
+    model: Annotated[str | None, Field(description="default: the served model")] = None
+    messages: Annotated[Annotated[list[InputMessage], FirstFault()], Field(min_length=1)]
+    system: Annotated[Texts | None, Field(description="a system message before the messages")] = None
+    tools: Annotated[list[AnyTool], FirstFault()] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    context_management: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    mcp_servers: Annotated[list[Any] | None, NotBuilt([])] = None
+    speed: Annotated[str | None, NotBuilt("standard")] = None
+    user_profile_id: Annotated[str | None, NotBuilt()] = None
+    workspace_id: Annotated[str | None, NotBuilt()] = None
+
+    @property
+    def client_names(self) -> dict[str, str]:
+        """The client's names for the prompt and what it depends on; see `renamed_fields`."""
+        return {"prompt": "messages", "reasoning_effort": "output_config.effort"}
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the prompt has the tools."""
+        return self.tool_choice is None or self.tool_choice.type != "none"
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
+
+    def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
+        """Which of the `tools` may and must be called. Raises InvalidRequest."""
+        given = self.tool_choice or ToolChoice(type="auto")
+        choice: Any = {"any": "required"}.get(given.type, given.type)
+        if given.type == "tool":
+            choice = ChatToolChoice(type="function", function=NamedFunction(name=given.name or ""))
+        with renamed_tool_fields(parameters="input_schema"):
+            return tool_wish(check_tools(tools), choice, parallel=not given.disable_parallel_tool_use)
+
+    def check(self) -> None:
+        """Raise InvalidRequest, which names the field, for what the types cannot say."""
+        choice = self.tool_choice
+        if choice is not None and (choice.name is not None) != (choice.type == "tool"):
+            message = f"tool_choice.type is {choice.type!r}; a name goes with 'tool', and only with it"
+            raise InvalidRequest(message, param="tool_choice.name")
+
+
+class CountTokensRequest(PromptFields):
+    """POST /v1/messages/count_tokens."""
+
+
+class MessageRequest(PromptFields, SharedSamplingFields, SchedulingFields):
+    """POST /v1/messages. Null means the default for every field."""
+
+    max_tokens: Annotated[
+        int,
+        Field(
+            description="most output tokens; less if the model has no room for them",
+            json_schema_extra={"minimum": 1},
+        ),
+    ]
+    stop_sequences: Annotated[
+        StopTexts | None,
+        Field(description="up to 16 texts of 1 to 1024 characters; the output ends before the first of them"),
+    ] = None
+    stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
+    metadata: Metadata | None = None
+
+    container: Annotated[str | dict[str, Any] | None, NotBuilt()] = None
+    diagnostics: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    inference_geo: Annotated[str | None, NotBuilt()] = None
+    service_tier: Annotated[str | None, NotBuilt("auto", "standard_only")] = None
+
+    @property
+    def client_names(self) -> dict[str, str]:
+        """The client's names for fields of `SamplingParams` and for the prompt; see `renamed_fields`."""
+        return {
+            **super().client_names,
+            "stop": "stop_sequences",
+            "guided_json": "output_config.format.schema",
+        }
+
+    @property
+    def user(self) -> str | None:
+        return None if self.metadata is None else self.metadata.user_id
+
+    def check(self) -> None:
+        """Raise InvalidRequest, which names the field, for what the types cannot say."""
+        super().check()
+        thinking = self.thinking
+        if thinking is None:
+            return
+        budget = thinking.budget_tokens
+        if (budget is not None) != (thinking.type == "enabled"):
+            message = f"thinking.type is {thinking.type!r}; budget_tokens go with 'enabled', and only with it"
+            raise InvalidRequest(message, param="thinking.budget_tokens")
+        if budget is not None and not LEAST_BUDGET <= budget < self.max_tokens:
+            message = f"thinking.budget_tokens is {budget}; it must be at least {LEAST_BUDGET} and below "
+            message += f"max_tokens, which is {self.max_tokens}"
+            raise InvalidRequest(message, param="thinking.budget_tokens")
+
+    def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
+        """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
+
+        Raises a subclass of InvalidRequest.
+        """
+        given = self.given()
+        if self.stop_sequences is not None:
+            given["stop"] = self.stop_sequences
+        if self.output_config is not None and self.output_config.format is not None:
+            given["guided_json"] = self.output_config.format.schema_
+        room = longest if longest > 0 else max(self.min_tokens or 0, 1)
+        return SamplingParams(
+            **{**with_defaults(defaults.sampling, given), "max_tokens": min(self.max_tokens, room)}
+        )

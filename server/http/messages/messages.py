@@ -1,0 +1,123 @@
+"""`POST /v1/messages`: Anthropic's protocol. The model replies to a conversation.
+
+`/v1/messages/count_tokens` counts the tokens of its prompt.
+"""
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from server.gateway.side_threads import run_for_request, run_for_response
+from server.http.bodies.error_forms import MESSAGES, MessagesErrorBody
+from server.http.bodies.errors import error_responses
+from server.http.bodies.json_answer import as_json
+from server.http.bodies.json_body import JsonRoute
+from server.http.fields.generation import renamed_fields
+from server.http.generation.answer import accept, new_id
+from server.http.generation.choices import Choices
+from server.http.generation.prepared_reply import ReplyRequest, prepared, prompt_of
+from server.http.generation.reply_stream import Reply, ReplyStream
+from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
+from server.http.messages.conversation import conversation_of
+from server.http.messages.fields import CountTokensRequest, MessageRequest
+from server.http.messages.writer import MessageWriter
+
+router = APIRouter(route_class=JsonRoute, tags=["messages"])
+
+
+class MessageUsage(BaseModel):
+    """Counts of tokens; `input_tokens` are those that were not in the prefix cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class Message(BaseModel):
+    """The reply. Its content are blocks of type text, thinking or tool_use."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal[
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
+    ]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(BaseModel):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+
+
+@router.post(
+    MESSAGES,
+    response_class=Response,
+    responses={
+        200: {"model": Message, "content": {"text/event-stream": {}}},
+        **error_responses(404, 429, 500, 503, 504, form=MessagesErrorBody),
+    },
+)
+async def create_message(
+    body: MessageRequest,
+    request: Request,
+    gateway: GatewayOf,
+    owner: OwnerOf,
+    tenant: TenantOf,
+    facts: FactsOf,
+) -> Response:
+    """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
+    body.check()
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
+    asked = ReplyRequest(
+        conversation=lambda: conversation_of(body, model),
+        sampling=lambda longest: body.sampling(model.defaults, longest=longest),
+        scheduling=body.scheduling,
+        wish=body.wish,
+        use_tools=body.uses_tools,
+        effort=body.effort,
+        names=body.client_names,
+    )
+    n_bytes = len(await request.body())
+    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    message_id = new_id("msg")
+    choices = Choices(
+        gateway,
+        [ready.prompt],
+        ready.rules,
+        extras=None,
+        response_id=message_id,
+        owner=owner,
+        facts=facts,
+        plan=ready.plan,
+    )
+    writer = MessageWriter(message_id, model.name, n_input=ready.prompt.n_input, max_tokens=body.max_tokens)
+    reply = Reply(choices, writer)
+    if body.stream:
+        return ReplyStream(reply)
+    await reply.complete(request.receive)
+    n = writer.n_characters
+    text = await run_for_response(n, lambda: as_json(writer.message, n, ascii=False).encode())
+    return Response(text, media_type="application/json")
+
+
+@router.post(f"{MESSAGES}/count_tokens", responses=error_responses(404, 429, 503, form=MessagesErrorBody))
+async def count_tokens(body: CountTokensRequest, request: Request, gateway: GatewayOf) -> TokenCount:
+    """The number of tokens that a message's prompt has."""
+    body.check()
+    model = gateway.model(body.model)
+
+    def count() -> int:
+        with renamed_fields(**body.client_names):
+            conversation = conversation_of(body, model)
+            body.wish(conversation.tools or ())  # it names the tools' fields
+            _, prompt = prompt_of(model, conversation, use_tools=body.uses_tools, effort=body.effort)
+        return len(prompt)
+
+    return TokenCount(input_tokens=await run_for_request(len(await request.body()), count))

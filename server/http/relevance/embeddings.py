@@ -1,0 +1,151 @@
+"""`POST /v1/embeddings`: a vector for each text, from the model's final hidden states."""
+
+import base64
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
+
+from orca_jax.request.pooling import Pooling, Vector, check_dimensions, embedding
+from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.service.embeddings import pooled_prompt
+from orca_jax.service.prepared_params import OutputRules
+from server.gateway.gateway import Submission
+from server.gateway.many_requests import check_embeddings, check_inputs
+from server.gateway.side_threads import run_for_request, run_for_response
+from server.http.bodies.json_answer import as_json
+from server.http.bodies.json_body import JsonRoute
+from server.http.fields.generation import ranged, renamed_fields
+from server.http.fields.strict import FirstFault
+from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
+from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
+from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
+
+_CHARACTERS = {"float": 22, "base64": 6}  # of a number in a response, at most
+
+_TokenIds = Annotated[list[int], FirstFault()]
+Input = str | Annotated[list[str], FirstFault()] | _TokenIds | Annotated[list[_TokenIds], FirstFault()]
+
+
+class EmbeddingRequest(RelevanceRequest):
+    """POST /v1/embeddings."""
+
+    input: Annotated[Input, Field(description="a text, texts, token ids, or lists of token ids")]
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None,
+        Field(description="default float; base64: of little-endian float32"),
+    ] = None
+    dimensions: Annotated[
+        int | None, ranged("only the first numbers of each vector; default: all", 1, 1 << 20)
+    ] = None
+    pooling: Annotated[
+        Pooling | None,
+        Field(
+            description="an extension: the last token's hidden state, or the mean over all tokens; default: "
+            "the server's --pooling"
+        ),
+    ] = None
+    normalize: Annotated[
+        bool | None, Field(description="an extension: make each vector's length 1; default true")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="an extension: tokenize texts with special tokens; default true")
+    ] = None
+
+    @property
+    def inputs(self) -> list[str] | list[list[int]]:
+        """As a list of texts or of token id lists; empty if the client gave an empty list."""
+        if isinstance(self.input, str):
+            return [self.input]
+        if self.input and isinstance(self.input[0], int):
+            return [self.input]  # pyright: ignore[reportReturnType] (all elements are integers)
+        return self.input  # pyright: ignore[reportReturnType]
+
+
+class EmbeddingData(BaseModel):
+    """One vector."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: Annotated[list[float] | str, Field(description="a text with encoding_format base64")]
+
+
+class Embeddings(BaseModel):
+    """The response to POST /v1/embeddings, in the inputs' order."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingData]
+    model: str
+    usage: PromptUsage
+
+
+router = APIRouter(route_class=JsonRoute, tags=["relevance"])
+
+
+@router.post(
+    "/v1/embeddings",
+    response_class=Response,
+    responses={200: {"model": Embeddings}, **GENERATION_ERRORS},
+)
+async def create_embeddings(
+    body: EmbeddingRequest,
+    request: Request,
+    gateway: GatewayOf,
+    options: OptionsOf,
+    owner: OwnerOf,
+    tenant: TenantOf,
+    facts: FactsOf,
+) -> Response:
+    """Make a vector of each input."""
+    model, scheduling = body.accept(gateway, facts)
+    size = model.config.embedding.size if body.dimensions is None else body.dimensions
+    response_id = new_response_id("embd")
+
+    def read() -> list[Submission]:
+        inputs = body.inputs
+        check_inputs(len(inputs), options.max_inputs, "input")
+        check_dimensions(body.dimensions, model.config.embedding.size)
+        check_embeddings(len(inputs), size, "input")
+        special, pooling = body.add_special_tokens is not False, body.pooling or options.pooling
+
+        def encoded(text: str) -> list[int]:
+            return model.encode(text, param="input", add_special_tokens=special)
+
+        def checked(one: str | list[int]) -> tuple[CheckedPrompt, OutputRules]:
+            ids = encoded(one) if isinstance(one, str) else one
+            return pooled_prompt(model.service, ids, pooling, scheduling, tenant=tenant)
+
+        prompts = each(inputs, checked, "input")
+        return [Submission(*one, f"{response_id}-{i}") for i, one in enumerate(prompts)]
+
+    with renamed_fields(prompt="input"):
+        submissions = await run_for_request(len(await request.body()), read)
+    ended = await all_ended(gateway, submissions, owner=owner, receive=request.receive, facts=facts)
+    encoding = body.encoding_format or "float"
+    n_characters = len(ended) * size * _CHARACTERS[encoding]
+
+    def write() -> bytes:
+        vectors = [live.pooled for live in ended]
+        shown = [
+            _written(
+                embedding(vector, dimensions=body.dimensions, normalize=body.normalize is not False), encoding
+            )
+            for vector in vectors
+            if vector is not None
+        ]
+        assert len(shown) == len(ended)
+        whole = {
+            "object": "list",
+            "data": [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(shown)],
+            "model": model.name,
+            "usage": usage_of(sum(live.n_input for live in ended)),
+        }
+        return as_json(whole, n_characters).encode()
+
+    return Response(await run_for_response(n_characters, write), media_type="application/json")
+
+
+def _written(vector: Vector, encoding: str) -> list[float] | str:
+    if encoding == "float":
+        return vector.tolist()
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,83 @@
+"""What these routes share: their requests' common fields, and many requests of the engine for one answer."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+from starlette.types import Receive
+
+from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PRIORITY_RANGE, SchedulingParams
+from server.gateway import many_requests
+from server.gateway.gateway import Gateway, LiveRequest, Submission
+from server.gateway.served_model import ServedModel
+from server.http.fields.generation import ranged
+from server.http.fields.not_built import NotBuilt
+from server.http.fields.strict import Strict
+from server.http.generation.choices import end_if_client_leaves
+
+
+class RelevanceRequest(Strict):
+    """The fields that all these routes accept."""
+
+    model: Annotated[str | None, Field(description="default: the served model")] = None
+    user: Annotated[str | None, Field(description="written to the access log")] = None
+    priority: Annotated[int | None, ranged("an extension: as in /v1/completions", *PRIORITY_RANGE)] = None
+    cache_salt: Annotated[
+        str | None,
+        Field(
+            description="an extension: as in /v1/completions",
+            json_schema_extra={"minLength": 1, "maxLength": MAX_CACHE_SALT},
+        ),
+    ] = None
+    truncate_prompt_tokens: Annotated[int | None, NotBuilt()] = None
+
+    def accept(self, gateway: Gateway, facts: dict[str, Any]) -> tuple[ServedModel, SchedulingParams]:
+        """The model, and what the request asks of the scheduler.
+
+        Raises InvalidSchedulingParameter, UnknownModel, NotReady or EngineError.
+        """
+        if self.user is not None:
+            facts["user"] = self.user
+        scheduling = SchedulingParams(priority=self.priority or 0, cache_salt=self.cache_salt)
+        model = gateway.model(self.model)
+        scheduling.check_policy(model.serving.scheduling.order)
+        return model, scheduling
+
+
+class PromptUsage(BaseModel):
+    """Token counts. Nothing is generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+def usage_of(n_input: int) -> dict[str, int]:
+    """In the form of PromptUsage."""
+    return {"prompt_tokens": n_input, "total_tokens": n_input}
+
+
+async def all_ended(
+    gateway: Gateway,
+    submissions: Sequence[Submission],
+    *,
+    owner: str,
+    receive: Receive,
+    facts: dict[str, Any],
+) -> list[LiveRequest]:
+    """The requests when all have ended; they are cancelled if the client leaves or one fails.
+
+    Raises QueueFull, NotReady, EngineError, or whatever ended a request before it was complete.
+    """
+    running: list[LiveRequest] = []
+    ended: list[LiveRequest] = []
+    watch = asyncio.create_task(end_if_client_leaves(receive, running, facts))
+    try:
+        ended = await many_requests.all_ended(gateway, submissions, owner=owner, running=running)
+    finally:
+        facts["n_input"] = sum(live.n_input for live in ended)
+        facts["n_cached"] = sum(live.n_cached for live in ended)
+        facts["n_output"] = 0
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+    return ended

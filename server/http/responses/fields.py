@@ -1,0 +1,264 @@
+"""The fields of POST /v1/responses."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from orca_jax.errors import InvalidRequest
+from orca_jax.request.generation_defaults import GenerationDefaults
+from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams, with_defaults
+from server.gateway.reply.offered_tools import ToolWish
+from server.http.fields.generation import renamed_tool_fields
+from server.http.fields.not_built import NotBuilt
+from server.http.fields.sampling import SchedulingFields, SharedSamplingFields, ranged
+from server.http.fields.strict import FirstFault, Strict
+from server.http.fields.tools import AllowedTools, NamedFunction, ToolChoice, check_tools, tool_wish
+from server.http.responses.items import Input
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA = 16
+MAX_KEY, MAX_VALUE = 64, 512  # characters in metadata
+
+
+class TextFormat(Strict):
+    """`text.format`."""
+
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"],
+        Field(description="any text; any JSON object; JSON that follows schema"),
+    ]
+    name: Annotated[str | None, Field(description="with json_schema: for readers; has no effect")] = None
+    schema_: Annotated[
+        dict[str, Any] | None, Field(alias="schema", description="with json_schema: what the text follows")
+    ] = None
+    strict: Annotated[bool | None, Field(description="has no effect: the schema is always enforced")] = None
+    description: Annotated[str | None, Field(description="for readers; has no effect")] = None
+
+    def guided(self) -> dict[str, Any]:
+        """The equivalent fields of `SamplingParams`. Raises InvalidRequest if fields contradict `type`."""
+        if self.type == "json_schema":
+            for field, value in (("name", self.name), ("schema", self.schema_)):
+                if value is None:
+                    message = f"text.format.{field} is missing; type 'json_schema' needs it"
+                    raise InvalidRequest(message, param=f"text.format.{field}")
+            return {"guided_json": self.schema_}
+        if self.schema_ is not None:
+            message = f"text.format.schema is given with type {self.type!r}; it goes with 'json_schema'"
+            raise InvalidRequest(message, param="text.format.schema")
+        return {"guided_json_object": True} if self.type == "json_object" else {}
+
+
+class TextConfig(Strict):
+    """`text`."""
+
+    format: Annotated[TextFormat | None, Field(description="default: any text")] = None
+    verbosity: Annotated[str | None, NotBuilt("medium")] = None
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Field(description="the JSON schema of its arguments")] = None
+    strict: Annotated[bool | None, Field(description="whether arguments must follow their schema")] = None
+
+    defer_loading: Annotated[bool | None, NotBuilt(False)] = None
+    allowed_callers: Annotated[list[str] | None, NotBuilt(["direct"])] = None
+    output_schema: Annotated[dict[str, Any] | None, NotBuilt()] = None
+
+    def for_chat(self) -> dict[str, Any]:
+        """As the chat template sees it."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        }
+        given = {name: value for name, value in function.items() if value is not None}
+        return {"type": "function", "function": given}
+
+
+class HostedTool(Strict):
+    """A tool that OpenAI runs itself."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, NotBuilt("function")]
+
+
+def _tool_kind(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "function" if kind == "function" else "hosted"
+
+
+ResponseTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(_tool_kind),
+]
+
+
+class NamedTool(Strict):
+    """A function of `tools`."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedToolNames(Strict):
+    """`tool_choice`: only these may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], FirstFault()]
+
+
+class ReasoningConfig(Strict):
+    """`reasoning`."""
+
+    effort: Annotated[
+        str | None, Field(description="a variable of the chat template; refused if it does not have it")
+    ] = None
+    summary: Annotated[str | None, NotBuilt()] = None
+    generate_summary: Annotated[str | None, NotBuilt()] = None
+    context: Annotated[str | None, NotBuilt("auto")] = None
+    mode: Annotated[str | None, NotBuilt("standard")] = None
+
+
+class ResponseStreamOptions(Strict):
+    """`stream_options`."""
+
+    include_obfuscation: Annotated[bool | None, NotBuilt(False)] = None
+
+
+class ResponseRequest(SharedSamplingFields, SchedulingFields):
+    """POST /v1/responses. Null means the default for every field."""
+
+    model: Annotated[str | None, Field(description="default: the served model")] = None
+    input: Annotated[Input, Field(description="a text, or items")]
+    instructions: Annotated[
+        str | None, Field(description="a system message before the input; not kept for the next response")
+    ] = None
+    previous_response_id: Annotated[
+        str | None, Field(description="the conversation goes on after this response, which must be stored")
+    ] = None
+    store: Annotated[
+        bool | None, Field(description="keep the response for a while; default: if the server stores any")
+    ] = None
+    stream: Annotated[bool | None, Field(description="respond with server-sent events")] = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[
+        int | None, ranged("default: as many as the model has room for", 1, 1 << 30)
+    ] = None
+    text: TextConfig | None = None
+    tools: Annotated[list[ResponseTool], FirstFault()] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | AllowedToolNames | None,
+        Field(
+            description="default auto: the model may call tools; required: it must; or one that it must call"
+        ),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="whether a reply may have several calls; default true")
+    ] = None
+    reasoning: ReasoningConfig | None = None
+    metadata: Annotated[
+        dict[str, str] | None,
+        Field(description=f"up to {MAX_METADATA} texts, which the response has as well"),
+    ] = None
+    include: Annotated[list[str] | None, Field(description=f'["{LOGPROBS}"], or nothing')] = None
+    top_logprobs: Annotated[
+        int | None,
+        ranged("with log-probabilities: also of this many of the most likely tokens", 0, MAX_TOP_LOGPROBS),
+    ] = None
+    user: Annotated[str | None, Field(description="written to the access log")] = None
+
+    truncation: Annotated[str | None, NotBuilt("disabled")] = None
+    background: Annotated[bool | None, NotBuilt(False)] = None
+    conversation: Annotated[str | dict[str, Any] | None, NotBuilt(instead="use previous_response_id")] = None
+    prompt: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    max_tool_calls: Annotated[int | None, NotBuilt()] = None
+    service_tier: Annotated[str | None, NotBuilt("auto", "default")] = None
+    safety_identifier: Annotated[str | None, NotBuilt()] = None
+    prompt_cache_key: Annotated[str | None, NotBuilt()] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, NotBuilt()] = None
+    prompt_cache_retention: Annotated[str | None, NotBuilt()] = None
+    context_management: Annotated[list[Any] | None, NotBuilt([])] = None
+    moderation: Annotated[dict[str, Any] | None, NotBuilt()] = None
+
+    @property
+    def client_names(self) -> dict[str, str]:
+        """The client's names for fields of `SamplingParams` and for the prompt; see `renamed_fields`."""
+        return {
+            "max_tokens": "max_output_tokens",
+            "logprobs": "top_logprobs",
+            "guided_json": "text.format.schema",
+            "guided_json_object": "text.format",
+            "prompt": "input",
+            "messages": "input",
+            "reasoning_effort": "reasoning.effort",
+        }
+
+    @property
+    def with_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def format(self) -> TextFormat | None:
+        return None if self.text is None else self.text.format
+
+    def wish(self, tools: Sequence[dict[str, Any]]) -> ToolWish:
+        """Which of the `tools` may and must be called. Raises InvalidRequest."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice = ToolChoice(type="function", function=NamedFunction(name=choice.name))
+        elif isinstance(choice, AllowedToolNames):
+            named = [{"function": {"name": tool.name}} for tool in choice.tools]
+            allowed = AllowedTools(mode=choice.mode, tools=named)
+            choice = ToolChoice(type="allowed_tools", allowed_tools=allowed)
+        with renamed_tool_fields():
+            return tool_wish(check_tools(tools), choice, parallel=self.parallel_tool_calls is not False)
+
+    def check(self) -> None:
+        """Raise a subclass of InvalidRequest, which names the field, for what the types cannot say."""
+        for name in self.include or ():
+            if name != LOGPROBS:
+                raise InvalidRequest(f"include has {name[:80]!r}; it can have {LOGPROBS}", param="include")
+        if self.top_logprobs and not self.with_logprobs:
+            message = (
+                f"top_logprobs is {self.top_logprobs} without log-probabilities; add {LOGPROBS} to include"
+            )
+            raise InvalidRequest(message, param="top_logprobs")
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options are for a stream; set stream to true, or leave them out"
+            raise InvalidRequest(message, param="stream_options")
+        self._check_metadata(self.metadata or {})
+
+    def sampling(self, defaults: GenerationDefaults, *, longest: int) -> SamplingParams:
+        """The sampling parameters, with the model's `defaults`; a reply may have up to `longest` tokens.
+
+        Raises a subclass of InvalidRequest.
+        """
+        given = self.given()
+        if self.format is not None:
+            given |= self.format.guided()
+        wanted = self.max_output_tokens
+        if wanted is None:
+            longest = max(longest, self.min_tokens or 0, 1) if longest < 1 else longest
+            wanted = min(max(defaults.max_tokens or longest, self.min_tokens or 0), longest)
+        logprobs = (self.top_logprobs or 0) if self.with_logprobs else None
+        return SamplingParams(
+            **{**with_defaults(defaults.sampling, given), "max_tokens": wanted, "logprobs": logprobs}
+        )
+
+    def _check_metadata(self, metadata: dict[str, str]) -> None:
+        if len(metadata) > MAX_METADATA:
+            message = f"metadata has {len(metadata)} entries; {MAX_METADATA} are allowed"
+            raise InvalidRequest(message, param="metadata")
+        for key, value in metadata.items():
+            for what, text, most in (("key", key, MAX_KEY), ("value", value, MAX_VALUE)):
+                if len(text) > most:
+                    message = f"metadata has a {what} of {len(text)} characters; {most} are allowed"
+                    raise InvalidRequest(message, param="metadata")

@@ -1,0 +1,224 @@
+"""`POST /v1/responses`: the model replies to a conversation, which may go on from a stored response."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from orca_jax.errors import InvalidRequest
+from orca_jax.request.sampling_params import SamplingParams
+from server.gateway.served_model import ServedModel
+from server.gateway.side_threads import run_for_response
+from server.http.bodies.json_answer import as_json
+from server.http.bodies.json_body import JsonRoute
+from server.http.bodies.json_text import excess_of, parse
+from server.http.fields.conversation import ConversationFields
+from server.http.fields.logprobs import chat_logprobs
+from server.http.fields.token_names import TokenNames
+from server.http.fields.token_places import PlacedToken
+from server.http.generation.answer import GENERATION_ERRORS, accept, new_id
+from server.http.generation.choice_output import OutputExtras
+from server.http.generation.choices import Choices
+from server.http.generation.chunks import RESPONSES
+from server.http.generation.prepared_reply import ReplyRequest, prepared
+from server.http.generation.reply_stream import Reply, ReplyStream
+from server.http.generation.state import FactsOf, GatewayOf, OwnerOf, TenantOf
+from server.http.responses.conversation import messages_of
+from server.http.responses.fields import FunctionTool, ResponseRequest
+from server.http.responses.items import Item, kept_items
+from server.http.responses.objects import ResponseObject
+from server.http.responses.store import ResponseStore, StoredResponse
+from server.http.responses.stored import StoreOf
+from server.http.responses.writer import ResponseWriter
+
+router = APIRouter(route_class=JsonRoute, tags=["responses"])
+
+
+@router.post(
+    RESPONSES,
+    response_class=Response,
+    responses={200: {"model": ResponseObject, "content": {"text/event-stream": {}}}, **GENERATION_ERRORS},
+)
+async def create_response(
+    body: ResponseRequest,
+    request: Request,
+    gateway: GatewayOf,
+    owner: OwnerOf,
+    tenant: TenantOf,
+    facts: FactsOf,
+    store: StoreOf,
+) -> Response:
+    """Reply to a conversation, in one response or, with `stream`, as server-sent events."""
+    body.check()
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
+    exchange = _Exchange(body, store, tenant, owner)
+    n_body = len(await request.body())
+    asked = ReplyRequest(
+        conversation=exchange.conversation,
+        sampling=lambda longest: body.sampling(model.defaults, longest=longest),
+        scheduling=body.scheduling,
+        wish=body.wish,
+        use_tools=body.tool_choice != "none",
+        effort=None if body.reasoning is None else body.reasoning.effort,
+        names=body.client_names,
+    )
+    n_bytes = n_body + exchange.n_earlier_bytes
+    ready = await prepared(gateway, model, asked, n_bytes=n_bytes, tenant=tenant)
+    names = TokenNames(model.tokenizer)
+
+    def write_logprobs(tokens: Sequence[PlacedToken]) -> list[dict[str, Any]]:
+        return _without_nulls(chat_logprobs(tokens, names)["content"])
+
+    extras = None
+    if body.with_logprobs:
+        extras = OutputExtras(names=names, shown=ready.rules.shown, write_logprobs=chat_logprobs)
+    choices = Choices(
+        gateway,
+        [ready.prompt],
+        ready.rules,
+        extras=extras,
+        response_id=exchange.response_id,
+        owner=owner,
+        facts=facts,
+        plan=ready.plan,
+    )
+    head = _head(body, model, exchange, ready.rules.sampling)
+    writer = ResponseWriter(head, n_body, write_logprobs, exchange.keep)
+    reply = Reply(choices, writer)
+    if body.stream:
+        return ReplyStream(reply)
+    await reply.complete(request.receive)
+    n = writer.n_characters
+    text = await run_for_response(n, lambda: as_json(writer.response, n, ascii=False).encode())
+    return Response(text, media_type="application/json")
+
+
+class _Exchange:
+    """One request and its response: the conversation before it, and what the store keeps after it."""
+
+    def __init__(self, body: ResponseRequest, store: ResponseStore, tenant: str, owner: str) -> None:
+        """Raises InvalidRequest, and UnknownResponse if the response to go on from is not stored."""
+        self.response_id = new_id("resp")
+        self.stores = not store.is_off if body.store is None else body.store
+        self._body = body
+        self._store = store
+        self._tenant, self._owner = tenant, owner
+        self._items: list[Item] = []
+        self._earlier: StoredResponse | None = None
+        previous = body.previous_response_id
+        for name, asked in (("store", body.store), ("previous_response_id", previous)):
+            if asked and store.is_off:
+                message = f"{name} is given, but this server stores no responses; send the whole conversation"
+                raise InvalidRequest(f"{message} as input", param=name)
+        if previous is not None:
+            self._earlier = store.get(previous, tenant, param="previous_response_id")
+
+    @property
+    def n_earlier_bytes(self) -> int:
+        return 0 if self._earlier is None else len(self._earlier.items)
+
+    def conversation(self) -> ConversationFields:
+        """Raises InvalidRequest."""
+        earlier: list[Item] = [] if self._earlier is None else parse(self._earlier.items)
+        own = kept_items(self._body.input)
+        if not own:
+            raise InvalidRequest("input is an empty list; give at least one item", param="input")
+        self._items = [*earlier, *own]
+        if self.stores:
+            self._check_size()
+        messages = messages_of(self._body.instructions, self._items, len(earlier))
+        tools = [tool.for_chat() for tool in self._body.tools or () if isinstance(tool, FunctionTool)]
+        return ConversationFields(messages=messages, tools=tools or None)
+
+    async def keep(self, response: dict[str, Any], n: int) -> bool:
+        """Store the complete response of about `n` characters, if it is to be and there is room."""
+        if not self.stores:
+            return False
+
+        def entry() -> StoredResponse:
+            output = [_without_logprobs(item) for item in response["output"]]
+            return StoredResponse(
+                response_id=self.response_id,
+                tenant=self._tenant,
+                owner=self._owner,
+                response=as_json({**response, "store": True}, n, ascii=False).encode(),
+                items=self._items_json([*self._items, *output], n),
+                n_input=len(self._items),
+            )
+
+        stored = await run_for_response(n + self.n_earlier_bytes, entry)
+        return excess_of(stored.items) is None and self._store.put(stored)
+
+    def _items_json(self, items: Sequence[Item], n: int) -> bytes:
+        return as_json(items, n + self.n_earlier_bytes, ascii=False).encode()
+
+    def _check_size(self) -> None:
+        data = self._items_json(self._items, 0)
+        excess = excess_of(data)
+        if len(data) > self._store.largest:
+            excess = f"{len(data)} bytes, more than the {self._store.largest} that one response may take"
+        if excess is not None:
+            message = f"the conversation has {excess}, so it cannot be stored; set store to false"
+            raise InvalidRequest(message, param="store")
+
+
+def _head(
+    body: ResponseRequest, model: ServedModel, exchange: _Exchange, sampling: SamplingParams
+) -> dict[str, Any]:
+    """The fields of the response that the request decides, and the others as they are before its output."""
+    text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
+    tools = [
+        {"description": None, "strict": None, "parameters": None, **tool.model_dump(exclude_none=True)}
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice or "auto"
+    reasoning: dict[str, Any] = {"effort": None, "summary": None}
+    if body.reasoning is not None:
+        reasoning["effort"] = body.reasoning.effort
+    head: dict[str, Any] = {
+        "id": exchange.response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "model": model.name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": reasoning,
+        "service_tier": "default",
+        "store": exchange.stores,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}, "verbosity": "medium", **text},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": tools,
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
+    return head if model.controls is None else {**head, "weights_version": None}
+
+
+def _without_nulls(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The API has an empty list for the bytes of a token without text."""
+    for entry in logprobs:
+        for token in (entry, *entry["top_logprobs"]):
+            token["bytes"] = token["bytes"] or []
+    return logprobs
+
+
+def _without_logprobs(item: Item) -> Item:
+    if item["type"] != "message":
+        return item
+    parts = [{key: value for key, value in part.items() if key != "logprobs"} for part in item["content"]]
+    return {**item, "content": parts}

@@ -1,0 +1,129 @@
+"""Keeps responses for a while, so that a request can go on from one; bounded in number and in bytes."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from server.errors import UnknownResponse
+
+_OVERHEAD = 1024  # bytes that an entry takes besides its texts, at most
+_LARGEST = 4  # one response may take this part of all bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResponse:
+    """A response, and the conversation that ends with it. Texts of JSON.
+
+    `items` are all items of the conversation, of which the model read the first `n_input`.
+    """
+
+    response_id: str
+    tenant: str
+    owner: str
+    response: bytes
+    items: bytes
+    n_input: int
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory, at most."""
+        names = len(self.response_id) + len(self.tenant) + len(self.owner)
+        return len(self.response) + len(self.items) + 4 * names + _OVERHEAD
+
+
+@dataclass(slots=True)
+class _Share:
+    """What an owner has in the store, oldest first."""
+
+    entries: OrderedDict[str, StoredResponse]
+    n_bytes: int = 0
+
+
+class ResponseStore:
+    """At most `max_responses` of at most `max_bytes` together, each for at most `seconds`.
+
+    A tenant finds only its own. If there is no room, the owner that has most loses its oldest one. So nobody
+    who has at most an equal share, that is the store divided by its owners, loses anything to others. Use it
+    on one thread; nothing here takes long. `now` is a clock in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_responses: int,
+        max_bytes: int,
+        seconds: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._now = now
+        self._entries: OrderedDict[str, tuple[float, StoredResponse]] = OrderedDict()  # oldest first
+        self._shares: dict[str, _Share] = {}
+        self.n_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the server stores no responses."""
+        return self._max_responses == 0
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that one response and its conversation may have."""
+        return max(self._max_bytes // _LARGEST - _OVERHEAD, 0)
+
+    def put(self, entry: StoredResponse) -> bool:
+        """Keep it, and drop what there is no room for; False if it is too large to keep."""
+        self._drop_expired()
+        if self.is_off or entry.n_bytes > self._max_bytes // _LARGEST:
+            return False
+        self._entries[entry.response_id] = self._now() + self._seconds, entry
+        share = self._shares.setdefault(entry.owner, _Share(OrderedDict()))
+        share.entries[entry.response_id] = entry
+        share.n_bytes += entry.n_bytes
+        self.n_bytes += entry.n_bytes
+        while len(self._entries) > self._max_responses:
+            self._drop_oldest(max(self._shares.values(), key=lambda share: len(share.entries)))
+        while self.n_bytes > self._max_bytes:
+            self._drop_oldest(max(self._shares.values(), key=lambda share: share.n_bytes))
+        return entry.response_id in self._entries
+
+    def get(self, response_id: str, tenant: str, *, param: str) -> StoredResponse:
+        """The response. Raises UnknownResponse, which names `param`, if this tenant has none of that id."""
+        self._drop_expired()
+        found = self._entries.get(response_id)
+        if found is None or found[1].tenant != tenant:
+            message = (
+                f"there is no response {response_id[:80]!r}; it was not stored, has expired, or was dropped"
+            )
+            raise UnknownResponse(f"{message} to make room for others", param=param)
+        return found[1]
+
+    def delete(self, response_id: str, tenant: str, *, param: str) -> None:
+        """Drop the response. Raises UnknownResponse."""
+        self._drop(self.get(response_id, tenant, param=param))
+
+    def _drop_expired(self) -> None:
+        now = self._now()
+        while self._entries:
+            expires, entry = next(iter(self._entries.values()))
+            if expires > now:
+                break
+            self._drop(entry)
+
+    def _drop_oldest(self, share: _Share) -> None:
+        self._drop(next(iter(share.entries.values())))
+
+    def _drop(self, entry: StoredResponse) -> None:
+        del self._entries[entry.response_id]
+        self.n_bytes -= entry.n_bytes
+        share = self._shares[entry.owner]
+        del share.entries[entry.response_id]
+        share.n_bytes -= entry.n_bytes
+        if not share.entries:
+            del self._shares[entry.owner]

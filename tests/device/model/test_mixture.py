@@ -1,0 +1,129 @@
+"""Experts in the engine: routing by hand, extreme routings, padding, and the products in C."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orca_jax.families.mixtures.experts_config import Experts
+from orca_jax.families.model_config import FeedForward
+from orca_jax.model.layers import Matmul, between, matmul
+from orca_jax.model.mixture import Mixture, choose
+from orca_jax.model.shard import ALONE
+from tests.device.greedy_reference import GreedyReference
+from tests.device.harness import greedy_request, harness
+from tests.device.model.drawn_weights import drawn
+from tests.device.model.mixture_models import SERVING, mixture_model, requests
+
+LOGITS = [[2.0, 1.0, 0.0, -1.0], [-1.0, 3.0, 1.0, 2.5]]
+
+
+def routed(experts: Experts, correction: Sequence[float] | None = None) -> list[dict[int, float]]:
+    """For each token its experts with their weights."""
+    own = None if correction is None else jnp.array(correction)
+    weights, chosen = choose(experts, jnp.array(LOGITS), own)
+    rows = zip(np.asarray(chosen), np.asarray(weights), strict=True)
+    return [dict(zip(ids.tolist(), row.tolist(), strict=True)) for ids, row in rows]
+
+
+def sigmoid(x: float) -> float:
+    return float(1 / (1 + np.exp(-x)))
+
+
+def close(found: list[dict[int, float]], expected: list[dict[int, float]]) -> None:
+    assert [set(row) for row in found] == [set(row) for row in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_routing_by_hand() -> None:
+    e = np.exp
+    sums = [float(e(row).sum()) for row in np.array(LOGITS)]
+    plain = [{0: e(2) / sums[0], 1: e(1) / sums[0]}, {1: e(3) / sums[1], 3: e(2.5) / sums[1]}]
+    close(routed(Experts(number=4, top_k=2)), plain)
+    share = float(1 / (1 + e(-1))), float(1 / (1 + e(-0.5)))
+    of_two = [{0: share[0], 1: 1 - share[0]}, {1: share[1], 3: 1 - share[1]}]
+    close(routed(Experts(number=4, top_k=2, renormalised=True)), of_two)
+    close(routed(Experts(number=4, top_k=2, scores="softmax_of_chosen")), of_two)
+
+
+def test_a_correction_decides_who_is_chosen_and_not_by_how_much() -> None:
+    own = Experts(number=4, top_k=1, scores="sigmoid", correction_bias=True, multiplier=2.5)
+    close(routed(own, [0, 0, 0, 0]), [{0: 2.5 * sigmoid(2)}, {1: 2.5 * sigmoid(3)}])
+    close(routed(own, [0, 0, 1, 0]), [{2: 2.5 * sigmoid(0)}, {2: 2.5 * sigmoid(1)}])
+
+
+def test_groups_stand_for_the_choice_by_their_best_scores() -> None:
+    # Groups are experts 0 and 1, and 2 and 3. Of the second token each has one that is high.
+    own = Experts(number=4, top_k=2, scores="sigmoid", n_groups=2, top_groups=1)
+    close(routed(own), [{0: sigmoid(2), 1: sigmoid(1)}, {1: sigmoid(3), 0: sigmoid(-1)}])
+    # With a correction the two best of a group count: the second group's.
+    corrected = replace(own, correction_bias=True)
+    close(routed(corrected, [0] * 4), [{0: sigmoid(2), 1: sigmoid(1)}, {2: sigmoid(1), 3: sigmoid(2.5)}])
+
+
+def to_experts(parameters: dict[str, jax.Array], wanted: Sequence[int]) -> dict[str, jax.Array]:
+    """The parameters with a router whose bias sends every token to the experts `wanted`."""
+    bias = np.full(len(parameters["layers.0.router.bias"]), -50.0, np.float32)
+    bias[list(wanted)] = 50.0
+    return {name: jnp.array(bias) if "router.bias" in name else value for name, value in parameters.items()}
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["in C", "in JAX"])
+@pytest.mark.parametrize("wanted", [[5], [0, 7], [2, 3, 4], None], ids=str)
+def test_extreme_routings(wanted: list[int] | None, native: bool) -> None:
+    """All tokens to the same experts and none to the others; the engine's tokens are the reference's."""
+    # Sizes for which the product in C has a form, and others.
+    model = mixture_model(hidden=32, size=48 if native else 40, top_k=2 if wanted is None else len(wanted))
+    parameters = drawn(model, 3)
+    if wanted is not None:
+        parameters = to_experts(parameters, wanted)
+    engine = harness(model, parameters, SERVING, buckets=(4, 48))
+    asked = requests()
+    engine.run(asked, arrivals=[0, 0, 1, 2, 5, 6])
+    reference = GreedyReference(model, parameters)
+    assert sum(reference.sure(request) for request in asked) > 0.8 * sum(len(r.output_ids) for r in asked)
+
+
+def test_padding_belongs_to_no_expert() -> None:
+    """Real tokens' results do not change with what is in the padding, of which no product has a row."""
+    seen: list[int] = []
+
+    def watched(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        seen.append(int(sizes.sum()))
+        return matmul.grouped(x, weight, sizes)
+
+    model = mixture_model(hidden=32, size=16, top_k=3)
+    values = drawn(model, 5)
+    mixture = Mixture(model.layers[0].feed_forward, lambda name: values.get(f"layers.0.{name}"))
+    x = jax.random.normal(jax.random.key(0), (9, 32))
+    padded = jnp.concatenate([x, jnp.full((7, 32), jnp.nan)])
+    given = mixture(padded, Matmul(grouped=watched, n_tokens=jnp.array([9], jnp.int32)), ALONE)
+    assert seen == [27, 27]
+    np.testing.assert_allclose(given[:9], mixture(x, matmul, ALONE), atol=1e-5)
+
+
+def test_a_request_with_nan_disturbs_no_other() -> None:
+    model = mixture_model(hidden=32, size=48, top_k=2)
+    parameters = drawn(model, 4)
+    parameters["token_embedding"] = parameters["token_embedding"].at[7].set(jnp.nan)
+    asked = requests()
+    engine = harness(model, parameters, SERVING, buckets=(48,))
+    poison = greedy_request("poison", [7] * 9, 6)
+    engine.run([poison, *asked], arrivals=[0] * (1 + len(asked)))
+    clean = parameters | {"token_embedding": parameters["token_embedding"].at[7].set(0.0)}
+    reference = GreedyReference(model, clean)
+    without = [request for request in asked if 7 not in (*request.prompt_ids, *request.output_ids)]
+    assert len(without) >= 3 and sum(reference.sure(request) for request in without) > 10
+
+
+def test_a_gate_is_cut_off_on_the_right_sides() -> None:
+    own = FeedForward(size=2, gated=True, gate_limit=7.0)
+    gate, up = np.array([9.0, -9.0]), np.array([-8.0, 3.0])
+    cut, limited = np.array([7.0, -9.0]), np.array([-7.0, 3.0])
+    expected = cut / (1 + np.exp(-1.702 * cut)) * (limited + 1)
+    found = between(jnp.array([[*gate, *up]]), own)
+    np.testing.assert_allclose(np.asarray(found)[0], expected, rtol=1e-5)
