@@ -134,7 +134,7 @@ def two_stages() -> list[dict[str, Any]]:
             0, 10.2, 10.6, [[0, 4]], prefill=[0], starts=[0], partial=[0], waiting=1, held=[1, "slots"]
         ),
         iteration(1, 10.4, 10.8, [[0, 1], [1, 2]], prefill=[0, 1], starts=[4, 0]),
-        {"stages": [[0, 0, 10.2, 10.4], [0, 1, 10.4, 10.6], [1, 0, 10.4, 10.6], [1, 1, 10.5, 10.8]]},
+        {"stages": [[0, 0, 10.2, 10.4], [0, 1, 10.4, None], [1, 0, 10.4, 10.6], [1, 1, 10.5, None]]},
         {"skipped": 2},
         iteration(4, 11.0, 11.2, [[0, 1], [1, 1]]),
         {"status": "recovering", "reason": "stage 2 was lost", "time": 11.5},

@@ -6,10 +6,11 @@ export function* stageSpans(model, from = -Infinity, to = Infinity) {
     const free = new Map(); // an iteration that is received early waits for the one before it
     for (let i = 0; i < model.stages.length; i++) {
       const one = model.stages.at(i);
-      if (one.to === null) continue;
       const begin = Math.max(one.from, free.get(one.stage) ?? -Infinity);
-      free.set(one.stage, one.to);
-      if (one.to >= from && begin <= to) yield { number: one.number, stage: one.stage, from: begin, to: one.to };
+      const end = one.to ?? returnOf(model, one.number, begin);
+      if (end === null) continue;
+      free.set(one.stage, end);
+      if (end >= from && begin <= to) yield { number: one.number, stage: one.stage, from: begin, to: end };
     }
     return;
   }
@@ -20,6 +21,13 @@ export function* stageSpans(model, from = -Infinity, to = Infinity) {
     const before = i > 0 ? iterations.at(i - 1).returned : -Infinity;
     yield { number: one.number, stage: 0, from: Math.max(one.issued, before), to: one.returned };
   }
+}
+
+// The last stage reports no end of its own: it sends the tokens, with which the iteration returns.
+function returnOf({ iterations }, number, begin) {
+  const isIt = number === null ? (one) => one.returned > begin : (one) => one.number >= number;
+  const one = iterations.at(iterations.search(isIt));
+  return one && (number === null || one.number === number) ? one.returned : null;
 }
 
 /** How many stages there are. */
