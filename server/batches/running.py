@@ -74,7 +74,7 @@ class RunningBatch:
         return True
 
     def finish(self, status: Status) -> None:
-        """Let the client see the files, of which an empty one is not kept, and then that the batch has ended."""
+        """Let the client see the files, unless one is empty, and then that the batch has ended."""
         batch = self.batch
         self._input.close()
         for file, kind in ((self._output, "output"), (self._errors, "error")):

@@ -15,7 +15,7 @@ from orca_jax.request.token_text import BYTE_OF_CHARACTER
 from orca_jax.request.tokenizer import Tokenizer
 from server.gateway.chat_template import ChatTemplate
 from server.gateway.tool_formats.table import REASONING_FORMATS, TOOL_FORMATS, reply_formats
-from server.settings.options import ReasoningFormatName, ToolFormatName
+from server.settings.address_options import ReasoningFormatName, ToolFormatName
 from tests.endpoint.harness import CONFIG, DATA, MODEL, serving, serving_model
 from tests.endpoint.http_client import connected
 from tests.endpoint.openai_client import client_of
