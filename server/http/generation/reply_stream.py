@@ -94,7 +94,7 @@ class Reply:
         while (piece := await self._next_piece(request, emit)) is not None:
             shown, tokens = await self.choices.take(0, piece)
             self.choices.tally.take(0, shown)
-            await self._emit_parts(self._parts(shown), tokens, emit)
+            await self._emit_parts(await self._parts(shown), tokens, emit)
         await emit(await writer.end(self._end(request)))
 
     async def _next_piece(self, request: LiveRequest, emit: _Emit) -> Piece | None:
@@ -109,9 +109,9 @@ class Reply:
                 if self.writer.ping is not None:
                     await emit([self.writer.ping])
 
-    def _parts(self, piece: Piece) -> Sequence[ReplyEvent]:
+    async def _parts(self, piece: Piece) -> Sequence[ReplyEvent]:
         if self.choices.tally.readers:
-            return self.choices.events(0, piece)
+            return await self.choices.events(0, piece)
         return (Text(piece.text),) if piece.text else ()
 
     async def _emit_parts(
