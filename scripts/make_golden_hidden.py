@@ -54,9 +54,14 @@ def main() -> None:
             lengths = golden["prompt_lengths"]
             prompts = np.split(golden["prompt_tokens"], np.cumsum(lengths)[:-1])
             rows = sorted({*golden["logits_rows"].tolist(), int(lengths.argmin()), int(lengths.argmax())})
-        sdpa = json.loads((directory / "config.json").read_text()).get("alibi")
+        own = json.loads((directory / "config.json").read_text())
+        # The plain form of experts: others have no float64.
+        experts = {"experts_implementation": "eager"} if "num_experts_per_tok" in own else {}
         whole = AutoModelForCausalLM.from_pretrained(
-            directory, attn_implementation="sdpa" if sdpa else "eager", dtype=torch.float32
+            directory,
+            attn_implementation="sdpa" if own.get("alibi") else "eager",
+            dtype=torch.float32,
+            **experts,
         )
         model = whole.base_model.eval()
         states = [hidden_states(model, prompts[row]) for row in rows]

@@ -14,7 +14,6 @@ from server.http.fields.not_built import NotBuilt
 from server.http.fields.strict import Strict
 from server.http.generation.state import OwnerOf
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _MAX_METADATA = 16
 
 router = APIRouter(
@@ -27,7 +26,7 @@ class BatchRequest(Strict):
 
     input_file_id: Annotated[str, Field(min_length=1, max_length=256)]
     endpoint: Annotated[
-        Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"],
+        Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"],
         Field(description="of every line"),
     ]
     completion_window: Annotated[Literal["24h"], Field(description="what has not run by then expires")]

@@ -17,7 +17,7 @@ from server.batches.batch import Batch
 from server.batches.lines import InputLine
 from server.batches.runner import Answered
 from server.gateway.gateway import Gateway
-from server.http.bodies.errors import error_body, status_response
+from server.http.bodies.errors import error_response, status_response
 from server.http.request_id import request_id
 
 _LOGGER = logging.getLogger("orca")
@@ -40,13 +40,14 @@ class InProcess:
         name = request_id(())
         tenant = self._tenant_of(batch.tenant)
         if tenant is None:
-            response = status_response(401, "the batch's API key is not known any more")
+            message = "the batch's API key is not known any more"
+            response = status_response(401, message, path=batch.endpoint)
             return Answered(401, name, bytes(response.body))
         body: dict[str, Any] = json.loads(line.body)
         for field, message in _REFUSED.items():
             if body.get(field):
-                error = error_body(NotSupported(message, param=field))
-                return Answered(400, name, json.dumps(error).encode())
+                response = error_response(NotSupported(message, param=field), path=batch.endpoint)
+                return Answered(400, name, bytes(response.body))
         model = self._gateway.served
         if model is not None and model.serving.scheduling.order == "priority":
             body["priority"] = _LOWEST
@@ -74,7 +75,8 @@ class InProcess:
             _LOGGER.exception("a line of batch %s failed", batch.id)
         if exchange.n_bytes > _MOST_BYTES:
             message = f"the answer has more than {_MOST_BYTES} bytes; ask for less in one line"
-            return Answered(400, name, bytes(status_response(400, message).body))
+            response = status_response(400, message, path=batch.endpoint)
+            return Answered(400, name, bytes(response.body))
         return Answered(exchange.status, name, b"".join(exchange.parts).replace(b"\n", b" "))
 
 

@@ -22,7 +22,8 @@ from tests.endpoint.harness import CONFIG, Server, serving, until
 from tests.endpoint.openai_client import by_seed, client_of
 from tests.host.engines import SOON, GatedEngine
 
-COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+EMBEDDINGS, RESPONSES = "/v1/embeddings", "/v1/responses"
 
 
 def options_of(folder: Path, **more: Any) -> EndpointOptions:
@@ -134,6 +135,7 @@ def test_a_batch_answers_what_the_same_requests_are_answered(client: OpenAI) -> 
     [
         (CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "seed": 1}),
         (EMBEDDINGS, {"input": ["a", "b"], "encoding_format": "base64"}),
+        (RESPONSES, {"input": "hi", "max_output_tokens": 5, "store": False}),
     ],
 )
 def test_other_endpoints(client: OpenAI, server: Server, endpoint: str, body: dict[str, Any]) -> None:
@@ -141,7 +143,7 @@ def test_other_endpoints(client: OpenAI, server: Server, endpoint: str, body: di
     assert batch.error_file_id is None
     (line,) = results(client, batch.output_file_id).values()
     direct = httpx2.post(f"{server.url}{endpoint}", json=body).json()
-    part = "data" if endpoint == EMBEDDINGS else "choices"
+    part = {EMBEDDINGS: "data", CHAT: "choices", RESPONSES: "status"}[endpoint]
     assert line["response"]["body"][part] == direct[part]
 
 
