@@ -46,7 +46,7 @@ TESTS ?= tests/whole tests/endpoint tests/device tests/host
 test: $(VENV)/.dev ## run the tests: all that guards behaviour, in about nine minutes on two cores
 	$(BIN)/python $(PYTEST) -m "not long" $(TESTS)
 
-test-long: $(VENV)/.dev ## run the long tests (PART=1/4: a quarter of them): soaks, thousands of seeds, killed processes
+test-long: $(VENV)/.dev ## run the long tests (PART=1/6: a sixth of them): soaks, thousands of seeds, killed processes
 	$(BIN)/python $(PYTEST_LONG) -m long $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
@@ -57,9 +57,9 @@ test-ray: $(RAY_VENV)/.ray ## run the tests of what needs Ray, ZeroMQ or Kuberne
 	$(RAY_BIN)/pyright --pythonpath $(RAY_BIN)/python -p tests/ray
 	$(RAY_BIN)/python -m pytest tests/scaleout tests/ray
 
-test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium, and check their types
+test-browser: $(VENV)/.browser ## run the tests of the pages in Chromium (LONG=1: the long ones), and check their types
 	$(BIN)/pyright --pythonpath $(BIN)/python -p tests/browser
-	$(BIN)/python $(PYTEST) tests/browser
+	$(BIN)/python $(PYTEST) -m "$(if $(LONG),long,not long)" tests/browser
 
 test-clients: $(VENV)/.package $(CLIENTS_VENV)/.clients ## run the tests of clients' libraries, and check their types
 	$(CLIENTS_BIN)/pyright --pythonpath $(CLIENTS_BIN)/python -p tests/clients

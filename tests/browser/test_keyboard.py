@@ -22,6 +22,8 @@ def test_a_run_with_the_keyboard_only(page: Page) -> None:
     while page.evaluate("document.activeElement.tagName") != "TEXTAREA":
         page.keyboard.press("Tab")
         passed.append(focused(page))
+        if passed[-1] == "Seed":  # of an output that does not end by itself
+            page.keyboard.type("5")
         assert len(passed) < 20, passed
     assert passed[0] == "Skip to the content" and "Seed" in passed
     page.keyboard.type("In the beginning")

@@ -7,6 +7,7 @@ from typing import Any
 import httpx2
 from playwright.sync_api import Browser, Page, Request, expect
 
+import orca_jax
 from tests.browser.chromium import Faults, watched
 from tests.browser.playground import Playground
 from tests.endpoint.harness import Server, serving, until
@@ -206,7 +207,7 @@ def test_the_card(page: Page) -> None:
     Playground(page)
     card = page.locator("#model-card")
     expect(card.get_by_role("heading")).to_have_text("demo")
-    for fact in ("512 tokens", "32 requests", "default, fcfs", "0.1.0"):
+    for fact in ("512 tokens", "32 requests", "default, fcfs", orca_jax.__version__):
         expect(card).to_contain_text(fact)
 
 
