@@ -255,7 +255,7 @@ def test_requests_drawn_from_the_openapi_document(server: Server) -> None:
 def test_requests_for_files_and_batches(tmp_path: Path) -> None:
     options = EndpointOptions(port=0, grpc_port=None, access_log="off", batch_dir=tmp_path)
     with serving(options=options) as server:
-        calls = Calls(server, 15 + 9)
+        calls = Calls(server, 19 + 9 + 2)  # those of batches and of the live view
         calls.operations = [
             one for one in calls.operations if one.path.startswith(("/v1/files", "/v1/batches"))
         ]
