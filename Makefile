@@ -46,7 +46,7 @@ TESTS ?= tests/whole tests/endpoint tests/device tests/host
 test: $(VENV)/.dev ## run the tests: all that guards behaviour, in about nine minutes on two cores
 	$(BIN)/python $(PYTEST) -m "not long" $(TESTS)
 
-test-long: $(VENV)/.dev ## run the long tests (PART=1/6: a sixth of them): soaks, thousands of seeds, killed processes
+test-long: $(VENV)/.dev ## run the long tests (PART=1/10: a tenth of them): soaks, thousands of seeds, killed processes
 	$(BIN)/python $(PYTEST_LONG) -m long $(if $(PART),--part $(PART)) tests/whole tests/endpoint tests/device tests/host
 
 host-test: $(HOST_VENV)/.host ## run the tests of the folders without JAX where it is not installed
