@@ -118,7 +118,7 @@ class FileStore:
         return self._path(stored.id, _DATA).open("rb")
 
     def delete(self, stored: StoredFile) -> None:
-        """Remove a file. Whoever reads it may read on."""
+        """Remove a file. A reader that has it open may read on."""
         del self._files[stored.id]
         self._path(stored.id, _META).unlink(missing_ok=True)
         self._path(stored.id, _DATA).unlink(missing_ok=True)

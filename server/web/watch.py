@@ -79,7 +79,11 @@ class Watch:
 
     def returned(self, record: IterationRecord) -> None:
         line = self._iterations.end(record)
-        if line is not None and not self._put(line, 2 * len(line["rows"]) + 2 * len(line["prefill"])):
+        if line is None:
+            return
+        n_numbers = 2 * len(line["rows"])
+        n_numbers += sum(len(line[name]) for name in ("prefill", "starts", "partial", "preempted"))
+        if not self._put(line, n_numbers):
             self._n_skipped += 1
 
     def ended(self, record: RequestRecord, request: Request) -> None:

@@ -17,7 +17,7 @@ from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import FirstFault
-from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
+from server.http.generation.answer import GENERATION_ERRORS, accept, each, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
 
@@ -97,7 +97,7 @@ async def create_embeddings(
     facts: FactsOf,
 ) -> Response:
     """Make a vector of each input."""
-    model, scheduling = body.accept(gateway, facts)
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
     size = model.config.embedding.size if body.dimensions is None else body.dimensions
     response_id = new_response_id("embd")
 
@@ -113,7 +113,7 @@ async def create_embeddings(
 
         def checked(one: str | list[int]) -> tuple[CheckedPrompt, OutputRules]:
             ids = encoded(one) if isinstance(one, str) else one
-            return pooled_prompt(model.service, ids, pooling, scheduling, tenant=tenant)
+            return pooled_prompt(model.service, ids, pooling, body.scheduling, tenant=tenant)
 
         prompts = each(inputs, checked, "input")
         return [Submission(*one, f"{response_id}-{i}") for i, one in enumerate(prompts)]

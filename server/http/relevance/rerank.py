@@ -12,7 +12,7 @@ from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import FirstFault, Strict
-from server.http.generation.answer import GENERATION_ERRORS, new_response_id
+from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
@@ -86,7 +86,7 @@ async def rerank(
     facts: FactsOf,
 ) -> Response:
     """Order documents by how likely the query is after each of them."""
-    model, scheduling = body.accept(gateway, facts)
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
     response_id, texts = new_response_id("rerank"), body.texts
 
     def read() -> list[Pair]:
@@ -96,7 +96,7 @@ async def rerank(
         template = template_of(body.template or _LINES, "document", "query")
         both = [(text, body.query) for text in texts]
         names = {"tenant": tenant, "response_id": response_id}
-        return pairs(model, both, template, scheduling, **names, params=("documents", "query"))
+        return pairs(model, both, template, body.scheduling, **names, params=("documents", "query"))
 
     with renamed_fields(prompt="documents"):
         asked = await run_for_request(len(await request.body()), read)

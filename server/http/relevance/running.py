@@ -7,42 +7,19 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 from starlette.types import Receive
 
-from orca_jax.request.scheduling_params import MAX_CACHE_SALT, PRIORITY_RANGE, SchedulingParams
 from server.gateway import many_requests
 from server.gateway.gateway import Gateway, LiveRequest, Submission
-from server.gateway.served_model import ServedModel
-from server.http.fields.generation import ranged
+from server.http.fields.generation import SchedulingFields
 from server.http.fields.not_built import NotBuilt
-from server.http.fields.strict import Strict
 from server.http.generation.choices import end_if_client_leaves
 
 
-class RelevanceRequest(Strict):
+class RelevanceRequest(SchedulingFields):
     """The fields that all these routes accept."""
 
     model: Annotated[str | None, Field(description="default: the served model")] = None
     user: Annotated[str | None, Field(description="written to the access log")] = None
-    priority: Annotated[int | None, ranged("an extension: as in /v1/completions", *PRIORITY_RANGE)] = None
-    cache_salt: Annotated[
-        str | None,
-        Field(
-            description="an extension: as in /v1/completions",
-            json_schema_extra={"minLength": 1, "maxLength": MAX_CACHE_SALT},
-        ),
-    ] = None
     truncate_prompt_tokens: Annotated[int | None, NotBuilt()] = None
-
-    def accept(self, gateway: Gateway, facts: dict[str, Any]) -> tuple[ServedModel, SchedulingParams]:
-        """The model, and what the request asks of the scheduler.
-
-        Raises InvalidSchedulingParameter, UnknownModel, NotReady or EngineError.
-        """
-        if self.user is not None:
-            facts["user"] = self.user
-        scheduling = SchedulingParams(priority=self.priority or 0, cache_salt=self.cache_salt)
-        model = gateway.model(self.model)
-        scheduling.check_policy(model.serving.scheduling.order)
-        return model, scheduling
 
 
 class PromptUsage(BaseModel):

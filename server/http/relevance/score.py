@@ -13,7 +13,7 @@ from server.http.bodies.json_answer import as_json
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.generation import renamed_fields
 from server.http.fields.strict import FirstFault
-from server.http.generation.answer import GENERATION_ERRORS, new_response_id
+from server.http.generation.answer import GENERATION_ERRORS, accept, new_response_id
 from server.http.generation.state import FactsOf, GatewayOf, OptionsOf, OwnerOf, TenantOf
 from server.http.relevance.conditional import MAX_TEMPLATE, Pair, pairs, score_of, template_of
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
@@ -84,14 +84,14 @@ async def create_scores(
     facts: FactsOf,
 ) -> Response:
     """Score each second text by its mean log-probability per token after the first."""
-    model, scheduling = body.accept(gateway, facts)
+    model = accept(gateway, facts, body.scheduling, model=body.model, user=body.user)
     response_id = new_response_id("score")
 
     def read() -> list[Pair]:
         texts = body.text_pairs(options.max_inputs)
         template = template_of(body.template or _PLAIN, "text_1", "text_2")
         names = {"tenant": tenant, "response_id": response_id}
-        return pairs(model, texts, template, scheduling, **names, params=("text_1", "text_2"))
+        return pairs(model, texts, template, body.scheduling, **names, params=("text_1", "text_2"))
 
     with renamed_fields(prompt="text_1"):
         asked = await run_for_request(len(await request.body()), read)

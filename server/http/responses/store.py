@@ -43,9 +43,9 @@ class _Share:
 class ResponseStore:
     """At most `max_responses` of at most `max_bytes` together, each for at most `seconds`.
 
-    A tenant finds only its own. If there is no room, the owner that has most loses its oldest one. So nobody
-    who has at most an equal share, that is the store divided by its owners, loses anything to others. Use it
-    on one thread; nothing here takes long. `now` is a clock in seconds.
+    A tenant finds only its own. If there is no room, the owner that has most loses its oldest one. So an
+    owner with at most an equal share, which is the store divided by its owners, loses nothing to others. Use
+    it on one thread; nothing here takes long. `now` is a clock in seconds.
     """
 
     def __init__(

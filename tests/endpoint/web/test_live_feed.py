@@ -12,6 +12,8 @@ import httpx2
 import pytest
 
 from orca_jax.config import ServingConfig
+from orca_jax.request.request import Request
+from orca_jax.request.sampling_params import SamplingParams
 from server.errors import TooManyViewers
 from server.settings.api_keys import ApiKeys
 from server.web import feed as feed_module
@@ -243,6 +245,19 @@ def test_what_is_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             if n_skipped and n_skipped + sum("iteration" in line for line in lines) == 200:
                 break
         assert len(server.service.timeline.iterations) == 200
+
+
+def test_preempted_requests_count_towards_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "_MOST_NUMBERS", 200)
+    waiting = [Request(str(i), (1,), 2, SamplingParams(max_tokens=1), seed=0) for i in range(300)]
+    with serving(counting) as server, watching(server) as events:
+        next(events)
+        server.service.scheduler.waiting_again.update(waiting)
+        complete(server, "ab", 1)
+        server.service.scheduler.waiting_again.difference_update(waiting)
+        lines = until_finished(events, 1)
+    assert [line["skipped"] for line in lines if "skipped" in line] == [1]
+    assert not any("iteration" in line for line in lines)
 
 
 def test_nothing_is_left_of_a_loss_in_the_lines() -> None:
