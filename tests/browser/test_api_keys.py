@@ -42,6 +42,7 @@ def test_the_dialog_asks_until_the_key_is_right(page: Page) -> None:
 
 
 def test_without_a_key_the_server_s_message_stays(page: Page) -> None:
+    expect(page.get_by_label("Key", exact=True)).to_be_focused()  # a key pressed before closes nothing
     page.keyboard.press("Escape")
     expect(page.locator("#model-card").get_by_role("alert")).to_contain_text("API key")
     page.get_by_role("button", name="Try again").click()
