@@ -27,7 +27,7 @@ from orca_jax.config import Dtype, Sizes
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.model import reference
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams

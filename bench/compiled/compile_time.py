@@ -34,7 +34,7 @@ from orca_jax.aot.described_gpu import described_devices
 from orca_jax.config import ParallelConfig
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.sharding.partition import StagePart, split_model
 
 # A 70B model's shape with GPT blocks: as many key/value heads as query heads, two feed-forward products.

@@ -45,7 +45,7 @@ from bench.trace import (
     uniform_trace,
 )
 from orca_jax.errors import ConfigError
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 
 TRACE_REQUESTS = 2048  # no rate plays more
 TWICE = 2.0  # the paper compares at twice the own execution time

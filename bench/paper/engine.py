@@ -30,7 +30,7 @@ from bench.paper.serving_picture import draw_engine
 from bench.paper.shared_engine import SharedEngine, add_engine_flags, compiling
 from bench.trace import Trace, homogeneous_trace
 from orca_jax.errors import ConfigError
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.request.request import Request
 from orca_jax.scheduling.engine_protocol import Iteration, never
 from orca_jax.scheduling.kv_manager import round_up

@@ -12,7 +12,7 @@ from orca_jax.checkpoint.locate import find_directory
 from orca_jax.config import LoadFormat
 from orca_jax.errors import BadModelConfig, ConfigError, NotACheckpoint
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.model.gpt import Parameters
 from orca_jax.request.generation_defaults import NO_DEFAULTS, GenerationDefaults
 from orca_jax.request.tokenizer import Tokenizer

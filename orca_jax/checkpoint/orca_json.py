@@ -26,7 +26,7 @@ from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.hf_config import check_tokenizer, read_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, layers_with, parameter_table
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.stored_name import HeadOrder, StoredName, own_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import LETTERS, ArrayForm

@@ -14,7 +14,7 @@ import jax
 from orca_jax.aot.compiled_stage import BLOCK_SIZE, compile_encoder, compile_stage
 from orca_jax.aot.described_gpu import described_devices
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.model.kv_cache import cache_shape
 from orca_jax.sharding.partition import split_model
 

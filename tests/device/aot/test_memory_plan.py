@@ -3,7 +3,7 @@
 import pytest
 
 from orca_jax.config import ParallelConfig, Sizes
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.planning.known_devices import KnownDevice, cpu_device, gpu_named
 from orca_jax.planning.plan import Plan, PlanTarget, make_plan
 from orca_jax.planning.sizes import n_rows

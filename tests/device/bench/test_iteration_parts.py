@@ -9,7 +9,7 @@ from bench.device.iteration_report import PARTS
 from orca_jax.execution.attention_backend import choose_attention
 from orca_jax.execution.attention_paths import PureJax
 from orca_jax.execution.matmul_backend import choose_products
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.model.gpt import init_parameters
 from orca_jax.model.kv_cache import LayerCache, cache_shape
 from tests.changed_config import changed_config

@@ -24,7 +24,7 @@ from orca_jax.config import ServingConfig
 from orca_jax.errors import BadModelConfig, CheckpointError, ConfigError, TensorMismatch, UnsupportedModel
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.layouts import ITEMS, Format, detect, written_names
 from orca_jax.model import reference

@@ -19,7 +19,7 @@ from bench.simulate.serving import DoesNotFit, System, play, serve
 from bench.simulate.workload import Tails, Workload, paper_workload
 from bench.trace import paper_trace
 from orca_jax.families.gpt_config import gpt_config
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.iteration.row import Row
 from orca_jax.planning.cost_model import IterationShape, IterationSums
 from orca_jax.planning.known_devices import GPUS, KnownDevice

@@ -13,7 +13,7 @@ from orca_jax.families.attention_config import RelativeBias
 from orca_jax.families.hf_config import hf_config_of, read_config
 from orca_jax.families.model_config import LearnedPositions, ModelConfig
 from orca_jax.families.parameters import parameter_shapes
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 
 Config = dict[str, Any]
 

@@ -20,7 +20,7 @@ from orca_jax.families.model_config import (
     ModelConfig,
     Norm,
 )
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.rotary import Rotary, Scaling
 
 ATTENTION = Attention(n_heads=2, n_kv_heads=2, head_size=4)

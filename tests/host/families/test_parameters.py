@@ -9,7 +9,7 @@ import pytest
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, parameter_table, stage_parameters
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.planning.cost_model import parameter_count
 from orca_jax.planning.stage_layers import stage_layers
 from orca_jax.planning.stage_memory import stage_weight_bytes

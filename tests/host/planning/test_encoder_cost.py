@@ -10,7 +10,7 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import Encoder
 from orca_jax.families.parameters import parameter_table
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.planning.cost_model import IterationShape, Operation, operations
 from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
 from orca_jax.planning.known_devices import GPUS

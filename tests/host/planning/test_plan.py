@@ -13,7 +13,7 @@ from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.cost_model import IterationShape, operations, parameter_count, shared_bytes
 from orca_jax.planning.known_devices import GPUS, cpu_device, gpu_named

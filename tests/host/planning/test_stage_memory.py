@@ -7,7 +7,7 @@ import pytest
 from orca_jax.config import ParallelConfig, ServingConfig, Sizes
 from orca_jax.families.gpt_config import gpt_config
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.presets import PRESETS
+from orca_jax.families.presets.by_name import PRESETS
 from orca_jax.families.rotary import Rotary
 from orca_jax.planning.known_devices import GPUS
 from orca_jax.planning.plan import PlanTarget, make_plan
