@@ -38,4 +38,5 @@ def native_choice(
     assert all(row.shape == (n_rows,) for row in rows) and tuple(row.dtype for row in rows) == dtypes
     tokens = jax.ShapeDtypeStruct((n_rows,), jnp.int32)
     words = jax.ShapeDtypeStruct((n_rows, 2 + 2 * most_told), jnp.int32)
-    return jax.ffi.ffi_call(choice_target(), (tokens, words))(logits, raw, *rows)
+    tokens, words = jax.ffi.ffi_call(choice_target(), (tokens, words))(logits, raw, *rows)
+    return tokens, words

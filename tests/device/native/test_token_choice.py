@@ -210,12 +210,11 @@ def test_a_row_depends_on_nothing_but_itself_to_the_bit() -> None:
     together = choose(logits, temperature=temperature, min_p=min_p, number=number)
     for i in range(n):
         row = slice(i, i + 1)
-        own = {"temperature": temperature[row], "min_p": min_p[row], "number": number[row]}
-        alone = choose(logits[row], **own)
+        drawn = partial(choose, temperature=temperature[row], min_p=min_p[row], number=number[row])
+        alone = drawn(logits[row])
         scored = choose(logits[row], given=together.tokens[row])
-        apart = choose(logits[row], raw=logits[row].copy(), **own)
-        few = choose(logits[row], n_top=3, **own)
-        untold = choose(logits[row], n_top=-1, **own)
+        apart = drawn(logits[row], raw=logits[row].copy())
+        few, untold = drawn(logits[row], n_top=3), drawn(logits[row], n_top=-1)
         for one in (alone, scored, apart, few, untold):
             assert one.tokens[0] == together.tokens[i]
         for one in (alone, scored, apart):
@@ -261,7 +260,7 @@ def test_logits_of_any_kind_give_a_token_of_the_vocabulary_and_no_nan(vocab: int
             assert (chosen.logprobs[none] == -np.inf).all() and (chosen.top[none] == -np.inf).all()
             if temperature == 0:
                 some = ~np.isnan(logits).any(axis=1)
-                assert chosen.tokens[some].tolist() == np.asarray(greedy(logits[some])).tolist()
+                assert chosen.tokens[some].tolist() == greedy(jnp.asarray(logits[some])).tolist()
 
 
 def test_a_given_token_that_is_none_has_no_probability() -> None:
