@@ -54,7 +54,7 @@ def test_weights_of_worker_processes(tmp_path: Path):
         results = llm.generate([[1, 2, 3]])
         assert results[0].weights_version == 3
         assert tokens(llm) == expected["new"]
-        assert llm.service.recovery.recoveries >= 1
+        assert sum("was started" in event for event in events) >= 3
 
 
 @pytest.mark.long
