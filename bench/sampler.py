@@ -1,10 +1,11 @@
 """The time to sample the next tokens, by feature, against the floor of reading the logits once.
 
-    python -m bench.sampler [--rows 1,32,128] [--vocab 50257,151936] [--repeat 30]
+    python -m bench.sampler [--rows 1,32,128] [--vocab 50257,151936] [--repeat 30] [--only greedy,temperature]
 
 Each of the chooser's programs runs on random logits with a spread like a model's; its results stay on the
 device. The floor is measured in the same run: the maximum of each row, which reads the same array once. So is
-the choice in JAX, where C makes it otherwise. All take turns in each round. The last line is JSON.
+the choice in JAX, where C makes it otherwise. All take turns in each round, forwards and backwards. The last
+line is JSON.
 """
 
 import argparse
@@ -109,27 +110,27 @@ def _rows(sampling: np.ndarray) -> np.ndarray:
     )
 
 
-def measure(n_rows: int, vocab_size: int, repeat: int) -> list[dict[str, Any]]:
-    """Seconds of each feature and of the floor, medians and least."""
+def measure(n_rows: int, vocab_size: int, repeat: int, features: Sequence[str]) -> list[dict[str, Any]]:
+    """Seconds of each of these FEATURES and of the floor, medians and least."""
     device = jax.devices()[0]
     benches = {"": Bench(n_rows, vocab_size, native=True)}
     if has_native_choice(device):
         benches["jax_"] = Bench(n_rows, vocab_size, native=False)
     runs: dict[tuple[str, str], Callable[[], object]] = {("", "floor"): benches[""].floor}
-    for name, fields in FEATURES.items():
+    for name in features:
         for kind, bench in benches.items():
-            runs[kind, name] = bench.feature(fields)
+            runs[kind, name] = bench.feature(FEATURES[name])
     times: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for _ in range(repeat + 2):
-        for key, run in runs.items():
+    for turn in range(repeat + 2):
+        for key, run in [*runs.items()][:: -1 if turn % 2 else 1]:
             start = time.perf_counter()
             jax.block_until_ready(run())
             times[key].append(time.perf_counter() - start)
     results: list[dict[str, Any]] = []
     floor = times["", "floor"][2:]
-    for name, fields in FEATURES.items():
+    for name in features:
         sampling = neutral_sampling(1)
-        for field, value in fields.items():
+        for field, value in FEATURES[name].items():
             sampling[field] = value
         result = {
             "rows": n_rows,
@@ -177,7 +178,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="1,32,128", help="rows, comma-separated")
     parser.add_argument("--vocab", default="50257,151936", help="sizes of vocabularies")
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--only", default="", help="features whose names begin so, comma-separated")
     args = parser.parse_args(argv)
+    features = [name for name in FEATURES if name.startswith(tuple(args.only.split(",")))]
     if jax.devices()[0].platform == "cpu":
         keep_large_buffers()  # as an engine does
     sizes = [(int(r), int(v)) for v in args.vocab.split(",") for r in args.rows.split(",")]
@@ -185,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("sampling", total=len(sizes))
         for n_rows, vocab_size in sizes:
-            results += measure(n_rows, vocab_size, args.repeat)
+            results += measure(n_rows, vocab_size, args.repeat, features)
             progress.advance(task)
     console = Console(width=120)
     console.print(_table(results))

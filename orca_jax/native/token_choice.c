@@ -69,24 +69,21 @@ INLINE float sum_of(const float *x, float from, float rate, float least) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+/* Reads the logits once; where weights below `least` are cut, twice: which these are is known only then. */
 static void read_row(Row *row, bool tells, bool draws, float rate, float least) {
-  const bool weighs = draws && !(least > 0) && rate != 1;
+  const bool cuts = draws && least > 0, shares = draws && !cuts && rate == 1, weighs = draws && !cuts && !shares;
   float filled[GROUP];
   row->largest = -INFINITY;
   for (size_t i = 0; i < row->n_groups; i++) {
     const float *x = group_of(row, i, filled), top = row->tops[i] = row->from[i] = top_of(x);
     if (top > row->largest) row->largest = top;
-    if (tells || (draws && !weighs)) row->sums[i] = sum_of(x, top, 1, 0);
+    if (tells || shares) row->sums[i] = sum_of(x, top, 1, 0);
     if (weighs) row->weights[i] = sum_of(x, top, rate, 0);
   }
   for (size_t i = row->n_groups; i < row->n_padded; i++)
     row->tops[i] = row->from[i] = -INFINITY, row->sums[i] = row->weights[i] = 0;
-  if (!draws || weighs) return;
-  if (!(least > 0)) {
-    memcpy(row->weights, row->sums, row->n_groups * sizeof(float));
-    return;
-  }
-  for (size_t i = 0; i < row->n_groups; i++) { /* which weights are too small is known only now */
+  if (shares) memcpy(row->weights, row->sums, row->n_groups * sizeof(float));
+  for (size_t i = 0; cuts && i < row->n_groups; i++) {
     row->from[i] = row->largest;
     row->weights[i] = sum_of(group_of(row, i, filled), row->largest, rate, least);
   }
@@ -116,7 +113,6 @@ static size_t place_of(double *target, const float *weights, size_t n) {
     *target -= weights[i];
     last = i;
   }
-  *target = INFINITY;
   return last;
 }
 
@@ -138,23 +134,26 @@ typedef struct {
   size_t id;
 } Likely;
 
-/* Keeps the n most likely, of equals the first, in order. */
-static size_t insert(Likely *likely, size_t n_kept, size_t n, float value, size_t id) {
-#define BEFORE(other) (value > (other).value || (value == (other).value && id < (other).id))
-  if (!(value > -INFINITY) || (n_kept == n && !BEFORE(likely[n - 1]))) return n_kept;
+INLINE bool is_before(Likely one, Likely other) {
+  return one.value > other.value || (one.value == other.value && one.id < other.id);
+}
+
+/* Keeps the n most likely, of equals the first, in order; returns how many there are now. */
+INLINE size_t insert(Likely *likely, size_t n_kept, size_t n, Likely one) {
+  if (!(one.value > -INFINITY) || (n_kept == n && !is_before(one, likely[n - 1]))) return n_kept;
   size_t i = n_kept < n ? n_kept++ : n - 1;
-  for (; i > 0 && BEFORE(likely[i - 1]); i--) likely[i] = likely[i - 1];
-  likely[i] = (Likely){value, id};
+  for (; i > 0 && is_before(one, likely[i - 1]); i--) likely[i] = likely[i - 1];
+  likely[i] = one;
   return n_kept;
 }
 
 /* The n most likely are in the n groups with the largest tops. Returns how many there are. */
 static size_t most_likely(const Row *row, size_t n, Likely *groups, Likely *likely) {
   size_t n_groups = 0, n_kept = 0;
-  for (size_t i = 0; i < row->n_groups; i++) n_groups = insert(groups, n_groups, n, row->tops[i], i);
+  for (size_t i = 0; i < row->n_groups; i++) n_groups = insert(groups, n_groups, n, (Likely){row->tops[i], i});
   for (size_t i = 0; i < n_groups; i++) {
     const size_t start = groups[i].id * GROUP, end = start + GROUP < row->vocab ? start + GROUP : row->vocab;
-    for (size_t id = start; id < end; id++) n_kept = insert(likely, n_kept, n, row->logits[id], id);
+    for (size_t id = start; id < end; id++) n_kept = insert(likely, n_kept, n, (Likely){row->logits[id], id});
   }
   return n_kept;
 }
@@ -209,8 +208,9 @@ static void do_item(Work *work, int item) {
     token = drawable ? draw(&row, rate, least, choice->uniform[r]) : first_of_the_largest(&row);
   }
   choice->tokens[r] = told[0] = token;
-  for (size_t i = 0; i < n_told; i++) told[2 + i] = 0;
-  for (size_t i = 0; i < n_told + 1; i++) ((float *)told)[i ? 1 + n_told + i : 1] = -INFINITY;
+  float *logprob = (float *)told + 1, *top = logprob + 1 + n_told;
+  *logprob = -INFINITY;
+  for (size_t i = 0; i < n_told; i++) told[2 + i] = 0, top[i] = -INFINITY;
   if (tells) {
     if (!chooses || !same) {
       row.logits = choice->raw + r * choice->vocab;
