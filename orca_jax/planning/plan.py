@@ -12,13 +12,8 @@ from orca_jax.config import Attention, Dtype, ParallelConfig, ServingConfig, Siz
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
-from orca_jax.planning.cost_model import (
-    IterationShape,
-    Operation,
-    hop_bytes,
-    operations,
-    shared_bytes,
-)
+from orca_jax.planning.cost_model import IterationShape, Operation, operations
+from orca_jax.planning.device_traffic import hop_bytes, shared_bytes
 from orca_jax.planning.encoder_cost import encoder_operations, encoder_shared_bytes
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
 from orca_jax.planning.sizes import engine_shape, request_slots, serving_config
