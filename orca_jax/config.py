@@ -17,8 +17,8 @@ WorkerLink = Literal["transfer", "nccl"]
 # interpreted: the GPU's kernel on a CPU, only for tests.
 Attention = Literal["kernel", "cudnn", "native", "static", "follow_lengths", "interpreted"]
 
-# How experts that are whole on their devices get tokens. gather: all devices have all; auto: what the cost model
-# says is faster (orca_jax/planning/expert_exchange.py).
+# How experts that are whole on their devices get tokens. gather: all devices have all; auto: whichever the
+# cost model says is faster (orca_jax/planning/expert_exchange.py).
 ExpertExchange = Literal["auto", "gather", "exchange"]
 
 # If an engine needs a program that was not compiled before it was ready: compile it and warn, or fail.

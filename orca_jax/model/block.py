@@ -213,9 +213,7 @@ class Block(nnx.Module):
             return None
         return Slices(shard, exchange, n_tokens)
 
-    def _feed_forward(
-        self, x: jax.Array, shard: Shard, product: Matmul, slices: Slices | None
-    ) -> jax.Array:
+    def _feed_forward(self, x: jax.Array, shard: Shard, product: Matmul, slices: Slices | None) -> jax.Array:
         if self.mixture is not None:
             return self.mixture(x, product, shard, slices)
         assert self.up is not None and self.down is not None

@@ -98,7 +98,7 @@ class Linear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(self, x: jax.Array, product: Matmul, shard: Shard | None = None) -> jax.Array:
-        """[T, in] to [T, out]. Where `in` is split over shards, theirs are joined before the bias is added."""
+        """[T, in] to [T, out]. Where `in` is split over shards, theirs are joined before the bias comes."""
         weight = self.weight[...]
         y = product(x, weight.reshape(-1, x.shape[-1]))
         if shard is not None:

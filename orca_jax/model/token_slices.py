@@ -1,4 +1,4 @@
-"""Tokens in equal slices, one for each part of a stage, and their exchange with the experts (docs/experts.md).
+"""Tokens in equal slices, one for each part of a stage, and their exchange with experts (docs/experts.md).
 
 Between attention and the next layer each part has its slice of the tokens [S, H] alone. It routes them, sends
 each once to every part that has experts of the token's choice, and adds up what comes back. Arrays hold what

@@ -1,4 +1,4 @@
-"""The bytes that a stage's devices send to each other, and to the next stage's, in an iteration (ORCA 4.1)."""
+"""The bytes that a stage's devices send to each other and to the next stage's in an iteration (ORCA 4.1)."""
 
 import math
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Whether a layer's experts get their tokens by an exchange, or all devices have all tokens (docs/experts.md).
+"""Whether a layer's experts get tokens by an exchange, or all devices have all tokens (docs/experts.md).
 
 The engine asks it when it compiles a bucket, and `orca plan` when it counts bytes: nothing else decides.
 """

@@ -35,7 +35,7 @@ class KnownDevice:
         return Device(bandwidth=self.bandwidth, matrix_rate=self.matrix_rates[dtype])
 
     def ring_rate(self, n_devices: int) -> float:
-        """Bytes/s that each of `n_devices` sends in rings, of which there is one through each network link."""
+        """Bytes/s that each of `n_devices` sends in rings: there is one through each network link."""
         if n_devices <= self.per_machine:
             return self.inside
         return min(self.inside, self.per_machine * self.between)

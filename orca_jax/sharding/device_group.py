@@ -62,10 +62,12 @@ class DeviceGroup:
             total=lambda x: jax.lax.psum(x, TENSOR),
             side_by_side=lambda x: jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True),
             joined=lambda x: jax.lax.psum(x, TENSOR),
-            exchange=self._exchange(),
+            exchange=self.token_exchange,
         )
 
-    def _exchange(self) -> TokenExchange:
+    @cached_property
+    def token_exchange(self) -> TokenExchange:
+        """How they give tokens to experts that are whole on one of them, where the rule says so."""
         device = self.devices[0]
         on_cpu = device.platform == "cpu"
         return TokenExchange(

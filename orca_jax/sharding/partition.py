@@ -68,9 +68,7 @@ def one_stage(
     return _part(config, parallel, stage, devices[:n_devices])
 
 
-def _part(
-    config: ModelConfig, parallel: ParallelConfig, stage: int, devices: Sequence[Device]
-) -> StagePart:
+def _part(config: ModelConfig, parallel: ParallelConfig, stage: int, devices: Sequence[Device]) -> StagePart:
     n_stages = parallel.pipeline_parallel
     return StagePart(
         stage_layers(config.n_layers, n_stages)[stage],

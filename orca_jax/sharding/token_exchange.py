@@ -21,9 +21,7 @@ def send_ragged(rows: jax.Array, counts: jax.Array, *, most: int, n_received: in
     first = jnp.cumsum(counts, axis=1) - counts  # where the rows for each device begin here,
     place = jnp.cumsum(counts, axis=0) - counts  # and those of each device there
     empty = jnp.zeros((n_received, rows.shape[1]), rows.dtype)
-    return lax.ragged_all_to_all(
-        rows, empty, first[me], counts[me], place[me], counts[:, me], axis_name=axis
-    )
+    return lax.ragged_all_to_all(rows, empty, first[me], counts[me], place[me], counts[:, me], axis_name=axis)
 
 
 def send_padded(rows: jax.Array, counts: jax.Array, *, most: int, n_received: int, axis: str) -> jax.Array:
@@ -37,4 +35,3 @@ def send_padded(rows: jax.Array, counts: jax.Array, *, most: int, n_received: in
     to = jnp.where(row < counts[:, me, None], place[:, me, None] + row, n_received)
     received = jnp.zeros((n_received, rows.shape[1]), rows.dtype)
     return received.at[to].set(blocks, mode="drop")
-
