@@ -329,6 +329,7 @@ class EngineConfig:
             ("memory_fraction", self.sizes.memory_fraction is not None),
             ("on_compile", self.compiling.on_compile == "error"),
             ("command_buffer_collectives", self.sizes.command_buffer_collectives),
+            ("expert_exchange", self.parallel.expert_exchange != "auto"),
         ):
             if is_given:
                 raise ConfigError(f"{name} is set per worker; pass it to `orca worker`, not here")

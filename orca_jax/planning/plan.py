@@ -363,7 +363,8 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
 
 
 def _fits(target: PlanTarget, n_stages: int, n_devices: int) -> bool:
-    parallel = replace(target.parallel, pipeline_parallel=n_stages, tensor_parallel=n_devices)
+    # Whether tokens are exchanged, which not every split can, takes no memory.
+    parallel = ParallelConfig(pipeline_parallel=n_stages, tensor_parallel=n_devices)
     other = replace(target, parallel=parallel, temporaries=None)
     serving = serving_config(other.config, other.sizes, other.rooms())
     return all(stage.problem is None for stage in _stage_plans(other, serving))

@@ -10,6 +10,7 @@ import pytest
 from bench.compiled.collectives import counts
 from orca_jax.aot.compiled_stage import compile_stage
 from orca_jax.config import ExpertExchange, ParallelConfig, Sizes
+from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import EXPERT_SHARE, parameter_table
 from orca_jax.families.presets.by_name import PRESETS
@@ -79,22 +80,29 @@ EXCHANGE = {"reduce-scatter": 1, "all-gather": 2, "all-to-all": 2}
 
 
 @pytest.mark.parametrize(
-    ("form", "shared", "size", "expected"),
+    ("form", "expected"),
     [
-        ("exchange", None, 48, EXCHANGE),
-        ("gather", None, 48, SUMS),
-        ("auto", None, 48, SUMS),  # what a CPU exchanges is padded: it never does by itself
-        ("exchange", 16, 48, SUMS),  # a shared expert needs all tokens on each device,
-        ("exchange", None, 4 * EXPERT_SHARE, SUMS),  # and so does a part of an expert
+        ("exchange", EXCHANGE),
+        ("gather", SUMS),
+        ("auto", SUMS),  # what a CPU exchanges is padded: it never does by itself
     ],
 )
-def test_the_collectives_of_a_layer(
-    form: ExpertExchange, shared: int | None, size: int, expected: dict[str, int]
-) -> None:
-    one, two = (
-        found(mixture_model(hidden=32, size=size, top_k=2, shared=shared, n_layers=n), form) for n in (1, 2)
-    )
+def test_the_collectives_of_a_layer(form: ExpertExchange, expected: dict[str, int]) -> None:
+    one, two = (found(mixture_model(hidden=32, size=48, top_k=2, n_layers=n), form) for n in (1, 2))
     assert two - one == expected and not one - two
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor"),
+    [
+        (WHOLE, 1),
+        (mixture_model(hidden=32, size=48, top_k=2, shared=16), 4),  # which needs all tokens on each device,
+        (mixture_model(hidden=32, size=4 * EXPERT_SHARE, top_k=2), 4),  # and so does a part of an expert
+    ],
+)
+def test_an_exchange_that_cannot_be_is_refused(model: ModelConfig, tensor: int) -> None:
+    with pytest.raises(ConfigError, match=f"over {tensor} devices? no layer of this model can exchange"):
+        split_model(model, jax.devices(), forced("exchange", tensor))
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.shard import Shard
 from orca_jax.model.token_slices import Slices
-from orca_jax.sharding.device_group import TENSOR, DeviceGroup
+from orca_jax.sharding.device_group import TENSOR, WHOLE, DeviceGroup
 from orca_jax.sharding.token_exchange import send_padded
 
 WIDTH, N_EXPERTS = 3, 8
 Array = npt.NDArray[Any]
 
 
-def on_each(n_devices: int, compute: Callable[..., Any], *specs: P, out: P = P()) -> Callable[..., Any]:
+def on_each(n_devices: int, compute: Callable[..., Any], *specs: P, out: P = WHOLE) -> Callable[..., Any]:
     """`compute`, which is told its shard, on each of so many devices."""
     group = DeviceGroup(tuple(jax.devices()[:n_devices]), "exchange")
     mapped = jax.shard_map(
@@ -44,7 +44,7 @@ def sending(n: int, most: int) -> Callable[..., Any]:
         del shard
         return send_padded(rows[0], counts, most=most, n_received=n * most, axis=TENSOR)[None]
 
-    return on_each(n, send, P(TENSOR), P(), out=P(TENSOR))
+    return on_each(n, send, P(TENSOR), WHOLE, out=P(TENSOR))
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,7 +90,7 @@ def exchange(n: int, n_tokens: int) -> Callable[..., Any]:
         given = slices.exchanged(*own, product, partial(added, shard), n_experts=N_EXPERTS)
         return slices.whole(given)
 
-    return on_each(n, compute, P(), P(), P(), P())
+    return on_each(n, compute, WHOLE, WHOLE, WHOLE, WHOLE)
 
 
 def check(n: int, chosen: Array, n_real: int) -> None:

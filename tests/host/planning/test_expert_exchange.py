@@ -1,4 +1,4 @@
-"""When experts get tokens by an exchange: bytes and seconds worked by hand, and one rule for plan and engine."""
+"""When experts get tokens by an exchange: bytes and seconds worked by hand, and what a plan counts."""
 
 from dataclasses import replace
 from typing import Any
