@@ -34,9 +34,9 @@ def check_split(config: ModelConfig, parallel: ParallelConfig) -> None:
         exchangeable(layer, n_devices) for layer in config.layers
     ):
         raise ConfigError(
-            f"expert_exchange is 'exchange', but over {n_devices} {'device' if n_devices == 1 else 'devices'} "
-            "no layer of this model can exchange tokens: each device must have whole experts, and there must "
-            "be no shared expert (docs/experts.md); use gather or auto"
+            f"expert_exchange is 'exchange', but with tensor_parallel {n_devices} no layer of this model can "
+            "exchange tokens: each of several devices must have whole experts, and there must be no shared "
+            "expert (docs/experts.md); use gather or auto"
         )
 
 

@@ -101,7 +101,7 @@ def test_the_collectives_of_a_layer(form: ExpertExchange, expected: dict[str, in
     ],
 )
 def test_an_exchange_that_cannot_be_is_refused(model: ModelConfig, tensor: int) -> None:
-    with pytest.raises(ConfigError, match=f"over {tensor} devices? no layer of this model can exchange"):
+    with pytest.raises(ConfigError, match=f"with tensor_parallel {tensor} no layer of this model can"):
         split_model(model, jax.devices(), forced("exchange", tensor))
 
 

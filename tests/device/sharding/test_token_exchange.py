@@ -86,8 +86,9 @@ def exchange(n: int, n_tokens: int) -> Callable[..., Any]:
         assert shard.exchange is not None
         slices = Slices(shard, shard.exchange, n_tokens)
         product = slices.product(Matmul(matmul.linear, matmul.grouped, n_real))
-        own = [slices.own(one) for one in (x, weights, chosen)]
-        given = slices.exchanged(*own, product, partial(added, shard), n_experts=N_EXPERTS)
+        x, weights, chosen = (slices.own(one) for one in (x, weights, chosen))
+        mix = partial(added, shard)
+        given = slices.exchanged(x, weights, chosen, product, mix, n_experts=N_EXPERTS)
         return slices.whole(given)
 
     return on_each(n, compute, WHOLE, WHOLE, WHOLE, WHOLE)
