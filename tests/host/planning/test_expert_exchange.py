@@ -97,7 +97,8 @@ def test_from_how_many_tokens_on() -> None:
     """The table of docs/experts.md."""
     assert all(crossover(device, 8) is None for device in GPUS)
     assert [name for name in GPUS if crossover(name, 16) is not None] == ["l40s"]
-    assert crossover("l40s", 16) == 3230
+    assert [name for name in GPUS if crossover(name, 32) is not None] == ["l40s"]
+    assert (crossover("l40s", 16), crossover("l40s", 32)) == (3230, 4300)
     # With two experts a token goes to fewer devices: then it also pays on one machine, over PCIe.
     two = with_experts(top_k=2)
     assert crossover("l40s", 8, two) == 1314
