@@ -1,6 +1,7 @@
 """A layer that exchanges tokens, against the same layer whole on one device: every kind of residual."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -31,8 +32,10 @@ def queries(q: jax.Array, cache: LayerCache, attention: Attention, bias: jax.Arr
     return q[:, : attention.group]
 
 
-@pytest.mark.parametrize("taken", [None, [5, 0, 3]], ids=["all tokens", "some"])
-@pytest.mark.parametrize("residual", get_args(Residual))
+@pytest.mark.parametrize(
+    ("residual", "taken"),
+    [*((kind, None) for kind in get_args(Residual)), ("pre", [5, 0, 3]), ("parallel", [5, 0, 3])],
+)
 def test_it_gives_what_one_device_does(residual: Residual, taken: list[int] | None) -> None:
     model = replace(MODEL, layers=(replace(MODEL.layers[0], residual=residual),))
     values: dict[str, Any] = {
@@ -55,4 +58,6 @@ def test_it_gives_what_one_device_does(residual: Residual, taken: list[int] | No
         check_vma=False,
     )
     assert "reduce_scatter" in str(jax.make_jaxpr(split)(values, x))
-    np.testing.assert_allclose(jax.jit(split)(values, x), run(ALONE, values, x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(split)(values, x), jax.jit(partial(run, ALONE))(values, x), rtol=1e-4, atol=1e-4
+    )
