@@ -126,3 +126,17 @@ def test_more_experts_a_token_than_devices() -> None:
 
 def test_fewer_tokens_than_devices() -> None:
     check(8, np.array([[7, 0, 3]]), 1)
+
+
+def test_a_token_with_nan_disturbs_no_other() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(6, WIDTH)).astype(np.float32)
+    weights = rng.uniform(size=(6, 3)).astype(np.float32)
+    chosen = np.array([[0, 3, 7], [1, 2, 6], [0, 3, 7], [0, 1, 2], [5, 6, 7], [0, 3, 7]], np.int32)
+    n_real = np.array([6], np.int32)
+    healthy = np.asarray(exchange(4, 6)(x, weights, chosen, n_real))
+    x[2], weights[2] = np.nan, np.nan
+    found = np.asarray(exchange(4, 6)(x, weights, chosen, n_real))
+    others = [0, 1, 3, 4, 5]
+    np.testing.assert_array_equal(found[others], healthy[others])
+    assert np.isnan(found[2]).all()
