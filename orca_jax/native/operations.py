@@ -27,5 +27,6 @@ def build_all_ahead(head_size: int, block_size: int, dtype: str, *, experts: boo
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype))
+    build_ahead("token_choice")
     if experts:
         build_ahead("grouped", **grouped_sizes(dtype, dtype))
