@@ -63,6 +63,13 @@ class Mixture(nnx.Module):
             logits = lax.dot_general(x, weight, by_row, preferred_element_type=jnp.float32)
         return logits if self.router.bias is None else logits + self.router.bias[...].astype(jnp.float32)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether an expert is down (silu(gate) * up) without biases."""
+        config = self.config
+        of_silu = config.gated and config.activation == "silu" and config.gate_limit is None
+        return of_silu and self.up.bias is None
+
     def _mixed(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul, shard: Shard
     ) -> jax.Array:
@@ -74,7 +81,12 @@ class Mixture(nnx.Module):
         first = shard.index * n_here if n_here < self.config.experts.number else 0
         expert = chosen - first
         real = True if product.n_tokens is None else jnp.arange(n_tokens)[:, None] < product.n_tokens
-        expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here).reshape(-1)  # [T k]
+        expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here)  # [T, k]
+        if product.mixture is not None and self._is_plain:
+            mixed = product.mixture(x, weights, expert, up, down)
+            if mixed is not None:
+                return mixed
+        expert = expert.reshape(-1)
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
         rows = x.at[order // top_k].get(mode="clip")  # [T k, H], sorted by expert
