@@ -63,13 +63,6 @@ class Mixture(nnx.Module):
             logits = lax.dot_general(x, weight, by_row, preferred_element_type=jnp.float32)
         return logits if self.router.bias is None else logits + self.router.bias[...].astype(jnp.float32)
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether an expert is down (silu(gate) * up) without biases."""
-        config = self.config
-        of_silu = config.gated and config.activation == "silu" and config.gate_limit is None
-        return of_silu and self.up.bias is None
-
     def _mixed(
         self, x: jax.Array, weights: jax.Array, chosen: jax.Array, product: Matmul, shard: Shard
     ) -> jax.Array:
@@ -82,7 +75,7 @@ class Mixture(nnx.Module):
         expert = chosen - first
         real = True if product.n_tokens is None else jnp.arange(n_tokens)[:, None] < product.n_tokens
         expert = jnp.where((expert >= 0) & (expert < n_here) & real, expert, n_here)  # [T, k]
-        if product.mixture is not None and self._is_plain:
+        if product.mixture is not None and self.config.is_plain:
             mixed = product.mixture(x, weights, expert, up, down)
             if mixed is not None:
                 return mixed

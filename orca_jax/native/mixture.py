@@ -46,4 +46,6 @@ def native_mixture(
     shapes = [(n_tokens, hidden), (n_rows, hidden), (2, n_rows, size), (n_rows, hidden)]
     results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes]
     name = mixture_target(x.dtype, down.dtype, steady=steady)
-    return jax.ffi.ffi_call(name, results)(x, weights, chosen, up.reshape(n_experts, 2 * size, hidden), down)[0]
+    return jax.ffi.ffi_call(name, results)(x, weights, chosen, up.reshape(n_experts, 2 * size, hidden), down)[
+        0
+    ]
