@@ -204,10 +204,11 @@ class EngineMaster:
 
     def _sent(self, rows: Sequence[Row]) -> _Sent:
         """The rows of the message: several for a given output in an increment, and for a search."""
-        if not any([request.given_ids or request.beams is not None for request, _ in rows]):
-            return _Sent(rows, np.array([request.row for request, _ in rows], np.intp))
+        places = [request.row for request, _ in rows if not request.given_ids and request.beams is None]
+        if len(places) == len(rows):
+            return _Sent(rows, np.array(places, np.intp))
         sent: list[Row] = []
-        places: list[int] = []
+        places = []
         first: list[int] = []
         for request, n_tokens in rows:
             first.append(len(sent))
