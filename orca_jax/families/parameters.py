@@ -202,6 +202,8 @@ def _of_layer(config: ModelConfig, own: Layer) -> dict[str, Parameter]:
     if attention.scores.relative is not None:
         sizes["U"] = attention.scores.relative.n_buckets
         found["relative_bias"] = _parameter(("U", "K"), sizes, "normal", "bias")
+    if attention.scores.sinks:
+        found["sinks"] = _parameter(("K",) if attention.group == 1 else ("G", "K"), sizes, "normal", "bias")
     if attention.qk_norm is not None:
         over_head = attention.qk_norm.over == "head"
         for name, axes in (("q_norm", heads), ("k_norm", ("KD",))):

@@ -111,9 +111,14 @@ def own_order(parameter: Parameter, attention: Attention) -> HeadOrder | None:
         return None
     if parameter.axes[0] == "G+2":
         return "slices"
-    if parameter.takes_attention or parameter.axes == ("G", "KD"):
+    if parameter.takes_attention or parameter.axes in (("G", "KD"), ("G", "K")):
         return "query_slices"
     return "keys" if parameter.axes == ("KD",) else None
+
+
+def size_of_heads(parameter: Parameter, attention: Attention) -> int:
+    """How many elements of a parameter belong to each head; a sink is one number."""
+    return attention.head_size if any("D" in axis for axis in parameter.axes) else 1
 
 
 def as_it_is(name: str) -> StoredName:
@@ -157,7 +162,7 @@ def fused_heads(name: str, order: HeadOrder = "fused") -> StoredName:
 
 
 def query_heads(name: str) -> StoredName:
-    """`out`, stored [H, N D], or the scale [N D] of a norm over all queries."""
+    """`out`, stored [H, N D], the scale [N D] of a norm over all queries, or sinks [N]."""
     return StoredName((name,), heads="queries")
 
 

@@ -93,7 +93,10 @@ class PlanTarget:
         pure_jax = self.config.encoder is not None or any(
             layer.attention.scores.alibi is not None for layer in self.config.layers
         )
-        return "static" if pure_jax and self.device.name != CPU else self.device.attention
+        if pure_jax and self.device.name != CPU:
+            return "static"
+        sinks = any(layer.attention.scores.sinks for layer in self.config.layers)
+        return "cudnn" if sinks and self.device.attention == "kernel" else self.device.attention
 
     def rooms(self) -> list[StageRoom]:
         """Each stage's memory after loading the weights."""

@@ -68,9 +68,7 @@ def test_shapes_of_init_and_forward(name: str) -> None:
         )
         caches = [LayerCache(empty, empty)] * config.n_layers
 
-        def attend(
-            q: jax.Array, cache: LayerCache, attention: Attention, bias: jax.Array | None
-        ) -> jax.Array:
+        def attend(q: jax.Array, cache: LayerCache, attention: Attention, *_: jax.Array | None) -> jax.Array:
             return q[:, : attention.group]
 
         x, _, caches = model.through(
