@@ -56,9 +56,7 @@ class Golden:
     name: str
     config: Any
     shard_bytes: int | None = None  # if set: several files and an index
-    bare_names: bool = (
-        False  # tensor names as in the original GPT-2's file: no prefix, masks among the weights
-    )
+    bare_names: bool = False  # as in the original GPT-2's file: no prefix, masks among the weights
     generation_config: dict[str, Any] = field(default_factory=dict[str, Any])
     n_prompts: int = 64
     attention: str = "eager"
@@ -198,15 +196,16 @@ def draw_weights(model: torch.nn.Module, rng: np.random.Generator) -> None:
             values *= 1.5 / np.sqrt(shape[fan_in])
             if without_final_norm and "project_out" in name:
                 values *= 0.25
-        elif len(shape) == 3:  # of all experts
+        elif len(shape) == 3:  # of all experts; gpt-oss stores them [in, out]
+            fan_in = 1 if model.config.model_type == "gpt_oss" else 2
             if "down_proj" in name:
-                values -= values.mean(axis=2, keepdims=True)
-            values *= 1.5 / np.sqrt(shape[2])
+                values -= values.mean(axis=fan_in, keepdims=True)
+            values *= 1.5 / np.sqrt(shape[fan_in])
         elif "ln_" in name or "norm" in name:
             values = values * 0.1 + (1.0 if name.endswith("weight") and not one_plus else 0.0)
             if "embeddings_layernorm" in name:  # as above, of a tied head
                 values *= 0.3
-        else:
+        elif not name.endswith("sinks"):  # which are as wide as scores
             values *= 0.1
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))

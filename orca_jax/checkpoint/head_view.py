@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orca_jax.checkpoint.shard_reader import Box, Stored
+from orca_jax.checkpoint.shard_reader import Box, Stored, read_box
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.parameters import Parameter
 from orca_jax.families.stored_name import (
@@ -139,9 +139,7 @@ class HeadView:
     def _read_now(self, tensor: int, stored: tuple[int, int], others: Box) -> np.ndarray:
         heads_last = bool(others) and self.transpose != self.in_columns
         box = (*others, stored) if heads_last else (stored, *others)
-        out = np.empty([end - first for first, end in box], self.tensors[tensor].element)
-        for row, piece in self.tensors[tensor].pieces(box):
-            out[row : row + len(piece)] = piece
+        out = read_box(self.tensors[tensor], box)
         return out.T if heads_last else out
 
 
