@@ -21,7 +21,6 @@ import argparse
 import json
 import platform
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -322,7 +321,11 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=golden.attention, dtype=torch.float32, **experts
     ).eval()
+    return compute(golden, model, directory, rng)
 
+
+def compute(golden: Golden, model: Any, directory: Path, rng: np.random.Generator) -> str:
+    """Write what a model computes; returns as `make`."""
     prompts = prompts_of(golden.config, golden.n_prompts, rng)
     outputs = np.full((len(prompts), MAX_OUTPUT), -1, np.int32)
     gaps = np.zeros((len(prompts), MAX_OUTPUT), np.float32)
@@ -352,10 +355,6 @@ def make(golden: Golden, directory: Path, rng: np.random.Generator) -> str:
         f"logits' spread {logits.std():.1f}, gap below {MARGIN:g}: {int((gaps[real] < MARGIN).sum())}, "
         f"smallest {gaps[real].min():.1e}, rounding {worst:.1e}"
     )
-
-
-def _sizes(directory: Path) -> Iterator[int]:
-    return (path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def main() -> None:
@@ -390,7 +389,7 @@ def main() -> None:
         "seed": SEED,
     }
     (output / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
-    total = sum(_sizes(output))
+    total = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     print(f"{total / 1e6:.2f} MB in {output}")
     assert total < MAX_TOTAL_BYTES, f"more than {MAX_TOTAL_BYTES} bytes"
 

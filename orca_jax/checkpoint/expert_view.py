@@ -34,7 +34,7 @@ def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, want
         blocks, scales = tensors
         if columns[0] % BLOCK:
             raise TensorMismatch(
-                f"{blocks}: MXFP4 has blocks of {BLOCK} numbers, and {columns[0]} is not a multiple of it"
+                f"{blocks}: MXFP4 has blocks of {BLOCK} numbers, and {columns[0]} is no multiple of it"
             )
         n = number * n_rows
         stored: Stored = PackedMatrix(
@@ -96,7 +96,8 @@ class PackedMatrix:
             if scales.size and scales.max() > GREATEST_SCALE:
                 most = f"expected at most {GREATEST_SCALE}, or numbers are infinite"
                 raise TensorMismatch(f"{self.scales}: a scale: {most}; found {scales.max()}")
-            yield row, unpack(blocks, scales)[:, begin - BLOCK * low : end - BLOCK * low]
+            numbers = unpack(blocks, scales).view(self.element)
+            yield row, numbers[:, begin - BLOCK * low : end - BLOCK * low]
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,18 @@ def test_queries_may_be_the_first_slices_of_more() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("form", FORMS[17:])
+def test_sinks(form: Form) -> None:
+    """In decode, in prefill, and where a window begins after a row's first chunks."""
+    batch = batch_of([(1, 1), (1, 200), (40, 240), (30, 30)], form, seed=6)
+    assert (
+        form.with_sinks
+        and np.abs(truth(batch, form) - truth(batch, form._replace(with_sinks=False))).max() > 0.5
+    )
+    np.testing.assert_allclose(attend(batch, form), truth(batch, form), atol=2e-5, rtol=2e-5)
+
+
+@needs_native
 def test_weights_that_vanish() -> None:
     form = FORMS[1]
     batch = batch_of([(40, 40), (1, 201)], form, seed=3)
