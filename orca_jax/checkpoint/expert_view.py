@@ -30,6 +30,8 @@ def expert_shapes(parameter: Parameter, wanted: StoredName) -> list[tuple[int, .
 def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, wanted: StoredName) -> Parts:
     """How the parameter is made of tensors of those shapes. Raises TensorMismatch."""
     number, n_rows, *columns = _sizes(parameter)
+    if parameter.packed and not wanted.mxfp4:
+        raise TensorMismatch(f"{tensors[0]} is not packed in MXFP4, so it cannot stay packed")
     if wanted.mxfp4:
         blocks, scales = tensors
         if columns[0] % BLOCK:
@@ -37,7 +39,8 @@ def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, want
                 f"{blocks}: MXFP4 has blocks of {BLOCK} numbers, and {columns[0]} is no multiple of it"
             )
         n = number * n_rows
-        stored: Stored = PackedMatrix(
+        kind = PackedBytes if parameter.packed else PackedMatrix
+        stored: Stored = kind(
             replace(blocks, shape=(n, columns[0] // 2)), replace(scales, shape=(n, columns[0] // BLOCK))
         )
     else:
@@ -45,7 +48,7 @@ def parts_of_experts(tensors: Sequence[StoredTensor], parameter: Parameter, want
         stored = replace(tensors[0], shape=(number * first, *others))
     if not (wanted.transpose or wanted.alternating):
         return Parts((stored,))
-    return Parts((ExpertView(stored, parameter.shape, wanted.transpose, wanted.alternating),))
+    return Parts((ExpertView(stored, parameter.held_shape, wanted.transpose, wanted.alternating),))
 
 
 def written_experts(values: np.ndarray, wanted: StoredName) -> np.ndarray:
@@ -92,12 +95,50 @@ class PackedMatrix:
         half = BLOCK // 2
         for row, blocks in self.blocks.pieces((box[0], (half * low, half * high))):
             rows = (first + row, first + row + len(blocks))
-            scales = read_box(self.scales, (rows, (low, high)))
-            if scales.size and scales.max() > GREATEST_SCALE:
-                most = f"expected at most {GREATEST_SCALE}, or numbers are infinite"
-                raise TensorMismatch(f"{self.scales}: a scale: {most}; found {scales.max()}")
-            numbers = unpack(blocks, scales).view(self.element)
+            numbers = unpack(blocks, _scales(self.scales, (rows, (low, high)))).view(self.element)
             yield row, numbers[:, begin - BLOCK * low : end - BLOCK * low]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBytes:
+    """The same as it stays packed: of each row the bytes of its blocks, then those of its scales."""
+
+    blocks: StoredTensor
+    scales: StoredTensor
+
+    def __str__(self) -> str:
+        return str(self.blocks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.blocks.shape[0], self.blocks.shape[1] + self.scales.shape[1]
+
+    @property
+    def element(self) -> np.dtype:
+        return self.blocks.element
+
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, np.ndarray]]:
+        """The part `box` of whole rows. Raises CorruptFile or TensorMismatch."""
+        (first, _), columns = box
+        assert columns == (0, self.shape[1]), "each device has whole experts"
+        for row, blocks in self.blocks.pieces((box[0], (0, self.blocks.shape[1]))):
+            rows = (first + row, first + row + len(blocks))
+            yield (
+                row,
+                np.concatenate([blocks, _scales(self.scales, (rows, (0, self.scales.shape[1])))], axis=1),
+            )
+
+
+def _scales(stored: StoredTensor, box: Box) -> np.ndarray:
+    scales = read_box(stored, box)
+    if scales.size and scales.max() > GREATEST_SCALE:
+        most = f"expected at most {GREATEST_SCALE}, or numbers are infinite"
+        raise TensorMismatch(f"{stored}: a scale: {most}; found {scales.max()}")
+    return scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,14 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import own_order
 from orca_jax.families.trainers.layouts import Layout
-from orca_jax.launch.given_weights import Adapter, Change, check_adapters, check_arrays, named_arrays
+from orca_jax.launch.given_weights import (
+    Adapter,
+    Change,
+    check_adapters,
+    check_arrays,
+    check_replaceable,
+    named_arrays,
+)
 from orca_jax.sharding.random_parameters import with_repeated_heads
 
 # Yields the new arrays of a weight, one for each of the given places.
@@ -62,6 +69,7 @@ class LocalMemory:
         """EngineMemory."""
         if self._own:
             raise ConfigError("the weights of a model of one's own cannot be replaced; make a new LLM")
+        check_replaceable(self._model)
         if isinstance(weights, str | Path):
             parts = checked_directory(Path(weights), self._model)
             return partial(self._install, partial(self._read, parts))

@@ -21,7 +21,7 @@ from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.trainers.layouts import Layout
 from orca_jax.families.trainers.orca_json import ORCA_JSON
-from orca_jax.launch.given_weights import check_adapters, check_arrays, named_arrays
+from orca_jax.launch.given_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 from orca_jax.launch.local_memory import checked_directory
 
 
@@ -52,6 +52,7 @@ class RemoteMemory:
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
         """EngineMemory."""
+        check_replaceable(self._model)
         if isinstance(weights, str | Path):
             directory = Path(weights).absolute()
             if self._same_machine or directory.exists():

@@ -37,7 +37,7 @@ def random_parameters(
     def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
         parameter = table[name]
         has_heads = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
-        program = drawing(parameter.initial, parameter.shape, sharding, parameter if has_heads else None)
+        program = drawing(parameter.initial, parameter.held_shape, sharding, parameter if has_heads else None)
         return program(keys[name])
 
     return {name: draw(name, sharding) for name, sharding in placement.items()}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same below zero
 BLOCK = 32  # numbers with one scale
+BLOCK_BYTES = BLOCK // 2 + 1  # with their scale
 BIAS = 127
 GREATEST_SCALE = 252  # beyond it 6 times the scale is no float32
 _STEP_BYTES = 1 << 19  # so that what lies between stays in a near cache

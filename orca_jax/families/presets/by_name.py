@@ -82,6 +82,8 @@ PRESETS: dict[str, ModelConfig] = {
     ),
     "gpt-oss-20b": gpt_oss(n_layers=24, n_experts=32),
     "gpt-oss-120b": gpt_oss(n_layers=36, n_experts=128),
+    "gpt-oss-20b-mxfp4": gpt_oss(n_layers=24, n_experts=32).with_packed_experts(),
+    "gpt-oss-120b-mxfp4": gpt_oss(n_layers=36, n_experts=128).with_packed_experts(),
     "t5-small": t5(hidden_size=512, n_layers=6, n_heads=8, ffn_size=2048),
     "t5-base": t5(hidden_size=768, n_layers=12, n_heads=12, ffn_size=3072),
     "t5-large": t5(hidden_size=1024, n_layers=24, n_heads=16, ffn_size=4096),
