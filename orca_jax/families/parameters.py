@@ -108,7 +108,7 @@ class Parameter:
         found = next((i for i, axis in enumerate(self.axes) if _is_split(axis)), None)
         if found is None or self.axes[0] != "X":
             return found
-        whole = self.whole or whole_experts(self.shape[found], self.shape[0], n_devices)
+        whole = whole_experts(self.shape[found], self.shape[0], n_devices, packed=self.whole)
         return 0 if whole else found
 
     @property
@@ -133,9 +133,9 @@ class Parameter:
         return (first and self.stage != "last") or (last and self.stage != "first")
 
 
-def whole_experts(size: int, number: int, n_devices: int) -> bool:
+def whole_experts(size: int, number: int, n_devices: int, *, packed: bool) -> bool:
     """Whether each of `n_devices` has whole experts, of which there are `number` of that size."""
-    wide = size % n_devices == 0 and size // n_devices >= EXPERT_SHARE
+    wide = not packed and size % n_devices == 0 and size // n_devices >= EXPERT_SHARE
     return not wide and number % n_devices == 0
 
 

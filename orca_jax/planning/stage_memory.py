@@ -191,7 +191,7 @@ def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool)
     if feed_forward.experts is not None:
         # A row for each expert that a token takes: its input, or its result, beside what is between.
         experts = feed_forward.experts
-        if experts.packed or whole_experts(feed_forward.size, experts.number, n_devices):
+        if whole_experts(feed_forward.size, experts.number, n_devices, packed=experts.packed):
             size, product = size * n_devices, product * n_devices
         taken = feed_forward.experts.top_k * (product + max(hidden, size if feed_forward.gated or cpu else 0))
         return hidden * (2 if cpu else 1) + taken

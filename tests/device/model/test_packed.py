@@ -15,7 +15,7 @@ from orca_jax import LLM, SamplingParams, find_config
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import load_directory
 from orca_jax.checkpoint.locate import load_checkpoint
-from orca_jax.config import ParallelConfig, ServingConfig
+from orca_jax.config import ExpertExchange, ParallelConfig, ServingConfig
 from orca_jax.errors import ConfigError, TensorMismatch, UnsupportedModel
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.mixtures.mxfp4 import BIAS, GREATEST_SCALE, unpack
@@ -161,7 +161,13 @@ def test_over_devices_the_tokens_are_the_same() -> None:
     serving = ServingConfig(max_batch_size=4, n_slots=4 * 64, max_batch_tokens=64)
     prompts = [[7 * i % 97 for i in range(n)] for n in (1, 30, 9)]
     tokens: list[dict[str, list[int]]] = []
-    for config, parameters, tensor in ((model, dense, 1), (held, packed, 1), (held, packed, 2)):
+    cases: list[tuple[Any, Any, int, ExpertExchange]] = [
+        (model, dense, 1, "auto"),
+        (held, packed, 1, "auto"),
+        (held, packed, 2, "gather"),
+        (held, packed, 2, "exchange"),
+    ]
+    for config, parameters, tensor, exchange in cases:
         config = config.for_devices(tensor)
         table = parameter_table(config)
         own = {
@@ -170,10 +176,11 @@ def test_over_devices_the_tokens_are_the_same() -> None:
             )
             for name, value in parameters.items()
         }
-        parts = split_model(config, jax.devices(), ParallelConfig(tensor_parallel=tensor))
+        parallel = ParallelConfig(tensor_parallel=tensor, expert_exchange=exchange)
+        parts = split_model(config, jax.devices(), parallel)
         engine = harness(config, own, serving, buckets=(64,), parts=parts)
         tokens.append(engine.run([greedy_request(str(i), prompt, 6) for i, prompt in enumerate(prompts)]))
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert all(each == tokens[0] for each in tokens)
     assert len({token for row in tokens[0].values() for token in row}) > 5
 
 
