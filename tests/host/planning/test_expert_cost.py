@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from orca_jax.config import Attention as Path
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig
@@ -96,7 +97,8 @@ def test_packed_experts_are_read_packed_and_unpacked_beside_the_rest() -> None:
         n_blocks=4, n_rows=3, max_rows=2, max_tokens=8, block_size=8, max_blocks=1, vocab_size=10
     )
     arguments: Any = {"shape": shape, "itemsize": 2}
-    for attention, n_experts in (("cudnn", 32), ("native", 1)):
+    of_paths: dict[Path, int] = {"cudnn": 32, "native": 1}
+    for attention, n_experts in of_paths.items():
         needed = temporary_bytes(packed, range(1), 1, attention=attention, **arguments)
         assert needed == pytest.approx(n_experts * 2 * 2880 * 2880 * 2, rel=0.05)
         assert temporary_bytes(plain, range(1), 1, attention=attention, **arguments) < 2_000_000
