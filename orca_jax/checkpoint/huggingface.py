@@ -5,8 +5,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from orca_jax.checkpoint.expert_view import expert_shapes, parts_of_experts
 from orca_jax.checkpoint.head_view import HeadView, stored_shapes
-from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, StoredTensor, read_header, same_values
+from orca_jax.checkpoint.safetensors_reader import BYTES, FLOAT_DTYPES, StoredTensor, read_header, same_values
 from orca_jax.checkpoint.shard_reader import ComputedArray, Parts
 from orca_jax.errors import (
     BadModelConfig,
@@ -116,8 +117,13 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Par
             parts[name] = Parts((ComputedArray(name, family.computed[name](hf_config.model)),))
             continue
         attention = hf_config.model.attention
+        if wanted.by_expert:
+            shapes, dtypes = expert_shapes(parameter, wanted), (BYTES,) if wanted.mxfp4 else (*FLOAT_DTYPES,)
+            found[name] = _of_shapes(hf_config, stored, wanted, shapes, dtypes)
+            parts[name] = parts_of_experts(found[name], parameter, wanted)
+            continue
         shapes = stored_shapes(parameter, wanted, attention)
-        found[name] = _of_shapes(hf_config, stored, wanted, shapes, parameter.shape[0])
+        found[name] = _of_shapes(hf_config, stored, wanted, shapes)
         if wanted.heads is None:
             parts[name] = Parts(tuple(found[name]), wanted.transpose)
         else:
@@ -149,7 +155,7 @@ def _of_shapes(
     stored: dict[str, StoredTensor],
     wanted: StoredName,
     shapes: list[tuple[int, ...]],
-    n_experts: int,
+    dtypes: tuple[str, ...] = tuple(FLOAT_DTYPES),
 ) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for name, shape in zip(wanted.names, shapes, strict=True):
@@ -164,18 +170,14 @@ def _of_shapes(
         matrix = shape
         if wanted.one_row:
             shape = (1, *shape)
-        if wanted.by_expert:
-            shape = (n_experts, shape[0] // n_experts, *shape[1:])
         if tensor.shape != shape:
             raise TensorMismatch(
                 f"{tensor}: expected shape {list(shape)} according to {shown(hf_config.path)}, "
                 f"found {shown(list(tensor.shape))}"
             )
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise TensorMismatch(
-                f"{tensor}: expected dtype {', '.join(FLOAT_DTYPES)}, found {tensor.dtype}; "
-                "quantized weights are not supported"
-            )
+        if tensor.dtype not in dtypes:
+            hint = "; quantized weights are not supported" if tensor.dtype not in FLOAT_DTYPES else ""
+            raise TensorMismatch(f"{tensor}: expected dtype {', '.join(dtypes)}, found {tensor.dtype}{hint}")
         tensors.append(tensor if shape == matrix else replace(tensor, shape=matrix))
     return tensors
 

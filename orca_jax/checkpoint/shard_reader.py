@@ -40,6 +40,14 @@ class Stored(Protocol):
         ...
 
 
+def read_box(stored: Stored, box: Box) -> np.ndarray:
+    """The elements of `box` in one array."""
+    out = np.empty([end - first for first, end in box], stored.element)
+    for row, piece in stored.pieces(box):
+        out[row : row + len(piece)] = piece
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedArray:
     """A weight that a checkpoint may lack, because it follows from the model's shape."""

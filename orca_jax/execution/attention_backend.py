@@ -63,18 +63,20 @@ Feature = Literal[
     "a soft cap",
     "ALiBi",
     "a relative bias",
+    "attention sinks",
     "attention that is not causal",
 ]
 _EVERY_FEATURE = frozenset(get_args(Feature))
 _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {"ALiBi", "a relative bias", "attention that is not causal"}
 # What each path computes beyond causal attention with as many K/V heads as query heads. The kernel's work
-# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores.
+# lists and cuDNN's masks are those of causal attention, and neither reads anything to add to scores. The
+# kernel's results of rows that are not split are divided by their sums already, which a sink would join.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE,
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
-    "kernel": _CAUSAL_AND_UNBIASED,
-    "interpreted": _CAUSAL_AND_UNBIASED,
+    "kernel": _CAUSAL_AND_UNBIASED - {"attention sinks"},
+    "interpreted": _CAUSAL_AND_UNBIASED - {"attention sinks"},
     "cudnn": _CAUSAL_AND_UNBIASED - {"a soft cap"},
 }
 
@@ -91,6 +93,7 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "a soft cap": any(kind.scores.soft_cap is not None for kind in kinds),
         "ALiBi": any(kind.scores.alibi is not None for kind in kinds),
         "a relative bias": any(kind.scores.relative is not None for kind in kinds),
+        "attention sinks": any(kind.scores.sinks for kind in kinds),
         "attention that is not causal": not all(kind.causal for kind in kinds),
     }
     return tuple(feature for feature, is_asked in asked.items() if is_asked)

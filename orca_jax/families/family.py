@@ -37,6 +37,8 @@ class Family:
 
     `has_encoder`: config.json sets `is_encoder_decoder`.
 
+    `quantized`: each `quant_method` of config.json's `quantization_config` that is read.
+
     `code_in_checkpoints`: published checkpoints bring the code with which they were released, which computes
     what transformers' own code does. Their `auto_map` may then name a class of `architectures`.
     """
@@ -59,6 +61,7 @@ class Family:
     )
     harmless: frozenset[str] | None = None
     has_encoder: bool = False
+    quantized: tuple[str, ...] = ()
     code_in_checkpoints: bool = False
 
     def stored_name(

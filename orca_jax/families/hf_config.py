@@ -97,7 +97,8 @@ def _refuse_other_models(fields: ConfigFields, family: Family) -> None:
         ("auto_map", "a model with code of its own"),
         ("pruned_heads", "a model with heads cut out"),
     ):
-        if fields.raw(name) and not (name == "auto_map" and _names_known_code(fields, family)):
+        known = {"auto_map": _names_known_code, "quantization_config": _is_known_quantization}.get(name)
+        if fields.raw(name) and not (known is not None and known(fields, family)):
             raise UnsupportedModel(f"{shown(fields.path)}: {name} is set: {meaning} is not supported")
     meaning = "a decoder alone" if family.has_encoder else "an encoder"
     fields.must_be("is_encoder_decoder", family.has_encoder, meaning)
@@ -109,6 +110,16 @@ def _names_known_code(fields: ConfigFields, family: Family) -> bool:
     if auto_map is None or not family.code_in_checkpoints:
         return False
     return auto_map.text("AutoModelForCausalLM", "").rpartition(".")[2] in family.architectures
+
+
+def _is_known_quantization(fields: ConfigFields, family: Family) -> bool:
+    """Whether the family reads such weights, whatever their tensors' names say. Raises UnsupportedModel."""
+    section = fields.section("quantization_config") if family.quantized else None
+    if section is None:
+        return False
+    section.choice("quant_method", {name: name for name in family.quantized}, "")
+    section.refuse_others(("modules_to_not_convert", "dequantize"))
+    return True
 
 
 def check_tokenizer(model: ModelConfig, path: Path, tokenizer: Path) -> None:

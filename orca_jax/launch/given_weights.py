@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.core.meta import AxisMetadata
 
-from orca_jax.errors import TensorMismatch
+from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.stored_name import StoredName
@@ -54,6 +54,15 @@ def named_arrays(weights: object) -> dict[str, Any]:
             raise TensorMismatch(f"two of the new weights have the name {name}")
         arrays[name] = value
     return arrays
+
+
+def check_replaceable(model: ModelConfig) -> None:
+    """Raises ConfigError for a model whose weights cannot be replaced."""
+    if model.has_packed_experts:
+        raise ConfigError(
+            "weights cannot be replaced while experts are packed in MXFP4; load the model without "
+            'load_format="packed"'
+        )
 
 
 def check_arrays(

@@ -31,6 +31,7 @@ from orca_jax.launch.given_weights import (
     adapted_weights,
     check_adapters,
     check_arrays,
+    check_replaceable,
     named_arrays,
 )
 from orca_jax.sharding.random_parameters import with_repeated_heads
@@ -77,6 +78,7 @@ class LocalMemory:
         """EngineMemory."""
         if self._own:
             raise ConfigError("the weights of a model of one's own cannot be replaced; make a new LLM")
+        check_replaceable(self._model)
         if isinstance(weights, str | Path):
             parts = checked_directory(Path(weights), self._model)
             return partial(self._install, partial(self._read, parts))

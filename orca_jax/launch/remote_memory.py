@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from orca_jax.checkpoint import orbax
-from orca_jax.checkpoint.orca_json import ORCA_JSON
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.engine.remote_engine import RemoteEngine
 from orca_jax.errors import CheckpointError, ConfigError, WorkerLost
 from orca_jax.families.config_json import config_to_json
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.trainers.layouts import Layout
-from orca_jax.launch.given_weights import check_adapters, check_arrays, named_arrays
+from orca_jax.families.trainers.orca_json import ORCA_JSON
+from orca_jax.launch.given_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 from orca_jax.launch.local_memory import ADAPTERS_JSON, checked_directory
 
 
@@ -55,6 +55,7 @@ class RemoteMemory:
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
     ) -> Callable[[], None]:
         """EngineMemory."""
+        check_replaceable(self._model)
         if isinstance(weights, str | Path):
             directory = Path(weights).absolute()
             if self._same_machine or directory.exists():

@@ -10,7 +10,7 @@ import numpy as np
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Initial, Parameter, parameter_table
-from orca_jax.families.stored_name import head_places, own_order
+from orca_jax.families.stored_name import head_places, own_order, size_of_heads
 from orca_jax.model.gpt import Parameters, init_parameter
 
 
@@ -37,7 +37,7 @@ def random_parameters(
     def draw(name: str, sharding: jax.sharding.Sharding) -> jax.Array:
         parameter = table[name]
         has_heads = own_order(parameter, stored.attention) is not None and config.attention.kv_repeats > 1
-        program = drawing(parameter.initial, parameter.shape, sharding, parameter if has_heads else None)
+        program = drawing(parameter.initial, parameter.held_shape, sharding, parameter if has_heads else None)
         return program(keys[name])
 
     return {name: draw(name, sharding) for name, sharding in placement.items()}
@@ -49,7 +49,7 @@ def with_repeated_heads(value: jax.Array, parameter: Parameter, attention: Atten
     assert order is not None
     places = head_places(order, attention)
     heads = np.array([[place.head for place in slice_] for slice_ in places])  # [slices, K]
-    return in_order_of_heads(value, parameter, heads, attention.head_size)
+    return in_order_of_heads(value, parameter, heads, size_of_heads(parameter, attention))
 
 
 def in_order_of_heads(value: jax.Array, parameter: Parameter, heads: np.ndarray, size: int) -> jax.Array:

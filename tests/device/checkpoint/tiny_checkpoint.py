@@ -16,6 +16,7 @@ DTYPES = {
     "F64": np.dtype("<f8"),
     "I64": np.dtype("<i8"),
     "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
 }
 
 GPT2 = {
