@@ -61,7 +61,7 @@ class SamplerArrays(NamedTuple):
     seed_low: Any
     seed_high: Any
     adjusted: Any
-    n_top: Any  # of how many of the most likely tokens log-probabilities are wanted beside the token's own
+    n_top: Any  # of how many of the most likely log-probabilities are wanted beside the token's; -1: of none
     temperature: Any
     top_p: Any
     min_p: Any
@@ -232,7 +232,7 @@ def flat_batch(
     sampler.top_k[:real_rows] = sampling["top_k"]
     sampler.seed_low[:real_rows] = (seed & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     sampler.seed_high[:real_rows] = seed >> 32
-    sampler.n_top[:real_rows] = np.maximum(sampling["logprobs"], 0)
+    sampler.n_top[:real_rows] = sampling["logprobs"]
     programs = token_programs(sampling)
     if programs.adjust:
         adjusted = (sampling["flags"] & ADJUSTED) > 0
@@ -297,6 +297,7 @@ def _padding(layout: FlatLayout, *, n_slots: int, n_rows: int) -> tuple[npt.NDAr
     sampler = SamplerArrays(*arrays.sampler)
     sampler.row.fill(n_rows)
     sampler.given.fill(SAMPLED)
+    sampler.n_top.fill(-1)
     sampler.top_p.view(np.float32).fill(1)
     sampler.repetition.view(np.float32).fill(1)
     return buffer, arrays

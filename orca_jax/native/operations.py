@@ -31,5 +31,6 @@ def build_all_ahead(
         return
     build_ahead("split_attention", **attention_sizes(head_size, block_size, dtype, dtype))
     build_ahead("linear", **linear_sizes(dtype, dtype))
+    build_ahead("token_choice")
     if experts:
         build_ahead("mixture" if experts == "plain" else "grouped", **grouped_sizes(dtype, dtype))
