@@ -1,8 +1,8 @@
 """A feed-forward layer of experts: each token runs the few that its router chooses, and no token is dropped.
 
 Tokens are sorted by expert, so that each expert's are rows side by side, and two grouped products run all
-experts; shapes depend on the bucket alone. Padding belongs to no expert, as do, where each device has whole
-experts, the tokens of other devices' experts.
+experts, or one call does both where there is one; shapes depend on the bucket alone. Padding belongs to no
+expert, as do, where each device has whole experts, the tokens of other devices' experts.
 """
 
 from functools import partial
