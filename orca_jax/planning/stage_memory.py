@@ -190,8 +190,13 @@ def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool)
         # A row for each expert that a token takes: its input, or its result, beside what is between.
         if whole_experts(feed_forward.size, feed_forward.experts.number, n_devices):
             size, product = size * n_devices, product * n_devices
-        taken = feed_forward.experts.top_k * (product + max(hidden, size if feed_forward.gated or cpu else 0))
-        return hidden * (2 if cpu else 1) + taken
+        middle = size if feed_forward.gated or cpu else 0
+        taken = product + max(hidden, middle)
+        if not cpu and hidden >= product:
+            # XLA gives the largest a place first: input and result have the same, and what is between them
+            # lies beside it.
+            taken = hidden + product + middle
+        return hidden * (2 if cpu else 1) + feed_forward.experts.top_k * taken
     if cpu:
         return 2 * hidden + product + size
     return hidden + product + max(hidden, size if feed_forward.gated else 0)
