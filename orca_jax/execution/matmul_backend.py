@@ -46,10 +46,11 @@ class Products:
             if self.kernel_cores is not None:
                 chosen = replace(matmul, grouped=partial(_grouped_on_gpu, n_cores=self.kernel_cores))
             return chosen if n_tokens is None else replace(chosen, n_tokens=n_tokens)
-        n_computed = None if self.whole else n_tokens
 
-        def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return native_linear(x, weight, n_computed) if has_form(x, weight) else matmul(x, weight)
+        def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
+            if not has_form(x, weight):
+                return matmul(x, weight)
+            return native_linear(x, weight, None if self.whole else n_tokens)
 
         def grouped(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
             if not has_form(x, weight):
