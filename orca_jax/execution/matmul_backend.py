@@ -1,7 +1,7 @@
 """Chooses the matrix product for a stage's linear layers, experts and head; nothing else does.
 
 On a CPU with AVX-512 or AVX2 and a C compiler, float32 and bfloat16 weights use the product in C (native/).
-Experts use a kernel on Hopper GPUs (pallas/grouped_product.py). Everything else uses XLA's.
+Experts use a kernel on Hopper GPUs (pallas/grouped_product.py). Everything else is in JAX (model/layers.py).
 """
 
 from dataclasses import dataclass, replace

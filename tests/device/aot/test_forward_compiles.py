@@ -61,6 +61,15 @@ def test_mixtures_hold_no_weights_and_each_token_once_for_each_of_its_experts(
 
 
 @needs_plugin
+@pytest.mark.long
+def test_mixtures_on_gpus_without_the_kernel_copy_one_weight_at_a_time() -> None:
+    flags = ("--preset", "qwen3-30b-a3b", "--layers", "1", "--buckets", "8", "--device", "a100-80gb")
+    (program,) = compiled(*flags)
+    assert program["temporaries"] < 8e6  # an expert's first weight has 6.3 MB
+    assert program["static_loops"] == 2 and program["dynamic_loops"] == 0  # the host reads nothing back
+
+
+@needs_plugin
 @pytest.mark.parametrize("recorded", [False, True])
 def test_eight_gpus_have_collectives_in_command_buffers_only_if_enabled(
     recorded: bool,

@@ -16,7 +16,7 @@ def gpu(capability: str) -> SimpleNamespace:
     return SimpleNamespace(platform="gpu", compute_capability=capability, core_count=114)
 
 
-def test_hopper_gpus_have_the_kernel_and_others_xlas_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_gpus_have_the_kernel_and_others_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
 
     def kernel(x: jnp.ndarray, weight: jnp.ndarray, sizes: jnp.ndarray, *, n_cores: int) -> jnp.ndarray:
@@ -35,7 +35,7 @@ def test_hopper_gpus_have_the_kernel_and_others_xlas_product(monkeypatch: pytest
         assert choose_products(gpu(capability), jnp.bfloat16).bind(None) is matmul
 
 
-def test_sizes_that_the_kernel_lacks_run_in_xla() -> None:
+def test_sizes_that_the_kernel_lacks_run_without_it() -> None:
     bound = choose_products(gpu("9.0"), jnp.bfloat16).bind(None)
     rng = np.random.default_rng(1)
     for dtype, n_out in (("bfloat16", 72), ("float32", 128)):
