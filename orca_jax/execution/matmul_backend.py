@@ -15,6 +15,7 @@ from orca_jax.model.layers import Matmul, matmul
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.grouped import native_grouped
 from orca_jax.native.linear import DTYPES, has_form, linear_target, native_linear
+from orca_jax.native.mixture import has_mixture_form, native_mixture
 from orca_jax.pallas.grouped_product import grouped_product
 from orca_jax.pallas.work_list.product_shape import unsupported
 
@@ -57,7 +58,14 @@ class Products:
                 return matmul.grouped(x, weight, sizes)
             return native_grouped(x, weight, sizes, steady=self.whole)
 
-        return Matmul(product, grouped, n_tokens)
+        def mixture(
+            x: jax.Array, weights: jax.Array, experts: jax.Array, up: jax.Array, down: jax.Array
+        ) -> jax.Array | None:
+            if not has_mixture_form(x, up, down):
+                return None
+            return native_mixture(x, weights, experts, up, down, steady=self.whole)
+
+        return Matmul(product, grouped, mixture, n_tokens)
 
 
 def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_cores: int) -> jax.Array:
