@@ -6,6 +6,7 @@
 #     bench/gpu.sh [--cpu] --list           what each part runs, and its limits in seconds
 #
 #     correct         versions; the kernel in every form against float64; memcheck on one, where the tool is
+#     experts         products of experts: against float64, memcheck, then over their floor; a small mixture
 #     tokens          the whole engine's choices against model/reference.py
 #     increments      the kernel: the increment phase; other head sizes and blocks
 #     initiations     the kernel: the initiation phase, mixed batches; what a call launches
@@ -108,6 +109,25 @@ correct() {
     else
         echo "== memcheck: there is no compute-sanitizer here; left out"
     fi
+}
+
+experts() {
+    if [ -n "$cpu" ]; then
+        under="env PJRT_NPROC=16"
+        measure experts 200 bench.kernel.experts --tiny --repeat 2
+        under=
+        return
+    fi
+    measure experts 280 bench.kernel.experts --json "$out/experts.json"
+    PATH=$PATH:/usr/local/cuda/bin
+    if [ -n "$list" ] || command -v compute-sanitizer >/dev/null; then
+        under="env XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9"
+        measure experts-memcheck 120 bench.kernel.experts --one
+        under=
+    else
+        echo "== experts-memcheck: there is no compute-sanitizer here; left out"
+    fi
+    measure experts-iteration 180 bench.iteration --preset small-mixture --rows 1,8,32 --context 512 --prefill 1023
 }
 
 tokens() {
@@ -240,7 +260,7 @@ peers() {
     under=
 }
 
-all="correct tokens increments initiations beside iteration big big_no_graphs big_no_triton small start figures"
+all="correct experts tokens increments initiations beside iteration big big_no_graphs big_no_triton small start figures"
 all="$all peers"
 for part in ${*:-$all}; do
     case " $all " in

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,12 @@ def compile_one(size: Size) -> None:
 
 def figures(size: Size) -> Figures:
     """Compile one size in a process. Raises RuntimeError if it does not compile or fit shared memory."""
-    command = [sys.executable, "-m", "bench.compiled.compile_kernel", json.dumps(size)]
+    return compilers_figures("bench.compiled.compile_kernel", size)
+
+
+def compilers_figures(module: str, size: tuple[Any, ...]) -> Figures:
+    """What the compilers say about a size that the module compiles, as `figures`."""
+    command = [sys.executable, "-m", module, json.dumps(size)]
     wanted = ["PTXAS", "PTX", "HOST_LLVM"] + ["SASS"] * _has_nvdisasm()
     dumps = {f"MOSAIC_GPU_DUMP_{name}": "1" for name in wanted}
     environment = {**os.environ, **dumps, "JAX_PLATFORMS": "cpu"}

@@ -58,6 +58,9 @@ PARTITIONS: dict[str, tuple[tuple[str, int, int], ...]] = {
         ("gpt3-341b", 2, 4),
         ("llama-3.1-70b", 1, 4),
         ("llama-3.1-405b", 2, 8),
+        ("mixtral-8x7b", 1, 2),
+        ("qwen3-30b-a3b", 1, 4),
+        ("qwen3-30b-a3b", 2, 1),
     ),
 }
 BUCKETS = (32, 2048)  # decode and prefill

@@ -1,10 +1,11 @@
 """Chooses the matrix product for a stage's linear layers, experts and head; nothing else does.
 
 On a CPU with AVX-512 or AVX2 and a C compiler, float32 and bfloat16 weights use the product in C (native/).
-Everything else uses XLA's.
+Experts use a kernel on Hopper GPUs (pallas/grouped_product.py). Everything else is in JAX (model/layers.py).
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.grouped import native_grouped
 from orca_jax.native.linear import DTYPES, has_form, linear_target, native_linear
 from orca_jax.native.mixture import has_mixture_form, native_mixture
+from orca_jax.pallas.grouped_product import grouped_product
+from orca_jax.pallas.work_list.product_shape import unsupported
 
 Device = Any  # a jax.Device
 
@@ -24,12 +27,14 @@ class Products:
     """The native product or XLA's; `description` is shown at startup, empty if there is no alternative.
 
     `whole`: padding is computed too, because the number of tokens decides in which order sums are made. Of
-    experts it is not: their products are then `steady`.
+    experts it is not: their products are then `steady`. `kernel_cores`: the cores of a GPU for which the
+    experts' kernel is written.
     """
 
     native: bool
     description: str = ""
     whole: bool = False
+    kernel_cores: int | None = None
 
     def describe_with(self, attention: str) -> str:
         """The startup text for attention and for the products."""
@@ -38,7 +43,10 @@ class Products:
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
         """The product for an iteration of which the first `n_tokens` [1] int32 are real; None: all are."""
         if not self.native:
-            return matmul if n_tokens is None else replace(matmul, n_tokens=n_tokens)
+            chosen = matmul
+            if self.kernel_cores is not None:
+                chosen = replace(matmul, grouped=partial(_grouped_on_gpu, n_cores=self.kernel_cores))
+            return chosen if n_tokens is None else replace(chosen, n_tokens=n_tokens)
 
         def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
             if not has_form(x, weight):
@@ -60,10 +68,18 @@ class Products:
         return Matmul(product, grouped, mixture, n_tokens)
 
 
+def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_cores: int) -> jax.Array:
+    _, n_out, n_in = weight.shape
+    if unsupported(n_out, n_in, x.dtype.name, weight.dtype.name):
+        return matmul.grouped(x, weight, sizes)
+    return grouped_product(x, weight, sizes, n_cores=n_cores)
+
+
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:
     """The product for weights of `dtype` on a device; `deterministic`: padding is computed too."""
     if device.platform != "cpu":
-        return Products(native=False)
+        hopper = str(getattr(device, "compute_capability", None)) == "9.0"
+        return Products(native=False, kernel_cores=getattr(device, "core_count", 2) if hopper else None)
     name = np.dtype(dtype).name
     if name not in DTYPES:
         allowed = " and ".join(DTYPES)

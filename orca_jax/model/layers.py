@@ -47,13 +47,40 @@ def grouped_matmul(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Arr
 
     Group i has `sizes[i]` rows, [X] int32. Rows after the last group give zeros, whatever is in them.
     """
-    return lax.platform_dependent(x, weight, sizes, cpu=_one_by_one, default=_ragged)
+    return lax.platform_dependent(x, weight, sizes, cpu=_one_by_one, cuda=grouped_by_tiles, default=_ragged)
 
 
 def _ragged(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     in_group = jnp.arange(x.shape[0]) < sizes.sum()
     found = lax.ragged_dot_general(x, weight, sizes, _BY_GROUP)
     return jnp.where(in_group[:, None], found, 0)
+
+
+def grouped_by_tiles(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """grouped_matmul tile by tile, for GPUs: there ragged_dot multiplies all rows with all weights.
+
+    There are as many tiles as groups may need at most, so the host reads nothing back; those left over
+    compute what is not kept. A tile has twice the rows that a group has on average, 8 to 128.
+    """
+    n_rows, n_groups = x.shape[0], len(sizes)
+    height = 8
+    while height < 128 and height * n_groups < 2 * n_rows:
+        height *= 2
+    n_hit = min(n_rows, n_groups)
+    tiles, end = -(-sizes // height), jnp.cumsum(sizes)
+    tile_end, row = jnp.cumsum(tiles), jnp.arange(height)[:, None]
+    padded = jnp.pad(x, ((0, height), (0, 0)))  # of the last tile
+
+    def add(i: jax.Array, y: jax.Array) -> jax.Array:
+        group = jnp.minimum((i >= tile_end).sum(), n_groups - 1)
+        first = end[group] - sizes[group] + (i - tile_end[group] + tiles[group]) * height
+        own = lax.dynamic_index_in_dim(weight, group, keepdims=False)
+        out = _rows_first(lax.dynamic_slice_in_dim(padded, first, height), own)
+        kept = lax.dynamic_slice_in_dim(y, first, height)
+        return lax.dynamic_update_slice_in_dim(y, jnp.where(row < end[group] - first, out, kept), first, 0)
+
+    y = jnp.zeros((n_rows + height, weight.shape[1]), x.dtype)
+    return lax.fori_loop(0, n_hit + (n_rows - n_hit) // height, add, y)[:n_rows]
 
 
 def _one_by_one(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:

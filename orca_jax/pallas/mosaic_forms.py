@@ -75,6 +75,53 @@ def plus_product(sums: jax.Array, a: jax.Array, b: Any, *, interpret: bool) -> j
     return added
 
 
+def sum_of_products(
+    shape: tuple[int, int],
+    n_steps: int,
+    arrive: Callable[[Any], tuple[Any, Any]],
+    done: Callable[[Any], None],
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """The sum over all steps j of a @ b.T, [m, n] float32 of that shape.
+
+    `arrive(j)` waits for the references a [m, k] and b [n, k] of step j in shared memory, `done(j)` releases
+    them.
+    """
+    if interpret:
+
+        def plain(j: Any, sums: jax.Array) -> jax.Array:
+            a, b = arrive(j)
+            sums = sums + jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+            done(j)
+            return sums
+
+        return lax.fori_loop(0, n_steps, plain, jnp.zeros(shape, jnp.float32))
+
+    def in_registers(sums: Any) -> Any:
+        @pl.loop(0, n_steps)
+        def _(j: Any) -> None:
+            a, b = arrive(j)
+            plgpu.wgmma(sums, a, b.transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # the step before has been computed
+            pl.when(j > 0)(lambda: done(j - 1))
+
+        return sums[...]
+
+    sums = pl.run_scoped(in_registers, plgpu.ACC(shape, jnp.float32))
+    done(n_steps - 1)
+    return sums
+
+
+def put_transposed(ref: Any, i: Any, tile: jax.Array, *, interpret: bool) -> None:
+    """Store a tile [64, n], in registers, as ref[i] [n, 64] in shared memory that is not swizzled."""
+    if interpret:
+        ref[i] = tile.T
+    else:
+        turned = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.transpose_ref(ref.at[i], (1, 0))[...] = turned
+
+
 def tanh(x: jax.Array, scale: float, *, interpret: bool) -> jax.Array:
     """tanh(scale * x) float32, with an error below 1e-6: 1 - 2 / (1 + exp(2 x)), by two fast instructions.
 

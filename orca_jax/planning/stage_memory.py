@@ -193,8 +193,13 @@ def _elements_per_token(hidden: int, layer: Layer, n_devices: int, *, cpu: bool)
         experts = feed_forward.experts
         if whole_experts(feed_forward.size, experts.number, n_devices, packed=experts.packed):
             size, product = size * n_devices, product * n_devices
-        taken = feed_forward.experts.top_k * (product + max(hidden, size if feed_forward.gated or cpu else 0))
-        return hidden * (2 if cpu else 1) + taken
+        middle = size if feed_forward.gated or cpu else 0
+        taken = product + max(hidden, middle)
+        if not cpu and hidden >= product:
+            # XLA gives the largest a place first: input and result have the same, and what is between them
+            # lies beside it.
+            taken = hidden + product + middle
+        return hidden * (2 if cpu else 1) + feed_forward.experts.top_k * taken
     if cpu:
         return 2 * hidden + product + size
     return hidden + product + max(hidden, size if feed_forward.gated else 0)

@@ -1,4 +1,5 @@
-"""The attention kernel's list of work: which core computes what. NumPy only.
+"""The kernels' lists of work: which core computes what.
 
-Start with work_items.py; balance.py shares the work out, bounds.py has the sizes of the list.
+Attention's is NumPy, made on the host: start with work_items.py; balance.py shares the work out, bounds.py
+has the sizes. The experts' is made on the device, where their rows are known (group_tiles.py).
 """

@@ -42,6 +42,34 @@ def test_a_small_model_is_one_command_buffer_on_each_gpu(device: str) -> None:
 
 
 @needs_plugin
+@pytest.mark.long
+@pytest.mark.parametrize(("preset", "temporaries"), [("qwen3-30b-a3b", 150e6), ("mixtral-8x7b", 380e6)])
+def test_mixtures_hold_no_weights_and_each_token_once_for_each_of_its_experts(
+    preset: str, temporaries: float
+) -> None:
+    few, many = compiled("--preset", preset, "--layers", "2", "--buckets", "32,2048")
+    assert few["temporaries"] < 6e6  # an expert of Qwen's has 9 MB, and a layer 1.2 GB
+    assert (
+        many["temporaries"] < temporaries
+    )  # XLA's own product of experts takes 9.4 GB for one layer of Qwen's
+    for program in (few, many):
+        launches = program["launches"]
+        assert program["dynamic_loops"] == program["static_loops"] == 0
+        assert launches["sliced_calls"] == 0 and launches["outside"] == {}, program
+        assert launches["command_buffers"] == 1
+        assert launches["inside"]["kCustomCall"] == 2 * 3, program  # attention, and two products of experts
+
+
+@needs_plugin
+@pytest.mark.long
+def test_mixtures_on_gpus_without_the_kernel_copy_one_weight_at_a_time() -> None:
+    flags = ("--preset", "qwen3-30b-a3b", "--layers", "1", "--buckets", "8", "--device", "a100-80gb")
+    (program,) = compiled(*flags)
+    assert program["temporaries"] < 8e6  # an expert's first weight has 6.3 MB
+    assert program["static_loops"] == 2 and program["dynamic_loops"] == 0  # the host reads nothing back
+
+
+@needs_plugin
 @pytest.mark.parametrize("recorded", [False, True])
 def test_eight_gpus_have_collectives_in_command_buffers_only_if_enabled(
     recorded: bool,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench.compiled import compile_experts
 from bench.compiled.compile_kernel import SIZES, Size, figures
 from tests.device.aot.without_gpu import needs_plugin, told_apart
 
@@ -80,3 +81,15 @@ def test_many_tokens_have_the_bias_in_the_product_and_the_residual_in_the_norm()
     assert kernels.count({"attention"}) == 1
     assert sum("merge" in kernel for kernel in kernels) <= 2
     assert len(kernels) <= 14
+
+
+@pytest.mark.parametrize("size", compile_experts.SIZES, ids=str)
+def test_the_experts_kernel_compiles_for_few_rows_and_many(size: compile_experts.Size) -> None:
+    compiled = compile_experts.figures(size)  # raises if shared memory is too small
+    assert compiled.registers <= 168 and compiled.spill_stores == compiled.spill_loads == 0
+    assert len(compiled.descriptors) > 4  # weights, rows, and copies of results
+    assert not [
+        (descriptor, broken) for descriptor in compiled.descriptors if (broken := descriptor.broken_rules())
+    ]
+    # A copy of one row is not clipped at its end: it has the 64 columns of a warp group, which are all there.
+    assert set(compiled.plain_copies) == {128}

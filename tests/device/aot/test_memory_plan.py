@@ -73,6 +73,20 @@ def test_an_h200_needs_what_was_planned(name: str) -> None:
 
 @needs_plugin
 @pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "n_stages"), [("mixtral-8x7b", 2), ("qwen3-30b-a3b", 4)])
+def test_mixtures_on_h200s_need_what_was_planned(name: str, n_stages: int) -> None:
+    """Two layers of each stage, as below: on one device, cut over several, and in two stages."""
+    check = ("--devices", "h200", "--models", name, "--layers", "2")
+    stages = told_apart("-m", "bench.compiled.plan_check", *check)["stages"]
+    assert len(stages) == n_stages
+    for row in stages:
+        for part in ("arguments", "temporaries"):
+            assert abs(row[f"planned_{part}"] / row[f"compiled_{part}"] - 1) < 0.05, (row, part)
+
+
+@needs_plugin
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_large_llamas_on_h200s_need_what_was_planned() -> None:
     """Two layers of each stage, so that temporaries and kept results, not weights, decide."""

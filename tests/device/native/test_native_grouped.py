@@ -1,5 +1,6 @@
 """The CPU's products of experts in C, against float64 and against the pure-JAX form."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orca_jax.model.layers import grouped_matmul
+from orca_jax.model.layers import grouped_by_tiles, grouped_matmul
 from orca_jax.native import grouped
 from orca_jax.native.grouped import native_grouped
 from orca_jax.native.linear import native_linear
@@ -20,7 +21,7 @@ from tests.device.native.native_form import needs_native, other_lanes
 BFLOAT16 = ml_dtypes.bfloat16
 HALF_UNIT = 2.0**-8  # of a bfloat16, relative
 native, steady = jax.jit(native_grouped), jax.jit(partial(native_grouped, steady=True))
-in_jax = jax.jit(grouped_matmul)
+in_jax, by_tiles = jax.jit(grouped_matmul), jax.jit(grouped_by_tiles)
 
 # Of experts: none has tokens, one has all, most have none, few and many side by side.
 SIZES = [[0, 0, 0], [0, 57, 0], [0, 0, 0, 0, 1, 0, 9], [8, 9, 1, 0, 40, 2], [1] * 12, [130, 3, 0, 49], [5]]
@@ -60,11 +61,12 @@ def test_each_group_meets_its_own_weight(sizes: list[int], x_dtype: Any, dtype: 
         check(np.asarray(form(x, weight, jnp.array(sizes, jnp.int32))), x, weight, sizes)
 
 
+@pytest.mark.parametrize("form", [in_jax, by_tiles], ids=["of CPUs", "of GPUs"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_form_in_jax(sizes: list[int]) -> None:
+def test_the_forms_in_jax(sizes: list[int], form: Callable[..., jax.Array]) -> None:
     x, weight = arrays(len(sizes), sum(sizes) + 5, 80, 50, len(sizes))
     x[sum(sizes) :] = 1e30
-    check(np.asarray(in_jax(x, weight, jnp.array(sizes, jnp.int32))), x, weight, sizes)
+    check(np.asarray(form(x, weight, jnp.array(sizes, jnp.int32))), x, weight, sizes)
 
 
 @needs_native

@@ -1,0 +1,46 @@
+"""Which products of experts a GPU gets."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orca_jax.execution import matmul_backend
+from orca_jax.execution.matmul_backend import choose_products
+from orca_jax.model.layers import matmul
+from orca_jax.pallas.grouped_product_reference import grouped_product_reference
+
+
+def gpu(capability: str) -> SimpleNamespace:
+    return SimpleNamespace(platform="gpu", compute_capability=capability, core_count=114)
+
+
+def test_hopper_gpus_have_the_kernel_and_others_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def kernel(x: jnp.ndarray, weight: jnp.ndarray, sizes: jnp.ndarray, *, n_cores: int) -> jnp.ndarray:
+        asked.append((*weight.shape, n_cores))
+        return grouped_product_reference(x, weight, sizes)
+
+    monkeypatch.setattr(matmul_backend, "grouped_product", kernel)
+    x = jnp.ones((5, 64), jnp.bfloat16)
+    weight, sizes = jnp.ones((3, 128, 64), jnp.bfloat16), jnp.array([2, 0, 3], jnp.int32)
+    tokens = jnp.array([5], jnp.int32)
+    bound = choose_products(gpu("9.0"), jnp.bfloat16).bind(tokens)
+    assert (bound.grouped(x, weight, sizes) == 64).all()
+    assert asked == [(3, 128, 64, 114)]
+    assert bound.linear is matmul.linear and bound.n_tokens is tokens
+    for capability in ("8.0", "8.9", "10.0"):
+        assert choose_products(gpu(capability), jnp.bfloat16).bind(None) is matmul
+
+
+def test_sizes_that_the_kernel_lacks_run_without_it() -> None:
+    bound = choose_products(gpu("9.0"), jnp.bfloat16).bind(None)
+    rng = np.random.default_rng(1)
+    for dtype, n_out in (("bfloat16", 72), ("float32", 128)):
+        x, weight = (jnp.asarray(rng.standard_normal(n), dtype) for n in ((6, 64), (3, n_out, 64)))
+        sizes = jnp.array([1, 0, 4], jnp.int32)
+        found, wanted = bound.grouped(x, weight, sizes), grouped_product_reference(x, weight, sizes)
+        error = np.asarray(found, np.float32) - np.asarray(wanted, np.float32)
+        assert np.abs(error).max() < (0.2 if dtype == "bfloat16" else 1e-4)
