@@ -15,7 +15,7 @@ from orca_jax.control import worker_pb2
 from orca_jax.control.parsing import check_exact, parsed
 from orca_jax.errors import BadFrame
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME = 512 << 20  # bytes; engine/remote_pipeline.py rejects an engine that could need more
 FRAME_BYTES = 64  # upper bound of a frame's overhead around its payload
 MAX_EPOCH = 1 << 63  # far above an engine master's first epoch, the nanoseconds since 1970

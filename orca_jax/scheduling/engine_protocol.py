@@ -50,6 +50,11 @@ class Returned(NamedTuple):
     beams: Mapping[int, list[TokenLogprobs]] = _NO_LOGPROBS
     pooled: Mapping[int, Vector] = _NO_LOGPROBS
 
+    @property
+    def has_only_tokens(self) -> bool:
+        """Whether no row has anything but a token, or that of a prompt."""
+        return not (self.logprobs or self.given or self.beams)
+
     def give_prompts(self, rows: Sequence[Row]) -> None:
         """Give the requests of these rows what came of their prompts."""
         for i, records in self.prompt_logprobs.items():
