@@ -53,8 +53,8 @@ class LLM(Operable, BeamSearching, Embedding):
     `model` is None for the demo model in the package, a directory, a name on the Hugging Face hub, or with
     `load_format="dummy"` a preset's name. Dummy weights are random, drawn from `seed` (default 0), and have
     no tokenizer: prompts are token ids and texts are empty. A model of one's own is an nnx.Module, or
-    "package.file:function" for what makes it (docs/training.md). `dtype` defaults to float32 on a CPU and to
-    bfloat16 elsewhere. `seed` also determines the seeds of requests without their own.
+    "package.file:function" for what makes it (docs/training.md). "packed" keeps experts in MXFP4 (docs/
+    experts.md). `dtype` is float32 on a CPU, else bfloat16. `seed` also seeds requests without their own.
 
     The attribute `generation_defaults` has the sampling parameters that the model recommends, and the model's
     end-of-sequence tokens include the recommended ones. `generation_config` says where they come from: "auto"

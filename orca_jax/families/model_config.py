@@ -57,8 +57,10 @@ class FeedForward:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is down (silu(gate) * up), without biases."""
-        return self.gated and self.activation == "silu" and self.gate_limit is None and not self.bias
+        """Whether it is down (silu(gate) * up), without biases, of weights that are not packed."""
+        packed = self.experts is not None and self.experts.packed
+        plain = self.gated and self.activation == "silu" and self.gate_limit is None
+        return plain and not self.bias and not packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
