@@ -33,8 +33,8 @@ class Mixture(nnx.Module):
         gate = p("shared.gate")
         self.shared_gate = None if gate is None else nnx.Param(gate)
 
-    def __call__(self, x: jax.Array, product: Matmul, shard: Shard) -> jax.Array:
-        """x [T, H] to [T, H]."""
+    def __call__(self, x: jax.Array, product: Matmul, shard: Shard) -> tuple[jax.Array, jax.Array]:
+        """x [T, H] to [T, H], and the experts that its tokens choose, [T, k] int32."""
         experts = self.config.experts
         assert experts is not None
         correction = None if self.correction is None else self.correction[...]
@@ -49,9 +49,9 @@ class Mixture(nnx.Module):
             mixed = mixed + shared
         mixed = shard.total(mixed)
         if self.down.bias is None:
-            return mixed
+            return mixed, chosen
         bias = self.down.bias[...].at[chosen].get(mode="clip").astype(jnp.float32)  # [T, k, H]
-        return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype)
+        return mixed + jnp.einsum("tk,tkh->th", weights, bias).astype(x.dtype), chosen
 
     def _logits(self, x: jax.Array, product: Matmul) -> jax.Array:
         """[T, X] float32."""

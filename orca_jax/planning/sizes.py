@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from orca_jax.config import ServingConfig, Sizes
 from orca_jax.errors import ConfigError
+from orca_jax.families.mixtures.routing import routing_of
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.planning.prefill_tokens import with_prefill_tokens
@@ -75,6 +76,7 @@ def n_rows(max_batch_size: int, *, n_workers: int) -> int:
 
 def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) -> EngineShape:
     """The shape of an engine that serves this model, with one batch in flight per worker."""
+    routing = routing_of(model)
     return EngineShape(
         block_size=serving.block_size,
         max_blocks=-(-model.n_positions // serving.block_size),
@@ -87,6 +89,9 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         coarse_buckets=serving.coarse_buckets,
         max_encoder_blocks=-(-longest_input(model, serving) // serving.block_size),
         embedding_size=model.embedding.size if model.encoder is None else 0,
+        sparse_layers=routing.n_layers,
+        top_k=routing.top_k,
+        n_experts=routing.n_experts,
     )
 
 
