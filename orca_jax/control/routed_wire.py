@@ -1,4 +1,4 @@
-"""The experts that rows' tokens chose, as the bytes of TOKENS and DONE: row by row, [input_length, layers, k]."""
+"""The experts that rows' tokens chose, as bytes of TOKENS and DONE: row by row, [input_length, layers, k]."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,9 @@ from orca_jax.families.mixtures.routing import Routing
 from orca_jax.request.routed_experts import ExpertIds
 
 
-def encode_routed(routed: Mapping[int, ExpertIds], rows: Sequence[tuple[int, int]], routing: Routing) -> bytes:
+def encode_routed(
+    routed: Mapping[int, ExpertIds], rows: Sequence[tuple[int, int]], routing: Routing
+) -> bytes:
     """One stage's, of these rows: places in the batch with their numbers of tokens. Empty for a stage without
     experts.
     """
@@ -25,8 +27,8 @@ def decode_routed(data: bytes, rows: Sequence[tuple[int, int]], routing: Routing
     n_layers, rest = divmod(len(data), layer_bytes) if layer_bytes else (0, len(data))
     if rest or n_layers > routing.n_layers:
         raise BadFrame(
-            f"the experts of {n_tokens} tokens have {len(data)} bytes; they need {layer_bytes} for each of up "
-            f"to {routing.n_layers} layers"
+            f"the experts of {n_tokens} tokens have {len(data)} bytes; they need {layer_bytes} for each "
+            f"of up to {routing.n_layers} layers"
         )
     ids = np.frombuffer(data, routing.dtype)
     if ids.size and ids.max() >= routing.n_experts:
@@ -46,5 +48,7 @@ def join_stages(
     routed = {place: np.concatenate([stage[place] for stage in stages], axis=1) for place, _ in rows}
     for ids in routed.values():
         if ids.shape[1] != routing.n_layers:
-            raise BadFrame(f"the stages told of {ids.shape[1]} layers with experts; there are {routing.n_layers}")
+            raise BadFrame(
+                f"the stages told of {ids.shape[1]} layers with experts; there are {routing.n_layers}"
+            )
     return routed

@@ -1,4 +1,4 @@
-"""The experts that tokens choose in one stage's layers: out of its forward pass, and on their way to the host.
+"""The experts that tokens choose in a stage's layers: out of its forward pass, and on their way to the host.
 
 They are an output of every forward pass of a mixture of experts, a few bytes a token that stay on the device
 unless a row asks for them. The model's last layer runs only each row's last token there. The other tokens of

@@ -300,9 +300,7 @@ class JaxStageDevice:
             why = f"{type(error).__name__}: {error}"
             self._post(lambda controller: controller.failed(epoch, why))
             return
-        self._post(
-            lambda controller: controller.done(epoch, iteration, sampled, link_bytes=sent, routed=ids)
-        )
+        self._post(lambda controller: controller.done(epoch, iteration, sampled, link_bytes=sent, routed=ids))
 
 
 def _same_state(one: StartOrder, other: StartOrder) -> bool:

@@ -40,7 +40,8 @@ class EngineShape:
     admitted at a time. The K/V cache has `n_blocks` blocks of `block_size` tokens, and one request uses up to
     `max_blocks` of them, and with an encoder up to `max_encoder_blocks` more for its input. `deterministic`
     and `coarse_buckets` select the buckets, as in ServingConfig. An embedding has `embedding_size` numbers;
-    0: the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts` experts.
+    0: the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
+    experts; 0: there are none, or not as many in all of them.
     """
 
     block_size: int

@@ -63,8 +63,8 @@ class SamplingParams:
 
     Extra output: `logprobs` n returns the log-probability of each output token and of the n most likely ones,
     `prompt_logprobs` the same for the prompt. They are the model's, before any of the above is applied.
-    `return_routed_experts` returns the experts that each token of the prompt and the output chose in a mixture
-    of experts; such a request does not begin with cached tokens, whose experts are not known.
+    `return_routed_experts` returns the experts that every token of prompt and output, but the last, chose in
+    a mixture of experts; such a request does not begin with cached tokens, whose experts are not known.
 
     `n` outputs are generated from one prompt; output i has the seed `seed + i`.
 

@@ -19,9 +19,9 @@ class GenerationResult:
     `prompt_logprobs` those of each prompt token after the first; None if not requested. The keys and values
     of the first `n_cached` of the `n_input` prompt tokens were in the prefix cache.
 
-    `routed_experts` are those that each token of the prompt and the output, but the last, which never runs,
-    chose in each layer with experts: [n_input + len(token_ids) - 1, layers, experts a token chooses], uint8 or
-    with more than 256 experts uint16. None if not requested; fewer tokens if the request ended early.
+    `routed_experts` are those that every token of the prompt and the output chose, but the last, which never
+    runs: [n_input + len(token_ids) - 1, layers with experts, experts that a token chooses], uint8 or with
+    more than 256 experts uint16. None if not requested; of fewer tokens if the request ended early.
 
     `score` is for an output of a beam search: its log-probability over its length to the power of
     `length_penalty`.

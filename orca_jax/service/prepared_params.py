@@ -90,7 +90,9 @@ class RuleMaker:
         """
         sampling.check_token_ids(self._model.vocab_size)
         if sampling.return_routed_experts and not routing_of(self._model).n_layers:
-            why = "its layers choose different numbers of experts" if self._model.has_experts else "it has none"
+            why = (
+                "its layers choose different numbers of experts" if self._model.has_experts else "it has none"
+            )
             message = f"return_routed_experts is for a mixture of experts, and not for this model: {why}"
             raise NotSupported(message, param="return_routed_experts")
         needs_text = next((n for n in ("stop", "bad_words") if getattr(sampling, n)), sampling.grammar)
